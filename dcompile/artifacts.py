@@ -1,0 +1,44 @@
+"""Log channels, dump directory, warnings: everything the compiler says while it works."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from dcompile.config import Config
+
+CHANNELS = ("passes", "overlap", "kernels", "memory")
+
+
+def rank() -> int:
+    """This process's rank as torchrun gives it (0 outside a job); needs no process group."""
+    value = os.environ.get("RANK", "0")
+    return int(value) if value.isdigit() else 0
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, in one write so that lines of several ranks do not mix."""
+    sys.stderr.write(f"dcompile: {text}\n")
+    sys.stderr.flush()
+
+
+def log(config: Config, channel: str, text: str) -> None:
+    """One line on a log channel, on rank 0 unless the channel list says `all`."""
+    assert channel in CHANNELS, f"unknown log channel {channel}"
+    wanted = config.log.split(",") if config.log else []
+    if channel in wanted and (rank() == 0 or "all" in wanted):
+        prefix = f"rank {rank()}: " if "all" in wanted else ""
+        say(f"[{channel}] {prefix}{text}")
+
+
+def dump(config: Config, name: str, text: str) -> None:
+    """Write `text` to `rankN/name` in the dump directory, if one is set."""
+    if not config.dump:
+        return
+    path = Path(config.dump) / f"rank{rank()}" / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        say(f"cannot write {path} (DCOMPILE_DUMP): {error.strerror}; going on without it")

@@ -1,0 +1,265 @@
+"""The program: frozen nodes that say what one graph computes, step by step.
+
+A `Program` is a list of steps over named buffers. A `Loop` is one fused kernel: a row space (`outer`), a space inside
+each row (`inner`), and one body in SSA form. A value of the body belongs to the row if it depends on no inner variable
+except through a `Reduce`, and to the element otherwise; that is all an emitter needs to split the body into passes over
+the row. There is no separate form for pointwise kernels, reductions and row programs.
+
+Loop variables are `i0, i1, ...` over `outer` and `j0, j1, ...` over `inner`. An index counts elements from the start of
+its buffer. A variable `v7` in an index is the run-time integer computed by value 7 of the same body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeAlias
+
+from dcompile.ir.index import Index, Size
+
+Ref: TypeAlias = int
+"""Position of an earlier value in the same body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A literal."""
+
+    value: bool | int | float
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOf:
+    """The integer that an index expression is at this point of the loop."""
+
+    index: Index
+    dtype: str = "int64"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One element of a buffer; 0 without touching memory where `mask` is false."""
+
+    buffer: str
+    index: Index
+    dtype: str
+    mask: Ref | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An operation of `ir.ops.OPS` on earlier values. `dtype` is that of the result."""
+
+    op: str
+    args: tuple[Ref, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """`op` (a key of `ir.ops.REDUCTIONS`) over the whole inner space of the current row."""
+
+    op: str
+    arg: Ref
+    dtype: str
+
+
+Value: TypeAlias = Const | IndexOf | Load | Apply | Reduce
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Writes a value.
+
+    `set` writes each element exactly once. A reduction name (`sum`, `max`, ...) combines all values of the loop that
+    fall on the same index, starting from the reduction's identity: a column reduction.
+    """
+
+    buffer: str
+    index: Index
+    value: Ref
+    mode: str = "set"
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One kernel. `origin` says which module and operation it came from, for people."""
+
+    name: str
+    outer: tuple[Size, ...]
+    inner: tuple[Size, ...]
+    body: tuple[Value, ...]
+    stores: tuple[Store, ...]
+    origin: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(value.buffer for value in self.body if isinstance(value, Load))
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return frozenset(store.buffer for store in self.stores)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided look at a buffer; shape, strides and offset in elements."""
+
+    buffer: str
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Literally:
+    """An argument of a library call that has no meaning to the compiler: `torch.float32`, `torch.strided`, ..."""
+
+    text: str
+
+
+Arg: TypeAlias = "View | Index | Literally | bool | int | float | str | None | tuple[Arg, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Extern:
+    """A library call.
+
+    `op` is an ATen overload such as `aten.mm.default`. mode `out`: writes its result into `outs`, which the compiler
+    has placed (the emitter calls the out= overload). `alloc`: the library allocates; `outs` name the results, in order
+    (None where a result is not used or not a tensor). `mutate`: works on its arguments in place, in order of `outs`.
+    `fallback` is true where a loop of ours was wanted and there is no lowering yet: it is counted in the receipt.
+    """
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[str | None, ...]
+    mode: Literal["out", "alloc", "mutate"]
+    fallback: bool = False
+    origin: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(view.buffer for arg in (*self.args, *(v for _, v in self.kwargs)) for view in views_of(arg))
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return frozenset(name for name in self.outs if name is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Starts an exchange on a bucket; a later Wait ends it. Every rank starts the same ones in the same order."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    bucket: str
+    group: str
+    buffers: tuple[str, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(self.buffers)
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return frozenset(self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ends the collective on `bucket`; nothing may touch its buffers before."""
+
+    bucket: str
+    buffers: tuple[str, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(self.buffers)
+
+    @property
+    def writes(self) -> frozenset[str]:
+        return frozenset(self.buffers)
+
+
+Step: TypeAlias = Loop | Extern | Collective | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory with a type.
+
+    `storage` is None until memory planning, then the name of what it lies in, at `offset` bytes: "arena" (persistent,
+    reused from call to call), "bucket:NAME" (gradient bucket), "out" (escapes to the caller: allocated for each call),
+    "input" (the caller's), "library" (allocated by a library call).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    device: str = "cpu"
+    storage: str | None = None
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to the last element, for static shapes."""
+        sizes = [size for size in self.shape if isinstance(size, int)]
+        strides = [stride for stride in self.strides if isinstance(stride, int)]
+        assert len(sizes) == len(self.shape) and len(strides) == len(self.strides), f"{self.name} has a dynamic shape"
+        if prod(sizes) == 0:
+            return 0
+        return (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * ITEMSIZE[self.dtype]
+
+
+ITEMSIZE = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+    "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are reduced together: one storage with fixed offsets. `sizes` and `offsets` in elements."""
+
+    name: str
+    dtype: str
+    device: str
+    group: str
+    params: tuple[int, ...]
+    """Identity of each parameter: its number in the adapter's parameter order."""
+    buffers: tuple[str, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one graph computes. `inputs` are buffer names, or size symbols for integer inputs, in call order."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[View | Index | int | float | bool | None, ...]
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    grads: tuple[tuple[int, int], ...] = ()
+    """(position in `outputs`, parameter number) of each output that is a gradient to be kept in step across ranks."""
+    buckets: tuple[Bucket, ...] = ()
+    arena_bytes: int = 0
+
+    @property
+    def table(self) -> dict[str, Buffer]:
+        return {buffer.name: buffer for buffer in self.buffers}
+
+
+def views_of(arg: Arg) -> Iterator[View]:
+    """All views inside an argument, depth first."""
+    if isinstance(arg, View):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from views_of(item)

@@ -1,0 +1,155 @@
+"""The op table: every operation a loop body may apply, with its reference meaning.
+
+Folding, the interpreter, lowering and every emitter read this table; facts about an op live in its columns. Arithmetic
+is never done in bfloat16 or float16: bodies cast to float32 after a load and back before a store, so `cast` is where
+rounding happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+DTYPES: Mapping[str, str] = {
+    "bool": "bool", "uint8": "int", "int8": "int", "int16": "int", "int32": "int", "int64": "int",
+    "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float",
+}  # fmt: skip
+"""Data types a loop may load and store, and their kind."""
+
+COMPUTE_DTYPES = frozenset(DTYPES) - {"float16", "bfloat16"}
+
+DtypeRule = Literal["same", "bool", "given"]
+"""same: all arguments and the result share one dtype; bool: a truth value; given: the node says (casts, where)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """name; number of arguments; dtype rule; kinds of argument allowed; reference meaning on NumPy arrays."""
+
+    name: str
+    arity: int
+    rule: DtypeRule
+    kinds: frozenset[str]
+    meaning: Callable[..., Any]
+    cost: int = 1
+    """Rough arithmetic cost, in additions: what recomputing it would cost."""
+
+
+_ANY = frozenset(("float", "int", "bool"))
+_NUMBER = frozenset(("float", "int"))
+_FLOAT = frozenset(("float",))
+_INTEGER = frozenset(("int", "bool"))
+
+
+def _erf(x: Any) -> Any:
+    return np.vectorize(math.erf, otypes=[np.asarray(x).dtype])(x)
+
+
+def _trunc_div(a: Any, b: Any) -> Any:
+    quotient = np.floor_divide(a, b)
+    return quotient + ((np.remainder(a, b) != 0) & ((a < 0) != (b < 0)))
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+OPS: Mapping[str, Op] = {
+    op.name: op
+    for op in (
+        Op("add", 2, "same", _NUMBER, np.add),
+        Op("sub", 2, "same", _NUMBER, np.subtract),
+        Op("mul", 2, "same", _NUMBER, np.multiply),
+        Op("div", 2, "same", _FLOAT, np.divide, 4),
+        Op("floordiv", 2, "same", _NUMBER, np.floor_divide, 8),  # towards -inf
+        Op("truncdiv", 2, "same", frozenset(("int",)), _trunc_div, 8),  # towards 0
+        Op("mod", 2, "same", _NUMBER, np.remainder, 8),  # sign of the divisor, as Python
+        Op("fmod", 2, "same", _NUMBER, np.fmod, 8),  # sign of the dividend, as C
+        Op("min", 2, "same", _ANY, np.minimum),  # NaN wins
+        Op("max", 2, "same", _ANY, np.maximum),  # NaN wins
+        Op("pow", 2, "same", _FLOAT, np.power, 20),
+        Op("atan2", 2, "same", _FLOAT, np.arctan2, 20),
+        Op("neg", 1, "same", _NUMBER, np.negative),
+        Op("abs", 1, "same", _NUMBER, np.abs),
+        Op("sign", 1, "same", _NUMBER, np.sign),
+        Op("reciprocal", 1, "same", _FLOAT, np.reciprocal, 4),
+        Op("sqrt", 1, "same", _FLOAT, np.sqrt, 4),
+        Op("rsqrt", 1, "same", _FLOAT, lambda x: 1 / np.sqrt(x), 8),
+        Op("exp", 1, "same", _FLOAT, np.exp, 10),
+        Op("exp2", 1, "same", _FLOAT, np.exp2, 10),
+        Op("expm1", 1, "same", _FLOAT, np.expm1, 15),
+        Op("log", 1, "same", _FLOAT, np.log, 10),
+        Op("log1p", 1, "same", _FLOAT, np.log1p, 15),
+        Op("log2", 1, "same", _FLOAT, np.log2, 10),
+        Op("log10", 1, "same", _FLOAT, np.log10, 10),
+        Op("sin", 1, "same", _FLOAT, np.sin, 15),
+        Op("cos", 1, "same", _FLOAT, np.cos, 15),
+        Op("tan", 1, "same", _FLOAT, np.tan, 20),
+        Op("tanh", 1, "same", _FLOAT, np.tanh, 15),
+        Op("sigmoid", 1, "same", _FLOAT, _sigmoid, 15),
+        Op("erf", 1, "same", _FLOAT, _erf, 15),
+        Op("floor", 1, "same", _FLOAT, np.floor),
+        Op("ceil", 1, "same", _FLOAT, np.ceil),
+        Op("trunc", 1, "same", _FLOAT, np.trunc),
+        Op("round", 1, "same", _FLOAT, np.rint),  # half to even
+        Op("isnan", 1, "bool", _FLOAT, np.isnan),
+        Op("isinf", 1, "bool", _FLOAT, np.isinf),
+        Op("eq", 2, "bool", _ANY, np.equal),
+        Op("ne", 2, "bool", _ANY, np.not_equal),
+        Op("lt", 2, "bool", _ANY, np.less),
+        Op("le", 2, "bool", _ANY, np.less_equal),
+        Op("gt", 2, "bool", _ANY, np.greater),
+        Op("ge", 2, "bool", _ANY, np.greater_equal),
+        Op("and", 2, "same", _INTEGER, np.bitwise_and),
+        Op("or", 2, "same", _INTEGER, np.bitwise_or),
+        Op("xor", 2, "same", _INTEGER, np.bitwise_xor),
+        Op("not", 1, "same", _INTEGER, np.invert),
+        Op("shl", 2, "same", frozenset(("int",)), np.left_shift),
+        Op("shr", 2, "same", frozenset(("int",)), np.right_shift),
+        Op("where", 3, "given", _ANY, np.where),  # (bool, a, b): a and b of the result's dtype
+        Op("cast", 1, "given", _ANY, lambda x: x),  # rounds to nearest even; float to int truncates; x != 0 for bool
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A way to combine many values: identity, by kind of dtype, and reference meaning over an axis.
+
+    `combine` is the op of the table that joins two partial results, for those that have one.
+    """
+
+    name: str
+    combine: str | None
+    meaning: Callable[..., Any]
+    identity: Callable[[str], float | int | bool]
+
+
+def _lowest(dtype: str) -> float | int | bool:
+    kind = DTYPES[dtype]
+    return -math.inf if kind == "float" else False if kind == "bool" else int(np.iinfo(dtype).min)
+
+
+def _highest(dtype: str) -> float | int | bool:
+    kind = DTYPES[dtype]
+    return math.inf if kind == "float" else True if kind == "bool" else int(np.iinfo(dtype).max)
+
+
+REDUCTIONS: Mapping[str, Reduction] = {
+    r.name: r
+    for r in (
+        Reduction("sum", "add", np.sum, lambda _: 0),
+        Reduction("prod", "mul", np.prod, lambda _: 1),
+        Reduction("max", "max", np.max, _lowest),  # NaN wins
+        Reduction("min", "min", np.min, _highest),  # NaN wins
+        Reduction("any", "or", np.any, lambda _: False),
+        Reduction("all", "and", np.all, lambda _: True),
+        # position in the inner space, row-major; the first of equals; NaN wins
+        Reduction("argmax", None, np.argmax, lambda _: 0),
+        Reduction("argmin", None, np.argmin, lambda _: 0),
+    )
+}

@@ -22,7 +22,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 
 
 def setting(default: Any, text: str, *, in_key: bool = True, user: bool = True) -> Any:
-    """A field of `Config`: its default, its help, whether kernels depend on it, and whether options={...} may set it."""
+    """A field of `Config`: default, help, whether kernels depend on it, whether options={...} may set it."""
     return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "user": user})
 
 

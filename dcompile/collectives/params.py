@@ -1,9 +1,11 @@
-"""ParamInfo: the one contract between capture/ and collectives/."""
+"""What capture/ and the rest of the compiler say to each other: parameters, requests and reports. No torch in here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from dcompile.ir.nodes import Bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +31,66 @@ class BucketRule:
 
     first_bytes: int
     cap_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One graph to be compiled. `name` is unique within a compiled model ("forward0", "backward0", "inference1")."""
+
+    name: str
+    kind: Literal["forward", "backward", "inference"]
+    grads: tuple[tuple[int, int], ...] = ()
+    """Backward of a model that was taken over: (position among the outputs, parameter number)."""
+    params: tuple[ParamInfo, ...] = ()
+    rule: BucketRule | None = None
+    """Bucket boundaries; None puts no collectives into the graph."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What compiling one graph came to; counts for the receipt."""
+
+    kernels: int = 0
+    kernel_calls: int = 0
+    library_calls: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    collectives: int = 0
+    built: int = 0
+    cache_hits: int = 0
+    compile_seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    """Lines for the receipt: what was given up and why."""
+
+
+class BucketSource(Protocol):
+    """Gives a backward program the memory of its buckets, and carries out its collectives."""
+
+    def acquire(self, bucket: str) -> Any:
+        """A `runtime.buckets.BucketMemory` that nobody outside refers to."""
+
+    def start(self, bucket: str, memory: Any) -> None:
+        """Add what p.grad holds already, scale by one over the world size, and start the all-reduce."""
+
+    def wait(self, bucket: str, memory: Any) -> None:
+        """Wait for the all-reduce that `start` began."""
+
+
+class Executable(Protocol):
+    """A compiled graph. Calling it empties `args` (AOTAutograd's boxed convention)."""
+
+    report: Report
+    buckets: tuple[Bucket, ...]
+    source: str
+
+    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+        """Run; `sync` says whether the collectives happen in this call."""
+
+
+class Compiler(Protocol):
+    """The compiler as capture/ sees it; `pipeline` implements it, so that capture/ need not import upwards."""
+
+    def decompositions(self) -> dict[Any, Any]:
+        """The table AOTAutograd is to decompose with."""
+
+    def compile_graph(self, gm: Any, request: Request) -> Executable:
+        """Compile one torch.fx.GraphModule with fake tensors in meta["val"]."""

@@ -120,7 +120,7 @@ class Literally:
     text: str
 
 
-Arg: TypeAlias = "View | Index | Literally | bool | int | float | str | None | tuple[Arg, ...]"
+Arg: TypeAlias = "View | Index | Literally | bool | int | float | str | tuple[Arg, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,50 @@
+# `make train` sets everything up and trains; `make test` sets everything up and tests.
+# Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS.
+PYTHON ?= python3
+VENV ?= .venv
+NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); if [ "$$gpus" -gt 0 ]; then echo $$gpus; else echo 2; fi)
+BACKEND ?= dcompile
+STEPS ?=
+ARGS ?=
+TESTS ?=
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+
+.PHONY: train test lint format clean
+
+train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
+train: $(if $(VENV),$(VENV)/.has-train)
+	$(py) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+		launch/train.py --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m pytest $(TESTS)
+
+lint: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m ruff check .
+	$(py) -m ruff format --check .
+	$(py) -m mypy -p dcompile
+	$(py) -m pytest tests/test_layering.py
+
+format: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m ruff check --fix .
+	$(py) -m ruff format .
+
+clean:
+	rm -rf .venv build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# One stamp for each extra: a second `make` asks pip nothing. The test extra includes what training needs.
+ifneq ($(VENV),)
+$(VENV)/bin/python:
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+
+$(VENV)/.has-train: pyproject.toml constraints.txt tools/install.sh | $(VENV)/bin/python
+	tools/install.sh $(VENV) train $(CPU_INDEX)
+	@touch $@
+
+$(VENV)/.has-test: pyproject.toml constraints.txt tools/install.sh | $(VENV)/bin/python
+	tools/install.sh $(VENV) test $(CPU_INDEX)
+	@touch $@ $(VENV)/.has-train
+endif

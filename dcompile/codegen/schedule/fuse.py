@@ -1,0 +1,180 @@
+"""Which loops become one kernel: pairs are merged greedily, those that save the most memory traffic first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dcompile.codegen.schedule.dependences import edges
+
+from dcompile.codegen.schedule.merge import merge, without
+from dcompile.codegen.schedule.space import canonical
+from dcompile.ir.nodes import Buffer, Loop, Program, Step, View
+
+MIN_SHARED_BYTES = 4096  # below this a shared read is in L1 anyway, and merging siblings only lengthens the kernel
+
+
+def fuse(program: Program) -> Program:
+    """Merge loops that share memory, and leave out the buffers that then live in registers only.
+
+    Guarantees: bitwise-equal outputs (every value keeps its rounding), library calls and collectives in their order.
+    """
+    steps = [canonical(step) if isinstance(step, Loop) else step for step in program.steps]
+    graph = _Graph(steps, program)
+    queue = [entry for pair in graph.pairs() for entry in graph.entry(*pair)]
+    heapq.heapify(queue)
+    while queue:
+        _, _, a, b = heapq.heappop(queue)
+        if a in graph.alive and b in graph.alive and graph.may_join(a, b):
+            first, second = graph.steps[a], graph.steps[b]
+            assert isinstance(first, Loop) and isinstance(second, Loop)
+            merged = merge(first, second)
+            if merged is not None:
+                new = graph.replace_pair(a, b, merged)
+                for other in graph.neighbours(new):
+                    for entry in graph.entry(*graph.in_order(new, other)):
+                        heapq.heappush(queue, entry)
+    return drop_internal(replace(program, steps=tuple(graph.ordered())))
+
+
+def drop_internal(program: Program) -> Program:
+    """Remove stores that no other step and no output reads."""
+    escaping = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+    readers: dict[str, set[int]] = {}
+    for number, step in enumerate(program.steps):
+        for name in step.reads | (frozenset() if isinstance(step, Loop) else step.writes):
+            readers.setdefault(name, set()).add(number)
+    steps: list[Step] = []
+    for number, step in enumerate(program.steps):
+        if not isinstance(step, Loop):
+            steps.append(step)
+            continue
+        dead = frozenset(name for name in step.writes - escaping if not readers.get(name, set()) - {number})
+        kept = without(step, dead)
+        if kept is not None:
+            steps.append(canonical(kept))
+    used = {name for step in steps for name in step.reads | step.writes} | escaping
+    return replace(program, steps=tuple(steps), buffers=tuple(b for b in program.buffers if b.name in used))
+
+
+class _Graph:
+    """Steps under merging: who must run before whom, as bit sets over step numbers."""
+
+    def __init__(self, steps: list[Step], program: Program) -> None:
+        self.steps: dict[int, Step] = dict(enumerate(steps))
+        self.alive = set(self.steps)
+        self.table = program.table
+        self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+        self.first = {number: number for number in self.steps}  # original position: keeps the order stable
+        self.before: dict[int, int] = {}
+        self.after: dict[int, int] = dict.fromkeys(self.steps, 0)
+        for number, previous in enumerate(edges(steps)):
+            bits = 0
+            for p in previous:
+                bits |= self.before[p] | 1 << p
+            self.before[number] = bits
+            for p in _bits(bits):
+                self.after[p] |= 1 << number
+        self.touching: dict[str, set[int]] = {}
+        for number, step in self.steps.items():
+            for name in step.reads | step.writes:
+                self.touching.setdefault(name, set()).add(number)
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Loops that touch a common buffer, in order."""
+        seen: set[tuple[int, int]] = set()
+        for members in self.touching.values():
+            loops = sorted(n for n in members if isinstance(self.steps[n], Loop))
+            for k, a in enumerate(loops):
+                for b in loops[k + 1 : k + 9]:  # a weight read by hundreds of kernels gives no reason to join them all
+                    if (a, b) not in seen:
+                        seen.add((a, b))
+                        yield a, b
+
+    def neighbours(self, number: int) -> list[int]:
+        """Living loops that share a buffer with this one, nearest first."""
+        step = self.steps[number]
+        found = {n for name in step.reads | step.writes for n in self.touching[name] if n in self.alive}
+        loops = [n for n in found - {number} if isinstance(self.steps[n], Loop)]
+        return sorted(loops, key=lambda n: (abs(self.first[n] - self.first[number]), n))[:24]
+
+    def in_order(self, a: int, b: int) -> tuple[int, int]:
+        """The pair with the one that must or may run first in front."""
+        if self.before[a] >> b & 1:
+            return b, a
+        if self.before[b] >> a & 1:
+            return a, b
+        return (a, b) if self.first[a] <= self.first[b] else (b, a)
+
+    def entry(self, a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
+        """A queue entry for merging, if that saves anything: most bytes first, then nearest."""
+        saved = self._saved(a, b)
+        if saved > 0:
+            yield -saved, abs(self.first[a] - self.first[b]), a, b
+
+    def _saved(self, a: int, b: int) -> int:
+        first, second = self.steps[a], self.steps[b]
+        total = 0
+        for name in first.writes & second.reads:
+            internal = name not in self.kept and not (self.touching[name] & self.alive) - {a, b}
+            total += _nbytes(self.table[name]) * (2 if internal else 1) + 1  # even a scalar saves a launch
+        shared = sum(_nbytes(self.table[name]) for name in first.reads & second.reads)
+        if not total and shared < MIN_SHARED_BYTES:
+            return 0
+        return total + shared
+
+    def may_join(self, a: int, b: int) -> bool:
+        """No third step has to run between them, and b does not have to run before a."""
+        if self.before[a] >> b & 1:
+            return False
+        return not self.after[a] & self.before[b] & ~(1 << a | 1 << b)
+
+    def replace_pair(self, a: int, b: int, merged: Loop) -> int:
+        """Put the merged loop in place of both; returns its number."""
+        new = max(self.steps) + 1
+        gone = 1 << a | 1 << b
+        before = (self.before[a] | self.before[b]) & ~gone
+        after = (self.after[a] | self.after[b]) & ~gone
+        self.steps[new] = merged
+        self.alive -= {a, b}
+        self.alive.add(new)
+        self.first[new] = min(self.first[a], self.first[b])
+        self.before[new], self.after[new] = before, after
+        for n in _bits(after):
+            self.before[n] = (self.before[n] | before | 1 << new) & ~gone
+        for n in _bits(before):
+            self.after[n] = (self.after[n] | after | 1 << new) & ~gone
+        for name in merged.reads | merged.writes:
+            self.touching[name].add(new)
+        for old in (a, b):
+            for name in self.steps[old].reads | self.steps[old].writes:
+                self.touching[name].discard(old)
+        return new
+
+    def ordered(self) -> list[Step]:
+        """All living steps, each as early as its place in the original program and its dependences allow."""
+        waiting = {n: bin(self.before[n]).count("1") for n in self.alive}
+        ready = [(self.first[n], n) for n in self.alive if waiting[n] == 0]
+        heapq.heapify(ready)
+        result: list[Step] = []
+        while ready:
+            _, number = heapq.heappop(ready)
+            result.append(self.steps[number])
+            for n in _bits(self.after[number]):
+                waiting[n] -= 1
+                if waiting[n] == 0:
+                    heapq.heappush(ready, (self.first[n], n))
+        assert len(result) == len(self.alive), "fusion made a cycle"
+        return result
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return buffer.nbytes
+
+
+def _bits(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low

@@ -1,0 +1,233 @@
+"""Two loops as one: find a common iteration space, check that every shared element lines up, join the bodies.
+
+The common space is always that of one of the two loops. A loop without an inner space can be told over any space it has
+a one-to-one map to: the whole space (it becomes element work) or the rows alone (it becomes row work).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dcompile.codegen.schedule.space import (
+    coordinates,
+    divisions,
+    position,
+    ranges,
+    refine,
+    respace,
+    size_of,
+    solve,
+    space_ranges,
+    static,
+)
+from dcompile.ir.index import Index, substitute, var
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+
+MAX_VALUES = 320  # a body beyond this spills registers and takes g++ over 0.2 s
+MAX_BUFFERS = 28  # more streams than this defeat the hardware prefetchers
+
+
+def merge(first: Loop, second: Loop) -> Loop | None:
+    """`first` then `second` as one loop, or None if their elements do not line up. `second` may depend on `first`."""
+    if len(first.body) + len(second.body) > MAX_VALUES:
+        return None
+    if len(first.reads | first.writes | second.reads | second.writes) > MAX_BUFFERS:
+        return None
+    allowed = divisions(first) + divisions(second)
+    for a, b in _common_spaces(first, second):
+        if divisions(a) + divisions(b) > allowed:
+            a, b = refine(a, b)
+        if divisions(a) + divisions(b) <= allowed and lines_up(a, b):
+            return join(a, b)
+    return None
+
+
+def _common_spaces(first: Loop, second: Loop) -> Iterator[tuple[Loop, Loop]]:
+    """Both loops over one space, in order of preference."""
+    rows, columns = size_of(first.outer), size_of(first.inner)
+    rows2, columns2 = size_of(second.outer), size_of(second.inner)
+    if first.inner and second.inner:
+        if (rows, columns) == (rows2, columns2):
+            yield first, _onto(second, first)
+    elif first.inner:
+        if rows2 in (rows * columns, rows):
+            yield from ((first, moved) for moved in _retold(second, first))
+    elif second.inner:
+        if rows in (rows2 * columns2, rows2):
+            yield from ((moved, second) for moved in _retold(first, second))
+    elif rows == rows2:
+        yield from ((moved, second) for moved in _retold(first, second))
+        yield from ((first, moved) for moved in _retold(second, first))
+
+
+def _onto(loop: Loop, host: Loop) -> Loop:
+    """A row loop told over the space of another with as many rows and columns."""
+    outer, inner, bounds = static(host.outer), static(host.inner), ranges(host)
+    values = coordinates("i", static(loop.outer), position("i", outer), bounds)
+    values |= coordinates("j", static(loop.inner), position("j", inner), bounds)
+    return respace(loop, outer, inner, values)
+
+
+def _retold(loop: Loop, host: Loop) -> Iterator[Loop]:
+    """A loop without inner space, told over the space of `host`: first so that shared elements meet, then in order."""
+    outer, inner, bounds, own = static(host.outer), static(host.inner), ranges(host), ranges(loop)
+    for mine, theirs in _shared(loop, host):
+        if len(theirs.variables & bounds.keys()) == 0:
+            continue
+        values = solve(mine, own, theirs, bounds)
+        if values is not None and _one_to_one(theirs, size_of(loop.outer), outer, inner):
+            yield respace(loop, outer, inner, values)
+    rows = position("i", outer)
+    flat = rows if size_of(loop.outer) == size_of(outer) else rows * size_of(inner) + position("j", inner)
+    yield respace(loop, outer, inner, coordinates("i", static(loop.outer), flat, bounds))
+
+
+def _one_to_one(index: Index, points: int, outer: tuple[int, ...], inner: tuple[int, ...]) -> bool:
+    """Does `index` meet each of `points` elements once, over all rows or over all elements?"""
+    spaces = (space_ranges(outer, ()), space_ranges(outer, inner))
+    return any(solve(index, space, index, space) is not None for space in spaces if size_of(space.values()) == points)
+
+
+def _shared(loop: Loop, host: Loop) -> Iterator[tuple[Index, Index]]:
+    """(index in loop, index in host) of elements that both touch: writes against reads first, then common reads."""
+    for store in loop.stores:
+        yield from ((store.index, load.index) for load in _loads(host) if load.buffer == store.buffer)
+    for store in host.stores:
+        yield from ((load.index, store.index) for load in _loads(loop) if load.buffer == store.buffer)
+    for load in _loads(loop):
+        yield from ((load.index, other.index) for other in _loads(host) if load.buffer == other.buffer)
+
+
+def _loads(loop: Loop) -> list[Load]:
+    return [value for value in loop.body if isinstance(value, Load)]
+
+
+def lines_up(first: Loop, second: Loop) -> bool:
+    """Over one space: is every element that `second` reads of `first` the one just computed at the same point?"""
+    stores = {store.buffer: store for store in first.stores}
+    if any(store.buffer in stores for store in second.stores):
+        return False
+    for load in _loads(second):
+        store = stores.get(load.buffer)
+        if store is not None and (store.mode != "set" or store.index != load.index):
+            return False
+    written = {store.buffer: store.index for store in second.stores}
+    overwritten = [load for load in _loads(first) if load.buffer in written]
+    if not overwritten:
+        return True
+    # second updates an input in place that first still reads: safe point by point, but not when a later pass over the
+    # row would read it again
+    single_pass = not any(isinstance(value, Reduce) for value in (*first.body, *second.body))
+    return single_pass and all(load.index == written[load.buffer] for load in overwritten)
+
+
+def join(first: Loop, second: Loop) -> Loop:
+    """One loop over their common space; what `second` loads of `first` is taken from the value directly."""
+    body: list[Value] = []
+    known: dict[Value, Ref] = {}
+    refs = append(body, known, first, {})
+    stored = {store.buffer: refs[store.value] for store in first.stores if store.mode == "set"}
+    refs2 = append(body, known, second, stored)
+    stores = [replace(s, index=_renumbered(s.index, refs), value=refs[s.value]) for s in first.stores]
+    stores += [replace(s, index=_renumbered(s.index, refs2), value=refs2[s.value]) for s in second.stores]
+    origin = tuple(dict.fromkeys((*first.origin, *second.origin)))
+    return replace(first, body=tuple(body), stores=tuple(stores), origin=origin)
+
+
+def append(body: list[Value], known: dict[Value, Ref], loop: Loop, stored: dict[str, Ref]) -> dict[Ref, Ref]:
+    """Append a loop's values to `body`, sharing equal ones; loads of `stored` buffers become those values."""
+    refs: dict[Ref, Ref] = {}
+    for old, value in enumerate(loop.body):
+        refs[old] = _put(body, known, _moved(value, refs, stored, body, known))
+    return refs
+
+
+def _moved(
+    value: Value, refs: dict[Ref, Ref], stored: dict[str, Ref], body: list[Value], known: dict[Value, Ref]
+) -> Value | Ref:
+    match value:
+        case Const():
+            return value
+        case IndexOf():
+            return replace(value, index=_renumbered(value.index, refs))
+        case Load():
+            mask = None if value.mask is None else refs[value.mask]
+            if value.buffer not in stored:
+                return replace(value, index=_renumbered(value.index, refs), mask=mask)
+            if mask is None:
+                return stored[value.buffer]
+            zero = _put(body, known, Const(False if value.dtype == "bool" else 0, value.dtype))
+            return Apply("where", (mask, stored[value.buffer], zero), value.dtype)
+        case Apply():
+            return replace(value, args=tuple(refs[arg] for arg in value.args))
+        case Reduce():
+            return replace(value, arg=refs[value.arg])
+
+
+def _put(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, Const):
+        # 0 and False, 0.0 and -0.0 compare equal: the text keeps them apart
+        key: Value = replace(value, value=0, dtype=f"{value.dtype}:{value.value!r}")
+    else:
+        key = value
+    if key not in known:
+        known[key] = len(body)
+        body.append(value)
+    return known[key]
+
+
+def _renumbered(index: Index, refs: dict[Ref, Ref]) -> Index:
+    """Run-time variables `v7` follow the values they name."""
+    names = [name for name in index.variables if name[0] == "v"]
+    if not names:
+        return index
+    return substitute(index, {name: var(f"v{refs[int(name[1:])]}") for name in names}, {})
+
+
+def without(loop: Loop, dead: frozenset[str]) -> Loop | None:
+    """The loop without its stores to `dead` buffers and without values that nothing uses; None if nothing is left."""
+    stores = tuple(store for store in loop.stores if store.buffer not in dead)
+    if not stores:
+        return None
+    needed: set[Ref] = set()
+    stack = [ref for store in stores for ref in _store_refs(store)]
+    while stack:
+        ref = stack.pop()
+        if ref not in needed:
+            needed.add(ref)
+            stack += value_refs(loop.body[ref])
+    kept = sorted(needed)
+    refs = {old: new for new, old in enumerate(kept)}
+    body: list[Value] = []
+    for old in kept:
+        moved = _moved(loop.body[old], refs, {}, [], {})
+        assert not isinstance(moved, int)
+        body.append(moved)
+    stores = tuple(replace(s, index=_renumbered(s.index, refs), value=refs[s.value]) for s in stores)
+    return replace(loop, body=tuple(body), stores=stores)
+
+
+def value_refs(value: Value) -> list[Ref]:
+    """Earlier values that a value uses, indices included."""
+    match value:
+        case Const():
+            return []
+        case IndexOf():
+            return _index_refs(value.index)
+        case Load():
+            return _index_refs(value.index) + ([] if value.mask is None else [value.mask])
+        case Apply():
+            return list(value.args)
+        case Reduce():
+            return [value.arg]
+
+
+def _index_refs(index: Index) -> list[Ref]:
+    return [int(name[1:]) for name in index.variables if name[0] == "v"]
+
+
+def _store_refs(store: Store) -> list[Ref]:
+    return [store.value, *_index_refs(store.index)]

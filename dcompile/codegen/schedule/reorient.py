@@ -1,0 +1,143 @@
+"""Column reductions in row order: sums over the slow axis become stores that combine, so that rows are read once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from dcompile.codegen.schedule.merge import value_refs, without
+from dcompile.codegen.schedule.space import canonical, respace, static
+from dcompile.ir.index import contiguous_strides, flatten, var
+from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Step, Store, Value
+from dcompile.ir.ops import REDUCTIONS
+
+MAX_COLUMNS = 1 << 16  # every thread keeps one partial result for each column: 256 KB of float32, an L2 share
+
+
+def reorient_columns(program: Program) -> Program:
+    """Turn reductions over the slow axis into loops over rows with combining stores.
+
+    `out[c] = sum over r of x[r, c]` as one row of r per c jumps through memory and shares no loop with the row-wise
+    work on x; with r outside, x is read in order and the loop can fuse with it (the two gradients of a norm).
+    Changes only the order in which a reduction is summed.
+    """
+    table = dict(program.table)
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Loop) and step.inner and wants_rows(canonical(step)):
+            steps += _split(canonical(step), table)
+        else:
+            steps.append(step)
+    return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def wants_rows(loop: Loop) -> bool:
+    """Is the reduction over a slow axis of everything it reads in full, with unit stride along the kept axis?"""
+    if len(loop.outer) != 1 or not 8 <= prod(static(loop.outer)) <= MAX_COLUMNS:
+        return False
+    reduces = [value for value in loop.body if isinstance(value, Reduce)]
+    if not reduces or any(REDUCTIONS[value.op].combine is None for value in reduces):
+        return False
+    if any(depends_on_reduce(loop, value.arg) for value in reduces):
+        return False
+    elements = element_values(loop)
+    if any(store.value in elements or any(name[0] == "j" for name in store.index.variables) for store in loop.stores):
+        return False
+    fast = f"j{len(loop.inner) - 1}"
+    full = [v for v in loop.body if isinstance(v, Load) and {"i0", fast} <= v.index.variables]
+    return bool(full) and all(_unit(v, "i0") and not _unit(v, fast) for v in full)
+
+
+def _unit(load: Load, name: str) -> bool:
+    coefficient = load.index.coefficient(name)
+    return coefficient is not None and coefficient.constant == 1
+
+
+def depends_on_reduce(loop: Loop, ref: Ref) -> bool:
+    """Does a value use the result of a reduction?"""
+    seen: set[Ref] = set()
+    stack = [ref]
+    while stack:
+        here = stack.pop()
+        if isinstance(loop.body[here], Reduce):
+            return True
+        stack += [r for r in value_refs(loop.body[here]) if r not in seen]
+        seen.add(here)
+    return False
+
+
+def element_values(loop: Loop) -> set[Ref]:
+    """Values that differ within a row: those that use an inner variable other than through a reduction."""
+    found: set[Ref] = set()
+    for ref, value in enumerate(loop.body):
+        if isinstance(value, Reduce):
+            continue
+        inner = isinstance(value, Load | IndexOf) and any(name[0] == "j" for name in value.index.variables)
+        if inner or any(r in found for r in value_refs(value)):
+            found.add(ref)
+    return found
+
+
+def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """The reductions as combining stores over rows, then one loop for what was done with their results."""
+    columns = prod(static(loop.outer))
+    device = next(table[store.buffer].device for store in loop.stores)
+    results: dict[Ref, str] = {}
+    stores: list[Store] = []
+    finished: list[Store] = []
+    for store in loop.stores:
+        value = loop.body[store.value]
+        if isinstance(value, Reduce) and store.value not in results and store.index == var("i0"):
+            results[store.value] = store.buffer
+            stores.append(Store(store.buffer, var("i0"), value.arg, value.op))
+        else:
+            finished.append(store)
+    needed = {ref for store in finished for ref in _reduces_below(loop, store.value)}
+    for ref in sorted(needed - results.keys()):
+        value = loop.body[ref]
+        assert isinstance(value, Reduce)
+        name = f"{loop.stores[0].buffer}_columns{ref}"
+        table[name] = Buffer(name, value.dtype, (columns,), (1,), device)
+        results[ref] = name
+        stores.append(Store(name, var("i0"), value.arg, value.op))
+    rows = without(_rows_outside(replace(loop, stores=tuple(stores))), frozenset())
+    assert rows is not None
+    if not finished:
+        return [rows]
+    body: list[Value] = [
+        Load(results[ref], var("i0"), value.dtype) if ref in results else _harmless(value)
+        for ref, value in enumerate(loop.body)
+    ]
+    rest = Loop(f"{loop.name}_finish", loop.outer, (), tuple(body), tuple(finished), loop.origin)
+    finish = without(rest, frozenset())
+    assert finish is not None
+    return [rows, finish]
+
+
+def _reduces_below(loop: Loop, ref: Ref) -> set[Ref]:
+    found: set[Ref] = set()
+    stack, seen = [ref], {ref}
+    while stack:
+        here = stack.pop()
+        if isinstance(loop.body[here], Reduce):
+            found.add(here)
+            continue
+        below = [r for r in value_refs(loop.body[here]) if r not in seen]
+        seen.update(below)
+        stack += below
+    return found
+
+
+def _harmless(value: Value) -> Value:
+    """Values over the inner space have no meaning in the finishing loop; nothing there may use them."""
+    inner = isinstance(value, Load | IndexOf) and any(name[0] == "j" for name in value.index.variables)
+    return Const(0, value.dtype) if inner or isinstance(value, Reduce) else value
+
+
+def _rows_outside(loop: Loop) -> Loop:
+    """Swap the spaces: the reduced axes become the rows, the kept axis the row itself."""
+    outer, inner = static(loop.outer), static(loop.inner)
+    values = {f"i{k}": var(f"j{k}") for k in range(len(outer))} | {f"j{k}": var(f"i{k}") for k in range(len(inner))}
+    moved = respace(loop, inner, outer, values)
+    columns = flatten([var(f"j{k}") for k in range(len(outer))], contiguous_strides(outer))
+    return replace(moved, stores=tuple(replace(store, index=columns) for store in moved.stores))

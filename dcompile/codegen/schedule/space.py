@@ -1,0 +1,213 @@
+"""Iteration spaces: canonical form of a loop, and the same loop told over another space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+
+from dcompile.ir.index import (
+    ZERO,
+    Index,
+    Size,
+    Var,
+    as_index,
+    contiguous_strides,
+    flatten,
+    floordiv,
+    modulo,
+    substitute,
+    unflatten,
+    var,
+)
+from dcompile.ir.nodes import IndexOf, Load, Loop, Value
+
+Shape = tuple[int, ...]
+
+
+def static(sizes: Iterable[Size]) -> Shape:
+    """Sizes as ints; loops with symbolic sizes are not scheduled."""
+    result = tuple(size for size in sizes if isinstance(size, int))
+    assert len(result) == len(tuple(sizes)), "a loop with symbolic sizes reached the scheduler"
+    return result
+
+
+def ranges(loop: Loop) -> dict[str, int]:
+    """Exclusive bound of every loop variable."""
+    return space_ranges(static(loop.outer), static(loop.inner))
+
+
+def space_ranges(outer: Shape, inner: Shape) -> dict[str, int]:
+    """Exclusive bound of every variable of a space."""
+    return {f"i{k}": n for k, n in enumerate(outer)} | {f"j{k}": n for k, n in enumerate(inner)}
+
+
+def position(letter: str, shape: Shape) -> Index:
+    """Row-major position of the variables `letter0, letter1, ...` in `shape`."""
+    return flatten([var(f"{letter}{k}") for k in range(len(shape))], contiguous_strides(shape))
+
+
+def coordinates(letter: str, shape: Shape, flat: Index, bounds: Mapping[str, int]) -> dict[str, Index]:
+    """Variables `letter0, ...` of `shape` at row-major position `flat`."""
+    return {f"{letter}{k}": c for k, c in enumerate(unflatten(flat, shape, bounds))}
+
+
+def indices(loop: Loop) -> list[Index]:
+    """Every index expression of the loop."""
+    found = [value.index for value in loop.body if isinstance(value, Load | IndexOf)]
+    return found + [store.index for store in loop.stores]
+
+
+def divisions(loop: Loop) -> int:
+    """How many distinct divisions and remainders the loop's indices contain: what a bad choice of space costs."""
+    atoms = {atom for index in indices(loop) for monomial, _ in index.terms for atom in monomial}
+    return sum(not isinstance(atom, Var) for atom in atoms)
+
+
+def respace(loop: Loop, outer: Shape, inner: Shape, values: Mapping[str, Index]) -> Loop:
+    """The loop over another space, its old variables being `values` of the new ones."""
+    bounds = space_ranges(outer, inner)
+
+    def moved(index: Index) -> Index:
+        return substitute(index, values, bounds)
+
+    body: list[Value] = [
+        replace(value, index=moved(value.index)) if isinstance(value, Load | IndexOf) else value for value in loop.body
+    ]
+    stores = tuple(replace(store, index=moved(store.index)) for store in loop.stores)
+    return replace(loop, outer=outer, inner=inner, body=tuple(body), stores=stores)
+
+
+def refine(first: Loop, second: Loop) -> tuple[Loop, Loop]:
+    """Both loops of one space with axes split until no index divides a bare variable: (12*64,) becomes (12, 64)."""
+    for _ in range(6):
+        split = _wanted_split((first, second), ranges(first))
+        if split is None:
+            break
+        name, divisor = split
+        first, second = _split_axis(first, name, divisor), _split_axis(second, name, divisor)
+    return first, second
+
+
+def _wanted_split(loops: tuple[Loop, Loop], bounds: Mapping[str, int]) -> tuple[str, int] | None:
+    """The variable, and the smallest divisor, that some index divides it by."""
+    found: list[tuple[str, int]] = []
+    for loop in loops:
+        for index in indices(loop):
+            for monomial, _ in index.terms:
+                for atom in monomial:
+                    if not isinstance(atom, Var):
+                        name = str(atom.base)
+                        if name in bounds and bounds[name] % atom.divisor == 0:
+                            found.append((name, atom.divisor))
+    return min(found) if found else None
+
+
+def _split_axis(loop: Loop, name: str, divisor: int) -> Loop:
+    letter, axis = name[0], int(name[1:])
+    shapes = {"i": static(loop.outer), "j": static(loop.inner)}
+    shape = shapes[letter]
+    shapes[letter] = (*shape[:axis], shape[axis] // divisor, divisor, *shape[axis + 1 :])
+    values = {f"{letter}{k}": var(f"{letter}{k + 1}") for k in range(axis + 1, len(shape))}
+    values[name] = var(name) * divisor + var(f"{letter}{axis + 1}")
+    return respace(loop, shapes["i"], shapes["j"], values)
+
+
+def canonical(loop: Loop) -> Loop:
+    """Without axes of size 1, and with neighbouring axes merged wherever every index allows it."""
+    loop = _drop_ones(loop)
+    outer, inner = static(loop.outer), static(loop.inner)
+    used = indices(loop)
+    keep_i, keep_j = _mergeable(used, "i", outer), _mergeable(used, "j", inner)
+    if len(keep_i) == len(outer) and len(keep_j) == len(inner):
+        return loop
+    new_outer = tuple(prod(outer[k] for k in group) for group in keep_i)
+    new_inner = tuple(prod(inner[k] for k in group) for group in keep_j)
+    values: dict[str, Index] = {}
+    for letter, groups in (("i", keep_i), ("j", keep_j)):
+        for new, group in enumerate(groups):
+            # every index is linear in the run with the coefficients of one axis: its fastest member stands for all
+            values |= {f"{letter}{k}": ZERO for k in group[:-1]}
+            values[f"{letter}{group[-1]}"] = var(f"{letter}{new}")
+    return respace(loop, new_outer, new_inner, values)
+
+
+def _drop_ones(loop: Loop) -> Loop:
+    outer, inner = static(loop.outer), static(loop.inner)
+    if 1 not in outer and 1 not in inner:
+        return loop
+    values: dict[str, Index] = {}
+    for letter, shape in (("i", outer), ("j", inner)):
+        kept = 0
+        for k, size in enumerate(shape):
+            values[f"{letter}{k}"] = ZERO if size == 1 else var(f"{letter}{kept}")
+            kept += size != 1
+    new_inner = tuple(n for n in inner if n != 1)
+    if inner and not new_inner:
+        new_inner = (1,)  # a row of one element is still a row: Reduce needs an inner space
+    return respace(loop, tuple(n for n in outer if n != 1), new_inner, values)
+
+
+def _mergeable(used: list[Index], letter: str, shape: Shape) -> list[list[int]]:
+    """Axes grouped into runs that every index treats as one: coefficient(k) == size(k+1) * coefficient(k+1)."""
+    groups: list[list[int]] = [[0]] if shape else []
+    for k in range(1, len(shape)):
+        here, before = f"{letter}{k}", f"{letter}{k - 1}"
+        if all(_one_axis(index, before, here, shape[k]) for index in used):
+            groups[-1].append(k)
+        else:
+            groups.append([k])
+    return groups
+
+
+def _one_axis(index: Index, before: str, here: str, size: int) -> bool:
+    if not {before, here} & index.variables:
+        return True
+    slow, fast = index.coefficient(before), index.coefficient(here)
+    return slow is not None and fast is not None and slow == fast * size
+
+
+def radix(index: Index, bounds: Mapping[str, int]) -> list[tuple[str, int]] | None:
+    """(variable, coefficient) of a one-to-one index onto 0..n-1 over all variables of `bounds`, else None.
+
+    That is a mixed-radix number: some order of the variables in which each coefficient is the product of the faster
+    variables' sizes.
+    """
+    digits: list[tuple[int, str]] = []
+    for monomial, coefficient in index.terms:
+        name = str(monomial[0]) if len(monomial) == 1 else ""
+        if name not in bounds:
+            return None
+        digits.append((coefficient, name))
+    expected = 1
+    for coefficient, name in sorted(digits, key=lambda digit: (digit[0], bounds[digit[1]])):
+        if coefficient != expected:
+            return None
+        expected *= bounds[name]
+    if expected != prod(bounds.values()):
+        return None
+    return [(name, coefficient) for coefficient, name in digits]
+
+
+def solve(index: Index, own: Mapping[str, int], target: Index, bounds: Mapping[str, int]) -> dict[str, Index] | None:
+    """Own variables at which `index` equals `target`; None unless `index` is one-to-one. `bounds`: target's ranges."""
+    digits = radix(index, own)
+    if digits is None:
+        return None
+    values = dict.fromkeys(own, ZERO)
+    total = prod(own.values())
+    for name, coefficient in digits:
+        quotient = floordiv(target, coefficient, bounds)
+        last = coefficient * own[name] == total
+        values[name] = quotient if last else modulo(quotient, own[name], bounds)
+    return values
+
+
+def size_of(space: Iterable[Size]) -> int:
+    """Number of points."""
+    return prod(static(tuple(space)))
+
+
+def constant(value: int) -> Index:
+    """An index that is a number."""
+    return as_index(value)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -303,18 +303,24 @@ def unflatten(flat: Index, shape: tuple[int, ...], ranges: Ranges) -> tuple[Inde
 
 def evaluate(index: Index, values: Mapping[str, int]) -> int:
     """The number that `index` is for given variables; the reference meaning of the algebra."""
-    total = 0
+    return int(evaluate_on(index, values))
+
+
+def evaluate_on(index: Index, values: Mapping[str, Any]) -> Any:
+    """As `evaluate`, for anything with integer arithmetic: NumPy arrays give the index at many points."""
+    total: Any = 0
     for monomial, coefficient in index.terms:
+        product: Any = coefficient
         for atom in monomial:
-            coefficient *= _evaluate_atom(atom, values)
-        total += coefficient
+            product = product * _evaluate_atom(atom, values)
+        total = total + product
     return total
 
 
-def _evaluate_atom(atom: Atom, values: Mapping[str, int]) -> int:
+def _evaluate_atom(atom: Atom, values: Mapping[str, Any]) -> Any:
     if isinstance(atom, Var):
         return values[atom.name]
-    base = evaluate(atom.base, values)
+    base = evaluate_on(atom.base, values)
     return base // atom.divisor if isinstance(atom, Div) else base % atom.divisor
 
 

@@ -54,6 +54,11 @@ def _trunc_div(a: Any, b: Any) -> Any:
     return quotient + ((np.remainder(a, b) != 0) & ((a < 0) != (b < 0)))
 
 
+def _sign(x: Any) -> Any:
+    """-1, 0 or 1; 0 for NaN, as torch."""
+    return np.greater(x, 0).astype(x.dtype) - np.less(x, 0).astype(x.dtype)
+
+
 def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
@@ -75,7 +80,7 @@ OPS: Mapping[str, Op] = {
         Op("atan2", 2, "same", _FLOAT, np.arctan2, 20),
         Op("neg", 1, "same", _NUMBER, np.negative),
         Op("abs", 1, "same", _NUMBER, np.abs),
-        Op("sign", 1, "same", _NUMBER, np.sign),
+        Op("sign", 1, "same", _NUMBER, _sign),
         Op("reciprocal", 1, "same", _FLOAT, np.reciprocal, 4),
         Op("sqrt", 1, "same", _FLOAT, np.sqrt, 4),
         Op("rsqrt", 1, "same", _FLOAT, lambda x: 1 / np.sqrt(x), 8),

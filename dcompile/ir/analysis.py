@@ -1,0 +1,122 @@
+"""What can be read off a loop: variables, which values belong to the row, and the pass of the row that each needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from dcompile.ir.index import Index, Size
+from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+
+
+def outer_names(loop: Loop) -> tuple[str, ...]:
+    """Variables of the row space, `i0, i1, ...`."""
+    return tuple(f"i{axis}" for axis in range(len(loop.outer)))
+
+
+def inner_names(loop: Loop) -> tuple[str, ...]:
+    """Variables of the space inside a row, `j0, j1, ...`."""
+    return tuple(f"j{axis}" for axis in range(len(loop.inner)))
+
+
+def sizes(loop: Loop) -> dict[str, Size]:
+    """The length of each loop variable."""
+    names = (*outer_names(loop), *inner_names(loop))
+    return dict(zip(names, (*loop.outer, *loop.inner), strict=True))
+
+
+def ranges(loop: Loop) -> dict[str, int]:
+    """The length of each loop variable whose length is known: what the index algebra simplifies under."""
+    return {name: size for name, size in sizes(loop).items() if isinstance(size, int)}
+
+
+def runtime_refs(index: Index) -> tuple[Ref, ...]:
+    """The values of the body that an index uses, in order."""
+    return tuple(sorted(int(name[1:]) for name in index.variables if name[0] == "v"))
+
+
+def operands(value: Value) -> tuple[Ref, ...]:
+    """The earlier values that a value uses, also through an index or a mask."""
+    match value:
+        case Load(_, index, _, mask):
+            return (*runtime_refs(index), *(() if mask is None else (mask,)))
+        case IndexOf(index, _):
+            return runtime_refs(index)
+        case Apply(_, args, _):
+            return args
+        case Reduce(_, arg, _):
+            return (arg,)
+        case _:
+            return ()
+
+
+def store_operands(store: Store) -> tuple[Ref, ...]:
+    """The values that a store uses."""
+    return (store.value, *runtime_refs(store.index))
+
+
+@lru_cache(maxsize=512)
+def row_values(loop: Loop) -> tuple[bool, ...]:
+    """For each value of the body: does it belong to the row, having no inner variable except through a `Reduce`?"""
+    inner = frozenset(inner_names(loop))
+    rows: list[bool] = []
+    for value in loop.body:
+        direct = isinstance(value, (Load, IndexOf)) and bool(value.index.variables & inner)
+        rows.append(isinstance(value, Reduce) or (not direct and all(rows[ref] for ref in operands(value))))
+    return tuple(rows)
+
+
+def is_row_store(loop: Loop, store: Store) -> bool:
+    """Does the store happen once per row, its index and its value belonging to the row, or once per element?"""
+    rows = row_values(loop)
+    direct = any(name[0] == "j" for name in store.index.variables)
+    return not direct and all(rows[ref] for ref in store_operands(store))
+
+
+@lru_cache(maxsize=512)
+def passes(loop: Loop) -> tuple[int, ...]:
+    """For each value, the earliest pass over the row in which it can be known: a `Reduce` is known one pass later."""
+    known: list[int] = []
+    for value in loop.body:
+        before = max((known[ref] for ref in operands(value)), default=0)
+        known.append(before + 1 if isinstance(value, Reduce) else before)
+    return tuple(known)
+
+
+def can_overwrite(loop: Loop, source: str, target: str) -> bool:
+    """May `target`, which the loop stores, take the very memory of `source`, which the loop reads for the last time?
+
+    Every element of `source` is read by the iteration that overwrites it and by no other, in no later pass over the row
+    than the one that stores: an emitter that loads again instead of keeping a value must not find the new one. The
+    caller compares sizes and lifetimes.
+    """
+    stores = [store for store in loop.stores if store.buffer == target]
+    loads = [ref for ref, value in enumerate(loop.body) if isinstance(value, Load) and value.buffer == source]
+    if len(stores) != 1 or any(store.mode != "set" for store in loop.stores):
+        return False
+    (store,) = stores
+    if any(_load(loop, ref).index != store.index or runtime_refs(_load(loop, ref).index) for ref in loads):
+        return False
+    last = passes(loop)[store.value]
+    return all(at <= last for at in _passes_that_need(loop, frozenset(loads)))
+
+
+def _load(loop: Loop, ref: Ref) -> Load:
+    value = loop.body[ref]
+    assert isinstance(value, Load)
+    return value
+
+
+def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
+    """The pass of each reduction and store that is computed from one of `loads`, not counting through reductions."""
+    known = passes(loop)
+    tainted: set[Ref] = set(loads)
+    needed: list[int] = []
+    for ref, value in enumerate(loop.body):
+        if not tainted.intersection(operands(value)):
+            continue
+        if isinstance(value, Reduce):
+            needed.append(known[ref] - 1)
+        else:
+            tainted.add(ref)
+    needed += [max(known[ref] for ref in refs) for s in loop.stores if tainted & set(refs := store_operands(s))]
+    return needed

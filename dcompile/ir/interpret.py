@@ -1,0 +1,333 @@
+"""What a program means, in NumPy: the reference that every pass and every emitted kernel is compared with.
+
+Memory is kept as the machine keeps it: a buffer is a flat run of raw elements, buffers placed in the arena or in a
+bucket are slices of one byte array (which starts as garbage), and a bfloat16 is the upper half of a float32. So a wrong
+memory plan gives wrong values here too. Values in flight are whole arrays over the iteration space, broadcast where
+they do not vary; bfloat16 values are float32 arrays that hold representable numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from dcompile.ir.analysis import inner_names, is_row_store, outer_names
+from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
+from dcompile.ir.nodes import (
+    ITEMSIZE,
+    Apply,
+    Arg,
+    Buffer,
+    Collective,
+    Const,
+    Extern,
+    IndexOf,
+    Literally,
+    Load,
+    Loop,
+    Program,
+    Reduce,
+    Store,
+    Value,
+    View,
+    Wait,
+    views_of,
+)
+from dcompile.ir.ops import OPS, REDUCTIONS
+
+Array = np.ndarray[Any, Any]
+Externs = Mapping[str, Callable[..., Any]]
+GARBAGE = 0xA5
+
+
+def interpret(
+    program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None
+) -> list[Array | int | float | bool | None]:
+    """The outputs, in order. `inputs` is left as it is: `execute` also shows what became of mutated inputs.
+
+    `externs` gives a meaning to library calls: a function of NumPy arrays that returns the result, or a tuple of
+    results in the order of `outs`; for a call in place, the new contents of the views that it works on. A collective is
+    looked up by its kind, as a function of the list of its arrays, and is the identity (one rank) if it is not there.
+    """
+    return execute(program, inputs, externs).outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a call returns, and what it leaves in its inputs."""
+
+    outputs: list[Array | int | float | bool | None]
+    inputs: dict[str, Array]
+
+
+def execute(program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None) -> Result:
+    """As `interpret`, with the contents of the inputs after the call."""
+    with np.errstate(all="ignore"):
+        machine = _Machine(program, inputs, externs or {})
+        for step in program.steps:
+            match step:
+                case Loop():
+                    machine.loop(step)
+                case Extern():
+                    machine.extern(step)
+                case Collective():
+                    machine.collective(step)
+                case Wait():
+                    pass  # the exchange took place when it was started
+        outputs = [machine.output(output) for output in program.outputs]
+        contents = {name: machine.whole(name) for name in program.inputs if name in machine.table}
+    return Result(outputs, contents)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def to_bfloat16(x: Array) -> Array:
+    """The bits of the nearest bfloat16, ties to even, as uint16; NaN becomes the quiet NaN."""
+    wide = np.asarray(x, np.float32)
+    bits = wide.view(np.uint32)
+    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
+    return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: Array) -> Array:
+    """The float32 of each bfloat16 given by its bits."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def cast(x: Array, dtype: str) -> Array:
+    """Convert as torch does: round to nearest even, truncate towards zero, anything but zero is true."""
+    if dtype == "bfloat16":
+        return from_bfloat16(to_bfloat16(x.astype(np.float32)))
+    if dtype == "float16" and x.dtype.kind in "iub":
+        x = x.astype(np.float32)
+    return x.astype(_numpy(dtype))
+
+
+def _numpy(dtype: str) -> np.dtype[Any]:
+    """How values of a dtype are held while computing."""
+    return np.dtype("float32" if dtype == "bfloat16" else dtype)
+
+
+def _raw(dtype: str) -> np.dtype[Any]:
+    """How elements of a dtype lie in memory."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def _decode(raw: Array, dtype: str) -> Array:
+    return from_bfloat16(raw) if dtype == "bfloat16" else raw.copy()
+
+
+def _encode(values: Any, dtype: str) -> Array:
+    return to_bfloat16(np.asarray(values, np.float32)) if dtype == "bfloat16" else np.asarray(values, _numpy(dtype))
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+class _Machine:
+    """Memory and the steps that change it."""
+
+    def __init__(self, program: Program, inputs: Mapping[str, Array | int], externs: Externs) -> None:
+        self.table = program.table
+        self.externs = externs
+        self.symbols = {name: int(inputs[name]) for name in program.inputs if name not in self.table}
+        self._learn_symbols(program, inputs)
+        blocks = {"arena": program.arena_bytes}
+        blocks |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
+        self.blocks = {name: np.full(size, GARBAGE, np.uint8) for name, size in blocks.items()}
+        self.memory = {buffer.name: self._allocate(buffer) for buffer in program.buffers}
+        for name in program.inputs:
+            if name in self.table:
+                self._fill(name, np.asarray(inputs[name]))
+
+    def _learn_symbols(self, program: Program, inputs: Mapping[str, Array | int]) -> None:
+        for name in program.inputs:
+            if name in self.table:
+                actual = np.asarray(inputs[name]).shape
+                for size, length in zip(self.table[name].shape, actual, strict=True):
+                    if isinstance(size, Index) and size == Index((((*size.terms[0][0],), 1),)):
+                        self.symbols.setdefault(str(size), length)
+
+    def size(self, size: Size) -> int:
+        return size if isinstance(size, int) else evaluate(as_index(size), self.symbols)
+
+    def sizes(self, sizes: tuple[Size, ...]) -> tuple[int, ...]:
+        return tuple(self.size(size) for size in sizes)
+
+    def _allocate(self, buffer: Buffer) -> Array:
+        shape, strides = self.sizes(buffer.shape), self.sizes(buffer.strides)
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if prod(shape) else 0
+        raw = _raw(buffer.dtype)
+        block = self.blocks.get(buffer.storage or "")
+        if block is None or not extent:
+            block, start = np.full(extent * raw.itemsize, GARBAGE, np.uint8), 0
+        else:
+            start = buffer.offset
+        flat = block[start : start + extent * raw.itemsize].view(raw)
+        assert len(flat) == extent, f"{buffer.name} does not fit in {buffer.storage}"
+        return flat
+
+    def _window(self, view: View) -> Array:
+        """The raw elements of a view, writable, in place."""
+        flat, shape, offset = self.memory[view.buffer], self.sizes(view.shape), self.size(view.offset)
+        if not prod(shape):
+            return np.empty(shape, flat.dtype)
+        strides = self.sizes(view.strides)
+        last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        assert offset >= 0 and last < len(flat), f"a view leaves {view.buffer}"
+        bytes_ = tuple(stride * flat.itemsize for stride in strides)
+        return np.lib.stride_tricks.as_strided(flat[offset:], shape, bytes_)
+
+    def _all_of(self, name: str) -> View:
+        return View(name, self.table[name].shape, self.table[name].strides)
+
+    def whole(self, name: str) -> Array:
+        """A copy of a buffer's contents, in its shape."""
+        return self.read(self._all_of(name))
+
+    def read(self, view: View) -> Array:
+        return _decode(self._window(view), self.table[view.buffer].dtype)
+
+    def write(self, view: View, values: Any) -> None:
+        self._window(view)[...] = _encode(values, self.table[view.buffer].dtype)
+
+    def _fill(self, name: str, values: Array) -> None:
+        shape = self.sizes(self.table[name].shape)
+        assert values.shape == shape, f"input {name} is {values.shape}, not {shape}"
+        self.write(self._all_of(name), values)
+
+    def output(self, output: View | Index | int | float | bool | None) -> Array | int | float | bool | None:
+        if isinstance(output, View):
+            return self.read(output)
+        return self.size(output) if isinstance(output, Index) else output
+
+    # --- steps ---
+
+    def collective(self, step: Collective) -> None:
+        exchange = self.externs.get(step.kind)
+        if exchange is not None:
+            for name, values in zip(step.buffers, exchange([self.whole(n) for n in step.buffers]), strict=True):
+                self.write(self._all_of(name), values)
+
+    def extern(self, step: Extern) -> None:
+        assert step.op in self.externs, f"interpret() was given no meaning for {step.op}"
+        places = self._places(step)
+        arguments = [self._argument(arg) for arg in step.args]
+        named = {name: self._argument(arg) for name, arg in step.kwargs}
+        results = self.externs[step.op](*arguments, **named)
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        for out, values in zip(step.outs, results, strict=True):
+            if out is not None:
+                self.write(places.get(out, self._all_of(out)), values)
+
+    def _places(self, step: Extern) -> dict[str, View]:
+        """Where a call in place writes: the first view of each buffer among its arguments."""
+        if step.mode != "mutate":
+            return {}
+        views = [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
+        return {view.buffer: view for view in reversed(views)}
+
+    def _argument(self, arg: Arg) -> Any:
+        match arg:
+            case View():
+                return self.read(arg)
+            case Index():
+                return self.size(arg)
+            case tuple():
+                return tuple(self._argument(item) for item in arg)
+            case Literally(text):
+                return text
+            case _:
+                return arg
+
+    def loop(self, loop: Loop) -> None:
+        space = _Space(loop, self.sizes(loop.outer), self.sizes(loop.inner), self.symbols)
+        for value in loop.body:
+            space.values.append(self._value(value, space))
+        for store in loop.stores:
+            self._store(loop, store, space)
+
+    def _value(self, value: Value, space: _Space) -> Array:
+        match value:
+            case Const(literal, dtype):
+                return np.asarray(literal).astype(_numpy(dtype)).reshape(space.ones)
+            case IndexOf(index, dtype):
+                return space.at(index).astype(_numpy(dtype))
+            case Load():
+                return self._load(value, space)
+            case Apply("cast", (arg,), dtype):
+                return cast(space.values[arg], dtype)
+            case Apply(op, args, dtype):
+                result = np.asarray(OPS[op].meaning(*(space.values[arg] for arg in args)))
+                return result.astype(_numpy(dtype), copy=False)
+            case Reduce(op, arg, dtype):
+                return space.reduce(op, space.values[arg], dtype)
+
+    def _load(self, load: Load, space: _Space) -> Array:
+        flat, index = self.memory[load.buffer], space.at(load.index)
+        if load.mask is None:
+            _check_range(load.buffer, index, len(flat))
+            return _decode(flat[index], load.dtype)
+        mask = space.values[load.mask]
+        index = np.where(mask, index, 0)
+        if not len(flat):
+            return np.zeros(index.shape, _numpy(load.dtype))
+        _check_range(load.buffer, index, len(flat))
+        return np.where(mask, _decode(flat[index], load.dtype), _numpy(load.dtype).type(0))
+
+    def _store(self, loop: Loop, store: Store, space: _Space) -> None:
+        flat = self.memory[store.buffer]
+        shape = space.outer + (tuple(1 for _ in space.inner) if is_row_store(loop, store) else space.inner)
+        index = np.broadcast_to(space.at(store.index), shape).reshape(-1)
+        values = np.broadcast_to(space.values[store.value], shape).reshape(-1)
+        _check_range(store.buffer, index, len(flat))
+        dtype = self.table[store.buffer].dtype
+        if store.mode == "set":
+            flat[index] = _encode(values, dtype)
+            return
+        reduction = REDUCTIONS[store.mode]
+        assert reduction.combine is not None
+        flat[...] = reduction.identity(dtype)
+        OPS[reduction.combine].meaning.at(flat, index, values)  # type: ignore[attr-defined]
+
+
+class _Space:
+    """The iteration space of a loop, one NumPy axis for each variable, and the values computed over it."""
+
+    def __init__(self, loop: Loop, outer: tuple[int, ...], inner: tuple[int, ...], symbols: Mapping[str, int]) -> None:
+        self.outer, self.inner = outer, inner
+        self.ones = (1,) * (len(outer) + len(inner))
+        self.values: list[Array] = []
+        axes = np.indices((*outer, *inner), sparse=True)
+        names = (*outer_names(loop), *inner_names(loop))
+        self.places: dict[str, Any] = dict(symbols) | dict(zip(names, axes, strict=True))
+
+    def at(self, index: Index) -> Array:
+        """The index at every point."""
+        runtime = {f"v{ref}": value for ref, value in enumerate(self.values)} if _has_runtime(index) else {}
+        integers = {name: value.astype(np.int64) for name, value in runtime.items() if name in index.variables}
+        number = np.asarray(evaluate_on(index, {**self.places, **integers}), np.int64)
+        return number.reshape(self.ones) if number.ndim == 0 else number
+
+    def reduce(self, op: str, values: Array, dtype: str) -> Array:
+        """Over the whole inner space, one result for each row; the order of summation depends on the space alone."""
+        rows = values.shape[: len(self.outer)]
+        columns = prod(self.inner)
+        flat = np.ascontiguousarray(np.broadcast_to(values, rows + self.inner)).reshape(*rows, columns)
+        reduction = REDUCTIONS[op]
+        result = reduction.meaning(flat, axis=-1) if columns else np.full(rows, reduction.identity(dtype))
+        return result.astype(_numpy(dtype)).reshape(*rows, *(1 for _ in self.inner))
+
+
+def _has_runtime(index: Index) -> bool:
+    return any(name[0] == "v" for name in index.variables)
+
+
+def _check_range(name: str, index: Array, size: int) -> None:
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= size):
+        raise IndexError(f"{name}[{index.min()}..{index.max()}] is outside its {size} elements")

@@ -1,0 +1,80 @@
+"""Checkpoints that are whole or absent: written aside, renamed when all ranks are done, LATEST last."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import UserError, World
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+KEEP = 3
+"""How many checkpoints stay on disk."""
+
+Settings = dict[str, Any]
+"""What must be the same for a run to be continued: seed, data, and the model's config."""
+
+
+def save(
+    folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, world: World
+) -> Path:
+    """Write `folder/step-000030`. Names in it are the plain model's, without wrappers, so any backend reads it."""
+    final, aside = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
+    if world.is_main:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    parameters, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optimizer": moments}, checkpoint_id=aside)
+    dist.barrier()  # now every rank's part is on disk
+    if world.is_main:
+        (aside / "train.json").write_text(json.dumps({"step": step, **settings}, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        pointer = folder / "LATEST.tmp"
+        pointer.write_text(final.name)
+        os.replace(pointer, folder / "LATEST")
+        _drop_old(folder, final)
+    dist.barrier()
+    return final
+
+
+def _drop_old(folder: Path, newest: Path) -> None:
+    """Keep the last few by time of writing: an earlier, longer run may have left higher step numbers here."""
+    others = [path for path in folder.glob("step-*") if path != newest]
+    for path in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)[KEEP - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def find(folder: Path, resume: str) -> Path | None:
+    """The checkpoint that --resume asks for: none, the newest of the output folder if any, or a given one."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        pointer = folder / "LATEST"
+        if not pointer.exists():
+            return None
+        path = folder / pointer.read_text().strip()
+    else:
+        path = Path(resume)
+    if not (path / "train.json").is_file():
+        raise UserError(f"--resume {resume}: {path} is not a checkpoint of this script (it has no train.json)")
+    return path
+
+
+def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> int:
+    """Load parameters and optimizer in place, and return the number of steps done."""
+    saved = json.loads((path / "train.json").read_text())
+    for name, value in settings.items():
+        if saved.get(name) != value:
+            raise UserError(f"--resume {path}: it was trained with {name} {saved.get(name)}, this run has {value}")
+    parameters, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": parameters, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=moments)
+    return int(saved["step"])

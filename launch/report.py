@@ -1,0 +1,102 @@
+"""What a run leaves behind and says while it goes: metrics as JSON lines, a progress bar or log lines, a loss curve."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import UserError, World
+
+
+class Reporter:
+    """Rank 0 writes metrics.jsonl and tells how it goes; on the other ranks every method does nothing."""
+
+    def __init__(self, folder: Path, start: int, steps: int, log_freq: int, world: World) -> None:
+        self.on = world.is_main
+        self.steps, self.log_freq = steps, log_freq
+        self.path = folder / "metrics.jsonl"
+        self.bar: Any = None
+        if not self.on:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output-dir {folder}: {error.strerror}") from None
+        kept = [line for line in read_metrics(self.path) if line["step"] <= start] if start else []
+        self.file = self.path.open("w", buffering=1)  # line by line, so that a killed run leaves whole lines
+        for line in kept:
+            self._write(line)
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        self.file.write(json.dumps(fields) + "\n")
+
+    def say(self, text: str) -> None:
+        """A line on rank 0, above the progress bar if there is one."""
+        if self.on and self.bar is not None:
+            self.bar.write(text)
+        elif self.on:
+            print(text, flush=True)
+
+    def step(self, fields: dict[str, Any]) -> None:
+        """One finished training step."""
+        if not self.on:
+            return
+        self._write(fields)
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {fields['loss']:.4f}, {fields['tokens_per_s']:.0f} tokens/s", refresh=False)
+            self.bar.update()
+        elif fields["step"] % self.log_freq == 0 or fields["step"] == self.steps:
+            self.say(
+                f"step {fields['step']:>4}/{self.steps}  loss {fields['loss']:.4f}  "
+                f"grad_norm {fields['grad_norm']:.3f}  lr {fields['lr']:.2e}  {fields['tokens_per_s']:.0f} tokens/s"
+            )
+
+    def held_out(self, step: int, loss: float) -> None:
+        """One evaluation on held-out text."""
+        if self.on:
+            self._write({"step": step, "held_out_loss": loss})
+            self.say(f"step {step:>4}/{self.steps}  held-out loss {loss:.4f}")
+
+    def close(self) -> None:
+        """End the bar and the metrics file, and draw the loss curve."""
+        if not self.on:
+            return
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        self.file.close()
+        draw_losses(self.path, self.path.with_name("loss.png"))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics file; none where there is no file. A half-written last line is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def draw_losses(metrics: Path, image: Path) -> None:
+    """Training and held-out loss over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = read_metrics(metrics)
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for key, style, label in (("loss", "-", "training"), ("held_out_loss", "o", "held out")):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(image, dpi=120)
+    pyplot.close(figure)

@@ -131,8 +131,8 @@ class Extern:
     has placed (the emitter calls the out= overload). `alloc`: the library allocates; `outs` name the results, in order
     (None where a result is not used or not a tensor). `mutate`: works on its arguments in place, in order of `outs`.
     `fallback` is true where a loop of ours was wanted and there is no lowering yet: it is counted in the receipt.
-    `effect` is true for what touches more than its results (random numbers, collectives, checks that may raise, in-place
-    operations): such calls keep their order among one another and are never dropped.
+    `effect` is true for what touches more than its results (random numbers, collectives, checks that may raise,
+    in-place operations): such calls keep their order among one another and are never dropped.
     """
 
     op: str

@@ -1,0 +1,114 @@
+"""Who must run before whom, and what need not run at all."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
+
+
+def touches(steps: Sequence[Step]) -> list[frozenset[str]]:
+    """The buffers whose memory each step reads, writes or holds in flight.
+
+    A library call that allocates may answer with a view of its argument, so whoever uses its result counts as a user
+    of the argument too. That is followed only for memory that changes after it was first written: nothing else can be
+    seen through a view too early or too late.
+    """
+    return [reads | writes for reads, writes in _accesses(steps)]
+
+
+def edges(steps: Sequence[Step]) -> list[frozenset[int]]:
+    """For each step, the earlier steps that it must not overtake.
+
+    Read after write, write after read and write after write, a collective and its wait counting as both on their
+    buffers; besides, collectives start in one order (each rank must start the same ones), and so run library calls with
+    effects. Edges implied by others through one buffer are left out.
+    """
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = defaultdict(list)
+    last_start: int | None = None
+    last_effect: int | None = None
+    result: list[frozenset[int]] = []
+    for number, (step, (reads, writes)) in enumerate(zip(steps, _accesses(steps), strict=True)):
+        before = {writer[name] for name in reads | writes if name in writer}
+        for name in writes:
+            before.update(readers.pop(name, ()))
+            writer[name] = number
+        for name in reads - writes:
+            readers[name].append(number)
+        if isinstance(step, Collective):
+            before.update(() if last_start is None else (last_start,))
+            last_start = number
+        if isinstance(step, Extern) and step.effect:
+            before.update(() if last_effect is None else (last_effect,))
+            last_effect = number
+        result.append(frozenset(before - {number}))
+    return result
+
+
+def respects(after: Sequence[Step], before: Sequence[Step]) -> bool:
+    """Are these the same steps, in an order that keeps every edge of the old order?"""
+    places: dict[Step, deque[int]] = defaultdict(deque)
+    for place, step in enumerate(after):
+        places[step].append(place)
+    moved = [places[step].popleft() if places[step] else -1 for step in before]
+    if len(after) != len(before) or -1 in moved:
+        return False
+    return all(moved[first] < moved[number] for number, firsts in enumerate(edges(before)) for first in firsts)
+
+
+def drop_dead(program: Program) -> Program:
+    """Leave out steps and buffers that nothing observable depends on.
+
+    Kept: what outputs are computed from, what overwrites an input or works in place, collectives, library calls with
+    effects. Results of library allocations that nobody reads become None.
+    """
+    live = {output.buffer for output in program.outputs if isinstance(output, View)} | set(program.inputs)
+    kept: list[Step] = []
+    for step in reversed(program.steps):
+        if not _has_effect(step) and not step.writes & live:
+            continue
+        if isinstance(step, Extern) and step.mode == "alloc":
+            step = replace(step, outs=tuple(out if out in live else None for out in step.outs))
+        live |= step.reads | step.writes
+        kept.append(step)
+    return replace(
+        program,
+        steps=tuple(reversed(kept)),
+        buffers=tuple(buffer for buffer in program.buffers if buffer.name in live),
+    )
+
+
+def _has_effect(step: Step) -> bool:
+    if isinstance(step, Extern):
+        return step.effect or step.mode == "mutate"
+    return isinstance(step, (Collective, Wait))
+
+
+def _accesses(steps: Sequence[Step]) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """(reads, writes) of each step, including what may be seen through results of library allocations."""
+    changing = _changing(steps)
+    behind: dict[str, frozenset[str]] = {}
+    result: list[tuple[frozenset[str], frozenset[str]]] = []
+    for step in steps:
+        reads = step.reads.union(*(behind[name] for name in step.reads if name in behind))
+        writes = step.writes
+        if isinstance(step, Extern):
+            if step.mode == "mutate":
+                writes = writes.union(*(behind[name] for name in writes if name in behind))
+            elif step.mode == "alloc" and (seen := reads & changing):
+                behind |= dict.fromkeys(writes, seen)
+        result.append((reads, writes))
+    return result
+
+
+def _changing(steps: Sequence[Step]) -> frozenset[str]:
+    """Buffers that are written after an earlier step has touched them."""
+    touched: set[str] = set()
+    changing: set[str] = set()
+    for step in steps:
+        changing |= step.writes & (touched | (step.reads if isinstance(step, Extern) else frozenset()))
+        touched |= step.reads | step.writes
+    return frozenset(changing)

@@ -119,7 +119,7 @@ class _Graph:
         for name in first.writes & second.reads:
             internal = name not in self.kept and not (self.touching[name] & self.alive) - {a, b}
             total += _nbytes(self.table[name]) * (2 if internal else 1) + 1  # even a scalar saves a launch
-        shared = sum(_nbytes(self.table[name]) for name in first.reads & second.reads)
+        shared = sum(_nbytes(self.table[name]) for name in first.reads & (second.reads | second.writes))
         if not total and shared < MIN_SHARED_BYTES:
             return 0
         return total + shared

@@ -1,0 +1,22 @@
+"""dcompile: a compiler for distributed training in PyTorch. The public face, loaded when first used."""
+
+from typing import TYPE_CHECKING, Any
+
+from dcompile.compat import check_torch as _check_torch
+from dcompile.config import Config
+
+if TYPE_CHECKING:
+    from dcompile.api import compile, list_mode_options, list_options, receipt
+
+__all__ = ["Config", "compile", "list_mode_options", "list_options", "receipt"]
+
+_check_torch()
+
+
+def __getattr__(name: str) -> Any:
+    """Load the compiler's doors late: `import dcompile.ir` and the option table need no torch."""
+    if name in __all__:
+        from dcompile import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'dcompile' has no attribute {name!r}")

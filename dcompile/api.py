@@ -1,0 +1,106 @@
+"""compile(): the user's call, its receipt, and the lists of modes and options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+from torch.nn import Module
+
+from dcompile import artifacts
+from dcompile.capture.entry import compile_function, compile_module, find_model
+from dcompile.capture.model import CompiledModel, Settings
+from dcompile.capture.toolbox import Toolbox
+from dcompile.config import MODES, Config, option_names
+from dcompile.explain.receipt import Receipt, make_receipt
+from dcompile.pipeline import Pipeline
+from dcompile.runtime.agree import agree
+from dcompile.runtime.buckets import Buckets, average
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+@overload
+def compile(
+    model: Model,
+    *,
+    mode: str | None = ...,
+    fullgraph: bool = ...,
+    dynamic: bool | None = ...,
+    options: Mapping[str, Any] | None = ...,
+    disable: bool = ...,
+) -> Model: ...
+@overload
+def compile(
+    model: None = ...,
+    *,
+    mode: str | None = ...,
+    fullgraph: bool = ...,
+    dynamic: bool | None = ...,
+    options: Mapping[str, Any] | None = ...,
+    disable: bool = ...,
+) -> Callable[[Model], Model]: ...
+def compile(
+    model: Any = None,
+    *,
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    disable: bool = False,
+) -> Any:
+    """Compile a module in place (DDP-wrapped or not) and return the same object; for a function, return a wrapper.
+
+    The arguments mean what they mean in torch.compile. Without a model this is a decorator. Calling it again replaces
+    the earlier setting. A bad mode or option raises ValueError, naming the valid ones, at the call.
+    """
+    if mode is not None and options is not None:
+        raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
+    settings = Settings(Config.make(mode, options), fullgraph, dynamic)
+
+    def apply(target: Any) -> Any:
+        if disable:
+            return target
+        if isinstance(target, Module):
+            compile_module(target, settings, make_toolbox(settings.config))
+            return target
+        if not callable(target):
+            raise TypeError(f"dcompile: compile needs a module or a function, not {type(target).__name__}")
+        return compile_function(target, settings, make_toolbox(settings.config))
+
+    return apply if model is None else apply(model)
+
+
+def make_toolbox(config: Config) -> Toolbox:
+    """Everything that capture needs of the other stages."""
+    return Toolbox(Pipeline(config), Buckets, agree, average, print_receipt)
+
+
+def print_receipt(model: CompiledModel) -> None:
+    """Say on rank 0, after the first compiled step, what became of the model."""
+    receipt = make_receipt(model)
+    artifacts.dump(model.settings.config, "receipt.txt", f"{receipt}\n")
+    if model.settings.config.receipt and artifacts.rank() == 0:
+        for line in str(receipt).splitlines():
+            artifacts.say(line)
+
+
+def receipt(compiled: Any) -> Receipt:
+    """What compiling came to. Takes what compile or torch.compile returned, the module inside it, or its DDP wrapper.
+
+    Raises NotCompiledError before the first compiled step.
+    """
+    return make_receipt(find_model(compiled))
+
+
+def list_mode_options(mode: str | None = None) -> dict[str, Any]:
+    """The options that a mode stands for; of all modes without an argument."""
+    if mode is None:
+        return {name: dict(options) for name, options in MODES.items()}
+    Config.make(mode)  # raises for an unknown one
+    return dict(MODES[mode])
+
+
+def list_options() -> list[str]:
+    """Names that options={...} accepts."""
+    return option_names()

@@ -1,0 +1,61 @@
+"""The torch.compile entry point: a thin door to the same preparation as dcompile.compile.
+
+Loaded by torch.compile(..., backend="dcompile") itself. From then on it sees every torch.compile call, and acts on
+those for this backend alone; all others pass through untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from dcompile import compat
+from dcompile.api import make_toolbox
+from dcompile.capture.entry import compile_function, compiled_call
+from dcompile.capture.graph import Graph
+from dcompile.capture.model import CompiledModel, Settings
+from dcompile.config import Config
+
+_MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")
+
+
+def dcompile_backend(
+    gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one graph on its own, as any TorchDynamo backend: for callers that go past the interception."""
+    config = Config.make(mode, options)
+    model = CompiledModel(Settings(config), make_toolbox(config))
+    return Graph(model, example_inputs).compile(gm, example_inputs)
+
+
+def handle_compile(context: Any, fn: Any) -> Any:
+    """torch.compile(fn) with this backend: the compiled callable. NotImplemented for all other backends."""
+    if not compat.is_compile_context(context):
+        return NotImplemented
+    backend = compat.innermost_backend(context)
+    if getattr(backend, "compiler_fn", backend) is not dcompile_backend:
+        return NotImplemented
+    given = getattr(backend, "kwargs", {})
+    config = Config.make(given.get("mode"), given.get("options"))
+    if isinstance(fn, Module) or inspect.isclass(fn):
+        return NotImplemented  # torch makes its OptimizedModule, and comes back with what that is to call
+    settings = Settings(config, *compat.context_settings(context))
+    module = _module_of(fn)
+    if module is not None:
+        return compiled_call(module, settings, make_toolbox(config))
+    return compile_function(fn, settings, make_toolbox(config))
+
+
+def _module_of(fn: Any) -> Module | None:
+    """The module that `fn` calls, if it is the way torch calls modules."""
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, Module) and fn.__func__.__name__ in _MODULE_CALLS:
+        return owner
+    wrapped = getattr(fn, "__wrapped__", None)  # torch wraps bare torch.nn classes in a function first
+    return wrapped if isinstance(wrapped, Module) else None
+
+
+compat.intercept_compile(handle_compile)

@@ -1,0 +1,182 @@
+"""A module inside DistributedDataParallel: its gradients are reduced in the compiled backward, not by DDP's reducer.
+
+DDP's forward stays as it is (buffer broadcast, device moves, no_sync, hooks). Only the reducer's hooks on parameters
+are taken off, and that only at the first compiled backward, when everything that speaks against it is known: so the
+first step is right whichever way the decision goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.errors import DcompileError
+
+_SERIAL = itertools.count()
+"""Numbers adapters in the order of their creation, which is the same on every rank."""
+
+
+class DdpAdapter(PlainAdapter):
+    """State of the takeover of one DDP module."""
+
+    name = "ddp"
+    carries_sync = True
+
+    def __init__(self, ddp: Any, stock: bool) -> None:
+        self._ddp = weakref.ref(ddp)
+        self.state: Literal["undecided", "taken", "stock"] = "undecided"
+        self.reasons = ()
+        self.notes = ()
+        self._stock = stock
+        self._held_static_graph = False
+        self._hooks_at_takeover = 0
+        self._serial = next(_SERIAL)
+        self._comparisons = 0
+        self.unreduced: set[int] = set()
+        """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
+        missing = compat.ddp_missing(ddp)
+        self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
+        parameters = [] if missing else compat.ddp_parameters(ddp)
+        self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}
+        self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
+        self._infos = tuple(
+            ParamInfo(number, name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type)
+            for number, (name, p) in enumerate(parameters)
+        )
+
+    @property
+    def eligible(self) -> bool:  # type: ignore[override]
+        return self.state == "taken"
+
+    @property
+    def ddp(self) -> Any:
+        return self._ddp()
+
+    @property
+    def group(self) -> Any:
+        return self.ddp.process_group
+
+    def number_of(self, parameter: Any) -> int | None:
+        number = self._numbers.get(id(parameter))
+        return number if number is not None and self.refs[number]() is parameter else None
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        return self._infos
+
+    def bucket_rule(self) -> BucketRule | None:
+        return BucketRule(*compat.ddp_bucket_bytes(self.ddp)) if self.state == "taken" else None
+
+    def wants_sync(self) -> bool:
+        """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
+        return bool(self.ddp.require_backward_grad_sync)
+
+    def before_forward(self) -> None:
+        """Inside DDP.forward, before the module runs."""
+        ddp = self.ddp
+        if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
+            self._held_static_graph |= compat.ddp_hold_static_graph(ddp)
+        if self.state == "taken" and len(ddp._comm_hooks) != self._hooks_at_takeover:
+            self.restore("a communication hook was registered after the first step", inside_forward=True)
+        if self.state == "taken" and ddp._join_config.enable:
+            raise DcompileError(
+                "dcompile: the Join context manager was entered after dcompile took over gradient reduction; "
+                "enter it before the first step, or compile with options={'distributed': 'stock'}"
+            )
+
+    def decide(self, objections: list[str]) -> None:
+        """Inside the first compiled backward: take reduction over, or leave it to DDP and say why."""
+        if self.state != "undecided":
+            return
+        ddp = self.ddp
+        reasons = [self._missing] if self._missing else compat.ddp_objections(ddp)
+        if self._stock:
+            reasons.append("option distributed='stock'")
+        reasons += objections
+        if reasons:
+            self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
+            if self._held_static_graph:
+                compat.ddp_release_static_graph(ddp)
+            return
+        # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
+        compat.ddp_silence_reducer(ddp)
+        self._hooks_at_takeover = len(ddp._comm_hooks)
+        self.state = "taken"
+
+    def let_go_of_static_graph(self) -> None:
+        """Inside DDP.forward, where nothing compiled ran: DDP is to queue its reduction itself after all."""
+        if self._held_static_graph and self.state == "undecided":
+            self._held_static_graph = False
+            self.ddp._static_graph_delay_allreduce_enqueued = False
+
+    def restore(self, reason: str, inside_forward: bool) -> None:
+        """Give reduction back to DDP: from this step on, if its forward is running."""
+        compat.ddp_rebuild_reducer(self.ddp, inside_forward)
+        self.state, self.reasons = "stock", (reason,)
+        self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
+
+    def name_of(self, tensor: Any) -> str | None:
+        """Name of a parameter that is kept in step."""
+        number = self.number_of(tensor)
+        return None if number is None else self._infos[number].fqn
+
+    def rebind(self, number: int, parameter: Any) -> None:
+        """The module has another parameter object in this place now."""
+        if isinstance(parameter, torch.nn.Parameter):
+            self.refs[number] = weakref.ref(parameter)
+            self._numbers[id(parameter)] = number
+
+    def next_subject(self) -> str:
+        """Name of the next comparison between ranks: each makes the same ones in the same order."""
+        self._comparisons += 1
+        return f"collectives, model {self._serial} graph {self._comparisons}"
+
+    # --- inside a backward ---
+
+    def accumulates(self, numbers: Iterable[int]) -> bool:
+        """Whether this backward adds to .grad at all; torch.autograd.grad does not, and then DDP reduces nothing."""
+        return any(p is not None and compat.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
+
+    def reduce_rest(
+        self, reduced: Mapping[int, torch.Tensor], covered: set[int], average: Callable[[Any, list[Any]], None]
+    ) -> None:
+        """At the end of a synced backward: reduce what reached .grad beside the compiled graphs.
+
+        `reduced`: gradients that came from one graph alone, as their bucket holds them. `covered`: all parameters that
+        were reduced. Such rests are rare, and the same on every rank of a program that is right under DDP.
+        """
+        outside: list[tuple[int, Any, torch.Tensor, torch.Tensor]] = []
+        for number, view in sorted(reduced.items()):
+            param = self.refs[number]()
+            if param is None or param.grad is None or _same_storage(param.grad, view) or not param.is_contiguous():
+                continue
+            outside.append((number, param, view, param.grad.detach() - view))
+        # gradients of earlier no_sync steps, of parameters that this step's graphs do not use
+        left = {
+            number: param.grad
+            for number in sorted(self.unreduced - covered)
+            if (param := self.refs[number]()) is not None and param.grad is not None
+        }
+        self.unreduced.clear()
+        if not outside and not left:
+            return
+        average(self.group, [*(rest for *_, rest in outside), *left.values()])
+        for _, param, view, rest in outside:
+            param.grad.copy_(view + rest)
+        self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])
+        self._note("gradients of earlier no_sync steps are averaged on their own", list(left))
+
+    def _note(self, text: str, numbers: list[int]) -> None:
+        note = f"{text}: {', '.join(self._infos[number].fqn for number in numbers)}"
+        if numbers and note not in self.notes:
+            self.notes = (*self.notes, note)
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.data_ptr() == b.data_ptr()

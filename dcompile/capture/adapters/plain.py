@@ -1,0 +1,31 @@
+"""A module or function on its own: no gradient is kept in step with other ranks by dcompile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcompile.collectives.params import BucketRule, ParamInfo
+
+
+class PlainAdapter:
+    """Nothing to take over. The base of the other adapters, and their interface."""
+
+    name = "plain"
+    eligible = True
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    carries_sync = False
+    """Whether a forward carries over to its backward if gradients are to be reduced."""
+
+    def number_of(self, parameter: Any) -> int | None:
+        """This parameter's number in the plan, or None if it is not kept in step."""
+        del parameter
+        return None
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        """Every parameter that is kept in step, by number."""
+        return ()
+
+    def bucket_rule(self) -> BucketRule | None:
+        """Where buckets end; None: no buckets."""
+        return None

@@ -1,0 +1,54 @@
+"""Where a forward used parameters outside the compiled graphs, read off the autograd graph of its result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dcompile.compat import is_compiled_backward
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in what a forward returned: sequences, mappings and dataclasses are looked into, as DDP does."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def outside_use(result: Any, name_of: Callable[[Any], str | None]) -> list[str]:
+    """Why gradients of this result would not all be reduced by compiled graphs; empty if they would.
+
+    `name_of` gives the name of a parameter that is kept in step, None for any other tensor.
+    """
+    roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
+    if not roots:
+        return ["no differentiable tensor was found in what the module returned"]
+    outside: dict[str, None] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = list(roots)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        compiled = is_compiled_backward(node)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            leaf = getattr(following, "variable", None)  # AccumulateGrad: a leaf tensor
+            if leaf is None:
+                stack.append(following)
+            elif not compiled and (name := name_of(leaf)) is not None:
+                outside[name] = None
+    return [f"parameter {name} is used outside the compiled graph" for name in sorted(outside)]

@@ -1,0 +1,174 @@
+"""How a module or function is compiled in place or behind torch.compile, and how to find its state again."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from dcompile import compat
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.graph import Backend
+from dcompile.capture.model import CompiledModel, Settings
+from dcompile.capture.toolbox import Toolbox
+
+_SERIAL = itertools.count()
+_NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKeyDictionary()
+"""Module -> its newest entry, which holds the module: so both references are weak."""
+
+
+class Entry:
+    """A compiled callable: what to call, its state, and the function that Dynamo has compiled."""
+
+    def __init__(self, target: Callable[..., Any], root: Module | None, settings: Settings, toolbox: Toolbox) -> None:
+        self.target = target
+        self.root = root
+        self.model = CompiledModel(settings, toolbox)
+        self._ddp: Callable[[], Any] = compat.weak(None)
+        self._compiled: Callable[..., Any] | None = None
+        if root is not None:
+            _NEWEST[root] = weakref.ref(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ddp = compat.active_ddp()
+        inside_ddp = ddp is not None and self._is_root_of(ddp)
+        if inside_ddp and self._ddp() is not ddp:
+            self._attach(ddp)
+        if self._compiled is None:
+            self._compiled = self._compile()
+        call = self.model.begin(inside_ddp)
+        try:
+            result = self._compiled(*args, **kwargs)
+        finally:
+            self.model.end(call)
+        self.model.judge(call, result)
+        return result
+
+    def _is_root_of(self, ddp: Any) -> bool:
+        """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
+        return self.root is not None and unwrapped(ddp.module) is self.root
+
+    def _attach(self, ddp: Any) -> None:
+        """The module runs inside this DDP for the first time."""
+        self._ddp = weakref.ref(ddp)
+        stock = self.model.settings.config.distributed == "stock"
+        self.model.adopt(DdpAdapter(ddp, stock))
+        self._compiled = None
+
+    def _compile(self) -> Callable[..., Any]:
+        """A new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
+        settings = self.model.settings
+        context = compat.optimize(
+            Backend(self.model),
+            fullgraph=settings.fullgraph,
+            dynamic=settings.dynamic,
+            guard_filter_fn=settings.guard_filter_fn,
+        )
+        compat.wrap_frame_callback(context, self.model.compiling)
+        compiled: Callable[..., Any] = context(_fresh_function(self.target))
+        return compiled
+
+
+def _fresh_function(target: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with a code object of its own that calls `target`.
+
+    Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
+    function is traced whole, with the module's hooks; a bound `_call_impl`, which Module.compile() uses, is not, and
+    for bare torch.nn classes would not be traced at all.
+    """
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    name = f"dcompile_entry_{next(_SERIAL)}"
+    code = entry.__code__.replace(co_name=name)
+    return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
+
+
+def unwrapped(module: Any) -> Any:
+    """The module inside what torch.compile returned."""
+    while compat.is_optimized_module(module):
+        module = module._orig_mod
+    return module
+
+
+def module_call(root: Module, settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
+    """A compiled stand-in for `root._call_impl`."""
+    eager: Callable[..., Any] = root._call_impl
+    entry = Entry(eager, root, settings, toolbox)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return eager(*args, **kwargs)  # part of a larger compiled function: traced with it
+        return entry(*args, **kwargs)
+
+    call._dcompile_entry = entry  # type: ignore[attr-defined]
+    return call
+
+
+def compile_module(module: Module, settings: Settings, toolbox: Toolbox) -> None:
+    """Compile `module` in place; of a DDP module, what it wraps: DDP's own forward stays as it is around it."""
+    root = unwrapped(module)
+    if isinstance(root, DistributedDataParallel):
+        root = unwrapped(root.module)
+    # Module.__call__ prefers this attribute; copies and pickles of the module leave it out
+    root._compiled_call_impl = module_call(root, settings, toolbox)
+
+
+def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
+    """What torch.compile is to call for `module`, which itself stays as it is unless it is DDP."""
+    if isinstance(module, DistributedDataParallel):
+        compile_module(module, settings, toolbox)
+
+        eager: Callable[..., Any] = module._call_impl
+
+        def call_ddp(*args: Any, **kwargs: Any) -> Any:
+            return eager(*args, **kwargs)
+
+        return call_ddp
+    return module_call(module, settings, toolbox)
+
+
+def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
+    """A compiled stand-in for a function; the function itself stays as it is."""
+    function = original_function(function)
+    entry = Entry(function, None, settings, toolbox)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return entry(*args, **kwargs)
+
+    call._dcompile_entry = entry  # type: ignore[attr-defined]
+    # torch.compile and torch._dynamo.disable look through these two to the function itself
+    call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    return call
+
+
+def original_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a wrapper of ours stands for."""
+    while "_dcompile_entry" in getattr(function, "__dict__", {}) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def find_model(thing: Any) -> CompiledModel | None:
+    """The state of whatever compile or torch.compile returned, the module inside it, or its DDP wrapper."""
+    if isinstance(thing, Module):
+        root = unwrapped(thing)
+        if isinstance(root, DistributedDataParallel):
+            root = unwrapped(root.module)
+        found = _NEWEST.get(root)
+        entry = found() if found is not None else None
+    else:
+        entry = getattr(thing, "_dcompile_entry", None)
+    return entry.model if entry is not None else None

@@ -1,0 +1,201 @@
+"""One Dynamo graph of a compiled model: its programs, and what runs around them in forward and backward."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.joint import Cut, partitioner, take_token
+from dcompile.capture.model import CompiledModel
+from dcompile.capture.toolbox import GradientBuckets
+from dcompile.collectives.params import Executable, Request
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+class Graph:
+    """Forward, backward or inference program of one Dynamo graph."""
+
+    def __init__(self, model: CompiledModel, example_inputs: Sequence[Any]) -> None:
+        self.model = model
+        self.number = len(model.graphs)
+        self.training = False
+        self.executables: dict[str, Executable] = {}
+        self.buckets: GradientBuckets | None = None
+        self.adapter = model.adapter
+        # Dynamo hands over the parameters themselves
+        self.params: dict[int, int] = {}
+        """Position among the graph's inputs -> the parameter's number."""
+        for position, value in enumerate(example_inputs):
+            number = self.adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
+            if number is not None:
+                self.params[position] = number
+        self.grads: tuple[tuple[int, int], ...] = ()
+        """(position among the backward's outputs, parameter number)."""
+        self._agreed = False
+        self._cut = Cut(())
+        model.graphs.append(self)
+
+    def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What Dynamo is to call in place of `gm`."""
+        tokens = [torch.tensor(0), torch.tensor(1)]
+        compiler = self.model.toolbox.compiler
+
+        def found(cut: Cut) -> None:
+            self.training = True
+            self._cut = cut
+            self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
+
+        def forward(module: Any, _inputs: Any) -> Any:
+            return _boxed(self._forward(module, tokens))
+
+        def backward(module: Any, _inputs: Any) -> Any:
+            compat.no_donation()
+            runner = _boxed(self._backward(module))
+            return _boxed(compat.no_dynamo(runner, "a compiled backward"))
+
+        def inference(module: Any, _inputs: Any) -> Any:
+            return _boxed(self._inference(module))
+
+        compiled = compat.aot_compile(
+            gm,
+            example_inputs,
+            forward=forward,
+            backward=backward,
+            inference=inference,
+            partition=partitioner(self.adapter.carries_sync, found),
+            decompositions=compiler.decompositions(),
+        )
+        return compat.no_dynamo(self._checked(compiled), "a compiled graph")
+
+    def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, noticing when a parameter object was replaced (load_state_dict(assign=True))."""
+        adapter = self.adapter
+        if not isinstance(adapter, DdpAdapter) or not self.params:
+            return compiled
+        slots = [(position, number) for position, number in self.params.items()]
+        refs = adapter.refs
+
+        def checked(*args: Any) -> Any:
+            for position, number in slots:
+                if refs[number]() is not args[position]:
+                    adapter.rebind(number, args[position])
+            return compiled(*args)
+
+        return checked
+
+    def _build(self, gm: Any, kind: Any, **more: Any) -> Executable:
+        request = Request(name=f"{kind}{self.number}", kind=kind, **more)
+        executable = self.model.toolbox.compiler.compile_graph(gm, request)
+        self.executables[kind] = executable
+        return executable
+
+    def _inference(self, gm: Any) -> Boxed:
+        run, model = self._build(gm, "inference"), self.model
+
+        def inference(args: list[Any]) -> list[Any]:
+            model.ran(self)
+            return run(args)
+
+        return inference
+
+    def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Boxed:
+        position = take_token(gm)
+        run, model = self._build(gm, "forward"), self.model
+
+        def forward(args: list[Any]) -> list[Any]:
+            sync = model.ran(self)
+            results = list(run(args))
+            if position is not None:
+                results.insert(position, tokens[sync])
+            return results
+
+        return forward
+
+    def _backward(self, gm: Any) -> Boxed:
+        """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
+        position = take_token(gm)
+        pending = [gm]
+
+        def backward(args: list[Any]) -> list[Any]:
+            sync = bool(args.pop(position)) if position is not None else False
+            self.model.before_backward()
+            if pending:
+                self._build_backward(pending[0])
+                pending.clear()
+            return self._run_backward(args, sync)
+
+        return backward
+
+    def _build_backward(self, gm: Any) -> None:
+        began = time.perf_counter()
+        adapter = self.adapter
+        rule = adapter.bucket_rule() if self.grads else None
+        if rule is None:
+            self._build(gm, "backward")
+        else:
+            assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
+            numbers = {number for _, number in self.grads}
+            params = tuple(info for info in adapter.param_infos() if info.number in numbers)
+            executable = self._build(gm, "backward", grads=self.grads, params=params, rule=rule)
+            self.buckets = self.model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group)
+        self.model.compile_seconds += time.perf_counter() - began
+
+    def _run_backward(self, args: list[Any], sync: bool) -> list[Any]:
+        run, buckets, adapter = self.executables["backward"], self.buckets, self.adapter
+        if buckets is None:
+            return run(args)
+        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
+        accumulates = adapter.accumulates(number for _, number in self.grads)
+        sync = sync and adapter.eligible and accumulates
+        if sync:
+            self._agree()
+            buckets.begin()
+            self.model.begin_sync(self)
+        elif accumulates:
+            adapter.unreduced.update(number for _, number in self.grads)
+        return run(args, buckets=buckets, sync=sync)
+
+    def _agree(self) -> None:
+        """Before the first reduction: every rank is about to run the same collectives."""
+        if self._agreed or not self.model.settings.config.verify:
+            return
+        adapter = self.adapter
+        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
+        self._agreed = True
+        self.model.toolbox.agree(adapter.group, adapter.next_subject(), self.plan())
+
+    def plan(self) -> list[str]:
+        """The collectives of the backward, one line each, the same on every rank that runs the same program."""
+        infos = {info.number: info for info in self.adapter.param_infos()}
+        lines = []
+        for bucket in self.executables["backward"].buckets:
+            names = ", ".join(f"{infos[n].fqn}[{prod(infos[n].shape)}]" for n in bucket.params)
+            lines.append(f"all_reduce {bucket.name} {bucket.dtype} {bucket.numel} elements of {bucket.group}: {names}")
+        return lines
+
+
+class Backend:
+    """What Dynamo calls with each graph of one compiled model. Dynamo never drops it, so it holds the model weakly."""
+
+    def __init__(self, model: CompiledModel) -> None:
+        self._model = weakref.ref(model)
+        self.__name__ = "dcompile"
+
+    def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        model = self._model()
+        assert model is not None, "a compiled model was collected while Dynamo compiled for it"
+        return Graph(model, example_inputs).compile(gm, example_inputs)
+
+
+def _boxed(function: Any) -> Any:
+    """Mark a function that takes one list and empties it."""
+    function._boxed_call = True
+    return function

@@ -1,0 +1,100 @@
+"""From a Dynamo graph to forward and backward: which output is whose gradient, and how the sync flag travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcompile import compat
+
+TOKEN = "dcompile_sync"
+"""Name of the value that carries `sync` from a forward to its own backward.
+
+Whether gradients are reduced is decided when the forward runs (no_sync), and forwards and backwards may interleave, so
+the answer must travel with the saved tensors. The compiled programs do not see it: the forward's caller puts a constant
+among the saved tensors, the backward's caller takes it out again.
+"""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What partitioning found out: (position among the backward's outputs, position among the graph's inputs)."""
+
+    gradients: tuple[tuple[int, int], ...]
+
+
+def partitioner(carries_sync: bool, found: Callable[[Cut], None]) -> Callable[..., tuple[Any, Any]]:
+    """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it."""
+
+    def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
+        found(Cut(gradient_positions(joint, num_fwd_outputs)))
+        forward, backward = compat.min_cut_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
+        if carries_sync:
+            add_token(forward, backward, num_fwd_outputs, compat.detect_fake_mode(joint_inputs))
+        return forward, backward
+
+    return partition
+
+
+def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int], ...]:
+    """For each gradient of a joint graph: its position among the gradients, and the input it belongs to."""
+    output = joint.graph.output_node()
+    pairs = zip(output.args[0][num_fwd_outputs:], output.meta["desc"][num_fwd_outputs:], strict=True)
+    found = []
+    for position, (node, description) in enumerate(pairs):
+        index = compat.primal_index(description)
+        if node is not None and index is not None:
+            found.append((position, index))
+    return tuple(found)
+
+
+def add_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any) -> None:
+    """Make the token the first tensor that the forward saves, and the first that the backward gets.
+
+    First, because AOTAutograd counts some kinds of saved value from the end. Integers come before tensors in the
+    backward's inputs.
+    """
+    with fake_mode:
+        value = torch.empty((), dtype=torch.int64)
+    output = forward.graph.output_node()
+    with forward.graph.inserting_before(output):
+        token = forward.graph.create_node(
+            "call_function", torch.ops.aten.empty.memory_format, ([],), {"dtype": torch.int64}, name=TOKEN
+        )
+    token.meta["val"] = value
+    outputs = list(output.args[0])
+    output.args = ((*outputs[:num_fwd_outputs], token, *outputs[num_fwd_outputs:]),)
+    if "desc" in output.meta:
+        descriptions = list(output.meta["desc"])
+        output.meta["desc"] = [*descriptions[:num_fwd_outputs], None, *descriptions[num_fwd_outputs:]]
+    inputs = backward.graph.find_nodes(op="placeholder")
+    tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+    before = tensors[0] if tensors else backward.graph.output_node()
+    with backward.graph.inserting_before(before):
+        received = backward.graph.create_node("placeholder", TOKEN, name=TOKEN)
+    received.meta["val"] = value
+    forward.recompile()
+    backward.recompile()
+
+
+def take_token(gm: Any) -> int | None:
+    """Remove the token from a forward's outputs or a backward's inputs; its position there, None if there is none."""
+    output = gm.graph.output_node()
+    nodes = [node for node in gm.graph.nodes if node.name == TOKEN]
+    if not nodes:
+        return None
+    (token,) = nodes
+    position: int
+    if token.op == "placeholder":
+        position = gm.graph.find_nodes(op="placeholder").index(token)
+    else:
+        position = list(output.args[0]).index(token)
+        output.args = (tuple(node for node in output.args[0] if node is not token),)
+        if "desc" in output.meta:
+            output.meta["desc"] = [d for i, d in enumerate(output.meta["desc"]) if i != position]
+    gm.graph.erase_node(token)
+    gm.recompile()
+    return position

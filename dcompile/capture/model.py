@@ -1,0 +1,198 @@
+"""State of one compiled model: its settings, adapter, graphs and variants; what the receipt is made from."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.eligibility import outside_use
+from dcompile.capture.toolbox import Toolbox
+from dcompile.config import Config
+
+if TYPE_CHECKING:
+    from dcompile.capture.graph import Graph
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one compile call asked for."""
+
+    config: Config
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    guard_filter_fn: Callable[..., Any] | None = None
+
+
+@dataclass(eq=False)
+class Invocation:
+    """One call of the compiled model."""
+
+    inside_ddp: bool = False
+    sync: bool = False
+    graphs: list[int] = field(default_factory=list)
+    """Numbers of the graphs that ran in this call, in order."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The graphs that one kind of call runs (another kind: other shapes, another branch, no_grad)."""
+
+    graphs: tuple[int, ...]
+    training: bool
+    objections: tuple[str, ...] = ()
+    """Parameters that this kind of call uses outside the compiled graphs, and the like."""
+
+
+class CompiledModel:
+    """One compile call's state. It holds neither the module nor its parameters: cached code may outlive them."""
+
+    def __init__(self, settings: Settings, toolbox: Toolbox) -> None:
+        self.settings = settings
+        self.toolbox = toolbox
+        self.adapter: PlainAdapter = PlainAdapter()
+        self.graphs: list[Graph] = []
+        self.variants: dict[tuple[int, ...], Variant] = {}
+        self.newest: Variant | None = None
+        self.graph_breaks = 0
+        self.compile_seconds = 0.0
+        self.notes: list[str] = []
+        self._calls = threading.local()
+        self._synced: dict[int, list[Graph]] = {}
+        self._reported: set[bool] = set()
+
+    def adopt(self, adapter: PlainAdapter) -> None:
+        """Start over under another adapter: graphs captured so far carry no sync flag for it."""
+        self.adapter = adapter
+        self.graphs, self.variants, self.newest = [], {}, None
+        self._reported = set()
+
+    # --- forward ---
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around Dynamo's work on one frame."""
+        breaks, began = compat.graph_break_count(), time.perf_counter()
+        try:
+            with compat.tracing_settings():
+                yield
+        finally:
+            self.compile_seconds += time.perf_counter() - began
+            self.graph_breaks += max(compat.graph_break_count() - breaks, 0)
+
+    def begin(self, inside_ddp: bool) -> Invocation:
+        """A call starts."""
+        call = Invocation(inside_ddp)
+        adapter = self.adapter
+        if inside_ddp and isinstance(adapter, DdpAdapter):
+            adapter.before_forward()
+            call.sync = adapter.wants_sync()
+        stack = self._stack()
+        stack.append(call)
+        return call
+
+    def end(self, call: Invocation) -> None:
+        """A call is through, or has raised."""
+        self._stack().remove(call)
+
+    def _stack(self) -> list[Invocation]:
+        try:
+            stack: list[Invocation] = self._calls.stack
+        except AttributeError:
+            stack = self._calls.stack = []
+        return stack
+
+    def ran(self, graph: Graph) -> bool:
+        """Record that a graph's forward runs in the current call; whether its backward is to reduce gradients."""
+        stack = self._stack()
+        if not stack:
+            return False  # called outside the compiled model: a cached frame of code that it shares with other callers
+        stack[-1].graphs.append(graph.number)
+        return stack[-1].sync
+
+    def judge(self, call: Invocation, result: Any) -> None:
+        """After a call: note which graphs it ran; if they are new together, look for what they leave out."""
+        key = tuple(call.graphs)
+        variant = self.variants.get(key)
+        if variant is None:
+            variant = self.variants[key] = self._examine(key, call, result)
+            self._act_on(variant, call)
+        self.newest = variant if key or self.newest is None else self.newest
+        if not key:
+            self._no_graph_ran(call)
+        elif not variant.training and False not in self._reported:
+            self._report(training=False)
+
+    def _examine(self, key: tuple[int, ...], call: Invocation, result: Any) -> Variant:
+        training = torch.is_grad_enabled() and any(self.graphs[number].training for number in key)
+        adapter = self.adapter
+        if not training or not isinstance(adapter, DdpAdapter):
+            return Variant(key, training)
+        objections = outside_use(result, adapter.name_of)
+        if adapter.ddp.find_unused_parameters and len(key) > 1:
+            objections.append("find_unused_parameters=True, and the model was captured in several graphs")
+        return Variant(key, training, tuple(objections))
+
+    def _act_on(self, variant: Variant, call: Invocation) -> None:
+        if variant.objections and isinstance(self.adapter, DdpAdapter) and self.adapter.eligible:
+            self.adapter.restore("; ".join(variant.objections), call.inside_ddp)
+
+    def _no_graph_ran(self, call: Invocation) -> None:
+        adapter = self.adapter
+        if call.inside_ddp and isinstance(adapter, DdpAdapter) and torch.is_grad_enabled():
+            if adapter.eligible:
+                adapter.restore("a forward ran without any compiled graph", call.inside_ddp)
+            else:
+                adapter.let_go_of_static_graph()
+
+    # --- backward ---
+
+    def objections(self) -> list[str]:
+        """Everything found so far that speaks against reducing gradients in the compiled graphs."""
+        return [reason for variant in self.variants.values() for reason in variant.objections]
+
+    def before_backward(self) -> None:
+        """Inside a backward, before a graph's backward program runs (and before it is compiled)."""
+        if isinstance(self.adapter, DdpAdapter):
+            self.adapter.decide(self.objections())
+        if True not in self._reported:
+            self._reported.add(True)
+            compat.at_end_of_backward(lambda: self.toolbox.first_step(self))
+
+    def begin_sync(self, graph: Graph) -> None:
+        """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through."""
+        task = compat.backward_task()
+        if task not in self._synced:
+            self._synced[task] = []
+            compat.at_end_of_backward(lambda: self._finish_sync(task))
+        self._synced[task].append(graph)
+
+    def _finish_sync(self, task: int) -> None:
+        graphs = self._synced.pop(task)
+        adapter = self.adapter
+        if not isinstance(adapter, DdpAdapter) or not adapter.eligible:
+            return
+        runs: dict[int, int] = {}
+        reduced: dict[int, torch.Tensor] = {}
+        for graph in graphs:
+            assert graph.buckets is not None, "a graph reduced gradients without buckets"
+            for number, view in graph.buckets.reduced().items():
+                runs[number] = runs.get(number, 0) + 1
+                reduced[number] = view
+        # a parameter of several graphs: autograd has added their reduced gradients up
+        alone = {number: view for number, view in reduced.items() if runs[number] == 1}
+        adapter.reduce_rest(alone, set(reduced), self.toolbox.average)
+
+    # --- reports ---
+
+    def _report(self, training: bool) -> None:
+        self._reported.add(training)
+        self.toolbox.first_step(self)

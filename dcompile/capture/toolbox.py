@@ -1,0 +1,37 @@
+"""What capture/ is handed from above, so that it imports no other stage of the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dcompile.collectives.params import BucketSource, Compiler
+from dcompile.ir.nodes import Bucket
+
+
+class GradientBuckets(BucketSource, Protocol):
+    """The bucket memory of one backward program, and what capture/ asks of it."""
+
+    def begin(self) -> None:
+        """A synced backward starts: forget the last one."""
+
+    def reduced(self) -> dict[int, Any]:
+        """Parameter number -> its reduced gradient, as a view of the bucket, of the last synced backward."""
+
+
+MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any], GradientBuckets]
+"""(buckets, parameter number -> weak reference, process group) -> memory."""
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """Compiler, bucket memory, agreement between ranks, and who is told about the first compiled step."""
+
+    compiler: Compiler
+    make_buckets: MakeBuckets
+    agree: Callable[[Any, str, list[str]], None]
+    """(process group, what is compared, this rank's lines): raises PlanMismatchError where ranks differ."""
+    average: Callable[[Any, list[Any]], None]
+    """(process group, tensors): average each over the ranks, in place, with DDP's arithmetic."""
+    first_step: Callable[[Any], None]

@@ -1,0 +1,66 @@
+"""Which gradients are reduced together: DDP's rule, from parameter order alone, so that ranks and recompiles agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.ir.nodes import ITEMSIZE, Bucket
+
+ALIGN_BYTES = 64
+"""Each gradient starts on a cache line, as freshly allocated tensors do: kernels are fastest on aligned memory."""
+
+
+@dataclass
+class _Open:
+    """A bucket that is being filled."""
+
+    position: int
+    limit: int
+    nbytes: int = 0
+    members: list[ParamInfo] = field(default_factory=list)
+
+
+def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo]]:
+    """Members of each bucket, in the order in which the buckets are reduced.
+
+    The rule of torch's `compute_bucket_assignment_by_size` on the parameters in reverse: a bucket holds one dtype of
+    one device and closes once its size reaches the limit; buckets are ordered by their first member.
+    """
+    done: list[_Open] = []
+    filling: dict[tuple[str, str, str], _Open] = {}
+    seen: set[tuple[str, str, str]] = set()
+    for position, param in enumerate(sorted(params, key=lambda p: -p.number)):
+        key = (param.dtype, param.device, param.group)
+        if key not in filling:
+            filling[key] = _Open(position, rule.cap_bytes if key in seen else rule.first_bytes)
+            seen.add(key)
+        bucket = filling[key]
+        bucket.members.append(param)
+        bucket.nbytes += prod(param.shape) * ITEMSIZE[param.dtype]
+        if bucket.nbytes >= bucket.limit:
+            done.append(filling.pop(key))
+    done += filling.values()
+    return [bucket.members for bucket in sorted(done, key=lambda b: b.position)]
+
+
+def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str]) -> Bucket:
+    """The bucket of these parameters, its gradients one after the other, each aligned."""
+    first = members[0]
+    step = ALIGN_BYTES // ITEMSIZE[first.dtype]
+    offsets, end = [], 0
+    for param in members:
+        offsets.append(end)
+        end += -(-prod(param.shape) // step) * step
+    return Bucket(
+        name=name,
+        dtype=first.dtype,
+        device=first.device,
+        group=first.group,
+        params=tuple(param.number for param in members),
+        buffers=tuple(buffers),
+        offsets=tuple(offsets),
+        numel=end,
+    )

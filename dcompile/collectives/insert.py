@@ -1,0 +1,169 @@
+"""Put the all-reduces of gradients into a backward program, each as early as its last gradient allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from dcompile.collectives.bucket import assign, lay_out
+from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.ir.index import Index, as_index, contiguous_strides
+from dcompile.ir.nodes import ITEMSIZE, Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
+
+Output: TypeAlias = View | Index | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """One gradient: where the program returns it, and the buffer that its bucket will hold."""
+
+    output: int
+    param: ParamInfo
+    view: View
+    buffer: str
+    copied: bool
+
+
+def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: BucketRule) -> Program:
+    """Reduce the program's gradients in buckets: started right after a bucket's last gradient, waited for at the end.
+
+    Guarantees: the same values before the reduction; collectives start and end in an order that depends on parameter
+    order alone, hence the same on every rank; a gradient's bucket memory has one writer and no reader.
+    Relies on: every buffer has one writer; no storage is planned yet.
+    """
+    gradients = _gradients(program, {param.number: param for param in params})
+    if not gradients:
+        return program
+    placed = {gradient.param.number: gradient for gradient in gradients}
+    buckets = []
+    for number, members in enumerate(assign([gradient.param for gradient in gradients], rule)):
+        buffers = [placed[param.number].buffer for param in members]
+        buckets.append(lay_out(members, f"bucket{number}", buffers))
+    return replace(
+        program,
+        outputs=_outputs(program, gradients),
+        buffers=_buffers(program, gradients, buckets),
+        steps=_steps(program, gradients, buckets),
+        buckets=tuple(buckets),
+    )
+
+
+def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_Gradient]:
+    """Gradients that exist (an unused parameter has none), each with the buffer that goes into its bucket."""
+    found = []
+    for position, number in program.grads:
+        view = program.outputs[position]
+        if number not in params or not isinstance(view, View):
+            continue
+        copied = not can_place(program, position)
+        buffer = f"grad{number}_in_bucket" if copied else view.buffer
+        found.append(_Gradient(position, params[number], view, buffer, copied))
+    return found
+
+
+def can_place(program: Program, output: int) -> bool:
+    """Whether the buffer behind this output may itself lie in a bucket: then the gradient is never copied.
+
+    The bucket is scaled and summed in place as soon as it is full, so nobody else may read the buffer; and it must be
+    memory that the compiler places, filled by one step, densely.
+    """
+    view = program.outputs[output]
+    assert isinstance(view, View)
+    buffer = program.table[view.buffer]
+    writers = [step for step in program.steps if view.buffer in step.writes]
+    if len(writers) != 1 or any(view.buffer in step.reads for step in program.steps if step is not writers[0]):
+        return False
+    if isinstance(writers[0], Extern):
+        if writers[0].mode != "out" or view.buffer in writers[0].reads:
+            return False
+    elif not isinstance(writers[0], Loop) or view.buffer in writers[0].reads:
+        return False
+    uses = sum(isinstance(other, View) and other.buffer == view.buffer for other in program.outputs)
+    return uses == 1 and buffer.storage is None and _is_dense(view) and _same_memory(view, buffer)
+
+
+def _is_dense(view: View) -> bool:
+    """Row-major from the start of its buffer: what AccumulateGrad takes over without a copy."""
+    strides = contiguous_strides(view.shape)
+    matters = [
+        (have, want) for size, have, want in zip(view.shape, view.strides, strides, strict=True) if size not in (0, 1)
+    ]
+    return as_index(view.offset).constant == 0 and all(have == want for have, want in matters)
+
+
+def _same_memory(view: View, buffer: Buffer) -> bool:
+    return _numel(view.shape) == _numel(buffer.shape) and buffer.nbytes == _numel(view.shape) * ITEMSIZE[buffer.dtype]
+
+
+def _numel(shape: tuple[object, ...]) -> int:
+    total = 1
+    for size in shape:
+        assert isinstance(size, int), "a parameter has a static shape"
+        total *= size
+    return total
+
+
+def _outputs(program: Program, gradients: list[_Gradient]) -> tuple[Output, ...]:
+    outputs = list(program.outputs)
+    for gradient in gradients:
+        if gradient.copied:
+            shape = gradient.param.shape
+            outputs[gradient.output] = View(gradient.buffer, shape, contiguous_strides(shape))
+    return tuple(outputs)
+
+
+def _buffers(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) -> tuple[Buffer, ...]:
+    """All buffers, those of gradients placed in their bucket."""
+    places = {
+        name: (f"bucket:{bucket.name}", offset * ITEMSIZE[bucket.dtype])
+        for bucket in buckets
+        for name, offset in zip(bucket.buffers, bucket.offsets, strict=True)
+    }
+    copies = [
+        Buffer(g.buffer, g.param.dtype, g.param.shape, contiguous_strides(g.param.shape), g.param.device)
+        for g in gradients
+        if g.copied
+    ]
+    return tuple(
+        replace(buffer, storage=places[buffer.name][0], offset=places[buffer.name][1])
+        if buffer.name in places
+        else buffer
+        for buffer in (*program.buffers, *copies)
+    )
+
+
+def _steps(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) -> tuple[Step, ...]:
+    """The steps, with copies into buckets after their source, starts after the last gradient, waits at the end."""
+    written = {name: position for position, step in enumerate(program.steps) for name in step.writes}
+    ready = {g.buffer: written.get(g.view.buffer, -1) for g in gradients}  # -1: an input of the program
+    copies: dict[int, list[Step]] = {}
+    for gradient in gradients:
+        if gradient.copied:
+            copies.setdefault(ready[gradient.buffer], []).append(_copy(gradient))
+    # A communicator runs collectives in the order in which they are started, and every rank must start them in the
+    # same order: bucket i+1 never starts before bucket i, even if its gradients are ready first.
+    starts: dict[int, list[Step]] = {}
+    waits: list[Step] = []
+    earliest = -1
+    for bucket in buckets:
+        earliest = max(earliest, *(ready[name] for name in bucket.buffers))
+        starts.setdefault(earliest, []).append(Collective("all_reduce", bucket.name, bucket.group, bucket.buffers))
+        waits.append(Wait(bucket.name, bucket.buffers))
+    steps: list[Step] = [*copies.get(-1, ()), *starts.get(-1, ())]
+    for position, step in enumerate(program.steps):
+        steps += [step, *copies.get(position, ()), *starts.get(position, ())]
+    return (*steps, *waits)
+
+
+def _copy(gradient: _Gradient) -> Extern:
+    shape = gradient.param.shape
+    target = View(gradient.buffer, shape, contiguous_strides(shape))
+    return Extern(
+        op="aten.copy_.default",
+        args=(target, gradient.view),
+        kwargs=(),
+        outs=(gradient.buffer,),
+        mode="mutate",
+        origin=(f"gradient of {gradient.param.fqn}, into its bucket",),
+    )

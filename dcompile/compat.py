@@ -1,0 +1,366 @@
+"""Every private torch name, by area. An area imports what it needs when first used: runtime/ loads no compiler.
+
+Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller a way to go on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dcompile.errors import UnsupportedTorchError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+FIRST_TORCH, END_TORCH = (2, 11), (2, 16)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def check_torch(version: str | None = None) -> None:
+    """Raise UnsupportedTorchError unless torch is 2.11 to 2.15; reads package metadata, so torch is not loaded."""
+    if version is None:
+        try:
+            version = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            import torch  # built from source without metadata
+
+            version = str(torch.__version__)
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not FIRST_TORCH <= (int(found[1]), int(found[2])) < END_TORCH:
+        raise UnsupportedTorchError(
+            f"dcompile: torch {version} is installed, but torch >=2.11,<2.16 is needed; "
+            "install a version in that range, for example: pip install 'torch>=2.11,<2.16'"
+        )
+
+
+# --- TorchDynamo ------------------------------------------------------------------------------------------------------
+
+
+def optimize(
+    backend: Callable[..., Any], *, fullgraph: bool, dynamic: bool | None, guard_filter_fn: Callable[..., Any] | None
+) -> Any:
+    """The context that compiles a function with `backend`: `context(function)` is the compiled function."""
+    import torch._dynamo
+
+    return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
+        backend=backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guard_filter_fn
+    )
+
+
+def wrap_frame_callback(context: Any, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Enter `around()` whenever this context compiles a frame, and at no other time: cached frames do not call back."""
+    inner = context.callback
+    if not callable(inner) or isinstance(inner, bool):
+        return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled
+
+    def callback(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return inner(*args, **kwargs)
+
+    # Dynamo finds the backend of a cached frame through this attribute
+    callback._torchdynamo_orig_backend = getattr(inner, "_torchdynamo_orig_backend", inner)  # type: ignore[attr-defined]
+    context.callback = callback
+
+
+@contextlib.contextmanager
+def tracing_settings() -> Iterator[None]:
+    """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them."""
+    import logging
+
+    import torch._dynamo.config as config
+
+    # DDPOptimizer would cut the graph at bucket boundaries and hide the parameters' identity.
+    # Models log in their loss (transformers' warning_once): dropping the call keeps the graph whole.
+    ignored = set(getattr(config, "ignore_logging_functions", ()))
+    ignored |= {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
+    ignored |= _transformers_logging()
+    with config.patch(optimize_ddp=False, ignore_logging_functions=ignored):  # type: ignore[no-untyped-call, unused-ignore]
+        yield
+
+
+def _transformers_logging() -> set[Any]:
+    import sys
+
+    module = sys.modules.get("transformers.utils.logging")
+    names = ("warning_once", "warning_advice", "info_once")
+    return {getattr(module, name) for name in names if hasattr(module, name)} if module else set()
+
+
+def graph_break_count() -> int:
+    """Graph breaks that Dynamo has counted in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def no_dynamo(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """`function`, never traced by Dynamo."""
+    import torch
+
+    return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+
+
+def is_compile_context(context: Any) -> bool:
+    """Whether `context` compiles what it is called with (torch.compile's), rather than disables or only runs it."""
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    return isinstance(context, OptimizeContext)
+
+
+def innermost_backend(context: Any) -> Any:
+    """What the user gave as backend to the torch.compile call behind `context`."""
+    from torch._dynamo.eval_frame import innermost_backend as innermost
+
+    return innermost(context.callback) if callable(context.callback) else None
+
+
+def context_settings(context: Any) -> tuple[bool, bool | None, Callable[..., Any] | None]:
+    """fullgraph, dynamic and guard_filter_fn of a torch.compile call."""
+    hooks = getattr(context, "_hooks", None)
+    return bool(context.fullgraph), context._dynamic, getattr(hooks, "guard_filter_fn", None)
+
+
+def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
+    """Let `handle(context, fn)` see every torch.compile; where it returns NotImplemented, torch goes on as always."""
+    from torch._dynamo.eval_frame import _TorchDynamoContext
+
+    original = _TorchDynamoContext.__call__
+    if hasattr(original, "_dcompile"):
+        return
+
+    @functools.wraps(original)
+    def __call__(self: Any, fn: Any) -> Any:
+        result = handle(self, fn)
+        return original(self, fn) if result is NotImplemented else result
+
+    __call__._dcompile = True  # type: ignore[attr-defined]
+    _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+def is_optimized_module(thing: Any) -> bool:
+    """What torch.compile(module) returns."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(thing, OptimizedModule)
+
+
+# --- AOTAutograd ------------------------------------------------------------------------------------------------------
+
+
+def aot_compile(
+    gm: Any,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Callable[[Any, Any], Any],
+    backward: Callable[[Any, Any], Any],
+    inference: Callable[[Any, Any], Any],
+    partition: Callable[..., Any],
+    decompositions: dict[Any, Any],
+) -> Callable[..., Any]:
+    """Trace forward and backward of a Dynamo graph, cut them apart, and compile each with what is given."""
+    import torch._functorch.config as config
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    # With donation on, AOTAutograd refuses backward(retain_graph=True). Memory planning of ours reuses what it may.
+    with config.patch(donated_buffer=False):  # type: ignore[no-untyped-call, unused-ignore]
+        return aot_module_simplified(
+            gm,  # type: ignore[arg-type, unused-ignore]
+            example_inputs,
+            fw_compiler=forward,  # type: ignore[arg-type, unused-ignore]
+            bw_compiler=backward,  # type: ignore[arg-type, unused-ignore]
+            inference_compiler=inference,  # type: ignore[arg-type, unused-ignore]
+            partition_fn=partition,
+            decompositions=decompositions,
+            keep_inference_input_mutations=True,
+        )
+
+
+def no_donation() -> None:
+    """Say, from inside the backward compiler, that this graph donates no buffer (its run-time check wants a list)."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def min_cut_partition(joint: Any, joint_inputs: Any, **keywords: Any) -> tuple[Any, Any]:
+    """torch's own choice of what to save and what to recompute: (forward, backward)."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
+
+
+def primal_index(node: Any) -> int | None:
+    """Position among the Dynamo graph's inputs that this gradient of a joint graph belongs to, or None."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    if not isinstance(node, GradAOTOutput) or not isinstance(node.grad_of, PlainAOTInput):
+        return None
+    return node.grad_of.idx
+
+
+def detect_fake_mode(values: Any) -> Any:
+    """The mode that fake tensors among `values` belong to."""
+    from torch._guards import detect_fake_mode as detect
+
+    return detect(values)
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is now running is through."""
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(callback)
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Inside a backward: whether it is going to add to this parameter's .grad (torch.autograd.grad does not)."""
+    import torch
+    from torch.autograd.graph import get_gradient_edge
+
+    return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+
+
+def backward_task() -> int:
+    """Number of the backward that is now running; -1 outside."""
+    import torch
+
+    return int(torch._C._current_graph_task_id())
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether this node of the autograd graph runs a backward that AOTAutograd compiled."""
+    return bool(type(node).__name__ == "CompiledFunctionBackward")
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors (and other holders) refer to this tensor's storage, `tensor` itself included."""
+    import torch
+
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself is one
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward is running."""
+    import sys
+
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    return module.DistributedDataParallel._active_ddp_module if module else None
+
+
+def ddp_missing(ddp: Any) -> list[str]:
+    """Private names that taking over needs and this torch lacks."""
+    names = (
+        "_remove_autograd_hooks", "_module_parameters", "_comm_hooks", "_join_config", "mixed_precision", "reducer",
+        "_delay_all_reduce_all_params", "_use_python_reducer", "require_backward_grad_sync", "bucket_bytes_cap",
+        "bucket_bytes_cap_default", "_build_params_for_reducer", "_ddp_init_helper", "process_group",
+    )  # fmt: skip
+    return [name for name in names if not hasattr(ddp, name)]
+
+
+def ddp_parameters(ddp: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names (within the wrapped module) and parameters that this DDP module keeps in step, in its order."""
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    return [(names[id(parameter)], parameter) for parameter in ddp._module_parameters if id(parameter) in names]
+
+
+def ddp_objections(ddp: Any) -> list[str]:
+    """What this DDP module was asked for that only its own reducer does."""
+    import torch
+
+    comm_hook = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
+    found = {
+        "a communication hook is registered": bool(comm_hook),
+        "the Join context manager is on": bool(ddp._join_config.enable),
+        "DDP mixed precision is on": ddp.mixed_precision is not None,
+        "all-reduces are delayed (delay_all_reduce_named_params)": bool(
+            ddp._delay_all_reduce_all_params or getattr(ddp, "_delay_all_reduce_params", None)
+        ),
+        "DDP was built with the python reducer": bool(ddp._use_python_reducer),
+        "parameters are on several devices": bool(ddp.is_multi_device_module),
+        "a module asks for sparse gradients": any(
+            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+            for module in ddp.module.modules()
+        ),
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def ddp_bucket_bytes(ddp: Any) -> tuple[int, int]:
+    """Sizes at which DDP closes its first and its other buckets."""
+    import torch.distributed.distributed_c10d as c10d
+
+    cap = int(ddp.bucket_bytes_cap)
+    return (int(c10d._DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
+
+
+def ddp_hold_static_graph(ddp: Any) -> bool:
+    """Keep a static_graph DDP from queueing its one big reduction; True if it would have queued it."""
+    if not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued:
+        return False
+    ddp._static_graph_delay_allreduce_enqueued = True
+    return True
+
+
+def ddp_release_static_graph(ddp: Any) -> None:
+    """Queue the reduction that `ddp_hold_static_graph` kept back; call inside the backward."""
+    at_end_of_backward(ddp.reducer._delay_all_reduce)
+
+
+def ddp_silence_reducer(ddp: Any) -> None:
+    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are."""
+    ddp._remove_autograd_hooks()
+
+
+def ddp_rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
+    """Put DDP's own reduction back: a new reducer, as its constructor builds it."""
+    import torch
+    from torch._C._distributed_c10d import _register_comm_hook
+
+    parameters, sparse = ddp._build_params_for_reducer()
+    static = bool(ddp.static_graph)
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
+    if static:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        _register_comm_hook(ddp.reducer, state, hook)
+    if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+        ddp.logger.set_runtime_stats_and_log()
+        ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the reducer that was there before
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+
+def group_store(group: Any) -> Any:
+    """The key-value store through which this process group was set up: works while collectives do not."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._get_process_group_store(group)
+
+
+def weak(thing: Any) -> Callable[[], Any]:
+    """A weak reference, or None as a function."""
+    return weakref.ref(thing) if thing is not None else (lambda: None)

@@ -1,0 +1,103 @@
+"""What compiling a model came to, as data and as the lines printed after the first compiled step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dcompile.capture.model import CompiledModel, Variant
+from dcompile.collectives.params import Report
+from dcompile.errors import NotCompiledError
+
+
+@dataclass(frozen=True)
+class VariantReceipt:
+    """One kind of call: which graphs it runs, and what speaks against reducing its gradients in them."""
+
+    graphs: int
+    training: bool
+    objections: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Counts are of the newest variant; `variants` lists all of them."""
+
+    adapter: str
+    eligible: bool
+    graphs: int
+    graph_breaks: int
+    kernels: int
+    kernel_calls: int
+    library_calls: int
+    collectives: int
+    buckets: int
+    compile_seconds: float
+    cache_hits: int
+    built: int
+    reasons: tuple[str, ...] = ()
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    variants: tuple[VariantReceipt, ...] = ()
+
+    def __str__(self) -> str:
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        single = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
+        lines = [" ".join(f"{name}={_text(value)}" for name, value in single.items())]
+        lines += [f"not eligible: {reason}" for reason in self.reasons]
+        lines += [f"fallback: {op} x{count}" for op, count in sorted(self.fallbacks.items())]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def make_receipt(model: CompiledModel | None) -> Receipt:
+    """The receipt of a compiled model; NotCompiledError before its first compiled step."""
+    if model is None:
+        raise NotCompiledError(
+            "dcompile: this was not compiled by dcompile; pass what dcompile.compile or "
+            "torch.compile(..., backend='dcompile') returned, the module inside it, or its DDP wrapper"
+        )
+    variant = model.newest
+    reports = _reports(model, variant) if variant is not None else []
+    if variant is None or not reports:
+        raise NotCompiledError("dcompile: no compiled step has run yet; run one step first, then ask for the receipt")
+    every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
+    return Receipt(
+        adapter=model.adapter.name,
+        eligible=model.adapter.eligible,
+        graphs=len(variant.graphs),
+        graph_breaks=model.graph_breaks,
+        kernels=sum(report.kernels for report in reports),
+        kernel_calls=sum(report.kernel_calls for report in reports),
+        library_calls=sum(report.library_calls for report in reports),
+        collectives=sum(report.collectives for report in reports),
+        buckets=_bucket_count(model, variant),
+        compile_seconds=model.compile_seconds,
+        cache_hits=sum(report.cache_hits for report in every),
+        built=sum(report.built for report in every),
+        reasons=tuple(model.adapter.reasons),
+        fallbacks=_fallbacks(reports),
+        notes=(*model.adapter.notes, *dict.fromkeys(note for report in reports for note in report.notes)),
+        variants=tuple(VariantReceipt(len(v.graphs), v.training, v.objections) for v in model.variants.values()),
+    )
+
+
+def _reports(model: CompiledModel, variant: Variant) -> list[Report]:
+    return [e.report for number in sorted(set(variant.graphs)) for e in model.graphs[number].executables.values()]
+
+
+def _bucket_count(model: CompiledModel, variant: Variant) -> int:
+    executables = [e for number in set(variant.graphs) for e in model.graphs[number].executables.values()]
+    return sum(len(executable.buckets) for executable in executables)
+
+
+def _fallbacks(reports: list[Report]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for report in reports:
+        total.update(report.fallbacks)
+    return dict(total)

@@ -1,0 +1,130 @@
+"""Memory of gradient buckets: given out, filled by a backward, reduced over the ranks, and handed on as p.grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile.compat import storage_use_count, will_accumulate
+from dcompile.ir.nodes import Bucket
+
+KEPT = 2
+"""Storages kept per bucket: one that p.grad may still show, one to write into. A third is needed only by a caller who
+holds on to older gradients, and is his to free."""
+
+
+@dataclass(eq=False)
+class BucketMemory:
+    """One storage of one bucket.
+
+    `tensors` are views that a host program builds on this memory once, as targets of library calls; each counts as a
+    reference to the storage.
+    """
+
+    flat: torch.Tensor
+    tensors: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    def is_free(self) -> bool:
+        """Whether nobody outside refers to the storage: no p.grad, no tensor that the user kept, no reduction."""
+        return storage_use_count(self.flat) == 1 + len(self.tensors)
+
+
+@dataclass(eq=False)
+class Buckets:
+    """All buckets of one backward program: its BucketSource.
+
+    Parameters are held weakly and read anew each time: their .grad changes between calls.
+    """
+
+    buckets: tuple[Bucket, ...]
+    params: Mapping[int, Callable[[], Any]]
+    group: Any
+    _table: dict[str, Bucket] = field(init=False)
+    _kept: dict[str, list[BucketMemory]] = field(init=False)
+    _works: dict[str, Any] = field(init=False, default_factory=dict)
+    _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
+    _scale: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._table = {bucket.name: bucket for bucket in self.buckets}
+        self._kept = {bucket.name: [] for bucket in self.buckets}
+        self._scale = 1 / dist.get_world_size(self.group)
+
+    def acquire(self, bucket: str) -> BucketMemory:
+        """Memory that nobody outside refers to."""
+        kept = self._kept[bucket]
+        for memory in kept:
+            if memory.is_free():
+                return memory
+        memory = self._allocate(self._table[bucket])
+        kept.append(memory)
+        if len(kept) > KEPT:
+            del kept[0]  # whoever still refers to the oldest keeps it alive
+        return memory
+
+    def _allocate(self, bucket: Bucket) -> BucketMemory:
+        device = next((p.device for p in map(self._param, bucket.params) if p is not None), bucket.device)
+        # zeroed once: the gaps between aligned gradients are reduced too, and should be finite
+        return BucketMemory(torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device))
+
+    def _param(self, number: int) -> Any:
+        return self.params[number]()
+
+    def begin(self) -> None:
+        """A synced backward starts: forget the last one."""
+        self._reduced.clear()
+
+    def start(self, bucket: str, memory: BucketMemory) -> None:
+        """Add what p.grad holds already, scale by one over the world size, and start the all-reduce.
+
+        The accumulated gradient is what DDP reduces. Taking it out of p.grad makes autograd hand over the bucket's view
+        as the new p.grad, where it would otherwise add to gradients that are already reduced.
+        """
+        for number, view in self.views(self._table[bucket], memory):
+            param = self._param(number)
+            if param is not None and param.grad is not None and will_accumulate(param):
+                view += param.grad.detach()
+                param.grad = None
+        memory.flat.mul_(self._scale)  # DDP scales before it sums
+        self._works[bucket] = dist.all_reduce(memory.flat, group=self.group, async_op=True)
+
+    def wait(self, bucket: str, memory: BucketMemory) -> None:
+        """Wait for the all-reduce that `start` began."""
+        self._works.pop(bucket).wait()
+        self._reduced[bucket] = memory
+
+    def abandon(self) -> None:
+        """After an exception in the middle of a backward: end the reductions that were started."""
+        works, self._works = self._works, {}
+        for work in works.values():
+            work.wait()
+
+    def views(self, bucket: Bucket, memory: BucketMemory) -> list[tuple[int, torch.Tensor]]:
+        """(parameter number, its place in the bucket) of each parameter that is still alive."""
+        found = []
+        for number, offset in zip(bucket.params, bucket.offsets, strict=True):
+            param = self._param(number)
+            if param is not None:
+                found.append((number, memory.flat[offset : offset + param.numel()].view(param.shape)))
+        return found
+
+    def reduced(self) -> dict[int, torch.Tensor]:
+        """Parameter number -> its reduced gradient, as a view of the bucket, of the last synced backward."""
+        return {
+            number: view
+            for name, memory in self._reduced.items()
+            for number, view in self.views(self._table[name], memory)
+        }
+
+
+def average(group: Any, tensors: list[torch.Tensor]) -> None:
+    """Average each tensor over the ranks, in place, with DDP's arithmetic: scale, then sum."""
+    scale = 1 / dist.get_world_size(group)
+    works = [dist.all_reduce(tensor.mul_(scale), group=group, async_op=True) for tensor in tensors]
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -1,0 +1,75 @@
+"""A compiler that runs each graph as it is, and copies gradients into buckets at the end: capture's tests stand on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dcompile.collectives.bucket import assign, lay_out
+from dcompile.collectives.params import BucketSource, Report, Request
+from dcompile.ir.nodes import Bucket
+
+
+class InterpreterExecutable:
+    """Runs an FX graph with torch.fx.Interpreter."""
+
+    source = ""
+
+    def __init__(self, gm: Any, request: Request) -> None:
+        self.gm = gm
+        self.grads = {number: position for position, number in request.grads}
+        self.buckets: tuple[Bucket, ...] = ()
+        if request.rule is not None:
+            self.buckets = tuple(
+                lay_out(members, f"bucket{i}", [p.fqn for p in members])
+                for i, members in enumerate(assign(request.params, request.rule))
+            )
+        self.report = Report(kernels=1, kernel_calls=1, collectives=len(self.buckets))
+
+    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+        values = list(args)
+        args.clear()
+        with torch.no_grad():
+            results = list(torch.fx.Interpreter(self.gm).boxed_run(values))
+            if buckets is not None:
+                self._reduce(results, buckets, sync)
+        return results
+
+    def _reduce(self, results: list[Any], source: BucketSource, sync: bool) -> None:
+        memories = {bucket.name: source.acquire(bucket.name) for bucket in self.buckets}
+        for bucket in self.buckets:
+            flat = memories[bucket.name].flat
+            for number, offset in zip(bucket.params, bucket.offsets, strict=True):
+                gradient = results[self.grads[number]]
+                view = flat[offset : offset + gradient.numel()].view(gradient.shape)
+                view.copy_(gradient)
+                results[self.grads[number]] = view
+            if sync:
+                source.start(bucket.name, memories[bucket.name])
+        for bucket in self.buckets:
+            if sync:
+                source.wait(bucket.name, memories[bucket.name])
+
+
+class InterpreterCompiler:
+    """Remembers what it was asked to compile."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
+        self.requests: list[Request] = []
+        self.modules: list[Any] = []
+
+    def decompositions(self) -> dict[Any, Any]:
+        return {}
+
+    def compile_graph(self, gm: Any, request: Request) -> InterpreterExecutable:
+        self.requests.append(request)
+        self.modules.append(gm)
+        return InterpreterExecutable(gm, request)
+
+
+def kinds(compilers: Sequence[InterpreterCompiler]) -> list[str]:
+    """Kinds of all graphs compiled, in order."""
+    return [request.kind for compiler in compilers for request in compiler.requests]

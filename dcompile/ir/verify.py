@@ -460,7 +460,10 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
 
 
 def _lives(program: Program) -> dict[str, tuple[int, int]]:
-    """First and last step that touch each buffer; an output lives on. A wait touches, so flight counts as life."""
+    """First and last step that touch each buffer; an output lives on. A wait touches, so flight counts as life.
+
+    What a fallback call allocates may be a view of its arguments, so they live as long as its results.
+    """
     lives: dict[str, tuple[int, int]] = {}
     for position, step in enumerate(program.steps):
         for name in step.reads | step.writes:
@@ -468,6 +471,11 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
     for output in program.outputs:
         if isinstance(output, View) and output.buffer in lives:
             lives[output.buffer] = (lives[output.buffer][0], len(program.steps))
+    for step in reversed(program.steps):
+        if isinstance(step, Extern) and step.fallback and step.mode == "alloc":
+            end = max((lives[name][1] for name in step.writes), default=0)
+            for name in step.reads:
+                lives[name] = (lives[name][0], max(lives[name][1], end))
     return lives
 
 

@@ -1,0 +1,186 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcompile.codegen.schedule.memory import ALIGNMENT, Block, place, plan_memory
+from dcompile.ir.index import contiguous_strides, flatten, var
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import (
+    Apply,
+    Bucket,
+    Buffer,
+    Collective,
+    Const,
+    Extern,
+    Load,
+    Loop,
+    Program,
+    Reduce,
+    Store,
+    View,
+    Wait,
+)
+from dcompile.ir.verify import verify
+from tests.ir.fuzz import random_program
+
+N = 64
+
+
+def buffer(name, shape=(N,), dtype="float32", **more):
+    return Buffer(name, dtype, shape, contiguous_strides(shape), **more)
+
+
+def view(name, shape=(N,)):
+    return View(name, shape, contiguous_strides(shape))
+
+
+def double(source, target, name="k"):
+    body = (Load(source, var("i0"), "float32"), Apply("add", (0, 0), "float32"))
+    return Loop(name, (N,), (), body, (Store(target, var("i0"), 1),))
+
+
+def chain(length):
+    """x -> b0 -> b1 -> ... -> the last is the output."""
+    names = [f"b{n}" for n in range(length)]
+    steps = [double(a, b, f"k{b}") for a, b in zip(["x", *names], names, strict=False)]
+    return Program("p", ("x",), (view(names[-1]),), tuple(map(buffer, ["x", *names])), tuple(steps))
+
+
+blocks = st.lists(
+    st.builds(
+        lambda first, length, size: Block(first, first + length, size), *map(st.integers, (0, 0, 1), (60, 20, 4000))
+    ),
+    max_size=60,
+)
+
+
+def peak(items):
+    """Live bytes, each block rounded up as the arena does."""
+    steps = range(max((b.last for b in items), default=0) + 1)
+    size = [-(-b.nbytes // ALIGNMENT) * ALIGNMENT for b in items]
+    return max((sum(s for b, s in zip(items, size, strict=True) if b.first <= t <= b.last) for t in steps), default=0)
+
+
+@given(blocks)
+@settings(max_examples=200, deadline=None)
+def test_live_blocks_do_not_overlap_and_little_is_wasted(items):
+    offsets, total = place(items)
+    for n, (a, at) in enumerate(zip(items, offsets, strict=True)):
+        assert at % ALIGNMENT == 0 and at + a.nbytes <= total
+        for b, other in zip(items[:n], offsets, strict=False):
+            together = a.first <= b.last and b.first <= a.last
+            assert not together or at + a.nbytes <= other or other + b.nbytes <= at
+    assert peak(items) <= total <= max(1.3 * peak(items), peak(items) + 4096)
+
+
+def test_waste_on_many_random_lifetimes():
+    generator = np.random.default_rng(0)
+    for _ in range(5):
+        first = generator.integers(0, 400, 400)
+        length = generator.geometric(0.1, 400)
+        size = 2 ** generator.integers(6, 16, 400)
+        items = [Block(int(f), int(f + n), int(s)) for f, n, s in zip(first, length, size, strict=True)]
+        assert place(items)[1] <= 1.1 * peak(items)
+
+
+def test_a_chain_of_pointwise_loops_needs_one_buffer():
+    planned = plan_memory(chain(6))
+    verify(planned)
+    assert planned.arena_bytes == 4 * N
+    assert planned.table["x"].storage == "input" and planned.table["b5"].storage == "out"
+
+
+def test_planning_keeps_every_value():
+    for seed in range(60):
+        program, inputs = random_program(seed)
+        planned = plan_memory(program)
+        verify(planned)
+        for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
+            np.testing.assert_array_equal(before, after)
+
+
+def loop_of(body, *stores):
+    return Loop("k", (4,), (16,), tuple(body), stores)
+
+
+AT = flatten([var("i0"), var("j0")], (16, 1))
+
+
+def test_a_store_in_an_early_pass_does_not_overwrite_what_a_late_pass_reads():
+    body = [Load("a", AT, "float32"), Apply("add", (0, 0), "float32"), Reduce("sum", 1, "float32")]
+    body += [Apply("mul", (0, 2), "float32")]
+    late = loop_of(body, Store("b", AT, 1), Store("c", AT, 3))  # b is known in pass 0, but pass 1 loads a again
+    programs = {}
+    for target in ("b", "c"):
+        steps = (double("x", "a"), late, double("b", "y"), double("c", "z"))
+        names = [buffer(n) for n in ("x", "a", "b", "c", "y", "z")]
+        programs[target] = plan_memory(Program("p", ("x",), (view("y"), view("z")), tuple(names), steps))
+    for planned in programs.values():
+        verify(planned)
+        table = planned.table
+        assert table["b"].offset != table["a"].offset
+        assert table["c"].offset == table["a"].offset
+
+
+@pytest.mark.parametrize("index", [var("i0") + var("j0") * 4, AT * 1])
+def test_only_the_same_index_is_in_place(index):
+    step = loop_of([Load("a", index, "float32"), Apply("neg", (0,), "float32")], Store("b", AT, 1))
+    program = Program("p", ("x",), (view("y"),), tuple(map(buffer, "xaby")), (double("x", "a"), step, double("b", "y")))
+    planned = plan_memory(program)
+    verify(planned)
+    assert (planned.table["a"].offset == planned.table["b"].offset) == (index == AT)
+
+
+def test_a_collective_in_flight_holds_its_buffers():
+    """`g` is not read after the start, but memory that is being sent must not be reused before the wait."""
+    steps = (
+        double("x", "g"),
+        Collective("all_reduce", "b0", "ddp", ("g",)),
+        double("x", "h"),
+        double("h", "y"),
+        Wait("b0", ("g",)),
+    )
+    planned = plan_memory(Program("p", ("x",), (view("y"),), tuple(map(buffer, "xghy")), steps))
+    verify(planned)
+    assert planned.table["g"].offset != planned.table["h"].offset
+
+
+def test_buckets_and_library_results_are_left_alone():
+    bucket = Bucket("b0", "float32", "cpu", "ddp", (0,), ("g",), (0,), N)
+    steps = (
+        Extern("aten.foo.default", (view("x"),), (), ("t",), "alloc"),
+        double("t", "g"),
+        Collective("all_reduce", "b0", "ddp", ("g",)),
+        Wait("b0", ("g",)),
+    )
+    buffers = (buffer("x"), buffer("t"), buffer("g", storage="bucket:b0"))
+    planned = plan_memory(Program("p", ("x",), (view("g"),), buffers, steps, buckets=(bucket,)))
+    verify(planned)
+    assert [b.storage for b in planned.buffers] == ["input", "library", "bucket:b0"]
+
+
+def test_the_argument_of_a_fallback_lives_as_long_as_its_result():
+    """A fallback may answer with a view of its argument."""
+    fallback = Extern("aten.odd.default", (view("a"),), (), ("t",), "alloc", fallback=True)
+    rest = (double("x", "c"), double("c", "d"), double("d", "y"), double("t", "z"))
+    names = tuple(buffer(n) for n in ("x", "a", "t", "c", "d", "y", "z"))
+    program = Program("p", ("x",), (view("y"), view("z")), names, (double("x", "a"), fallback, *rest))
+    planned = plan_memory(program)
+    verify(planned)
+    assert planned.table["a"].offset != planned.table["c"].offset
+    escaping = plan_memory(Program("p", ("x",), (view("t"), view("y")), names, (double("x", "a"), fallback, *rest[:3])))
+    verify(escaping)
+    assert escaping.table["a"].storage == "out"
+
+
+def test_zero_sized_and_scalar_buffers():
+    steps = (
+        Loop("k0", (0,), (), (Const(1.0, "float32"),), (Store("e", var("i0"), 0),)),
+        Loop("k1", (), (), (Const(1.0, "float32"),), (Store("s", var("i0") * 0, 0),)),
+        Loop("k2", (), (), (Load("s", var("i0") * 0, "float32"),), (Store("y", var("i0") * 0, 0),)),
+    )
+    buffers = (buffer("e", (0,)), buffer("s", ()), buffer("y", ()))
+    planned = plan_memory(Program("p", (), (view("y", ()),), buffers, steps))
+    verify(planned)
+    assert planned.arena_bytes == ALIGNMENT

@@ -1,0 +1,276 @@
+"""Compiles kernels: one file per core, in parallel, by whatever C++ compiler there is; nothing is built twice.
+
+The cache is handed in (the pipeline brings `runtime.cache.KernelCache`). A kernel's key covers its text, the prelude,
+the flags, the compiler, the processor and dcompile's version; a graph takes from the cache what any graph built before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Protocol
+
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.prelude import PRELUDE
+from dcompile.config import Config
+from dcompile.errors import BuildError
+
+FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w",
+    "-fno-math-errno",  # sqrtf does not vectorise otherwise
+    "-fno-trapping-math",  # nor do masked loads and comparisons
+    "-ffp-contract=off",  # an fma that appears when two loops are fused would change bits
+    "-fwrapv",
+)  # fmt: skip
+ADVICE = 'set CXX to a C++ compiler (g++ 9 or later), or run without one: options={"kernels": "aten"}'
+
+
+class Cache(Protocol):
+    """Where compiled kernels are kept."""
+
+    @property
+    def directory(self) -> Path:
+        """Compilers write their output below here, so that publishing it is a rename."""
+
+    def find(self, key: str) -> Path | None:
+        """The library that holds a kernel, checked; None if it has to be built."""
+
+    def put(self, keys: Sequence[str], built: Path) -> Path:
+        """Take over a library that holds these kernels; returns where it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Where each kernel is, by name; how many were compiled now and how many were there already."""
+
+    libraries: Mapping[str, Path]
+    built: int
+    cache_hits: int
+
+
+def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Built:
+    """Find or compile all kernels. Raises BuildError."""
+    unique = {source.name: source for source in sources}
+    if not unique:
+        return Built({}, 0, 0)
+    compiler = find_compiler(config.compile_timeout_s)
+    keys = {name: _key(source, compiler) for name, source in unique.items()}
+    libraries = {name: path for name, key in keys.items() if (path := cache.find(key)) is not None}
+    missing = [source for name, source in unique.items() if name not in libraries]
+    parts = balance(missing, _workers())
+    with ThreadPoolExecutor(max(len(parts), 1)) as pool:
+        jobs = [pool.submit(_compile, compiler, part, config.compile_timeout_s, cache, keys) for part in parts]
+        for part, job in zip(parts, jobs, strict=True):
+            path = job.result()
+            libraries |= {source.name: path for source in part}
+    return Built(libraries, len(missing), len(unique) - len(missing))
+
+
+def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSource]]:
+    """Share kernels out so that the parts cost about the same; the same sources give the same parts."""
+    parts: list[list[KernelSource]] = [[] for _ in range(min(count, len(sources)))]
+    for source in sorted(sources, key=lambda s: (-s.cost, s.name)):
+        min(parts, key=lambda part: sum(s.cost for s in part)).append(source)
+    return parts
+
+
+def _workers() -> int:
+    """Compilers to run at once: this process's share of the cores, with one rank on each of LOCAL_WORLD_SIZE."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(cores // max(int(ranks) if ranks.isdigit() else 1, 1), 1)
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A command, what it says its version is, and the flags it is run with."""
+
+    command: tuple[str, ...]
+    version: str
+    flags: tuple[str, ...]
+
+
+def find_compiler(timeout_s: int) -> Compiler:
+    """$CXX if set, else the first of g++, c++, clang++."""
+    chosen = os.environ.get("CXX", "")
+    return _probe(tuple(shlex.split(chosen)), os.environ.get("PATH", ""), timeout_s)
+
+
+@functools.lru_cache(maxsize=8)
+def _probe(chosen: tuple[str, ...], path: str, timeout_s: int) -> Compiler:
+    candidates = [chosen] if chosen else [("g++",), ("c++",), ("clang++",)]
+    for command in candidates:
+        if shutil.which(command[0], path=path):
+            text = _version(command, timeout_s)
+            clang = "clang" in text
+            # clang's OpenMP needs a runtime of its own, a second thread pool beside torch's: simd only, one thread
+            openmp = ("-fopenmp-simd",) if clang else ("-fopenmp",)
+            wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features().split() else ()
+            return Compiler(command, text, (*FLAGS, *openmp, *wide))
+    tried = ", ".join(shlex.join(command) for command in candidates)
+    setting = "CXX is set to it" if chosen else "CXX is not set"
+    raise BuildError(f"dcompile: no C++ compiler: {tried} not found ({setting}); {ADVICE}")
+
+
+def _version(command: tuple[str, ...], timeout_s: int) -> str:
+    code, _, output = _run((*command, "--version"), "", min(timeout_s, 30), dict(os.environ))
+    if code:
+        raise BuildError(f"dcompile: `{shlex.join(command)} --version` {_failure(code)}: {_tail(output)}\n{ADVICE}")
+    return output.strip().splitlines()[0] if output.strip() else "unknown"
+
+
+@functools.cache
+def cpu_features() -> str:
+    """What -march=native stands for on this machine: a kernel built elsewhere may not run here."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = ("flags", "Features", "cpu family", "model\t", "CPU part")
+        found = [line.split(":", 1)[1].strip() for line in lines if line.startswith(wanted)]
+        if found:
+            return " ".join(dict.fromkeys(found))
+    return f"{platform.machine()} {platform.processor()}"
+
+
+@functools.cache
+def openmp_library() -> str | None:
+    """The OpenMP run time that torch has loaded: linking the same one keeps to one thread pool and one setting."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if "libgomp" in Path(path).name and Path(path).is_file():
+                return path
+    return None
+
+
+def _key(source: KernelSource, compiler: Compiler) -> str:
+    try:
+        ours = version("dcompile")
+    except PackageNotFoundError:
+        ours = "source"
+    parts = (
+        source.text,
+        PRELUDE,
+        *compiler.flags,
+        shlex.join(compiler.command),
+        compiler.version,
+        cpu_features(),
+        ours,
+    )
+    return hashlib.sha256("\0".join((*parts, Path(openmp_library() or "").name)).encode()).hexdigest()
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def text_of(sources: Sequence[KernelSource]) -> str:
+    """A whole file, with the modules that each kernel came from."""
+    return PRELUDE + "\n".join(f"/* {', '.join(s.origin) or s.name} */\n{s.text}" for s in sources).replace("\\", "/")
+
+
+def _compile(
+    compiler: Compiler, sources: Sequence[KernelSource], timeout_s: int, cache: Cache, keys: Mapping[str, str]
+) -> Path:
+    """Build one library and publish it in the cache."""
+    ordered = sorted(sources, key=lambda source: source.name)
+    # origins are left out: the same kernels make the same file, whichever model asked for them
+    text = PRELUDE + "".join(source.text for source in ordered)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache.directory))
+    except OSError as error:
+        raise _no_space(cache.directory, str(error)) from error
+    try:
+        output = folder / "kernels.so"
+        openmp = (openmp_library(),) if openmp_library() else ()
+        libraries = ("-x", "none", "-Wl,--as-needed", *openmp, "-lm")
+        command = (*compiler.command, *compiler.flags, "-x", "c++", "-", *libraries, "-o", str(output))
+        # the compiler's own temporary files go where the output goes
+        code, hung, said = _run(command, text, timeout_s, {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"})
+        name = shlex.join(compiler.command)
+        if hung:
+            raise BuildError(f"dcompile: {name} did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")
+        if code or not output.is_file() or not output.stat().st_size:
+            if _is_space(said, code) or not _can_write(folder):
+                raise _no_space(cache.directory, _tail(said))
+            what = _failure(code) if code else "reports success but wrote no library"
+            raise BuildError(f"dcompile: {name} {what} on {len(sources)} kernels:\n{_tail(said)}\n{ADVICE}")
+        return cache.put([keys[source.name] for source in ordered], output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(command: Sequence[str], text: str, timeout_s: int, environment: dict[str, str]) -> tuple[int, bool, str]:
+    """(exit code, whether it ran too long, all it printed). Children are ended with it."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BuildError(f"dcompile: cannot start {shlex.join(command[:2])}: {error.strerror}; {ADVICE}") from error
+    try:
+        said, _ = process.communicate(text.encode(), timeout=timeout_s)
+        return process.returncode, False, said.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL, True, ""
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _failure(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"failed (exit status {code})"
+
+
+def _tail(text: str) -> str:
+    """The end of what a compiler printed: enough to see the cause."""
+    return "\n".join(text.strip().splitlines()[-12:])[-2000:]
+
+
+def _is_space(said: str, code: int) -> bool:
+    signs = ("No space left", "File too large", "Disk quota exceeded", "file size limit", "File size limit")
+    return code == -signal.SIGXFSZ or any(sign in said for sign in signs)
+
+
+def _can_write(folder: Path) -> bool:
+    """Some compilers do not say that the disk is full: try what they would have needed."""
+    trial = folder / "trial"
+    try:
+        trial.write_bytes(bytes(1 << 20))
+        return True
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink()
+
+
+def _no_space(directory: Path, cause: str) -> BuildError:
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = f"{shutil.disk_usage(directory).free / 1e6:.1f} MB"
+    return BuildError(
+        f"dcompile: cannot write compiled kernels to {directory} (free space there: {free}; a quota or file-size limit "
+        f"may be lower): {cause}\nfree some space, or set DCOMPILE_CACHE_DIR to a directory with more"
+    )

@@ -1,0 +1,34 @@
+"""What a target supplies: a language, a spelling for each operation, and one function from a loop to its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dcompile.ir.nodes import Buffer, Loop
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """One kernel. Loops that differ only in names have equal text, and so one name: they share one compiled function.
+
+    `arguments` are the buffers to pass, in order. `checked` kernels return non-zero after an integer division by zero.
+    """
+
+    name: str
+    text: str
+    arguments: tuple[str, ...] = field(compare=False)
+    cost: int
+    """Number of operations, for balancing the compiler's work."""
+    checked: bool
+    origin: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """One target. `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's."""
+
+    language: str
+    spelling: Mapping[str, str]
+    emit: Callable[[Loop, Mapping[str, Buffer]], KernelSource]
+    has_float64: bool = True

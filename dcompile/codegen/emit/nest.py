@@ -1,0 +1,278 @@
+"""From a loop to the nest of C loops that runs it: which variable runs over rows, which over elements, which is simd.
+
+A loop without inner space is turned into rows of elements by moving one outer variable inside, so that pointwise loops
+and row programs share everything that follows. Adjacent variables are merged where every index allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from dcompile.ir.analysis import inner_names, is_row_store, operands, outer_names, runtime_refs
+from dcompile.ir.index import ZERO, Index, as_index, substitute, var
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+from dcompile.ir.ops import OPS
+
+LANES = 128
+"""Rows computed side by side where rows, not elements, are contiguous: 512 bytes of float32, so whole cache lines."""
+TILE = 32
+"""Side of the tiles of a transposing loop: 32x32 float32 of two buffers lie in L1."""
+CHUNK = 4096
+"""Elements of a pointwise row that one thread takes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A loop variable that runs from 0 to `size`; a tiled one in steps of `tile`, continued by an axis inside."""
+
+    name: str
+    size: int
+    tile: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """`rows` are collapsed and shared among threads. The last of `elements` is the simd loop, unless there is a `lane`:
+
+    then `lane`, a row variable, is the simd loop inside everything, and each row value is an array over the lane.
+    """
+
+    rows: tuple[Axis, ...]
+    elements: tuple[Axis, ...]
+    lane: Axis | None
+    body: tuple[Value, ...]
+    stores: tuple[Store, ...]
+    row_stores: tuple[bool, ...]
+    late: bool = False
+    """Element stores wait for the last pass: an expanded argmax reads its operand once more than the loop says."""
+
+    @property
+    def element_names(self) -> frozenset[str]:
+        return frozenset(axis.name for axis in self.elements)
+
+    @property
+    def points(self) -> int:
+        return prod(axis.size for axis in self.axes)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Each variable once, at its full size."""
+        tiled = {axis.name for axis in self.rows if axis.tile > 1}
+        inner = tuple(axis for axis in self.elements if axis.name not in tiled)
+        return (*self.rows, *((self.lane,) if self.lane else ()), *inner)
+
+
+def make_nest(loop: Loop) -> Nest:
+    """The nest that runs `loop`."""
+    assert all(isinstance(size, int) for size in (*loop.outer, *loop.inner)), f"{loop.name} has dynamic sizes"
+    row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
+    outer = [Axis(n, int(s)) for n, s in zip(outer_names(loop), loop.outer, strict=True)]  # type: ignore[arg-type]
+    inner = [Axis(n, int(s)) for n, s in zip(inner_names(loop), loop.inner, strict=True)]  # type: ignore[arg-type]
+    body, stores = _expand(loop.body, loop.stores, inner)
+    gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
+    outer, inner = [a for a in outer if a.size != 1], [a for a in inner if a.size != 1]
+    body, stores = _reindex(body, stores, gone)
+    outer, body, stores = _merge(outer, body, stores)
+    inner, body, stores = _merge(inner, body, stores)
+    if not inner:
+        return _pointwise(outer, tuple(_without_reduce(value) for value in body), stores)
+    lane = None
+    if outer and any(isinstance(value, Reduce) for value in body):
+        score = {a.name: _unit_strides(a.name, body, stores) for a in (outer[-1], inner[-1])}
+        if score[outer[-1].name] > score[inner[-1].name] and outer[-1].size >= 8:
+            lane = outer.pop()
+    return Nest(tuple(outer), tuple(inner), lane, body, stores, row_stores, late=len(body) != len(loop.body))
+
+
+def _without_reduce(value: Value) -> Value:
+    """A reduction over a space of one element is the element itself."""
+    return Apply("cast", (value.arg,), value.dtype) if isinstance(value, Reduce) else value
+
+
+# --- pointwise loops --------------------------------------------------------------------------------------------------
+
+
+def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, ...]) -> Nest:
+    """Choose the simd variable; tile a second one if some accesses are contiguous only along that."""
+    every = (False,) * len(stores)
+    if not axes:
+        return Nest((), (Axis("i0", 1),), None, body, stores, every)
+    scores = {axis.name: _unit_strides(axis.name, body, stores) - 100 * (axis.size < 8) for axis in axes}
+    best = max(reversed(axes), key=lambda axis: scores[axis.name])
+    rest = [axis for axis in axes if axis is not best]
+    other = max(rest, key=lambda axis: scores[axis.name], default=None)
+    if other and min(other.size, best.size) >= 2 * TILE and _contiguous_only_along(other.name, best.name, body, stores):
+        rows = [replace(axis, tile=TILE) if axis is other else axis for axis in rest]
+        return Nest((*rows, replace(best, tile=TILE)), (other, best), None, body, stores, every)
+    if best.size > 2 * CHUNK:
+        return Nest((*rest, replace(best, tile=CHUNK)), (best,), None, body, stores, every)
+    return Nest(tuple(rest), (best,), None, body, stores, every)
+
+
+def _accesses(body: tuple[Value, ...], stores: tuple[Store, ...]) -> list[tuple[Index, int]]:
+    """Indices and weights: a scattered store costs more than a gathered load."""
+    loads = [(value.index, 2) for value in body if isinstance(value, Load)]
+    return loads + [(store.index, 3) for store in stores]
+
+
+def _stride(index: Index, name: str) -> int | None:
+    """Elements between neighbours along a variable; None if not constant. Indirect parts do not depend on it."""
+    coefficient = index.coefficient(name)
+    return None if coefficient is None else coefficient.constant
+
+
+def _unit_strides(name: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> int:
+    return sum(weight for index, weight in _accesses(body, stores) if _stride(index, name) == 1)
+
+
+def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> bool:
+    accesses = [index for index, _ in _accesses(body, stores)]
+    return any(_stride(index, other) == 1 and (_stride(index, best) or 0) > 1 for index in accesses)
+
+
+# --- rewriting --------------------------------------------------------------------------------------------------------
+
+
+def _reindex(
+    body: Iterable[Value], stores: Iterable[Store], values: dict[str, Index]
+) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
+    """Substitute loop variables in every index."""
+    if not values:
+        return tuple(body), tuple(stores)
+
+    def moved(index: Index) -> Index:
+        return substitute(index, values, {})
+
+    return (
+        tuple(replace(v, index=moved(v.index)) if isinstance(v, (Load, IndexOf)) else v for v in body),
+        tuple(replace(store, index=moved(store.index)) for store in stores),
+    )
+
+
+def _merge(
+    axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, ...]
+) -> tuple[list[Axis], tuple[Value, ...], tuple[Store, ...]]:
+    """Make one variable of two neighbours wherever every index steps through them as through one."""
+    at = len(axes) - 2
+    while at >= 0:
+        first, second = axes[at : at + 2]
+        indices = [v.index for v in body if isinstance(v, (Load, IndexOf))] + [store.index for store in stores]
+        if all(_steps_through(index, first.name, second) for index in indices):
+            axes = [*axes[:at], Axis(second.name, first.size * second.size), *axes[at + 2 :]]
+            body, stores = _reindex(body, stores, {first.name: ZERO})
+        at -= 1
+    return axes, body, stores
+
+
+def _steps_through(index: Index, first: str, second: Axis) -> bool:
+    a, b = index.coefficient(first), index.coefficient(second.name)
+    return a is not None and b is not None and a == b * second.size
+
+
+def _expand(
+    body: tuple[Value, ...], stores: tuple[Store, ...], inner: list[Axis]
+) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
+    """Write argmax as two plain reductions, which vectorise: the largest value, then the first place that holds it."""
+    if not any(isinstance(value, Reduce) and value.op.startswith("arg") for value in body):
+        return body, stores
+    number: dict[Ref, Ref] = {}
+    new: list[Value] = []
+    position = ZERO
+    for axis in inner:
+        position = position * axis.size + var(axis.name)
+    count = prod(axis.size for axis in inner)
+    kind = "int32" if count < 2**31 else "int64"
+
+    def put(value: Value) -> Ref:
+        new.append(value)
+        return len(new) - 1
+
+    for ref, value in enumerate(body):
+        value = renumber(value, number)
+        if isinstance(value, Reduce) and value.op.startswith("arg"):
+            dtype = new[value.arg].dtype
+            best = put(Reduce(value.op[3:], value.arg, dtype))
+            hit = put(Apply("eq", (value.arg, best), "bool"))
+            if dtype.startswith("float"):
+                nans = tuple(put(Apply("isnan", (of,), "bool")) for of in (value.arg, best))
+                hit = put(Apply("where", (nans[1], nans[0], hit), "bool"))
+            place = put(IndexOf(as_index(position), kind))
+            value = Reduce("min", put(Apply("where", (hit, place, put(Const(count, kind))), kind)), kind)
+            if kind == "int32":
+                value = Apply("cast", (put(value),), "int64")
+        number[ref] = put(value)
+    moved = {f"v{old}": var(f"v{ref}") for old, ref in number.items()}
+    return tuple(new), tuple(replace(s, value=number[s.value], index=substitute(s.index, moved, {})) for s in stores)
+
+
+def renumber(value: Value, number: dict[Ref, Ref]) -> Value:
+    """The same value, with its operands under their new numbers."""
+    match value:
+        case Load(_, index, _, mask):
+            return replace(value, index=_renumbered(index, number), mask=None if mask is None else number[mask])
+        case IndexOf(index, _):
+            return replace(value, index=_renumbered(index, number))
+        case Apply(_, args, _):
+            return replace(value, args=tuple(number[arg] for arg in args))
+        case Reduce(_, arg, _):
+            return replace(value, arg=number[arg])
+        case _:
+            return value
+
+
+def _renumbered(index: Index, number: dict[Ref, Ref]) -> Index:
+    return substitute(index, {f"v{ref}": var(f"v{number[ref]}") for ref in runtime_refs(index)}, {})
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """For each value: does it vary within the row, and from which pass on is it known; when each store happens."""
+
+    element: tuple[bool, ...]
+    known: tuple[int, ...]
+    store_at: tuple[int, ...]
+    live: frozenset[Ref]
+
+
+def levels(nest: Nest) -> Levels:
+    """Analyse the body of a nest."""
+    element: list[bool] = []
+    known: list[int] = []
+    for value in nest.body:
+        used = operands(value)
+        direct = isinstance(value, (Load, IndexOf)) and bool(value.index.variables & nest.element_names)
+        element.append(not isinstance(value, Reduce) and (direct or any(element[ref] for ref in used)))
+        known.append(max((known[ref] for ref in used), default=0) + isinstance(value, Reduce))
+    uses = [(store.value, *runtime_refs(store.index)) for store in nest.stores]
+    live: set[Ref] = {ref for refs in uses for ref in refs}
+    for ref in reversed(range(len(nest.body))):
+        if ref in live:
+            live.update(operands(nest.body[ref]))
+    last = max((known[ref] for ref in live), default=0)
+    store_at = [
+        last if nest.late and not row else max(known[ref] for ref in refs)
+        for refs, row in zip(uses, nest.row_stores, strict=True)
+    ]
+    return Levels(tuple(element), tuple(known), tuple(store_at), frozenset(live))
+
+
+def cone_cost(ref: Ref, body: tuple[Value, ...], stop: frozenset[Ref]) -> int:
+    """What computing an element value again from its loads costs, in additions; `stop` are values at hand."""
+    seen: set[Ref] = set()
+    stack = [ref]
+    total = 0
+    while stack:
+        at = stack.pop()
+        if at in seen or at in stop:
+            continue
+        seen.add(at)
+        value = body[at]
+        if isinstance(value, Apply):
+            total += OPS[value.op].cost
+        stack += [] if isinstance(value, Reduce) else operands(value)
+    return total

@@ -1,0 +1,175 @@
+"""The kernel cache on disk: libraries named by their content, and a small JSON file per kernel that points at one.
+
+No entry is code until its SHA-256 has been compared, and nothing is unpickled. Files appear by rename, so a reader sees
+a whole file or none, and any number of processes may write at once: equal content has an equal name. Whatever is
+damaged is reported in one line and built again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dcompile.artifacts import say
+from dcompile.config import Config
+from dcompile.errors import BuildError
+
+STALE_S = 3600
+"""Age from which a temporary folder belongs to a process that was killed: no compilation takes so long."""
+
+
+class KernelCache:
+    """One directory, readable and writable by its owner only."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._checked: set[Path] = set()
+
+    @classmethod
+    def open(cls, config: Config) -> KernelCache:
+        """The configured cache; a directory of this process alone if that one cannot be used or cannot be trusted."""
+        wanted = cache_directory(config)
+        objection = _prepare(wanted)
+        if objection is None:
+            _sweep(wanted)
+            return cls(wanted)
+        say(f"kernel cache {wanted} is not used: {objection}; kernels are built into a temporary directory this time")
+        return cls(_private())
+
+    def find(self, key: str) -> Path | None:
+        """The library that holds a kernel, or None. Damage is reported once and then is a miss."""
+        entry = self.directory / f"{key}.json"
+        try:
+            text = entry.read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            return self._damaged(entry, type(error).__name__)
+        try:
+            record = json.loads(text)
+            if record["key"] != key:
+                return self._damaged(entry, "it belongs to another kernel")
+            digest = str(record["sha256"])
+        except (ValueError, KeyError, TypeError):
+            return self._damaged(entry, "not a valid entry")
+        library = self.directory / f"{digest}.so"
+        if len(digest) != 64 or library.parent != self.directory:
+            return self._damaged(entry, "not a valid entry")
+        if library in self._checked:
+            return library
+        try:
+            actual = hashlib.sha256(library.read_bytes()).hexdigest()
+        except FileNotFoundError:
+            return self._damaged(entry, f"{library.name} is missing")
+        except OSError as error:
+            return self._damaged(entry, str(error.strerror))
+        if actual != digest:
+            with contextlib.suppress(OSError):
+                library.unlink()
+            return self._damaged(library, "its content does not match its checksum")
+        self._checked.add(library)
+        return library
+
+    def put(self, keys: Sequence[str], built: Path) -> Path:
+        """Publish a library, then one entry per kernel that it holds. Returns its place; raises BuildError."""
+        try:
+            digest = hashlib.sha256(built.read_bytes()).hexdigest()
+            library = self.directory / f"{digest}.so"
+            _sync(built)
+            built.rename(library)  # of the same content, if it replaces anything
+            for key in keys:
+                self._write(self.directory / f"{key}.json", json.dumps({"key": key, "sha256": digest}))
+        except OSError as error:
+            free = shutil.disk_usage(self.directory).free / 1e6 if self.directory.exists() else 0.0
+            raise BuildError(
+                f"dcompile: cannot write compiled kernels to {self.directory} ({free:.1f} MB free): {error.strerror}; "
+                "free some space, or set DCOMPILE_CACHE_DIR to another directory"
+            ) from error
+        self._checked.add(library)
+        return library
+
+    def _write(self, path: Path, text: str) -> None:
+        """Write a file so that it appears whole or not at all."""
+        handle, name = tempfile.mkstemp(prefix="tmp-", dir=self.directory)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).rename(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def _damaged(self, path: Path, why: str) -> None:
+        """Say so, once for each file, and make room for a new entry."""
+        if path not in self._checked:
+            self._checked.add(path)
+            say(f"cached kernel {path} is damaged ({why}); building it again")
+
+
+def cache_directory(config: Config) -> Path:
+    """config.cache_dir, else $XDG_CACHE_HOME/dcompile, else ~/.cache/dcompile."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        base = os.path.expanduser("~/.cache")  # leaves ~ in place, harmlessly, where no home is known
+    return Path(base).absolute() / "dcompile"
+
+
+def _prepare(directory: Path) -> str | None:
+    """Make the directory; the reason if it cannot be used."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            return "it is not a directory"
+        if hasattr(os, "getuid") and status.st_uid != os.getuid():
+            return f"it belongs to user {status.st_uid}, who could plant code in it"
+        if status.st_mode & 0o022:
+            return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o}); chmod 700 it"
+        handle, name = tempfile.mkstemp(prefix="tmp-", dir=directory)
+        os.close(handle)
+        Path(name).unlink()
+    except FileExistsError:
+        return "it is not a directory"
+    except OSError as error:
+        return str(error.strerror)
+    return None
+
+
+def _private() -> Path:
+    """A directory for this process, removed at exit."""
+    directory = Path(tempfile.mkdtemp(prefix="dcompile-"))
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child must not take it away
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    return directory
+
+
+def _sweep(directory: Path) -> None:
+    """Remove temporary files that killed processes left behind."""
+    with contextlib.suppress(OSError):
+        for path in directory.glob("tmp-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.lstat().st_mtime > STALE_S:
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

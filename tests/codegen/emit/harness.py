@@ -1,0 +1,85 @@
+"""Runs single loops as compiled C++ on NumPy memory, for comparison with the interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch  # noqa: F401  the OpenMP run time that kernels are linked with
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.config import Config
+from dcompile.ir.interpret import from_bfloat16, interpret, to_bfloat16
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
+from dcompile.runtime.cache import KernelCache
+
+
+@cache
+def store() -> KernelCache:
+    """One cache for all tests of a run: DCOMPILE_TEST_CACHE, or a fresh temporary directory."""
+    import tempfile
+
+    return KernelCache(Path(tempfile.mkdtemp(prefix="dcompile-test-")))
+
+
+def raw(values: np.ndarray, dtype: str) -> np.ndarray:
+    """As the bytes lie in memory."""
+    return to_bfloat16(values) if dtype == "bfloat16" else np.ascontiguousarray(values)
+
+
+def placed(buffer: Buffer, values: np.ndarray | None) -> np.ndarray:
+    """Flat memory of a buffer, filled with values or with garbage; 64 elements of guard behind."""
+    kind = np.dtype("uint16" if buffer.dtype == "bfloat16" else buffer.dtype)
+    flat = np.full((buffer.nbytes // ITEMSIZE[buffer.dtype] + 64) * kind.itemsize, 0xA5, np.uint8).view(kind)
+    if values is not None and buffer.nbytes:
+        strides = tuple(s * kind.itemsize for s in buffer.strides)
+        np.lib.stride_tricks.as_strided(flat, buffer.shape, strides)[...] = raw(values, buffer.dtype)
+    return flat
+
+
+def read(buffer: Buffer, view: View, flat: np.ndarray) -> np.ndarray:
+    if 0 in view.shape:
+        return np.zeros(view.shape, np.float32 if buffer.dtype == "bfloat16" else flat.dtype)
+    strides = tuple(s * flat.itemsize for s in view.strides)
+    out = np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, strides)
+    return from_bfloat16(out) if buffer.dtype == "bfloat16" else out.copy()
+
+
+def compiled(programs: list[Program]) -> dict[str, object]:
+    """All kernels of some programs, built together."""
+    sources = [cpp.emit(step, p.table) for p in programs for step in p.steps if isinstance(step, Loop)]
+    libraries = build(sources, Config(), store()).libraries
+    return {name: getattr(ctypes.CDLL(str(path)), name) for name, path in libraries.items()}
+
+
+def call(source: KernelSource, functions: dict[str, object], memory: dict[str, np.ndarray]) -> int:
+    function = functions[source.name]
+    function.restype = ctypes.c_long
+    return function(*(ctypes.c_void_p(memory[name].ctypes.data) for name in source.arguments))
+
+
+def run(program: Program, inputs: dict[str, np.ndarray], functions: dict[str, object] | None = None):
+    """Outputs of a program of loops, by compiled kernels."""
+    functions = functions or compiled([program])
+    table = program.table
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
+    for step in program.steps:
+        assert call(cpp.emit(step, table), functions, memory) == 0
+    for name, flat in memory.items():
+        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+    return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]
+
+
+def program_of(loop: Loop, buffers: dict[str, Buffer], inputs: list[str]) -> Program:
+    """A program of one loop whose outputs are all it stores."""
+    outputs = [View(b.name, b.shape, b.strides) for n, b in buffers.items() if n in loop.writes]
+    return Program("one", tuple(inputs), tuple(outputs), tuple(buffers.values()), (loop,))
+
+
+__all__ = ["call", "compiled", "interpret", "os", "program_of", "replace", "run"]

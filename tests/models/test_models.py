@@ -1,0 +1,299 @@
+"""Whole models: forward, backward and optimizer steps give what eager PyTorch gives.
+
+Tolerances are for float32 sums in another order: 1e-5 of a loss, and for gradients and parameters 1e-4 of the largest
+element of the tensor (an element that is nearly 0 by cancellation has no relative accuracy of its own).
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.zoo import CASES, MLP, ResNet, llama
+from tests.subject import BACKEND, IS_DCOMPILE
+
+# Dynamo itself reads .grad of what crosses a graph break
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+LOSS, TENSOR = 1e-5, 1e-4
+OPTIONS = {"options": {"receipt": False}} if IS_DCOMPILE else {}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Each test compiles anew, as a new process would; one thread, for tests share the machine."""
+    torch.compiler.reset()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.compiler.reset()
+
+
+def compiled(model, **settings):
+    return torch.compile(model, backend=BACKEND, **OPTIONS, **settings)
+
+
+def twins(make, *arguments):
+    """Two models with the same weights."""
+    torch.manual_seed(0)
+    model = make(*arguments)
+    return model, copy.deepcopy(model)
+
+
+def assert_close(actual, expected, tolerance, what=""):
+    """Equal up to `tolerance` of the largest element of `expected`."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    actual, expected = actual.detach().double(), expected.detach().double()
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    difference = (actual - expected).abs().max().item() if expected.numel() else 0.0
+    assert difference <= tolerance * scale + 1e-12, f"{what}: off by {difference:.2e}, largest element {scale:.2e}"
+
+
+def assert_same_state(ours, theirs, tolerance=TENSOR, what=""):
+    """Gradients, parameters and buffers, by name; a gradient that is None stays None."""
+    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), f"{what} gradient of {name}"
+        if p.grad is not None:
+            assert_close(p.grad, q.grad, tolerance, f"{what} gradient of {name}")
+        assert_close(p, q, tolerance, f"{what} parameter {name}")
+    for (name, p), (_, q) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert_close(p, q, tolerance, f"{what} buffer {name}")
+
+
+def forward_backward(call, batch, seed=5):
+    torch.manual_seed(seed)
+    output = call(**batch)
+    output["loss"].backward()
+    return output
+
+
+def assert_trains_alike(model, theirs, call, batches, tolerance=TENSOR, steps=None):
+    """An AdamW step per batch with both; `call` runs `model` compiled. eps bounds what noise in tiny gradients does."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (model, theirs)]
+    for number, batch in enumerate(batches):
+        output, expected = forward_backward(call, batch), forward_backward(theirs, batch)
+        assert_close(output["loss"], expected["loss"], LOSS, f"loss of step {number}")
+        assert_close(output["logits"], expected["logits"], tolerance, f"logits of step {number}")
+        assert_same_state(model, theirs, tolerance, f"step {number}:")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(model, theirs, tolerance, "after the last step:")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_adamw_steps(name):
+    case = CASES[name]
+    model, theirs = twins(case.make, 0.0)
+    batches = [case.batch(4, 12) for _ in range(3)]
+    call = compiled(model, fullgraph=case.fullgraph)
+    assert_trains_alike(model.train(), theirs.train(), call, batches)
+    if IS_DCOMPILE:
+        import dcompile
+
+        receipt = dcompile.receipt(call)
+        assert receipt.kernels > 0 and receipt.fallbacks == {}, str(receipt)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_draws_what_eager_draws(name):
+    """Random numbers are ATen's, so that the same seed drops the same elements."""
+    case = CASES[name]
+    model, theirs = twins(case.make, 0.3)
+    batch = case.batch(4, 12)
+    output = forward_backward(compiled(model.train(), fullgraph=case.fullgraph), batch, seed=7)
+    expected = forward_backward(theirs.train(), batch, seed=7)
+    assert_close(output["loss"], expected["loss"], LOSS)
+    assert_same_state(model, theirs)
+    other = theirs(**batch)  # continues the generator: another mask
+    assert abs(other["loss"] - expected["loss"]) > 1e-4, "dropout does nothing here"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_without_gradients(name):
+    case = CASES[name]
+    model, theirs = twins(case.make, 0.3)
+    batch = case.batch(4, 12)
+    with torch.no_grad():
+        output, expected = compiled(model.eval(), fullgraph=case.fullgraph)(**batch), theirs.eval()(**batch)
+    assert not output["logits"].requires_grad
+    assert_close(output["loss"], expected["loss"], LOSS)
+    assert_close(output["logits"], expected["logits"], TENSOR)
+
+
+def test_training_and_evaluation_in_turn():
+    model, theirs = twins(ResNet)
+    call = compiled(model)
+    for training in (True, False, True, False):
+        batch = CASES["resnet"].batch(4, 12)
+        model.train(training), theirs.train(training)
+        with contextlib.nullcontext() if training else torch.no_grad():
+            output, expected = call(**batch), theirs(**batch)
+        if training:
+            output["loss"].backward(), expected["loss"].backward()
+        assert_close(output["logits"], expected["logits"], TENSOR)
+        assert_same_state(model, theirs)
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_bfloat16(name):
+    """Against eager bfloat16, with eager's own distance from float32 as the measure of what rounding does."""
+    case = CASES[name]
+    exact, theirs = twins(case.make, 0.0)
+    theirs = theirs.bfloat16()
+    model = copy.deepcopy(theirs)
+    batch = case.batch(4, 12)
+    in_bf16 = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+    forward_backward(exact, batch)
+    output = forward_backward(compiled(model, fullgraph=True), in_bf16)
+    expected = forward_backward(theirs, in_bf16)
+    assert output["logits"].dtype == torch.bfloat16
+    assert_close(output["loss"], expected["loss"], 2**-7)
+    for (parameter, p), q, x in zip(model.named_parameters(), theirs.parameters(), exact.parameters(), strict=True):
+        ours, eagers = (p.grad.float() - x.grad).norm(), (q.grad.float() - x.grad).norm()
+        assert ours <= 1.5 * eagers + 1e-3 * x.grad.norm(), f"{parameter}: off by {ours:.2e}, eager by {eagers:.2e}"
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_autocast(name):
+    """Autocast outside the compiled call; parameters and gradients stay float32."""
+    case = CASES[name]
+    exact, theirs = twins(case.make, 0.0)
+    model = copy.deepcopy(theirs)
+    batch = case.batch(4, 12)
+    call = compiled(model, fullgraph=True)
+    forward_backward(exact, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, expected = call(**batch), theirs(**batch)
+    output["loss"].backward(), expected["loss"].backward()
+    assert output["logits"].dtype == expected["logits"].dtype == torch.bfloat16
+    assert_close(output["loss"], expected["loss"], 2**-7)
+    for (parameter, p), q, x in zip(model.named_parameters(), theirs.parameters(), exact.parameters(), strict=True):
+        assert p.grad.dtype == torch.float32
+        ours, eagers = (p.grad - x.grad).norm(), (q.grad - x.grad).norm()
+        assert ours <= 1.5 * eagers + 1e-3 * x.grad.norm(), f"{parameter}: off by {ours:.2e}, eager by {eagers:.2e}"
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model, theirs = twins(llama)
+    for m in (model, theirs):
+        m.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        m.train()
+    batches = [CASES["llama"].batch(4, 12) for _ in range(2)]
+    assert_trains_alike(model, theirs, compiled(model, fullgraph=True), batches)
+
+
+class Checkpointed(MLP):
+    """The layers run again in the backward, dropout included."""
+
+    def forward(self, x, labels):
+        logits = self.head(checkpoint(self.layers, x, use_reentrant=False))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_checkpointing_keeps_the_dropout_mask():
+    """What is run again must drop what the forward dropped, or gradients belong to another function."""
+    model, theirs = twins(Checkpointed, 0.5)
+    assert_trains_alike(model, theirs, compiled(model, fullgraph=True), [CASES["mlp"].batch(8, 0) for _ in range(2)])
+
+
+def test_tied_weights():
+    model, theirs = twins(lambda: llama(tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    batches = [CASES["llama"].batch(4, 12) for _ in range(2)]
+    assert_trains_alike(model, theirs, compiled(model, fullgraph=True), batches)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_frozen_parameters_get_no_gradient():
+    model, theirs = twins(llama)
+    for m in (model, theirs):
+        m.model.embed_tokens.requires_grad_(False)
+        m.model.layers[0].requires_grad_(False)
+        m.model.layers[1].mlp.up_proj.requires_grad_(False)
+    batches = [CASES["llama"].batch(4, 12) for _ in range(2)]
+    assert_trains_alike(model, theirs, compiled(model, fullgraph=True), batches)
+    assert model.model.embed_tokens.weight.grad is None
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama", "resnet"])
+def test_other_shapes_and_a_ragged_last_batch(name):
+    """A second length, then a last batch with fewer rows: graphs for other sizes, the same training."""
+    case = CASES[name]
+    model, theirs = twins(case.make, 0.0)
+    batches = [case.batch(4, 12), case.batch(4, 16), case.batch(4, 20), case.batch(3, 20), case.batch(1, 12)]
+    assert_trains_alike(model, theirs, compiled(model), batches if name != "resnet" else batches[:4])
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_dynamic_as_asked_for(dynamic):
+    model, theirs = twins(MLP)
+    batches = [CASES["mlp"].batch(rows, 0) for rows in (4, 6, 5)]
+    assert_trains_alike(model, theirs, compiled(model, dynamic=dynamic, fullgraph=True), batches)
+
+
+class Broken(MLP):
+    """A graph break between two layers that share their weights across it."""
+
+    def forward(self, x, labels):
+        y = self.layers(x)
+        torch._dynamo.graph_break()
+        y = self.layers[4](y) + y.relu()
+        return {"loss": nn.functional.cross_entropy(self.head(y), labels), "logits": self.head(y)}
+
+
+def test_graph_break_with_a_layer_on_both_sides():
+    model, theirs = twins(Broken)
+    call = compiled(model)
+    assert_trains_alike(model, theirs, call, [CASES["mlp"].batch(4, 0) for _ in range(3)])
+    if IS_DCOMPILE:
+        import dcompile
+
+        assert dcompile.receipt(call).graphs == 2 and dcompile.receipt(call).graph_breaks == 1
+
+
+class Counting(MLP):
+    """Buffers written in place: a counter, a moving average, one row of a table at a computed position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("history", torch.zeros(5, 4))
+
+    def forward(self, x, labels):
+        output = super().forward(x, labels)
+        mean = output["logits"].detach().mean(0)
+        self.average.mul_(0.9).add_(mean, alpha=0.1)
+        self.history.index_copy_(0, self.count[None] % 5, mean[None])
+        self.count += 1
+        return {"loss": output["loss"] + self.average.sum() * 0.1, "logits": output["logits"]}
+
+
+def test_buffers_written_in_place():
+    model, theirs = twins(Counting)
+    buffer = model.history
+    assert_trains_alike(model, theirs, compiled(model, fullgraph=True), [CASES["mlp"].batch(4, 0) for _ in range(7)])
+    assert model.history is buffer and int(model.count) == 7
+    with torch.no_grad():
+        compiled(model.eval())(**CASES["mlp"].batch(4, 0))
+    assert int(model.count) == 8
+
+
+def test_input_gradients_and_accumulation():
+    """Gradients of inputs, and two backwards that add up."""
+    model, theirs = twins(MLP)
+    call = compiled(model, fullgraph=True)
+    batches = [CASES["mlp"].batch(4, 0) for _ in range(2)]
+    for batch in batches:
+        x, y = batch["x"].clone().requires_grad_(), batch["x"].clone().requires_grad_()
+        call(x, batch["labels"])["loss"].backward()
+        theirs(y, batch["labels"])["loss"].backward()
+        assert_close(x.grad, y.grad, TENSOR)
+    assert_same_state(model, theirs)

@@ -282,7 +282,7 @@ class _Maker:
         return ref
 
     def _leaf(self, point: _Point) -> int:
-        """A load (plain, transposed, broadcast, strided, masked), a constant or a coordinate, in a dtype for computing."""
+        """A load (plain, transposed, broadcast, strided, masked), constant or coordinate, in a dtype to compute in."""
         for _ in range(8):
             tensor = self._view(self.rng.choice(self.tensors))
             index = self._aligned(point, tensor)

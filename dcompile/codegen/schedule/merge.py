@@ -39,8 +39,26 @@ def merge(first: Loop, second: Loop) -> Loop | None:
         if divisions(a) + divisions(b) > allowed:
             a, b = refine(a, b)
         if divisions(a) + divisions(b) <= allowed and lines_up(a, b):
-            return join(a, b)
+            joined = join(a, b)
+            if combinings(joined) == combinings(first) | combinings(second):
+                return joined
     return None
+
+
+def combinings(loop: Loop) -> dict[str, int]:
+    """How many values each combining store takes in: one per row if nothing in it varies within a row.
+
+    A value that is taken over from the loop before may vary less than the load it replaces, and would then be counted
+    too few times.
+    """
+    elements = element_values(loop)
+    counts: dict[str, int] = {}
+    for store in loop.stores:
+        if store.mode != "set":
+            inner = store.value in elements or any(name[0] == "j" for name in store.index.variables)
+            inner = inner or any(ref in elements for ref in _index_refs(store.index))
+            counts[store.buffer] = size_of(loop.outer) * (size_of(loop.inner) if inner else 1)
+    return counts
 
 
 def _common_spaces(first: Loop, second: Loop) -> Iterator[tuple[Loop, Loop]]:
@@ -231,3 +249,15 @@ def _index_refs(index: Index) -> list[Ref]:
 
 def _store_refs(store: Store) -> list[Ref]:
     return [store.value, *_index_refs(store.index)]
+
+
+def element_values(loop: Loop) -> set[Ref]:
+    """Values that differ within a row: those that use an inner variable other than through a reduction."""
+    found: set[Ref] = set()
+    for ref, value in enumerate(loop.body):
+        if isinstance(value, Reduce):
+            continue
+        inner = isinstance(value, Load | IndexOf) and any(name[0] == "j" for name in value.index.variables)
+        if inner or any(r in found for r in value_refs(value)):
+            found.add(ref)
+    return found

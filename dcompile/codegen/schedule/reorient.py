@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.schedule.merge import value_refs, without
+from dcompile.codegen.schedule.merge import element_values, value_refs, without
 from dcompile.codegen.schedule.space import canonical, respace, static
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Step, Store, Value
@@ -64,18 +64,6 @@ def depends_on_reduce(loop: Loop, ref: Ref) -> bool:
         stack += [r for r in value_refs(loop.body[here]) if r not in seen]
         seen.add(here)
     return False
-
-
-def element_values(loop: Loop) -> set[Ref]:
-    """Values that differ within a row: those that use an inner variable other than through a reduction."""
-    found: set[Ref] = set()
-    for ref, value in enumerate(loop.body):
-        if isinstance(value, Reduce):
-            continue
-        inner = isinstance(value, Load | IndexOf) and any(name[0] == "j" for name in value.index.variables)
-        if inner or any(r in found for r in value_refs(value)):
-            found.add(ref)
-    return found
 
 
 def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:

@@ -61,9 +61,14 @@ def join_world(wanted_device: str) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+        # torchrun keeps one store over restarts. Without a prefix of its own, a restarted rank may read the address
+        # that a peer of the last attempt left there, and fail with "connection refused".
+        store, rank, size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store, rank, size = dist.HashStore(), 0, 1
+    device_id = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
 

@@ -42,10 +42,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--compile.fullgraph", dest="compile_fullgraph", action="store_true", help="a graph break is an error")
     add("--compile.options", dest="compile_options", metavar="K=V", action="append", default=[], help="repeatable")
     add("--steps", type=positive, default=60, help="optimizer steps in all")
-    add("--batch-size", type=positive, default=8, help="sequences per rank and micro-step")
-    add("--seq-len", type=positive, default=128, help="bytes per sequence")
+    add("--batch-size", type=positive, default=4, help="sequences per rank and micro-step")
+    add("--seq-len", type=positive, default=256, help="bytes per sequence")
     add("--grad-accum", type=positive, default=1, help="micro-steps per optimizer step")
-    add("--lr", type=float, default=2e-3, help="learning rate after warm-up")
+    add("--lr", type=float, default=1e-3, help="learning rate after warm-up")
     add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
     add("--clip-norm", type=float, default=1.0, help="largest gradient norm; 0 clips nothing")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes under autocast, parameters stay fp32")
@@ -204,9 +204,10 @@ def finish(
         if len(seconds) > 1:
             typical = statistics.median(seconds[1:])
             speed = tokens_per_step * len(seconds[1:]) / sum(seconds[1:])
+            compiling = f", {max(0.0, seconds[0] - typical):.1f} s of compiling in that one"
             print(
-                f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, {speed:.0f} tokens/s after the "
-                f"first step, {max(0.0, seconds[0] - typical):.1f} s of compiling in it",
+                f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, "
+                f"{speed:.0f} tokens/s after the first step{compiling if args.backend != 'eager' else ''}",
                 flush=True,
             )
     if not equal:

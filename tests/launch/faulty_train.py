@@ -1,0 +1,52 @@
+"""launch/train.py with a fault in step 8 of rank 1: FAULT=die (first attempt only), sleep, or nan."""
+
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
+
+import torch
+import train
+
+stock_step, stock_batch = train.training_step, train.batch
+now = {"step": 0}
+
+
+def remember(model: Any, optimizer: Any, text: Any, step: int, args: Any, world: Any) -> tuple[float, float]:
+    now["step"] = step
+    return stock_step(model, optimizer, text, step, args, world)
+
+
+def faulty_batch(tokens: Any, size: int, seq_len: int, key: tuple[int, ...]) -> torch.Tensor:
+    fault = os.environ["FAULT"]
+    if (now["step"], os.environ["RANK"]) == (8, "1"):
+        if fault == "die" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "sleep":
+            print("rank 1 sleeps", flush=True)
+            time.sleep(1000)
+    return stock_batch(tokens, size, seq_len, key)
+
+
+def poisoned(model: Any, args: tuple[Any, ...], output: Any) -> Any:
+    if (now["step"], os.environ["RANK"]) == (8, "1") and os.environ["FAULT"] == "nan":
+        output.loss = output.loss * math.nan
+    return output
+
+
+def build(*args: Any) -> Any:
+    model = stock_build(*args)
+    model.register_forward_hook(poisoned)
+    return model
+
+
+stock_build = train.build_model
+train.training_step, train.batch = remember, faulty_batch
+if os.environ["FAULT"] == "nan":
+    train.build_model = build
+train.main()

@@ -1,0 +1,207 @@
+"""launch/train.py under torchrun, two Gloo ranks: what it leaves behind; that it learns, resumes, restarts, stops."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import train
+from checkpoint import KEEP, find
+from common import UserError, load_config, parse_options
+from data import END, batch, load_text
+from report import read_metrics
+
+from tests.job import ROOT, Job, run, torchrun
+from tests.subject import BACKEND, IS_DCOMPILE
+
+STEPS = 12
+ARGUMENTS = (
+    "--config=llama_debug", f"--steps={STEPS}", "--checkpoint-interval=5", "--eval-freq=5", "--log-freq=4",
+    "--batch-size=2", "--seq-len=64", "--grad-accum=2", "--clip-norm=1", "--bucket-cap-mb=0.2", "--device=cpu",
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """A finished training run."""
+
+    folder: Path
+    status: int
+    output: str
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in read_metrics(self.folder / "metrics.jsonl") if "loss" in line}
+
+
+def start(folder: Path, backend: str, *more: str, script: str = "launch/train.py", **options: Any) -> Job:
+    folder.mkdir(exist_ok=True)
+    environment = {k: v for k, v in options.items() if k.isupper()}
+    command = (script, "--backend", backend, "--output-dir", str(folder), *ARGUMENTS, *more)
+    return Job(torchrun(2, *command, restarts=options.get("restarts", 0)), folder, **environment)
+
+
+def trained(folder: Path, backend: str, *more: str, **options: Any) -> Run:
+    job = start(folder, backend, *more, **options)
+    return Run(folder, job.wait(150), job.output)
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(tmp_path_factory.mktemp("eager"), "eager")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return trained(tmp_path_factory.mktemp("compiled"), BACKEND)
+
+
+def relative_difference(a: dict[int, float], b: dict[int, float]) -> float:
+    assert a.keys() == b.keys()
+    return max(abs(a[step] - b[step]) / abs(a[step]) for step in a)
+
+
+def test_a_run_learns_and_leaves_metrics_curve_and_checkpoints(eager: Run) -> None:
+    assert eager.status == 0, eager.output
+    assert "parameters equal on all ranks: yes " in eager.output
+    assert list(eager.losses) == list(range(1, STEPS + 1))
+    assert eager.losses[STEPS] < eager.losses[1] - 0.3
+    lines = read_metrics(eager.folder / "metrics.jsonl")
+    assert lines[0].keys() == {"step", "loss", "grad_norm", "lr", "tokens_per_s", "time"}
+    assert [line["step"] for line in lines if "held_out_loss" in line] == [5, 10, 12]
+    assert (eager.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (eager.folder / "LATEST").read_text() == "step-000012"
+    names = {path.name for path in eager.folder.iterdir() if path.is_dir()}
+    assert names == {"step-000005", "step-000010", "step-000012"} and len(names) == KEEP
+    assert "Warning" not in eager.output, eager.output
+
+
+def test_compiled_losses_are_eagers(eager: Run, compiled: Run) -> None:
+    assert compiled.status == 0, compiled.output
+    assert "parameters equal on all ranks: yes " in compiled.output
+    assert relative_difference(eager.losses, compiled.losses) < 1e-5
+    if IS_DCOMPILE:
+        receipt = dict(re.findall(r"(\w+)=(\S+)", compiled.output))
+        assert (receipt["adapter"], receipt["graphs"], receipt["graph_breaks"]) == ("ddp", "1", "0")
+        assert int(receipt["collectives"]) == int(receipt["buckets"]) > 1
+
+
+def test_a_checkpoint_of_eager_is_continued_by_the_compiler(eager: Run, tmp_path: Path) -> None:
+    run = trained(tmp_path, BACKEND, f"--resume={eager.folder / 'step-000005'}")
+    assert run.status == 0, run.output
+    assert f"continuing from {eager.folder / 'step-000005'}, step 5" in run.output
+    rest = {step: loss for step, loss in eager.losses.items() if step > 5}
+    assert relative_difference(rest, run.losses) < 1e-5
+
+
+def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled: Run, tmp_path: Path) -> None:
+    run = trained(tmp_path, BACKEND, "--resume=auto", script="tests/launch/faulty_train.py", restarts=1, FAULT="die")
+    assert run.status == 0, run.output
+    assert f"continuing from {tmp_path / 'step-000005'}, step 5" in run.output
+    assert run.losses == compiled.losses, "the same steps, bit for bit"
+    digests = [re.search(r"all ranks: yes (\w+)", r.output) for r in (run, compiled)]
+    assert digests[0] and digests[1] and digests[0][1] == digests[1][1]
+
+
+def test_sigterm_ends_all_processes_soon_even_in_a_collective(tmp_path: Path) -> None:
+    job = start(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="sleep")
+    job.wait_for("rank 1 sleeps", 60)
+    family = job.family()
+    assert len(family) >= 3
+    began = time.monotonic()
+    job.process.send_signal(signal.SIGTERM)
+    job.wait(30)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for process in alive:
+        process.kill()
+    assert not alive and time.monotonic() - began < 30
+    assert (tmp_path / "LATEST").read_text() == "step-000005"
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: Path) -> None:
+    run = trained(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="nan")
+    assert run.status != 0
+    assert "step 8: the loss of rank 1 is nan; parameters are as after step 7" in run.output
+    assert list(run.losses) == list(range(1, 8))
+
+
+def test_one_process_needs_no_torchrun_and_errors_are_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "launch/train.py", "--backend", "eager", "--output-dir", str(tmp_path), *ARGUMENTS]
+    status, output = run([*command, "--steps=2", f"--data={ROOT / 'LICENSE'}"], tmp_path)
+    assert status == 0 and "1 x cpu" in output, output
+    status, output = run([*command, "--data=/no/such/text"], tmp_path)
+    assert status == 2 and "error (rank 0): --data /no/such/text: no such file or folder\n" in output, output
+    assert "Traceback" not in output
+
+
+def test_check_finite_names_what_is_wrong() -> None:
+    train.check_finite([1.0, 2.0], 3.0, 1)
+    with pytest.raises(UserError, match="step 4: the gradient norm is inf; parameters are as after step 3"):
+        train.check_finite([1.0, 2.0], float("inf"), 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps=0"], "0 is not at least 1"),
+        (["--backend=tvm"], "invalid choice: 'tvm'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_bad_configs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such file .*give a JSON file or one of: llama_10m, llama_debug"):
+        load_config("llama_7t")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        load_config(str(tmp_path / "broken.json"))
+    (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(UserError, match=r'not a Llama config \("model_type" is \'bert\''):
+        load_config(str(tmp_path / "bert.json"))
+    with pytest.raises(UserError, match="write it as name=value"):
+        parse_options(["verify"])
+
+
+def test_missing_and_short_data(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        load_text(str(tmp_path / "none"), 1, 8)
+    with pytest.raises(UserError, match="0 bytes are too few"):
+        load_text(str(tmp_path), 1, 8)
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(UserError, match="6 bytes are too few for --seq-len 8"):
+        load_text(str(tmp_path), 1, 8)
+
+
+def test_checkpoints_that_are_not_there(tmp_path: Path) -> None:
+    assert find(tmp_path, "none") is None
+    assert find(tmp_path, "auto") is None, "nothing to continue from yet"
+    with pytest.raises(UserError, match="is not a checkpoint of this script"):
+        find(tmp_path, str(tmp_path / "step-000005"))
+
+
+def test_text_is_bytes_with_a_mark_before_each_file_and_a_part_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 600)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.txt").write_text("b" * 398)
+    text = load_text(str(tmp_path), 1, 8)
+    assert (len(text.train), len(text.held_out)) == (980, 20)
+    assert (text.train == END).sum() == 2 and set(text.train.tolist()) == {END, ord("a"), ord("b")}
+
+
+def test_a_batch_depends_on_its_key_alone() -> None:
+    text = load_text(str(ROOT / "LICENSE"), 1, 16)
+    first = batch(text.train, 4, 16, (0, 1, 0, 0))
+    assert first.shape == (4, 16)
+    assert first.equal(batch(text.train, 4, 16, (0, 1, 0, 0)))
+    others = [(1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)]
+    assert not any(first.equal(batch(text.train, 4, 16, key)) for key in others)

@@ -1,0 +1,169 @@
+"""Imports point down, ir/ knows no torch, the run time loads no compiler, and private torch names live in compat.py."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LEVELS = (
+    ("errors",),  # names only; imports nothing, so that the verifier in ir/ can raise one
+    ("ir",),
+    ("config", "artifacts", "compat"),
+    ("capture", "collectives", "codegen", "runtime"),
+    ("pipeline",),
+    ("api", "backend", "explain", "__init__"),
+    ("integrations",),
+)
+"""Top-level parts of dcompile, lowest first."""
+
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+MIDDLE = ("capture", "collectives", "codegen", "runtime")
+MEETING_POINT = "dcompile.collectives.params"
+"""The one module of a middle package that the other middle packages may import."""
+
+
+def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all that a module imports, wherever in the file: inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join((*parents, base) if base else parents)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def part_of(dotted: str, parts: frozenset[str]) -> str:
+    """The part of dcompile that a dotted name belongs to; what the package itself offers is `__init__`."""
+    name = (*dotted.split("."), "__init__")[1]
+    return name if name in parts else "__init__"
+
+
+def upward_arrows(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What is wrong with the imports of one module."""
+    wrong: list[str] = []
+    mine = part_of(module, frozenset(LEVEL))
+    for line, name in imports(ast.parse(source), module, is_package):
+        where = f"{module}:{line} imports {name}"
+        if mine == "ir" and name.split(".")[0] == "torch":
+            wrong.append(f"{where}: ir/ must not need torch")
+        if name.split(".")[0] != "dcompile":
+            continue
+        other = part_of(name, frozenset(LEVEL))
+        if LEVEL[other] > LEVEL[mine]:
+            wrong.append(f"{where}: {other} lies above {mine}")
+        elif mine != other and mine in MIDDLE and other in MIDDLE and f"{name}.".find(f"{MEETING_POINT}.") != 0:
+            wrong.append(f"{where}: {mine} and {other} meet only in ir/ and {MEETING_POINT}")
+    return wrong
+
+
+def private_torch_names(source: str, module: str) -> list[str]:
+    """Uses of `torch._x`, at any depth, however imported."""
+    tree = ast.parse(source)
+    found = {(line, name) for line, name in imports(tree, module, False) if _is_private(name)}
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names |= (
+                    {alias.asname: alias.name} if alias.asname else {alias.name.split(".")[0]: alias.name.split(".")[0]}
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            head, _, rest = path.partition(".")
+            if all(piece.isidentifier() for piece in path.split(".")) and _is_private(f"{names.get(head, '')}.{rest}"):
+                found.add((node.lineno, path))
+    return [f"{module}:{line} uses {name}: private torch names belong in compat.py" for line, name in sorted(found)]
+
+
+def _is_private(dotted: str) -> bool:
+    first, *rest = dotted.split(".")
+    return first == "torch" and any(piece.startswith("_") and not piece.startswith("__") for piece in rest)
+
+
+def modules() -> list[tuple[Path, str]]:
+    """All files of dcompile, with their dotted names."""
+    paths = sorted((ROOT / "dcompile").rglob("*.py"))
+    dotted = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths)
+    return list(zip(paths, dotted, strict=True))
+
+
+def test_imports_point_down() -> None:
+    wrong = [w for path, name in modules() for w in upward_arrows(path.read_text(), name, path.stem == "__init__")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_torch_names_are_in_compat() -> None:
+    wrong = [
+        w for path, name in modules() if name != "dcompile.compat" for w in private_torch_names(path.read_text(), name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_part_has_a_level() -> None:
+    present = {p.stem for p in (ROOT / "dcompile").iterdir() if p.suffix == ".py" or list(p.glob("*.py"))}
+    assert present <= set(LEVEL), f"say where these lie: {sorted(present - set(LEVEL))}"
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("dcompile.ir.nodes", "import torch.fx"),
+        ("dcompile.ir.nodes", "def f():\n    from dcompile.config import Config"),
+        ("dcompile.config", "from dcompile import pipeline"),
+        ("dcompile.capture.entry", "from dcompile.codegen.lower import lower"),
+        ("dcompile.capture.entry", "from ..codegen import lower"),
+        ("dcompile.runtime.launch", "import dcompile.codegen.emit.cpp"),
+        ("dcompile.codegen.lower.table", "from dcompile.collectives import insert"),
+        ("dcompile.pipeline", "from dcompile import compile"),
+        ("dcompile.api", "from dcompile.integrations.accelerate import DcompilePlugin"),
+    ],
+)
+def test_finds_an_arrow_that_points_up(module: str, source: str) -> None:
+    assert upward_arrows(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "dcompile.capture.entry",
+            "from dcompile.collectives.params import Request\nfrom dcompile.ir.nodes import Bucket",
+        ),
+        ("dcompile.capture.entry", "from dcompile.capture.adapters import ddp\nfrom .joint import trace"),
+        ("dcompile.api", "from dcompile import pipeline\nfrom dcompile.errors import DcompileError\nimport torch"),
+    ],
+)
+def test_accepts_an_arrow_that_points_down(module: str, source: str) -> None:
+    assert not upward_arrows(source, module)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch._inductor import config",
+        "from torch import _C",
+        "import torch\ntorch._C._jit()",
+        "import torch\ntorch.distributed._functional_collectives.wait_tensor",
+        "import torch.distributed as dist\ndist._coalescing_manager",
+        "from torch.distributed import distributed_c10d as c10d\nc10d._get_default_group()",
+    ],
+)
+def test_finds_a_private_torch_name(source: str) -> None:
+    assert private_torch_names(source, "dcompile.api")
+
+
+def test_accepts_public_torch_names() -> None:
+    source = "import torch\ntorch.__version__\ntorch.nn.Linear(1, 1)._parameters\nself._torch._x\nx._base"
+    assert not private_torch_names(source, "dcompile.api")

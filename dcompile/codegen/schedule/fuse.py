@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dcompile.codegen.schedule.dependences import edges
-
 from dcompile.codegen.schedule.merge import merge, without
 from dcompile.codegen.schedule.space import canonical
 from dcompile.ir.nodes import Buffer, Loop, Program, Step, View

@@ -13,7 +13,6 @@ from dcompile.codegen.schedule.space import (
     coordinates,
     divisions,
     position,
-    ranges,
     refine,
     respace,
     size_of,
@@ -21,8 +20,9 @@ from dcompile.codegen.schedule.space import (
     space_ranges,
     static,
 )
+from dcompile.ir.analysis import can_overwrite, is_row_store, operands, ranges, runtime_refs, store_operands
 from dcompile.ir.index import Index, substitute, var
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Value
 
 MAX_VALUES = 320  # a body beyond this spills registers and takes g++ over 0.2 s
 MAX_BUFFERS = 28  # more streams than this defeat the hardware prefetchers
@@ -40,7 +40,9 @@ def merge(first: Loop, second: Loop) -> Loop | None:
             a, b = refine(a, b)
         if divisions(a) + divisions(b) <= allowed and lines_up(a, b):
             joined = join(a, b)
-            if combinings(joined) == combinings(first) | combinings(second):
+            updates = joined.reads & joined.writes  # inputs changed in place
+            counts_kept = combinings(joined) == combinings(first) | combinings(second)
+            if counts_kept and all(can_overwrite(joined, name, name) for name in updates):
                 return joined
     return None
 
@@ -51,13 +53,10 @@ def combinings(loop: Loop) -> dict[str, int]:
     A value that is taken over from the loop before may vary less than the load it replaces, and would then be counted
     too few times.
     """
-    elements = element_values(loop)
     counts: dict[str, int] = {}
     for store in loop.stores:
         if store.mode != "set":
-            inner = store.value in elements or any(name[0] == "j" for name in store.index.variables)
-            inner = inner or any(ref in elements for ref in _index_refs(store.index))
-            counts[store.buffer] = size_of(loop.outer) * (size_of(loop.inner) if inner else 1)
+            counts[store.buffer] = size_of(loop.outer) * (1 if is_row_store(loop, store) else size_of(loop.inner))
     return counts
 
 
@@ -130,14 +129,7 @@ def lines_up(first: Loop, second: Loop) -> bool:
         store = stores.get(load.buffer)
         if store is not None and (store.mode != "set" or store.index != load.index):
             return False
-    written = {store.buffer: store.index for store in second.stores}
-    overwritten = [load for load in _loads(first) if load.buffer in written]
-    if not overwritten:
-        return True
-    # second updates an input in place that first still reads: safe point by point, but not when a later pass over the
-    # row would read it again
-    single_pass = not any(isinstance(value, Reduce) for value in (*first.body, *second.body))
-    return single_pass and all(load.index == written[load.buffer] for load in overwritten)
+    return True
 
 
 def join(first: Loop, second: Loop) -> Loop:
@@ -199,10 +191,8 @@ def _put(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
 
 def _renumbered(index: Index, refs: dict[Ref, Ref]) -> Index:
     """Run-time variables `v7` follow the values they name."""
-    names = [name for name in index.variables if name[0] == "v"]
-    if not names:
-        return index
-    return substitute(index, {name: var(f"v{refs[int(name[1:])]}") for name in names}, {})
+    used = runtime_refs(index)
+    return substitute(index, {f"v{old}": var(f"v{refs[old]}") for old in used}, {}) if used else index
 
 
 def without(loop: Loop, dead: frozenset[str]) -> Loop | None:
@@ -211,12 +201,12 @@ def without(loop: Loop, dead: frozenset[str]) -> Loop | None:
     if not stores:
         return None
     needed: set[Ref] = set()
-    stack = [ref for store in stores for ref in _store_refs(store)]
+    stack = [ref for store in stores for ref in store_operands(store)]
     while stack:
         ref = stack.pop()
         if ref not in needed:
             needed.add(ref)
-            stack += value_refs(loop.body[ref])
+            stack += operands(loop.body[ref])
     kept = sorted(needed)
     refs = {old: new for new, old in enumerate(kept)}
     body: list[Value] = []
@@ -226,38 +216,3 @@ def without(loop: Loop, dead: frozenset[str]) -> Loop | None:
         body.append(moved)
     stores = tuple(replace(s, index=_renumbered(s.index, refs), value=refs[s.value]) for s in stores)
     return replace(loop, body=tuple(body), stores=stores)
-
-
-def value_refs(value: Value) -> list[Ref]:
-    """Earlier values that a value uses, indices included."""
-    match value:
-        case Const():
-            return []
-        case IndexOf():
-            return _index_refs(value.index)
-        case Load():
-            return _index_refs(value.index) + ([] if value.mask is None else [value.mask])
-        case Apply():
-            return list(value.args)
-        case Reduce():
-            return [value.arg]
-
-
-def _index_refs(index: Index) -> list[Ref]:
-    return [int(name[1:]) for name in index.variables if name[0] == "v"]
-
-
-def _store_refs(store: Store) -> list[Ref]:
-    return [store.value, *_index_refs(store.index)]
-
-
-def element_values(loop: Loop) -> set[Ref]:
-    """Values that differ within a row: those that use an inner variable other than through a reduction."""
-    found: set[Ref] = set()
-    for ref, value in enumerate(loop.body):
-        if isinstance(value, Reduce):
-            continue
-        inner = isinstance(value, Load | IndexOf) and any(name[0] == "j" for name in value.index.variables)
-        if inner or any(r in found for r in value_refs(value)):
-            found.add(ref)
-    return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.schedule.merge import element_values, value_refs, without
+from dcompile.codegen.schedule.merge import without
 from dcompile.codegen.schedule.space import canonical, respace, static
+from dcompile.ir.analysis import is_row_store, operands
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
@@ -40,8 +41,7 @@ def wants_rows(loop: Loop) -> bool:
         return False
     if any(depends_on_reduce(loop, value.arg) for value in reduces):
         return False
-    elements = element_values(loop)
-    if any(store.value in elements or any(name[0] == "j" for name in store.index.variables) for store in loop.stores):
+    if not all(is_row_store(loop, store) for store in loop.stores):
         return False
     fast = f"j{len(loop.inner) - 1}"
     full = [v for v in loop.body if isinstance(v, Load) and {"i0", fast} <= v.index.variables]
@@ -61,7 +61,7 @@ def depends_on_reduce(loop: Loop, ref: Ref) -> bool:
         here = stack.pop()
         if isinstance(loop.body[here], Reduce):
             return True
-        stack += [r for r in value_refs(loop.body[here]) if r not in seen]
+        stack += [r for r in operands(loop.body[here]) if r not in seen]
         seen.add(here)
     return False
 
@@ -110,7 +110,7 @@ def _reduces_below(loop: Loop, ref: Ref) -> set[Ref]:
         if isinstance(loop.body[here], Reduce):
             found.add(here)
             continue
-        below = [r for r in value_refs(loop.body[here]) if r not in seen]
+        below = [r for r in operands(loop.body[here]) if r not in seen]
         seen.update(below)
         stack += below
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
+from dcompile.ir.analysis import ranges
 from dcompile.ir.index import (
     ZERO,
     Index,
@@ -30,11 +31,6 @@ def static(sizes: Iterable[Size]) -> Shape:
     result = tuple(size for size in sizes if isinstance(size, int))
     assert len(result) == len(tuple(sizes)), "a loop with symbolic sizes reached the scheduler"
     return result
-
-
-def ranges(loop: Loop) -> dict[str, int]:
-    """Exclusive bound of every loop variable."""
-    return space_ranges(static(loop.outer), static(loop.inner))
 
 
 def space_ranges(outer: Shape, inner: Shape) -> dict[str, int]:
@@ -115,6 +111,8 @@ def _split_axis(loop: Loop, name: str, divisor: int) -> Loop:
 
 def canonical(loop: Loop) -> Loop:
     """Without axes of size 1, and with neighbouring axes merged wherever every index allows it."""
+    if any(store.mode != "set" for store in loop.stores) and 1 in (*loop.outer, *loop.inner):
+        return loop  # a combining store takes in one value per row or per element: its index says which, ones included
     loop = _drop_ones(loop)
     outer, inner = static(loop.outer), static(loop.inner)
     used = indices(loop)

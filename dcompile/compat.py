@@ -56,15 +56,15 @@ def optimize(
     )
 
 
-def wrap_frame_callback(context: Any, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Enter `around()` whenever this context compiles a frame, and at no other time: cached frames do not call back."""
+def wrap_frame_callback(context: Any, around: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
+    """Enter `around(code)` whenever this context compiles a frame, and at no other time: cached frames do not call back."""
     inner = context.callback
     if not callable(inner) or isinstance(inner, bool):
         return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled
 
-    def callback(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return inner(*args, **kwargs)
+    def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(frame.f_code):
+            return inner(frame, *args, **kwargs)
 
     # Dynamo finds the backend of a cached frame through this attribute
     callback._torchdynamo_orig_backend = getattr(inner, "_torchdynamo_orig_backend", inner)  # type: ignore[attr-defined]
@@ -231,7 +231,10 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
     import torch
     from torch.autograd.graph import get_gradient_edge
 
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:
+        return False  # what torch answers for a leaf that torch.autograd.grad was asked for
 
 
 def backward_task() -> int:
@@ -308,10 +311,10 @@ def ddp_objections(ddp: Any) -> list[str]:
 
 def ddp_bucket_bytes(ddp: Any) -> tuple[int, int]:
     """Sizes at which DDP closes its first and its other buckets."""
-    import torch.distributed.distributed_c10d as c10d
+    from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 
     cap = int(ddp.bucket_bytes_cap)
-    return (int(c10d._DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
+    return (int(_DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
 
 
 def ddp_hold_static_graph(ddp: Any) -> bool:
@@ -320,6 +323,21 @@ def ddp_hold_static_graph(ddp: Any) -> bool:
         return False
     ddp._static_graph_delay_allreduce_enqueued = True
     return True
+
+
+def ddp_let_go_static_graph(ddp: Any) -> None:
+    """Undo `ddp_hold_static_graph` within the same forward."""
+    ddp._static_graph_delay_allreduce_enqueued = False
+
+
+def ddp_comm_hook_count(ddp: Any) -> int:
+    """Communication hooks registered so far."""
+    return len(ddp._comm_hooks)
+
+
+def ddp_is_joining(ddp: Any) -> bool:
+    """Whether the Join context manager is on."""
+    return bool(ddp._join_config.enable)
 
 
 def ddp_release_static_graph(ddp: Any) -> None:

@@ -71,12 +71,13 @@ class Entry:
             dynamic=settings.dynamic,
             guard_filter_fn=settings.guard_filter_fn,
         )
-        compat.wrap_frame_callback(context, self.model.compiling)
-        compiled: Callable[..., Any] = context(_fresh_function(self.target))
+        function = _fresh_function(self.target)
+        compat.wrap_frame_callback(context, lambda code: self.model.compiling(code, function.__code__))
+        compiled: Callable[..., Any] = context(function)
         return compiled
 
 
-def _fresh_function(target: Callable[..., Any]) -> Callable[..., Any]:
+def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
     """A function with a code object of its own that calls `target`.
 
     Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain

@@ -78,15 +78,17 @@ class CompiledModel:
     # --- forward ---
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Around Dynamo's work on one frame."""
+    def compiling(self, code: Any, entry: Any) -> Iterator[None]:
+        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
         breaks, began = compat.graph_break_count(), time.perf_counter()
         try:
             with compat.tracing_settings():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began
-            self.graph_breaks += max(compat.graph_break_count() - breaks, 0)
+            # a break inside the model also ends our outermost frame, where it is found first: count it once
+            if code is not entry:
+                self.graph_breaks += max(compat.graph_break_count() - breaks, 0)
 
     def begin(self, inside_ddp: bool) -> Invocation:
         """A call starts."""

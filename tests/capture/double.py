@@ -73,3 +73,13 @@ class InterpreterCompiler:
 def kinds(compilers: Sequence[InterpreterCompiler]) -> list[str]:
     """Kinds of all graphs compiled, in order."""
     return [request.kind for compiler in compilers for request in compiler.requests]
+
+
+def install() -> None:
+    """Make dcompile compile with this instead of its own stages, in this process."""
+    import sys
+    import types
+
+    module = types.ModuleType("dcompile.pipeline")
+    module.Pipeline = InterpreterCompiler
+    sys.modules["dcompile.pipeline"] = module

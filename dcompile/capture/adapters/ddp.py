@@ -82,9 +82,9 @@ class DdpAdapter(PlainAdapter):
         ddp = self.ddp
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp_hold_static_graph(ddp)
-        if self.state == "taken" and len(ddp._comm_hooks) != self._hooks_at_takeover:
+        if self.state == "taken" and compat.ddp_comm_hook_count(ddp) != self._hooks_at_takeover:
             self.restore("a communication hook was registered after the first step", inside_forward=True)
-        if self.state == "taken" and ddp._join_config.enable:
+        if self.state == "taken" and compat.ddp_is_joining(ddp):
             raise DcompileError(
                 "dcompile: the Join context manager was entered after dcompile took over gradient reduction; "
                 "enter it before the first step, or compile with options={'distributed': 'stock'}"
@@ -106,14 +106,14 @@ class DdpAdapter(PlainAdapter):
             return
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
         compat.ddp_silence_reducer(ddp)
-        self._hooks_at_takeover = len(ddp._comm_hooks)
+        self._hooks_at_takeover = compat.ddp_comm_hook_count(ddp)
         self.state = "taken"
 
     def let_go_of_static_graph(self) -> None:
         """Inside DDP.forward, where nothing compiled ran: DDP is to queue its reduction itself after all."""
         if self._held_static_graph and self.state == "undecided":
             self._held_static_graph = False
-            self.ddp._static_graph_delay_allreduce_enqueued = False
+            compat.ddp_let_go_static_graph(self.ddp)
 
     def restore(self, reason: str, inside_forward: bool) -> None:
         """Give reduction back to DDP: from this step on, if its forward is running."""

@@ -1,0 +1,161 @@
+"""All-reduces put into hand-built backward programs: where gradients lie, when reductions start, in which order."""
+
+from dataclasses import replace
+
+import pytest
+
+from dcompile.collectives.insert import can_place, insert_buckets
+from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.ir.index import contiguous_strides, var
+from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.verify import verify
+
+EACH = BucketRule(1, 1)
+"""Every parameter is a bucket of its own."""
+ONE = BucketRule(1 << 30, 1 << 30)
+"""All parameters are one bucket."""
+
+
+def loop(source, target, size=4):
+    body = (Load(source, var("i0"), "float32"), Apply("neg", (0,), "float32"))
+    return Loop(f"make_{target}", (size,), (), body, (Store(target, var("i0"), 1),))
+
+
+def mm(a, b, out, mode="out"):
+    views = tuple(View(name, (2, 2), (2, 1)) for name in (a, b))
+    return Extern("aten.mm.default", views, (), (out,), mode)
+
+
+def flat(name, shape=(4,)):
+    return Buffer(name, "float32", shape, contiguous_strides(shape), storage="input" if name == "x" else None)
+
+
+def view(name, shape=(4,)):
+    return View(name, shape, contiguous_strides(shape))
+
+
+def param(number, shape=(4,)):
+    return ParamInfo(number, f"p{number}", shape, "float32", "cpu")
+
+
+def program(steps, outputs, names, shapes=None):
+    shapes = shapes or {}
+    buffers = tuple(flat(name, shapes.get(name, (4,))) for name in ("x", *names))
+    grads = tuple((i, i) for i in range(len(outputs)))
+    return Program("backward", ("x",), tuple(outputs), buffers, tuple(steps), grads)
+
+
+def chain(count):
+    """Gradient of the last parameter first, as a backward makes them."""
+    steps = [loop("x", f"g{i}") for i in reversed(range(count))]
+    return program(steps, [view(f"g{i}") for i in range(count)], [f"g{i}" for i in range(count)])
+
+
+def text(steps):
+    """Steps as short words: made buffers by name, + a start, - a wait, = a copy."""
+    words = []
+    for step in steps:
+        if isinstance(step, Collective):
+            words.append("+" + step.bucket)
+        elif isinstance(step, Wait):
+            words.append("-" + step.bucket)
+        elif isinstance(step, Extern) and step.mode == "mutate":
+            words.append("=" + step.outs[0])
+        else:
+            words.append("/".join(sorted(step.writes)))
+    return " ".join(words)
+
+
+def test_reduction_starts_after_its_last_gradient_and_is_waited_for_at_the_end():
+    result = insert_buckets(chain(3), tuple(param(i) for i in range(3)), EACH)
+    assert text(result.steps) == "g2 +bucket0 g1 +bucket1 g0 +bucket2 -bucket0 -bucket1 -bucket2"
+    verify(result)
+
+
+def test_one_bucket_starts_after_all_of_its_gradients():
+    result = insert_buckets(chain(3), tuple(param(i) for i in range(3)), ONE)
+    assert text(result.steps) == "g2 g1 g0 +bucket0 -bucket0"
+    assert result.buckets[0].params == (2, 1, 0)
+    verify(result)
+
+
+def test_gradients_are_written_where_the_bucket_keeps_them():
+    result = insert_buckets(chain(2), (param(0), param(1)), ONE)
+    table = result.table
+    assert (table["g1"].storage, table["g1"].offset) == ("bucket:bucket0", 0)
+    assert (table["g0"].storage, table["g0"].offset) == ("bucket:bucket0", 64)
+    assert result.outputs == (view("g0"), view("g1"))
+
+
+def test_a_later_bucket_never_starts_first():
+    # gradient of parameter 0 is ready first, yet its bucket comes last in the plan
+    steps = [loop("x", "g0"), loop("x", "g1")]
+    made = program(steps, [view("g0"), view("g1")], ["g0", "g1"])
+    result = insert_buckets(made, (param(0), param(1)), EACH)
+    assert text(result.steps) == "g0 g1 +bucket0 +bucket1 -bucket0 -bucket1"
+
+
+def test_library_calls_with_out_write_into_the_bucket():
+    shapes = {name: (2, 2) for name in ("x", "g0")}
+    made = program([mm("x", "x", "g0")], [view("g0", (2, 2))], ["g0"], shapes)
+    assert can_place(made, 0)
+    assert insert_buckets(made, (param(0, (2, 2)),), ONE).table["g0"].storage == "bucket:bucket0"
+
+
+@pytest.mark.parametrize(
+    ("what", "made"),
+    [
+        ("allocated by a library", program([mm("x", "x", "g0", "alloc")], [view("g0")], ["g0"])),
+        ("an input", program([], [view("x")], [])),
+        ("read by a later step", program([loop("x", "g0"), loop("g0", "y")], [view("g0")], ["g0", "y"])),
+        ("returned twice", replace(program([loop("x", "g0")], [view("g0"), view("g0")], ["g0"]), grads=((0, 0),))),
+        ("transposed", program([loop("x", "g0")], [View("g0", (2, 2), (1, 2))], ["g0"])),
+        ("a part of its buffer", program([loop("x", "g0", 8)], [view("g0")], ["g0"], {"g0": (8,)})),
+        ("not at the start", program([loop("x", "g0", 8)], [View("g0", (4,), (1,), 4)], ["g0"], {"g0": (8,)})),
+        ("broadcast", program([loop("x", "g0", 1)], [View("g0", (4,), (0,))], ["g0"], {"g0": (1,)})),
+    ],
+)
+def test_what_cannot_lie_in_a_bucket_is_copied_into_it(what, made):
+    assert not can_place(made, 0), what
+    shape = made.outputs[0].shape
+    result = insert_buckets(made, (param(0, shape),), ONE)
+    copied = result.table["grad0_in_bucket"]
+    assert copied.storage == "bucket:bucket0" and copied.shape == shape
+    assert result.outputs[0] == view("grad0_in_bucket", shape)
+    (copy,) = [step for step in result.steps if isinstance(step, Extern) and step.mode == "mutate"]
+    assert copy.args == (view("grad0_in_bucket", shape), made.outputs[0])
+    order = text(result.steps)
+    assert order.index("=grad0_in_bucket") < order.index("+bucket0")
+
+
+def test_one_gradient_of_two_parameters_is_copied_for_both():
+    made = program([loop("x", "g")], [view("g"), view("g")], ["g"])
+    result = insert_buckets(made, (param(0), param(1)), EACH)
+    assert text(result.steps) == (
+        "g =grad0_in_bucket =grad1_in_bucket +bucket0 +bucket1 -bucket0 -bucket1"
+    )  # both copies come before either bucket is summed in place
+
+
+def test_parameters_without_gradient_are_left_out():
+    made = replace(chain(2), outputs=(view("g0"), None))
+    result = insert_buckets(made, (param(0), param(1)), EACH)
+    assert [bucket.params for bucket in result.buckets] == [(0,)]
+
+
+def test_a_program_without_gradients_stays_as_it_is():
+    made = replace(chain(2), grads=())
+    assert insert_buckets(made, (), EACH) is made
+
+
+def test_ranks_with_other_work_between_plan_the_same_collectives():
+    """Batch sizes, fusion and order of production may differ from rank to rank; the collectives may not."""
+    count = 12
+    infos = tuple(param(i) for i in range(count))
+    plans = set()
+    for rank in range(32):
+        names = [f"g{i}" for i in range(count)]
+        steps = [loop("x", name) for name in names]
+        steps = steps[rank % count :] + steps[: rank % count]
+        result = insert_buckets(program(steps, [view(n) for n in names], names), infos, BucketRule(32, 48))
+        plans.add(tuple((type(s).__name__, s.bucket) for s in result.steps if isinstance(s, Collective | Wait)))
+    assert len(plans) == 1

@@ -1,0 +1,164 @@
+"""Two-rank tests: a pair of Gloo processes that stays up for many cases, each case under its own deadline.
+
+Starting a process costs seconds (importing torch and Dynamo), so cases share the pair; a case that fails or overruns
+takes it down, and the next one starts a new pair.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+START_S = 120
+"""Longest time a pair may take to start, on a busy machine."""
+GROUP_TIMEOUT_S = 60
+"""Time-out of collectives: a rank whose peer has failed ends after this, with an error."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to on one rank: its value, or the traceback of what it raised."""
+
+    value: Any = None
+    error: str = ""
+    kind: str = ""
+    """Name of the exception's type."""
+
+
+class RanksFailed(AssertionError):
+    """A case raised on some rank, or did not end in time; the message has every rank's traceback."""
+
+
+def _serve(rank: int, world: int, folder: str, pipe: Any) -> None:
+    """A rank's process: run cases as they are named, until told to stop."""
+    stacks = open(Path(folder) / f"stacks{rank}", "w")  # noqa: SIM115  open for the process's life
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    if os.environ.get("DCOMPILE_TEST_DOUBLE"):
+        del os.environ["DCOMPILE_TEST_DOUBLE"]
+        importlib.import_module("tests.capture.double").install()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+    )
+    pipe.send(Outcome("ready"))
+    while (case := pipe.recv()) is not None:
+        name, keywords = case
+        try:
+            module, function = name.split(":")
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            value = getattr(importlib.import_module(module), function)(**keywords)
+            pipe.send(Outcome(value))
+        except BaseException as error:
+            pipe.send(Outcome(None, f"rank {rank}: {traceback.format_exc()}", type(error).__name__))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """A pair (or more) of processes. `run` calls a function on every rank and returns what each came to."""
+
+    def __init__(self, world: int = 2, environment: dict[str, str] | None = None) -> None:
+        self.world = world
+        self._environment = {"OMP_NUM_THREADS": "1", "DCOMPILE_VERIFY": "1", "DCOMPILE_RECEIPT": "0"} | (
+            environment or {}
+        )
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder = ""
+
+    def run(self, case: str, deadline_s: float = 120, /, **keywords: Any) -> list[Any]:
+        """Value of `module:function` on each rank. RanksFailed if any raised."""
+        outcomes = self.outcomes(case, deadline_s, **keywords)
+        errors = [outcome.error for outcome in outcomes if outcome.error]
+        if errors:
+            raise RanksFailed("\n".join((f"{case}({keywords}) failed", *errors)))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, case: str, deadline_s: float = 120, /, **keywords: Any) -> list[Outcome]:
+        """What each rank came to; RanksFailed, with every rank's stacks, only if the deadline passes."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((case, keywords))
+        outcomes = self._collect(f"{case}({keywords})", deadline_s)
+        if any(outcome.error for outcome in outcomes):
+            self.stop()  # the ranks may be out of step now
+        return outcomes
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        self._folder = tempfile.mkdtemp(prefix="ranks")
+        before = {name: os.environ.get(name) for name in self._environment}
+        os.environ |= self._environment
+        try:
+            for rank in range(self.world):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.world, self._folder, there), daemon=True)
+                process.start()
+                there.close()
+                self._processes.append(process)
+                self._pipes.append(here)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+        self._collect("starting", START_S)
+
+    def _collect(self, what: str, deadline_s: float) -> list[Outcome]:
+        end = time.monotonic() + deadline_s
+        waiting = dict(enumerate(self._pipes))
+        outcomes: dict[int, Outcome] = {}
+        while waiting:
+            ready = connection.wait(list(waiting.values()), max(end - time.monotonic(), 0))
+            if not ready:
+                stacks = self._dump_stacks()
+                self.stop()
+                raise RanksFailed(f"{what}: no answer from ranks {sorted(waiting)} within {deadline_s:g} s\n{stacks}")
+            for rank, pipe in list(waiting.items()):
+                if pipe in ready:
+                    del waiting[rank]
+                    try:
+                        outcomes[rank] = pipe.recv()
+                    except EOFError:
+                        outcomes[rank] = Outcome(None, f"rank {rank}: the process died", "EOFError")
+        return [outcomes[rank] for rank in range(self.world)]
+
+    def _dump_stacks(self) -> str:
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(path.read_text() for path in sorted(Path(self._folder).glob("stacks*")))
+
+    def stop(self) -> None:
+        """End all processes: gently, then not."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass  # it is gone already
+        for process in self._processes:
+            process.join(3)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []

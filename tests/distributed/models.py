@@ -1,0 +1,101 @@
+"""Small models for the two-rank tests, one for each thing that DDP has to get right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 40), nn.Linear(40, 40), nn.Linear(40, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+class SharedOverBreak(nn.Module):
+    """A layer used before and after a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.shared, self.c = nn.Linear(12, 40), nn.Linear(40, 40), nn.Linear(40, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shared(torch.relu(self.a(x)))
+        torch._dynamo.graph_break()
+        return self.c(torch.relu(self.shared(x)))
+
+
+class TiedOverBreak(nn.Module):
+    """Embedding and head share a weight; a graph break lies between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(30, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 30, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.middle(self.embed(tokens)))
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+class NormUnused(nn.Module):
+    """BatchNorm buffers, and parameters that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.unused, self.head = nn.Linear(5, 5), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class UsedOutside(nn.Module):
+    """One linear layer is called where Dynamo may not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.eager(torch.relu(self.a(x)))
+
+    @torch._dynamo.disable
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x)
+
+
+def llama(tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def batch(model: nn.Module, rank: int, step: int) -> dict[str, Any]:
+    """Inputs of one step: another batch on every rank."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    if isinstance(model, NormUnused):
+        return {"x": torch.randn(4, 3, 6, 6, generator=generator)}
+    if isinstance(model, TiedOverBreak):
+        return {"tokens": torch.randint(0, 30, (4, 6), generator=generator)}
+    if type(model).__name__.startswith("Llama"):
+        tokens = torch.randint(0, 64, (2, 10), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+    return {"x": torch.randn(8, 12, generator=generator)}
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """A scalar to go backward from."""
+    loss = getattr(result, "loss", None)
+    return loss if loss is not None else result.pow(2).mean()

@@ -1,0 +1,175 @@
+"""Bucket memory: what is reused, what is never overwritten, and how accumulated gradients enter the reduction."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcompile.ir.nodes import Bucket
+from dcompile.runtime.buckets import KEPT, Buckets, average
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """A process group of one rank, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def make(*shapes, scale=1.0):
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    offsets = tuple(range(0, 16 * len(params), 16))
+    numbers = tuple(range(len(params)))
+    bucket = Bucket("b", "float32", "cpu", "ddp", numbers, tuple("xyz"[: len(params)]), offsets, 16 * len(params))
+    buckets = Buckets((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
+    buckets._scale = scale
+    return params, buckets
+
+
+class Step(torch.autograd.Function):
+    """A compiled step in small: its backward fills the bucket with `value` and returns views of it."""
+
+    @staticmethod
+    def forward(ctx, buckets, value, sync, *params):
+        ctx.rest = buckets, value, sync
+        return sum(p.sum() for p in params)
+
+    @staticmethod
+    def backward(ctx, _):
+        buckets, value, sync = ctx.rest
+        memory = buckets.acquire("b")
+        views = [view for _, view in buckets.views(buckets.buckets[0], memory)]
+        for view in views:
+            view.fill_(value)
+        if sync:
+            buckets.begin()
+            buckets.start("b", memory)
+            buckets.wait("b", memory)
+        return None, None, None, *views
+
+
+def step(buckets, params, value, sync=True, **keywords):
+    Step.apply(buckets, value, sync, *params).backward(**keywords)
+
+
+def storage_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_gradients_are_views_of_one_storage():
+    params, buckets = make((2, 3), (4,))
+    step(buckets, params, 5.0)
+    assert storage_of(params[0].grad) == storage_of(params[1].grad)
+    assert params[0].grad.tolist() == [[5.0] * 3] * 2
+
+
+def test_memory_is_used_again_once_gradients_are_dropped():
+    params, buckets = make((2,))
+    step(buckets, params, 1.0)
+    first = storage_of(params[0].grad)
+    for value in (2.0, 3.0):
+        params[0].grad = None
+        step(buckets, params, value)
+        assert storage_of(params[0].grad) == first and params[0].grad.tolist() == [value] * 2
+
+
+def test_gradients_that_someone_keeps_are_not_overwritten():
+    params, buckets = make((2,))
+    kept = []
+    for value in range(6):
+        step(buckets, params, float(value))
+        kept.append(params[0].grad)
+        params[0].grad = None
+    assert [g.tolist() for g in kept] == [[float(v)] * 2 for v in range(6)]
+    assert len(buckets._kept["b"]) == KEPT
+
+
+def test_a_view_that_someone_keeps_counts_too():
+    params, buckets = make((2, 2))
+    step(buckets, params, 1.0)
+    row = params[0].grad[0].detach().numpy()
+    params[0].grad = None
+    step(buckets, params, 9.0)
+    assert row.tolist() == [1.0, 1.0]
+
+
+def test_views_that_a_program_built_do_not_count():
+    params, buckets = make((2,))
+    memory = buckets.acquire("b")
+    memory.tensors["target"] = memory.flat[:2].view(2)
+    assert memory.is_free() and buckets.acquire("b") is memory
+    outside = memory.flat[:2]
+    assert not memory.is_free() and buckets.acquire("b") is not memory
+    del outside
+    assert params and memory.is_free()
+
+
+def test_accumulated_gradient_enters_before_scaling():
+    params, buckets = make((2,), scale=0.5)
+    params[0].grad = torch.full((2,), 4.0)
+    step(buckets, params, 10.0)
+    assert params[0].grad.tolist() == [7.0, 7.0]
+
+
+def test_two_synced_backwards_add_up_as_under_ddp():
+    params, buckets = make((2,), scale=0.5)
+    step(buckets, params, 8.0)  # 4
+    step(buckets, params, 2.0)  # (4 + 2) / 2
+    assert params[0].grad.tolist() == [3.0, 3.0]
+
+
+def test_without_sync_gradients_accumulate_and_are_not_scaled():
+    params, buckets = make((2,), scale=0.5)
+    step(buckets, params, 8.0, sync=False)
+    step(buckets, params, 2.0, sync=False)
+    assert params[0].grad.tolist() == [10.0, 10.0]
+
+
+def test_zeroed_gradients_that_stay():
+    params, buckets = make((2,))
+    for value in (3.0, 4.0, 5.0):
+        if params[0].grad is not None:
+            params[0].grad.zero_()
+        step(buckets, params, value)
+        assert params[0].grad.tolist() == [value] * 2
+
+
+@pytest.mark.parametrize(
+    "old", [torch.full((2, 3), 2.0, dtype=torch.float64), torch.full((3, 2), 2.0).t(), torch.full((2, 3), 2.0)]
+)
+def test_old_gradients_of_any_layout_and_type(old):
+    params, buckets = make((2, 3))
+    params[0].grad = None
+    if old.dtype != torch.float32:
+        params[0].grad_dtype = None  # lets .grad have a type of its own
+    params[0].grad = old
+    step(buckets, params, 1.0)
+    assert params[0].grad.tolist() == [[3.0] * 3] * 2
+
+
+def test_autograd_grad_leaves_grad_alone():
+    params, buckets = make((2,))
+    params[0].grad = torch.full((2,), 4.0)
+    (found,) = torch.autograd.grad(Step.apply(buckets, 10.0, True, *params), params)
+    assert found.tolist() == [10.0, 10.0] and params[0].grad.tolist() == [4.0, 4.0]
+
+
+def test_a_parameter_that_is_gone_is_skipped():
+    params, buckets = make((2,), (2,))
+    del params[1]
+    memory = buckets.acquire("b")
+    assert [number for number, _ in buckets.views(buckets.buckets[0], memory)] == [0]
+
+
+def test_reduced_gives_the_last_synced_values():
+    params, buckets = make((2,), (3,))
+    step(buckets, params, 6.0)
+    assert {n: v.tolist() for n, v in buckets.reduced().items()} == {0: [6.0] * 2, 1: [6.0] * 3}
+
+
+def test_average_of_one_rank_is_the_value():
+    tensors = [torch.full((2,), 3.0), torch.full((1,), 5.0)]
+    average(dist.group.WORLD, tensors)
+    assert [t.tolist() for t in tensors] == [[3.0, 3.0], [5.0]]

@@ -37,14 +37,11 @@ clean:
 
 # One stamp for each extra: a second `make` asks pip nothing. The test extra includes what training needs.
 ifneq ($(VENV),)
-$(VENV)/bin/python:
-	$(PYTHON) -m venv --system-site-packages $(VENV)
-
-$(VENV)/.has-train: pyproject.toml constraints.txt tools/install.sh | $(VENV)/bin/python
-	tools/install.sh $(VENV) train $(CPU_INDEX)
+$(VENV)/.has-train: pyproject.toml constraints.txt tools/install.sh
+	tools/install.sh $(PYTHON) $(VENV) train $(CPU_INDEX)
 	@touch $@
 
-$(VENV)/.has-test: pyproject.toml constraints.txt tools/install.sh | $(VENV)/bin/python
-	tools/install.sh $(VENV) test $(CPU_INDEX)
+$(VENV)/.has-test: pyproject.toml constraints.txt tools/install.sh
+	tools/install.sh $(PYTHON) $(VENV) test $(CPU_INDEX)
 	@touch $@ $(VENV)/.has-train
 endif

@@ -1,0 +1,194 @@
+"""What benchmarks share: interleaved timing, fresh processes, memory, the machine's description, tables, files."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MARK = "RESULT "
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call: the median over rounds, the fastest, and the middle half's width over the median."""
+
+    median: float
+    fastest: float
+    spread: float
+    rounds: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        quarters = statistics.quantiles(samples, n=4)
+        median = statistics.median(samples)
+        return cls(median, min(samples), (quarters[2] - quarters[0]) / median, len(samples))
+
+
+def time_interleaved(
+    peers: Mapping[str, Callable[[], object]], seconds: float, shortest_sample: float = 0.02
+) -> dict[str, Timing]:
+    """Time all peers in turn, round after round, so that a slow spell of the machine falls on all of them.
+
+    The order rotates: whoever runs first after another finds caches in another state. Short calls are timed several
+    at once, since one of 0.1 ms would measure the clock and the scheduler.
+    """
+    calls: dict[str, int] = {}
+    longest = 0.0
+    for name, call in peers.items():
+        for _ in range(3):
+            once = _time(call, 1)
+        calls[name] = max(1, math.ceil(shortest_sample / once))
+        longest += calls[name] * once
+    rounds = min(200, max(7, int(seconds / longest)))
+    samples: dict[str, list[float]] = {name: [] for name in peers}
+    names = list(peers)
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                samples[name].append(_time(peers[name], calls[name]))
+    finally:
+        gc.enable()
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def _time(call: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def in_fresh_process(module: str, arguments: Sequence[str], threads: int, timeout: float) -> dict[str, Any]:
+    """Run `python -m module arguments` with empty compiler caches; return what it handed to `hand_back`."""
+    with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("DCOMPILE_")},
+            "OMP_NUM_THREADS": str(threads),
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+            "DCOMPILE_CACHE_DIR": f"{folder}/dcompile",
+        }
+        command = [sys.executable, "-m", module, *arguments]
+        try:
+            process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"still running after {timeout:.0f} s"}
+    results = [line for line in process.stdout.splitlines() if line.startswith(MARK)]
+    if process.returncode or not results:
+        last = (process.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"error": f"exit {process.returncode}: {last}"}
+    result: dict[str, Any] = json.loads(results[-1].removeprefix(MARK))
+    return result
+
+
+def hand_back(result: Mapping[str, Any]) -> None:
+    """Give a result to the process that started this one."""
+    sys.stdout.write(f"{MARK}{json.dumps(result)}\n")
+    sys.stdout.flush()
+
+
+def resident_mib() -> float:
+    """Memory this process has now, after giving freed memory back to the system."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return _status_mib("VmRSS")
+
+
+def peak_mib_during(call: Callable[[], object], calls: int = 3) -> float:
+    """The most memory this process has while `call` runs. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
+    for _ in range(calls):
+        call()
+    return _status_mib("VmHWM")
+
+
+def _status_mib(field: str) -> float:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found, f"/proc/self/status has no {field}"
+    return int(found[1]) / 1024
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Everything a number depends on: hardware, versions, threads, and how busy the machine was."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "load": round(os.getloadavg()[0], 2),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "dcompile", "transformers")},
+        "compiler": _first_line(os.environ.get("CXX", "g++"), "--version"),
+        "commit": _first_line("git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _first_line(*command: str) -> str:
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return output.splitlines()[0] if output else "unknown"
+
+
+def geomean(values: Sequence[float]) -> float | None:
+    """The mean for ratios; None of nothing."""
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their longest cell, the first one left-aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    aligned = [
+        [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
+        for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+def save(benchmark: str, device: str, result: Mapping[str, Any]) -> Path:
+    """Write `results/BENCHMARK-DEVICE-DATE.json`, DATE to the second so that no run replaces another."""
+    RESULTS.mkdir(exist_ok=True)
+    date = re.sub(r"[^0-9T]", "", str(result["environment"]["date"])[:19])
+    path = RESULTS / f"{benchmark}-{device}-{date}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

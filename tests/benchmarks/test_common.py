@@ -1,0 +1,68 @@
+"""Timing is interleaved and fair, and a child's failure is reported, not swallowed."""
+
+import itertools
+import json
+import time
+
+import pytest
+
+from benchmarks import common
+
+
+def test_interleaved_times_are_those_of_one_call():
+    order = []
+
+    def sleeper(name, seconds):
+        def call():
+            order.append(name)
+            time.sleep(seconds)
+
+        return call
+
+    timings = common.time_interleaved({"a": sleeper("a", 0.004), "b": sleeper("b", 0.012)}, seconds=0.3)
+    assert 0.004 <= timings["a"].fastest <= timings["a"].median
+    assert 0.012 <= timings["b"].fastest
+    assert timings["a"].rounds == timings["b"].rounds >= 7
+    changes = sum(x != y for x, y in itertools.pairwise(order))
+    assert changes >= timings["a"].rounds, "peers were not run in turn"
+
+
+def test_spread_is_the_middle_half_over_the_median():
+    timing = common.Timing.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (timing.median, timing.fastest, timing.spread) == (3.0, 1.0, 1.0)
+
+
+def test_geomean():
+    assert common.geomean([2.0, 8.0]) == pytest.approx(4.0)
+    assert common.geomean([]) is None
+
+
+def test_table_lines_up():
+    text = common.table(["name", "ms"], [["a", "10.0"], ["long name", "1.0"]])
+    assert text.splitlines() == ["name         ms", "---------  ----", "a          10.0", "long name   1.0"]
+
+
+def test_a_failing_child_is_an_error_with_its_last_line():
+    result = common.in_fresh_process("benchmarks.no_such_module", [], threads=1, timeout=60)
+    assert "No module named benchmarks.no_such_module" in result["error"]
+
+
+def test_a_child_that_hangs_is_ended():
+    result = common.in_fresh_process("timeit", ["-n", "1", "import time; time.sleep(60)"], threads=1, timeout=0.5)
+    assert "still running after" in result["error"]
+
+
+def test_peak_memory_sees_what_is_freed_again():
+    before = common.resident_mib()
+    peak = common.peak_mib_during(lambda: bytearray(64 << 20).clear(), calls=1)
+    assert 60 < peak - before < 90
+    assert common.resident_mib() - before < 20
+
+
+def test_results_are_written_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    environment = common.environment(threads=2)
+    assert {"cpu", "cores", "threads", "torch", "compiler", "date"} <= environment.keys()
+    path = common.save("first_light", "cpu", {"environment": environment})
+    assert path.name.startswith("first_light-cpu-2") and path.suffix == ".json"
+    assert json.loads(path.read_text())["environment"] == environment

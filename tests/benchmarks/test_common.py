@@ -21,7 +21,7 @@ def test_interleaved_times_are_those_of_one_call():
 
     timings = common.time_interleaved({"a": sleeper("a", 0.004), "b": sleeper("b", 0.012)}, seconds=0.3)
     assert 0.004 <= timings["a"].fastest <= timings["a"].median
-    assert 0.012 <= timings["b"].fastest
+    assert timings["b"].fastest >= 0.012
     assert timings["a"].rounds == timings["b"].rounds >= 7
     changes = sum(x != y for x, y in itertools.pairwise(order))
     assert changes >= timings["a"].rounds, "peers were not run in turn"

@@ -23,6 +23,7 @@ from dcompile.errors import OptionError
 from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
+from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.launch import HostProgram
 
 
@@ -69,7 +70,7 @@ class Pipeline:
         lowered = lower(gm, request.name, request.grads, aten=reason is not None)
         program = self._schedule(lowered.program, request)
         kernels = cpp.emit_all(program)
-        built = build.build(kernels, self.config)
+        built = build.build(kernels.sources, self.config, KernelCache.open(self.config))
         executable = HostProgram(program, host.emit(program, kernels), built, lowered.constants)
         executable.report = _report(program, kernels, built)
         if reason and self.config.kernels != "aten":

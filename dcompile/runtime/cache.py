@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -27,57 +28,79 @@ STALE_S = 3600
 """Age from which a temporary folder belongs to a process that was killed: no compilation takes so long."""
 
 
+_refused: dict[Path, Path] = {}
+"""Directories that could not be used, and what this process uses instead: one warning, one replacement."""
+
+
+class _Damaged(Exception):
+    """(file, what is wrong with it)."""
+
+
 class KernelCache:
     """One directory, readable and writable by its owner only."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._checked: set[Path] = set()
+        """Libraries whose content was compared with their name."""
+        self._seen: set[Path] = set()
+        """Damaged files that were reported."""
 
     @classmethod
     def open(cls, config: Config) -> KernelCache:
         """The configured cache; a directory of this process alone if that one cannot be used or cannot be trusted."""
         wanted = cache_directory(config)
+        if wanted in _refused:
+            return cls(_refused[wanted])
         objection = _prepare(wanted)
         if objection is None:
             _sweep(wanted)
             return cls(wanted)
+        _refused[wanted] = _private()
         say(f"kernel cache {wanted} is not used: {objection}; kernels are built into a temporary directory this time")
-        return cls(_private())
+        return cls(_refused[wanted])
 
     def find(self, key: str) -> Path | None:
-        """The library that holds a kernel, or None. Damage is reported once and then is a miss."""
+        """The library that holds a kernel, or None. Damage is reported once for each file, and is a miss."""
+        try:
+            return self._checked_library(key)
+        except _Damaged as damage:
+            path, why = damage.args
+            if path not in self._seen:
+                self._seen.add(path)
+                say(f"cached kernel {path} is damaged ({why}); building it again")
+            return None
+
+    def _checked_library(self, key: str) -> Path | None:
         entry = self.directory / f"{key}.json"
         try:
-            text = entry.read_text()
+            record = json.loads(entry.read_text())
+            digest, owner = str(record["sha256"]), record["key"]
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError) as error:
-            return self._damaged(entry, type(error).__name__)
-        try:
-            record = json.loads(text)
-            if record["key"] != key:
-                return self._damaged(entry, "it belongs to another kernel")
-            digest = str(record["sha256"])
-        except (ValueError, KeyError, TypeError):
-            return self._damaged(entry, "not a valid entry")
+        except OSError as error:
+            raise _Damaged(entry, str(error.strerror)) from error
+        except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
+            raise _Damaged(entry, "not a valid entry") from error
+        if owner != key:
+            raise _Damaged(entry, "it belongs to another kernel")
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise _Damaged(entry, "not a valid entry")
         library = self.directory / f"{digest}.so"
-        if len(digest) != 64 or library.parent != self.directory:
-            return self._damaged(entry, "not a valid entry")
-        if library in self._checked:
-            return library
+        if library not in self._checked:
+            self._check(library, digest)
+        return library
+
+    def _check(self, library: Path, digest: str) -> None:
         try:
             actual = hashlib.sha256(library.read_bytes()).hexdigest()
-        except FileNotFoundError:
-            return self._damaged(entry, f"{library.name} is missing")
         except OSError as error:
-            return self._damaged(entry, str(error.strerror))
+            raise _Damaged(library, str(error.strerror)) from error
         if actual != digest:
             with contextlib.suppress(OSError):
                 library.unlink()
-            return self._damaged(library, "its content does not match its checksum")
+            raise _Damaged(library, "its content does not match its checksum")
         self._checked.add(library)
-        return library
 
     def put(self, keys: Sequence[str], built: Path) -> Path:
         """Publish a library, then one entry per kernel that it holds. Returns its place; raises BuildError."""
@@ -109,12 +132,6 @@ class KernelCache:
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
-
-    def _damaged(self, path: Path, why: str) -> None:
-        """Say so, once for each file, and make room for a new entry."""
-        if path not in self._checked:
-            self._checked.add(path)
-            say(f"cached kernel {path} is damaged ({why}); building it again")
 
 
 def cache_directory(config: Config) -> Path:

@@ -15,11 +15,11 @@ from math import prod
 
 import numpy as np
 
-from dcompile.codegen.emit.emitter import Emitter, KernelSource
+from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, make_nest
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Atom, Div, Index, Var
-from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Store, Value
 from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
 
 SPELLING: Mapping[str, str] = {
@@ -66,6 +66,12 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     name = "k" + hashlib.sha256(text.encode()).hexdigest()[:24]
     text = f'extern "C" int64 {name}{text}'
     return KernelSource(name, text, tuple(writer.arguments), len(loop.body) + 4, writer.checked, loop.origin)
+
+
+def emit_all(program: Program) -> Kernels:
+    """The kernels of a program, one for each of its loops."""
+    table = program.table
+    return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
 
 
 EMITTER = Emitter("c++", SPELLING, emit)
@@ -257,9 +263,8 @@ class _Writer:
         dtype = self.table[store.buffer].dtype
         value = self.name(store.value)
         if store.mode == "set":
-            self.line(
-                f"{self.place(store.buffer, store.index)} = {f'store_{dtype}({value})' if dtype in ('bfloat16', 'float16') else value};"
-            )
+            packed = f"store_{dtype}({value})" if dtype in ("bfloat16", "float16") else value
+            self.line(f"{self.place(store.buffer, store.index)} = {packed};")
         else:
             self.line(self._combine(store.mode, f"{self.columns[number]}[{self.index(store.index)}]", value, dtype))
 

@@ -25,6 +25,17 @@ class KernelSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """All kernels of a program: one for each of its loops, in order, and each different one once."""
+
+    calls: tuple[KernelSource, ...]
+
+    @property
+    def sources(self) -> tuple[KernelSource, ...]:
+        return tuple({kernel.name: kernel for kernel in self.calls}.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Emitter:
     """One target. `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's."""
 

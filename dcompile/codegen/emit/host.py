@@ -1,0 +1,380 @@
+"""The host program: readable Python that calls kernels and the library in order, and knows every address beforehand.
+
+The text defines `make(run)`, which prepares kernels and arena memory through `run` (runtime/launch.py) and returns
+`call(args, buckets, sync)`. Names that begin with an underscore are ours, the others are buffers of the program.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import keyword
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dcompile.codegen.emit.emitter import Kernels, KernelSource
+from dcompile.ir.index import Atom, Div, Index, Size, Var, as_index
+from dcompile.ir.nodes import (
+    ITEMSIZE,
+    Arg,
+    Buffer,
+    Collective,
+    Extern,
+    Literally,
+    Loop,
+    Program,
+    Step,
+    View,
+    Wait,
+    views_of,
+)
+
+RECYCLE_BYTES = 1 << 18
+"""Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
+allocation cost up to three times what a memory-bound kernel does."""
+_TAKEN = frozenset((*keyword.kwlist, *dir(builtins), "torch", "run", "args", "buckets", "sync", "call", "make"))
+
+
+def emit(program: Program, kernels: Kernels) -> str:
+    """The text of the host program."""
+    return _Host(program, kernels).text()
+
+
+class _Host:
+    """Collects the lines of `make` and of `call`."""
+
+    def __init__(self, program: Program, kernels: Kernels) -> None:
+        self.program, self.table = program, program.table
+        self.calls = kernels.calls
+        self.prepared: dict[str, str] = {}
+        """Expression -> name of what `make` computes once."""
+        self.lines: list[str] = []
+        self.names: dict[str, str] = {}
+        self.pointers: set[str] = set()
+        self.allocated: set[str] = set(program.inputs)
+        self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
+        self.last = _last_uses(program)
+
+    # --- text ---
+
+    def text(self) -> str:
+        self._call()
+        loops = sum(isinstance(step, Loop) for step in self.program.steps)
+        externs = sum(isinstance(step, Extern) for step in self.program.steps)
+        head = (
+            f'"""{self.program.name}: {loops} kernel calls, {externs} library calls, '
+            f'arena of {self.program.arena_bytes} bytes."""'
+        )
+        prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
+        body = [f"        {line}" for line in self.lines]
+        lines = [head, "", "import torch", "from torch import as_strided, empty_strided", "", "", "def make(run):"]
+        lines += [*prepared, "", "    def call(args, buckets=None, sync=False):", *body, "", "    return call", ""]
+        return "\n".join(lines)
+
+    def once(self, expression: str, prefix: str) -> str:
+        """The name of a value that `make` computes."""
+        if expression not in self.prepared:
+            self.prepared[expression] = f"_{prefix}{len(self.prepared)}"
+        return self.prepared[expression]
+
+    def name(self, buffer: str) -> str:
+        """A Python name for a buffer or a size symbol."""
+        if buffer not in self.names:
+            name = re.sub(r"\W", "_", buffer)
+            name = f"b{name}" if not name or name[0] == "_" or name[0].isdigit() else name
+            while name in _TAKEN or name in self.names.values():
+                name += "_"
+            self.names[buffer] = name
+        return self.names[buffer]
+
+    # --- the call ---
+
+    def _call(self) -> None:
+        self._inputs()
+        for bucket in self.program.buckets:
+            self.lines.append(f"{self._memory(bucket.name)} = buckets.acquire({bucket.name!r})")
+        calls = iter(self.calls)
+        for position, step in enumerate(self.program.steps):
+            self._step(step, calls)
+            dying = [name for name, at in self.last.items() if at == position]
+            self._drop(dying)
+        outputs = ", ".join(self._output(output) for output in self.program.outputs)
+        self.lines.append(f"return [{outputs}]")
+
+    def _inputs(self) -> None:
+        names = [self.name(name) for name in self.program.inputs]
+        if names:
+            self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        self.lines.append("args.clear()")
+        for symbol, expression in self._symbols().items():
+            self.lines.append(f"{self.name(symbol)} = {expression}")
+        self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
+
+    def _symbols(self) -> dict[str, str]:
+        """Size symbols that are no inputs themselves: read off the shapes of inputs."""
+        found: dict[str, str] = {}
+        for name in self.program.inputs:
+            for what, sizes in (
+                (("shape", self.table[name].shape), ("stride()", self.table[name].strides))
+                if name in self.table
+                else ()
+            ):
+                for dim, size in enumerate(sizes):
+                    index = as_index(size)
+                    (symbol,) = index.variables if len(index.variables) == 1 else ("",)
+                    if symbol and str(index) == symbol and symbol not in self.program.inputs:
+                        found.setdefault(symbol, f"{self.name(name)}.{what}[{dim}]")
+        return found
+
+    def _drop(self, buffers: list[str]) -> None:
+        """Release tensors after their last use, so that their memory can be used again."""
+        held = [b for b in buffers if b in self.allocated and b not in self.outputs and b in self.table]
+        if held:
+            self.lines.append(f"del {', '.join(map(self.name, held))}")
+
+    def _step(self, step: Step, calls: Any) -> None:
+        match step:
+            case Loop():
+                self._loop(step, next(calls))
+            case Extern():
+                self._extern(step)
+            case Collective():
+                memory = self._memory(step.bucket)
+                self.lines += ["if sync:", f"    buckets.start({step.bucket!r}, {memory})"]
+            case Wait():
+                self.lines += ["if sync:", f"    buckets.wait({step.bucket!r}, {self._memory(step.bucket)})"]
+
+    # --- memory ---
+
+    def _memory(self, bucket: str) -> str:
+        return "_bucket_" + re.sub(r"\W", "_", bucket)
+
+    def _bucket_of(self, buffer: Buffer) -> str | None:
+        return (buffer.storage or "").removeprefix("bucket:") if (buffer.storage or "").startswith("bucket:") else None
+
+    def _ensure(self, name: str) -> None:
+        """Allocate an escaping buffer before the first step that writes it."""
+        buffer = self.table[name]
+        if name in self.allocated or buffer.storage == "arena" or self._bucket_of(buffer) is not None:
+            return
+        self.allocated.add(name)
+        shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
+        dynamic = any(isinstance(size, Index) for size in (*buffer.shape, *buffer.strides))
+        if not dynamic and buffer.device == "cpu" and buffer.nbytes >= RECYCLE_BYTES:
+            fresh = self.once(f"run.fresh(torch.{buffer.dtype}, {shape}, {strides})", "new")
+            self.lines.append(f"{self.name(name)} = {fresh}()")
+            return
+        device = "" if buffer.device == "cpu" else f", device={buffer.device!r}"
+        self.lines.append(f"{self.name(name)} = empty_strided({shape}, {strides}, dtype=torch.{buffer.dtype}{device})")
+
+    def _pointer(self, name: str) -> str:
+        """The address of a buffer, for a kernel."""
+        buffer = self.table[name]
+        if buffer.storage == "arena":
+            return self.once(f"run.address + {buffer.offset}", "at")
+        bucket = self._bucket_of(buffer)
+        pointer = f"_p_{self.name(name)}" if bucket is None else f"_p{self._memory(bucket)}"
+        if pointer not in self.pointers:
+            self.pointers.add(pointer)
+            source = self.name(name) if bucket is None else f"{self._memory(bucket)}.flat"
+            self.lines.append(f"{pointer} = {source}.data_ptr()")
+        return pointer if bucket is None or not buffer.offset else f"{pointer} + {buffer.offset}"
+
+    def _loop(self, loop: Loop, kernel: KernelSource) -> None:
+        for name in sorted(loop.writes):
+            self._ensure(name)
+        pointers = [self._pointer(name) for name in kernel.arguments]
+        function = self.once(f"run.kernel({kernel.name!r}, {len(pointers)})", "k")
+        call = f"{function}({', '.join(pointers)})"
+        if loop.origin:
+            self.lines.append(f"# {', '.join(loop.origin)}")
+        if kernel.checked:
+            self.lines += [f"if {call}:", "    run.division_by_zero()"]
+        else:
+            self.lines.append(call)
+
+    # --- tensors ---
+
+    def _tuple(self, sizes: Sequence[Size]) -> str:
+        items = [self._index(size) for size in sizes]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+    def _index(self, size: Size) -> str:
+        if isinstance(size, int):
+            return str(size)
+        terms = []
+        for monomial, coefficient in size.terms:
+            factors = [self._atom(atom) for atom in monomial]
+            if coefficient != 1 or not factors:
+                factors.insert(0, str(coefficient))
+            terms.append(" * ".join(factors))
+        return " + ".join(terms) or "0"
+
+    def _atom(self, atom: Atom) -> str:
+        if isinstance(atom, Var):
+            return self.name(atom.name)
+        return f"({self._index(atom.base)}) {'//' if isinstance(atom, Div) else '%'} {atom.divisor}"
+
+    def _view(self, view: View, fresh: bool = False) -> str:
+        """An expression for a tensor; `fresh` where it is handed to the caller, who may keep it."""
+        buffer = self.table[view.buffer]
+        shape, strides = self._tuple(view.shape), self._tuple(view.strides)
+        if buffer.storage == "arena":
+            assert not fresh, f"output {view.buffer} lies in the arena"
+            at = (
+                f"{buffer.offset}"
+                if view.offset == 0
+                else f"{buffer.offset} + {view.offset} * {ITEMSIZE[buffer.dtype]}"
+            )
+            return self.once(f"run.view(torch.{buffer.dtype}, {shape}, {strides}, {at})", "v")
+        bucket = self._bucket_of(buffer)
+        if bucket is not None:
+            at = self._index(as_index(view.offset) + buffer.offset // ITEMSIZE[buffer.dtype])
+            flat = self._memory(bucket)
+            if fresh:
+                return f"as_strided({flat}.flat, {shape}, {strides}, {at})"
+            return f"run.bucket_view({flat}, {view.buffer!r}, {shape}, {strides}, {at})"
+        name = self.name(view.buffer)
+        if (
+            _same(view.shape, buffer.shape)
+            and _same(view.strides, buffer.strides)
+            and as_index(view.offset) == as_index(0)
+        ):
+            return name
+        if buffer.storage == "out":
+            return f"as_strided({name}, {shape}, {strides}, {self._index(view.offset)})"
+        offset = "" if as_index(view.offset) == as_index(0) else f" + {self._index(view.offset)}"
+        return f"as_strided({name}, {shape}, {strides}, {name}.storage_offset(){offset})"
+
+    def _output(self, output: View | Index | int | float | bool | None) -> str:
+        match output:
+            case View():
+                return self._view(output, fresh=True)
+            case Index():
+                return self._index(output)
+            case float():
+                return f"float({str(output)!r})"  # also inf and nan
+            case _:
+                return repr(output)
+
+    # --- library calls ---
+
+    def _argument(self, arg: Arg) -> str:
+        match arg:
+            case View():
+                return self._view(arg)
+            case Index():
+                return self._index(arg)
+            case Literally(text):
+                return text
+            case tuple():
+                return f"[{', '.join(self._argument(item) for item in arg)}]"
+            case float():
+                return repr(arg) if abs(arg) < float("inf") else f"float({str(arg)!r})"
+            case _:
+                return repr(arg)
+
+    def _extern(self, step: Extern) -> None:
+        if step.mode == "mutate":
+            for out in filter(None, step.outs):
+                self._ensure(out)
+        arguments = [self._argument(arg) for arg in step.args]
+        arguments += [f"{name}={self._argument(arg)}" for name, arg in step.kwargs]
+        if step.origin:
+            self.lines.append(f"# {', '.join(step.origin)}")
+        if step.mode == "out":
+            op, names = out_overload(step.op)
+            for result, keyword_ in zip(step.outs, names, strict=True):
+                assert result is not None, f"{step.op} drops a result that it is to write"
+                self._ensure(result)
+                whole = View(result, self.table[result].shape, self.table[result].strides)
+                arguments.append(f"{keyword_}={self._view(whole)}")
+            self.lines.append(f"{self.once(f'torch.ops.{op}', 'op')}({', '.join(arguments)})")
+            return
+        call = f"{self.once(f'torch.ops.{step.op}', 'op')}({', '.join(arguments)})"
+        if step.mode == "mutate" or not any(step.outs):
+            self.lines.append(call)
+            return
+        targets = [self.name(out) if out is not None else "_" for out in step.outs]
+        single = len(targets) == 1 and returns_one_tensor(step.op)
+        self.lines.append(f"{targets[0] if single else '(' + ', '.join(targets) + ',)'} = {call}")
+        if "_" in targets:
+            self.lines.append("del _")
+        for out in filter(None, step.outs):
+            self.allocated.add(out)
+            self._fit(out)
+            if out not in self.last:
+                self._drop([out])
+
+    def _fit(self, name: str) -> None:
+        """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ."""
+        buffer = self.table[name]
+        used = any(isinstance(step, Loop) and name in step.reads | step.writes for step in self.program.steps)
+        whole = View(name, buffer.shape, buffer.strides)
+        others = (
+            view != whole
+            for step in self.program.steps
+            if isinstance(step, Extern)
+            for view in _views(step)
+            if view.buffer == name
+        )
+        if (
+            used
+            or any(others)
+            or any(o != whole for o in self.program.outputs if isinstance(o, View) and o.buffer == name)
+        ):
+            strides = self._tuple(buffer.strides)
+            self.lines += [
+                f"if {self.name(name)}.stride() != {strides}:",
+                f"    {self.name(name)} = run.fit({self.name(name)}, {strides})",
+            ]
+
+
+def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(as_index(x) == as_index(y) for x, y in zip(a, b, strict=True))
+
+
+def _views(step: Extern) -> list[View]:
+    return [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
+
+
+def _last_uses(program: Program) -> dict[str, int]:
+    """The last step that touches each buffer."""
+    return {name: position for position, step in enumerate(program.steps) for name in step.reads | step.writes}
+
+
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+
+def resolve(op: str) -> Any:
+    """The overload that a name such as `aten.mm.default` stands for."""
+    return functools.reduce(getattr, op.split("."), torch.ops)
+
+
+@functools.cache
+def returns_one_tensor(op: str) -> bool:
+    """Whether a call returns a tensor rather than a tuple or a list of them."""
+    schema = getattr(resolve(op), "_schema", None)
+    return schema is None or (
+        len(schema.returns) == 1 and str(schema.returns[0].type) in ("Tensor", "Optional[Tensor]")
+    )
+
+
+@functools.cache
+def out_overload(op: str) -> tuple[str, tuple[str, ...]]:
+    """The out= overload of an op, and the names of its out arguments."""
+    function = resolve(op)
+    outs = tuple(a.name for a in function._schema.arguments if a.is_out)
+    if outs:
+        return op, outs
+    wanted = [(a.name, str(a.type)) for a in function._schema.arguments]
+    packet, _ = op.rsplit(".", 1)
+    for overload in resolve(packet).overloads():
+        arguments = getattr(resolve(packet), overload)._schema.arguments
+        outs = tuple(a.name for a in arguments if a.is_out)
+        if outs and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted:
+            return f"{packet}.{overload}", outs
+    raise AssertionError(f"{op} has no out= overload: lowering must not choose mode out for it")

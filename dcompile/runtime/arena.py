@@ -1,0 +1,50 @@
+"""Memory that outlives a call: the arena of temporaries, and results' memory once nobody refers to it any more."""
+
+from __future__ import annotations
+
+import torch
+
+from dcompile.compat import storage_use_count
+
+ALIGNMENT = 64
+
+
+class Arena:
+    """One aligned block for the temporaries of one call at a time; offsets into it were planned at compile time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        self._start = -self._memory.data_ptr() % ALIGNMENT
+        self.address = self._memory.data_ptr() + self._start
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A tensor over the arena from byte `offset` on."""
+        return _over(self._memory, dtype, shape, strides, self._start + offset)
+
+
+class Fresh:
+    """Gives memory for one result of a program, call after call: the last call's, if nothing refers to it any more.
+
+    Large allocations come from the kernel page by page, and the first touch of a page costs more than computing what is
+    written to it. Only a storage with no other holder is given out again: no tensor, no autograd node, no NumPy array.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self._dtype, self._shape, self._strides = dtype, shape, strides
+        self._holder: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        holder, self._holder = self._holder, None  # taken first: another thread then finds nothing, and allocates
+        if holder is None or storage_use_count(holder) != 1:
+            holder = torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
+        self._holder = holder
+        return _over(holder, self._dtype, self._shape, self._strides, 0)
+
+
+def _over(
+    memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], start: int
+) -> torch.Tensor:
+    """A tensor of its own (no view, with its own version counter) over another one's storage, from byte `start`."""
+    empty = torch.empty(0, dtype=dtype)
+    assert start % empty.itemsize == 0, f"{dtype} at byte {start} is not aligned"
+    return empty.set_(memory.untyped_storage(), start // empty.itemsize, shape, strides)

@@ -216,6 +216,14 @@ def detect_fake_mode(values: Any) -> Any:
     return detect(values)
 
 
+def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
+    """torch's core decompositions of ops that autograd sees whole, and those of the ops in `also`."""
+    import torch._decomp as decomp
+
+    core = getattr(decomp, "_core_aten_decompositions_post_autograd", decomp.core_aten_decompositions)
+    return {**core(), **decomp.get_decompositions(also)}
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 

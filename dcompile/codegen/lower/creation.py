@@ -1,0 +1,93 @@
+"""Rules for tensors made from nothing: constants and ranges stay expressions until memory is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.pointwise import to_dtype
+from dcompile.codegen.lower.rule import Rule
+from dcompile.codegen.lower.tensor import T, broadcast, computed, constant
+from dcompile.ir.nodes import Ref
+from dcompile.ir.ops import DTYPES
+
+
+def _filled(value: torch.Tensor, number: Any) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    if isinstance(number, T):
+        source = broadcast(number, shape)
+        return computed(shape, dtype, lambda body, coords: to_dtype(body, body.trace(source, coords), dtype), (source,))
+    if isinstance(number, complex):
+        return NotImplemented
+    return constant(number, shape, dtype)
+
+
+def _zeros(_: Lowering, value: torch.Tensor, *__: Any, **___: Any) -> T:
+    return _filled(value, 0)
+
+
+def _ones(_: Lowering, value: torch.Tensor, *__: Any, **___: Any) -> T:
+    return _filled(value, 1)
+
+
+def _full(_: Lowering, value: torch.Tensor, __: Any, number: Any, **___: Any) -> T:
+    return _filled(value, number)
+
+
+def _new_full(_: Lowering, value: torch.Tensor, __: Any, ___: Any, number: Any, **____: Any) -> T:
+    return _filled(value, number)
+
+
+def _scalar_tensor(_: Lowering, value: torch.Tensor, number: Any, **__: Any) -> T:
+    return _filled(value, number)
+
+
+def arithmetic(value: torch.Tensor, start: float, step: float) -> T:
+    """start + n * step, in 64 bits as eager computes it."""
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    whole = DTYPES[dtype] != "float"
+
+    def at(body: Body, coords: Coords) -> Ref:
+        if whole:
+            return to_dtype(body, body.index(coords[0] * int(step) + int(start)), dtype)
+        count = body.cast(body.index(coords[0]), "float64")
+        scaled = body.apply("mul", count, body.const(step, "float64"))
+        return to_dtype(body, body.apply("add", scaled, body.const(start, "float64")), dtype)
+
+    return computed(shape, dtype, at, ())
+
+
+def _arange(_: Lowering, value: torch.Tensor, end: float, **__: Any) -> T:
+    return arithmetic(value, 0, 1)
+
+
+def _arange_start(_: Lowering, value: torch.Tensor, start: float, end: float, step: float = 1, **__: Any) -> T:
+    return arithmetic(value, start, step)
+
+
+def _iota(_: Lowering, value: torch.Tensor, length: int, *, start: int, step: int, **__: Any) -> T:
+    return arithmetic(value, start, step)
+
+
+_EMPTY = ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_strided.default",
+          "new_empty_strided.default", "empty_permuted.default")  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    # reading uninitialised memory gives anything: zero costs nothing where it is only an expression
+    **{f"aten.{name}": Rule(_zeros) for name in _EMPTY},
+    **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros", "zeros_like", "new_zeros")},
+    **{f"aten.{name}.default": Rule(_ones) for name in ("ones", "ones_like", "new_ones")},
+    "aten.full.default": Rule(_full),
+    "aten.full_like.default": Rule(_full),
+    "aten.fill.Scalar": Rule(_full),
+    "aten.fill.Tensor": Rule(_full),
+    "aten.new_full.default": Rule(_new_full),
+    "aten.scalar_tensor.default": Rule(_scalar_tensor),
+    "aten.arange.default": Rule(_arange),
+    "aten.arange.start": Rule(_arange_start),
+    "aten.arange.start_step": Rule(_arange_start),
+    "prims.iota.default": Rule(_iota),
+}

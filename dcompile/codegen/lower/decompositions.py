@@ -1,0 +1,59 @@
+"""Which ATen ops AOTAutograd takes apart before lowering sees them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dcompile import compat
+
+_ALSO = (
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+    "native_batch_norm", "_batch_norm_with_update_functional", "batch_norm_backward", "native_group_norm",
+    "elu", "elu_backward", "hardsigmoid", "hardswish", "hardswish_backward", "hardsigmoid_backward", "softplus",
+    "log_sigmoid_forward", "mish", "mish_backward", "logit", "glu", "sgn", "heaviside", "nan_to_num", "dist",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
+    "nll_loss2d_forward", "nll_loss2d_backward", "linspace", "logspace", "eye", "std_mean", "nansum", "count_nonzero",
+    "upsample_nearest2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "rot90", "xlogy", "diag_embed",
+    "special_xlog1py", "erfc", "index_fill", "copysign", "dot", "mv", "addmv", "addr", "split_with_sizes_copy",
+)  # fmt: skip
+"""Beside torch's core set: what becomes pointwise operations and reductions."""
+
+_WHOLE = (
+    # one rule each: fewer nodes, and one loop where the parts would be several
+    "silu", "silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward",
+    "leaky_relu", "addcmul", "addcdiv", "lerp", "rsub", "masked_fill", "stack", "select_scatter",
+    "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp", "var_mean", "std",
+    "clamp_min", "clamp_max", "tril", "triu", "roll", "flip", "zeros_like", "ones_like", "new_zeros",
+    "new_ones", "new_full", "new_empty", "arange", "split", "unbind", "transpose", "t", "squeeze", "detach", "square",
+    "_unsafe_view", "_unsafe_index", "fill", "unfold", "isfinite",
+    # the library's own kernels
+    "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "native_dropout", "embedding_dense_backward", "scaled_dot_product_attention", "linear", "matmul",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[Any, Any]:
+    whole = {getattr(torch.ops.aten, name) for name in _WHOLE if hasattr(torch.ops.aten, name)}
+    names = [name for name in _ALSO if hasattr(torch.ops.aten, name)]
+    found = compat.decompositions([getattr(torch.ops.aten, name) for name in names])
+    own = {torch.ops.aten.native_dropout.default: native_dropout}
+    return {op: rule for op, rule in found.items() if getattr(op, "overloadpacket", op) not in whole} | own
+
+
+def table() -> dict[Any, Any]:
+    """Op to decomposition, for AOTAutograd: it may change the copy it gets."""
+    return dict(_table())
+
+
+def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout whose mask is ATen's and whose product is ours: it draws from the generator as eager does."""
+    if not train or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if p == 1:
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
+    return x * mask * (1 / (1 - p)), mask

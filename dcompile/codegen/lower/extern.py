@@ -1,0 +1,186 @@
+"""Library calls: the ops that are ATen's on purpose, and the generic call for everything that has no rule."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.tensor import T, from_view
+from dcompile.errors import DcompileError
+from dcompile.ir.nodes import View
+
+PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+"""Calls that write where we say (mode `out`)."""
+
+LIBRARY = frozenset((
+    "aten.convolution", "aten.convolution_backward", "aten.sort", "aten.topk", "aten.max_pool2d_with_indices",
+    "aten.max_pool2d_with_indices_backward", "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward", "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_backward", "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_efficient_attention_backward", "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_cudnn_attention_backward", "aten._scaled_mm", "aten._grouped_mm",
+))  # fmt: skip
+"""Packets that are better left to the library: no loop of ours is wanted for them."""
+
+CALL = "dcompile.call"
+"""call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries."""
+
+
+class Unsupported(DcompileError):
+    """This graph cannot be expressed as loops (it changes an intermediate in place); `lower` leaves it to ATen."""
+
+
+def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The node as a library call; its result lies in memory."""
+    target, value = node.target, node.meta.get("val")
+    op, packet = op_text(target), op_text(target).rpartition(".")[0]
+    if op in PLACED and isinstance(value, torch.Tensor):
+        return _placed(low, op, value, args, kwargs)
+    if is_in_place(target):
+        return _in_place(low, node, args, kwargs)
+    fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
+    aliasing = returns_alias(target)
+    if aliasing and (copying := copying_variant(target)) is not None:
+        op, aliasing = copying, False
+    outs, result = name_results(low, value, node)
+    if any(has_no_text(arg) for arg in (*args, *kwargs.values())):
+        raise Unsupported(f"dcompile: {op} takes an argument that only Python can hold")
+    low.extern(op, args, outs, kwargs=kwargs, fallback=fallback, effect=has_effect(node))
+    return _own_memory(low, outs, result) if aliasing else result
+
+
+def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+    # any strided operand will do: a transposed or sliced one needs no copy
+    views = [low.memory(arg).view if isinstance(arg, T) else arg for arg in args]
+    strides = tuple(int(stride) for stride in value.stride())
+    view = low.buffer(shape_of(value), dtype_name(value.dtype), strides)
+    low.extern(op, views, [view.buffer], kwargs=kwargs, mode="out")
+    return from_view(view, dtype_name(value.dtype))
+
+
+def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A call that changes inputs of the graph in place."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(name) for name in written_names(schema)]
+    tensors = [t for item in written for t in (item if isinstance(item, list) else [item]) if isinstance(t, T)]
+    views = [tensor.view for tensor in tensors]
+    if any(view is None or view.buffer not in low.inputs for view in views) or any(
+        a.alias_info is None for a in schema.returns
+    ):
+        raise Unsupported(f"dcompile: {node.target} changes a tensor that is not an input of the graph")
+    names = list(dict.fromkeys(view.buffer for view in views if view is not None))
+    for name in names:
+        low.keep_before_overwrite(name, low.position)
+    low.extern(op_text(node.target), args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
+    return tensors[0] if len(schema.returns) == 1 else tuple(tensors)
+
+
+def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None], Any]:
+    """Buffers for what a call returns: names, None where nothing reads it, and the tensors."""
+    if isinstance(value, torch.Tensor):
+        tensor = low.result(value, node.name)
+        return [_name(tensor)], tensor
+    if value is None:
+        return [], None
+    if not isinstance(value, (tuple, list)):
+        return [], value
+    used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    outs: list[str | None] = []
+    results: list[Any] = []
+    for number, item in enumerate(value):
+        if isinstance(item, (tuple, list)):
+            raise Unsupported(f"dcompile: {node.target} returns lists inside a tuple")
+        wanted = isinstance(item, torch.Tensor) and number in used
+        tensor = low.result(item, f"{node.name}_{number}") if wanted else None
+        outs.append(None if tensor is None else _name(tensor))
+        results.append(item if tensor is None and not isinstance(item, torch.Tensor) else tensor)
+    return outs, results
+
+
+def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
+    """Copies of results that look at the call's arguments: those may be overwritten while the results live."""
+    if isinstance(result, list):
+        return [_own_memory(low, outs, item) for item in result]
+    if not isinstance(result, T):
+        return result
+    assert result.view is not None
+    name = _name(result)
+    strides = tuple(s for s in result.view.strides if isinstance(s, int))
+    out = low.buffer(result.shape, result.dtype, strides, f"{name}_copy")
+    low.extern("aten.clone.default", [result.view], [out.buffer])
+    return from_view(out, result.dtype)
+
+
+def _name(tensor: T) -> str:
+    assert tensor.view is not None
+    return tensor.view.buffer
+
+
+def op_text(target: Any) -> str:
+    """What the emitter calls: `aten.mm.default`, `higher_order.cond`, `operator.mul`, `torch.sym_max`."""
+    if hasattr(target, "_schema"):
+        return str(target)
+    if hasattr(target, "namespace"):
+        return f"{target.namespace}.{target}"
+    module = getattr(target, "__module__", None) or "builtins"
+    return f"{module.lstrip('_')}.{getattr(target, '__name__', target)}"
+
+
+def is_in_place(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def written_names(schema: Any) -> list[str]:
+    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """Nodes that a call overwrites, if those are all that it returns."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or any(result.alias_info is None for result in schema.returns):
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    written = [given.get(name) for name in written_names(schema)]
+    return [n for item in written for n in (item if isinstance(item, (tuple, list)) else [item]) if isinstance(n, Node)]
+
+
+def returns_alias(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+def copying_variant(target: Any) -> str | None:
+    """`aten.view_copy.dtype` for `aten.view.dtype`, if there is one."""
+    namespace, name, overload = str(target).split(".")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_copy", None)
+    return f"{namespace}.{name}_copy.{overload}" if packet is not None and overload in packet.overloads() else None
+
+
+def has_effect(node: Node) -> bool:
+    """Touches more than its results: random numbers, collectives, assertions, in-place operations."""
+    target: Any = node.target
+    tags = getattr(target, "tags", ())
+    return bool(
+        "c10d" in op_text(target)
+        or torch.Tag.nondeterministic_seeded in tags
+        or node.meta.get("val") is None
+        or is_in_place(target)
+        or node.is_impure()
+    )
+
+
+def has_no_text(arg: Any) -> bool:
+    """An argument that cannot be written down in a program."""
+    if isinstance(arg, (tuple, list)):
+        return any(has_no_text(item) for item in arg)
+    return isinstance(arg, (dict, torch.nn.Module, slice)) or (
+        isinstance(arg, Callable) and not hasattr(arg, "_schema")  # type: ignore[arg-type]
+        and not isinstance(arg, (T, View, torch.dtype))
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The state of one lowering: buffers, steps, and what each FX node has become; stores lazy tensors as loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, ranges_of, variables
+from dcompile.codegen.lower.tensor import T, from_view, laid_out_as
+from dcompile.ir.index import Index, flatten
+from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
+
+
+class Lowering:
+    """Collects the program of one graph. Rules call `store`, `loop`, `extern`; nothing else changes it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.device = "cpu"
+        self.buffers: dict[str, Buffer] = {}
+        self.steps: list[Step] = []
+        self.node = ""
+        self.position = 0
+        """Name and position of the FX node that is being lowered."""
+        self.origin: tuple[str, ...] = ()
+        self.inputs: dict[str, None] = {}
+        """Buffers that are inputs of the graph, in order; attributes of the module after the arguments."""
+        self.lazy: dict[int, tuple[T, int]] = {}
+        """Tensors that are not stored and still have users: by id, with the position of the last one."""
+        self.checked: dict[tuple[View, int, int], T] = {}
+        """Positions whose bounds were checked: where they lie, and against what."""
+        self._stored: dict[int, tuple[T, T]] = {}
+
+    # --- buffers and loops ---
+
+    def buffer(self, shape: Shape, dtype: str, strides: Shape | None = None, name: str | None = None) -> View:
+        """A new buffer, named after the FX node, as a view of all of it."""
+        base = name or self.node
+        unique, number = base, 0
+        while unique in self.buffers:
+            number += 1
+            unique = f"{base}_{number}"
+        strides = contiguous(shape) if strides is None else strides
+        self.buffers[unique] = Buffer(unique, dtype, shape, strides, self.device)
+        return View(unique, shape, strides)
+
+    def loop(self, outer: Shape, inner: Shape, body: Body, stores: Sequence[Store]) -> None:
+        values, kept = body.finish(tuple(stores))
+        self.steps.append(Loop(kept[0].buffer, outer, inner, values, kept, self.origin))
+
+    def store(self, tensor: T, strides: Shape | None = None, name: str | None = None) -> T:
+        """`tensor` computed into a new buffer, with its own strides if they are dense."""
+        wanted = tensor.strides if strides is None else strides
+        if not is_dense(tensor.shape, wanted):
+            wanted = contiguous(tensor.shape)
+        view = self.buffer(tensor.shape, tensor.dtype, wanted, name)
+        self.store_into(tensor, view)
+        return replace(from_view(view, tensor.dtype), strides=tensor.strides)
+
+    def store_into(self, tensor: T, view: View) -> None:
+        """A loop that writes every element of `tensor` to where it lies in `view`."""
+        body = self.body(ranges_of("i", tensor.shape))
+        coords = variables("i", tensor.shape)
+        ref = body.trace(tensor, coords)
+        index = flatten(coords, view.strides) + view.offset
+        self.loop(tensor.shape, (), body, [Store(view.buffer, index, ref)])
+
+    def memory(self, tensor: T) -> T:
+        """`tensor` in memory, whatever the strides: itself, a view of its stored base, or a copy."""
+        if tensor.view is not None:
+            return tensor
+        key = id(tensor)
+        if key not in self._stored:
+            if tensor.base is not None and tensor.again is not None:
+                stored = replace(tensor.again(self.memory(tensor.base)), strides=tensor.strides)
+                stored = stored if stored.view is not None else self.store(tensor)
+            else:
+                stored = self.store(tensor)
+            self._stored[key] = (tensor, stored)  # the tensor is kept, so that its id stays its own
+        return self._stored[key][1]
+
+    def exact(self, tensor: T) -> View:
+        """`tensor` in memory with the strides that torch gave it: what a library call expects."""
+        stored = self.memory(tensor)
+        if not laid_out_as(stored, tensor.strides) and is_dense(tensor.shape, tensor.strides):
+            stored = self.store(tensor)
+        assert stored.view is not None
+        return stored.view
+
+    def trace_over(self, tensor: T, outer_dims: Sequence[int], inner_dims: Sequence[int]) -> tuple[Body, Ref, Coords]:
+        """A body over `outer_dims` (i) and `inner_dims` (j) of a tensor, its element there, and the coordinates."""
+        outer = tuple(tensor.shape[dim] for dim in outer_dims)
+        inner = tuple(tensor.shape[dim] for dim in inner_dims)
+        body = self.body({**ranges_of("i", outer), **ranges_of("j", inner)})
+        where = dict(zip(outer_dims, variables("i", outer), strict=True))
+        where |= dict(zip(inner_dims, variables("j", inner), strict=True))
+        coords = tuple(where[dim] for dim in range(len(tensor.shape)))
+        return body, body.trace(tensor, coords), coords
+
+    def body(self, ranges: dict[str, int]) -> Body:
+        """An empty body that reads what is stored already from memory."""
+        return Body(ranges, self._stored)
+
+    # --- library calls ---
+
+    def extern(
+        self,
+        op: str,
+        args: Sequence[Any],
+        outs: Sequence[str | None],
+        *,
+        kwargs: dict[str, Any] | None = None,
+        mode: Any = "alloc",
+        fallback: bool = False,
+        effect: bool = False,
+    ) -> None:
+        converted = tuple(self.argument(arg) for arg in args)
+        named = tuple((key, self.argument(value)) for key, value in (kwargs or {}).items())
+        self.steps.append(Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect))
+
+    def argument(self, value: Any) -> Arg:
+        """A library call's argument: tensors are put into memory, what only torch knows becomes text."""
+        match value:
+            case T():
+                return self.exact(value)
+            case View() | Index() | Literally() | bool() | int() | float() | str() | None:
+                return value
+            case tuple() | list():
+                return tuple(self.argument(item) for item in value)
+            case _:
+                return Literally(literal_text(value))
+
+    def result(self, value: torch.Tensor, name: str) -> T:
+        """A buffer for a tensor that a library call allocates."""
+        shape, strides = shape_of(value), tuple(int(stride) for stride in value.stride())
+        return from_view(self.buffer(shape, dtype_name(value.dtype), strides, name), dtype_name(value.dtype))
+
+    def keep_before_overwrite(self, buffer: str, position: int) -> None:
+        """Store what still has to be read from `buffer` before it is overwritten."""
+        for tensor, last in list(self.lazy.values()):
+            if last > position and buffer in tensor.reads:
+                self.memory(tensor)
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shape_of(value: torch.Tensor) -> Shape:
+    return tuple(int(size) for size in value.shape)
+
+
+def literal_text(value: Any) -> str:
+    """Python text for a torch object that has a global name."""
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if callable(value) and hasattr(value, "_schema"):
+        return f"torch.ops.{value}"
+    if hasattr(value, "namespace") and callable(value):
+        return f"torch.ops.{value.namespace}.{value}"
+    return str(value) if str(value).startswith("torch.") else repr(value)

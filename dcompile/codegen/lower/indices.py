@@ -1,0 +1,139 @@
+"""Index algebra on top of ir.index that lowering needs: bounds from below, joining what a reshape took apart, strides."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from dcompile.ir.index import Atom, Div, Index, Mod, Monomial, Ranges, flatten, unflatten, upper_bound, var
+
+Shape = tuple[int, ...]
+
+
+def lower_bound(index: Index, ranges: Ranges) -> int | None:
+    """The smallest value of `index`, or None if it has no known bound."""
+    bound = upper_bound(index * -1, ranges)
+    return None if bound is None else -bound
+
+
+@lru_cache(maxsize=8192)
+def simplify(index: Index) -> Index:
+    """Join `d*(x//d) + x%d` to `x`, and `d*((x//d)%m) + x%d` to `x%(d*m)`: what is left of a reshape that is undone."""
+    if index.is_affine:
+        return index
+    single = {monomial[0]: (monomial, c) for monomial, c in index.terms if len(monomial) == 1}
+    for low, (low_term, step) in single.items():
+        if not isinstance(low, Mod):
+            continue
+        for high, (high_term, coefficient) in single.items():
+            joined = _join(low, high)
+            if joined is not None and coefficient == step * low.divisor:
+                return simplify(_without(index, low_term, high_term) + joined * step)
+    return index
+
+
+def _join(low: Mod, high: Atom) -> Index | None:
+    match high:
+        case Div(base=base, divisor=divisor) if base == low.base and divisor == low.divisor:
+            return base
+        case Mod(base=Index(terms=(((Div(base=base, divisor=divisor),), 1),)), divisor=outer) if (
+            base == low.base and divisor == low.divisor
+        ):
+            return Index((((Mod(base, divisor * outer),), 1),))
+    return None
+
+
+def _without(index: Index, *monomials: Monomial) -> Index:
+    return Index(tuple(term for term in index.terms if term[0] not in monomials))
+
+
+def variables(prefix: str, shape: Shape) -> tuple[Index, ...]:
+    """`i0, i1, ...`, and 0 where the size is 1."""
+    return tuple(var(f"{prefix}{n}") if size != 1 else Index() for n, size in enumerate(shape))
+
+
+def ranges_of(prefix: str, shape: Shape) -> dict[str, int]:
+    return {f"{prefix}{n}": size for n, size in enumerate(shape)}
+
+
+def reshaped(coords: tuple[Index, ...], source: Shape, target: Shape, ranges: Ranges) -> tuple[Index, ...]:
+    """Coordinates in `target` (what is read) of the element at `coords` in `source` (what it is seen as)."""
+    return unflatten(simplify(flatten(coords, _contiguous(source))), target, ranges)
+
+
+@lru_cache(maxsize=1024)
+def _contiguous(shape: Shape) -> Shape:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def contiguous(shape: Shape) -> Shape:
+    """Row-major strides."""
+    return _contiguous(shape)
+
+
+def affine_strides(index: Index, shape: Shape) -> tuple[Shape, int] | None:
+    """Strides and offset of an index over `i0, i1, ...` if it is a strided view."""
+    if not index.is_affine:
+        return None
+    strides: list[int] = []
+    rest = index
+    for n, size in enumerate(shape):
+        coefficient = index.coefficient(f"i{n}")
+        step = None if coefficient is None else coefficient.constant
+        if step is None or step < 0:
+            return None  # torch has no negative strides
+        strides.append(step if size != 1 else 0)
+        rest = rest - var(f"i{n}") * step
+    offset = rest.constant
+    return None if offset is None or offset < 0 else (tuple(strides), offset)
+
+
+def is_dense(shape: Shape, strides: Shape) -> bool:
+    """The elements fill a block of memory without gaps or overlap (any order of dimensions)."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(shape: Shape, left: Shape, right: Shape) -> bool:
+    """Equal strides wherever there is more than one element to step over."""
+    if 0 in shape:
+        return True
+    return all(size == 1 or a == b for size, a, b in zip(shape, left, right, strict=True))
+
+
+def view_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None:
+    """Strides with which a strided array of `shape` is seen as `target` without a copy, as torch's view decides."""
+    if 0 in shape:
+        return contiguous(target)
+    blocks: list[tuple[int, int]] = []  # (elements, innermost stride) of runs that lie one after another
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if blocks and blocks[-1][1] == size * stride:
+            blocks[-1] = (blocks[-1][0] * size, stride)
+        else:
+            blocks.append((size, stride))
+    result: list[int] = []
+    left, step = blocks.pop() if blocks else (1, 1)
+    for size in reversed(target):
+        if size == 1:
+            result.append(step)
+            continue
+        if left == 1 and blocks:
+            left, step = blocks.pop()
+        if left % size:
+            return None
+        result.append(step)
+        left //= size
+        step *= size
+    return tuple(reversed(result))

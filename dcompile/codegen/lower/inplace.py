@@ -1,0 +1,43 @@
+"""Writing to an input of the graph: how functionalised in-place operations come back to the caller's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.extern import Unsupported
+from dcompile.codegen.lower.graph import Lowering
+from dcompile.codegen.lower.pointwise import to_dtype
+from dcompile.codegen.lower.tensor import T, broadcast, computed
+from dcompile.ir.index import flatten
+from dcompile.codegen.lower.indices import ranges_of, variables
+from dcompile.ir.nodes import Load, Store
+from dcompile.ir.ops import DTYPES
+
+OVERWRITES = frozenset(("aten.copy_.default",))
+
+
+def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_: Any) -> T:
+    """`copy_` into an input: a loop that stores to the input's memory, after everything that reads what was there.
+
+    Relies on: steps stay behind earlier steps that read the same buffer.
+    """
+    view = target.view
+    if view is None or view.buffer not in low.inputs or {target.dtype, source.dtype} - DTYPES.keys():
+        raise Unsupported("dcompile: copy_ into something that is not an input of the graph")
+    if any(view.buffer in step.writes for step in low.steps):
+        raise Unsupported(f"dcompile: {view.buffer} is overwritten twice")
+    low.keep_before_overwrite(view.buffer, low.position)
+    seen = broadcast(source, target.shape)
+    cast = computed(
+        target.shape, target.dtype, lambda body, coords: to_dtype(body, body.trace(seen, coords), target.dtype), (seen,)
+    )
+    body = low.body(ranges_of("i", cast.shape))
+    coords = variables("i", cast.shape)
+    index = flatten(coords, view.strides) + view.offset
+    ref = body.trace(cast, coords)
+    body_values, _ = body.finish((Store(view.buffer, index, ref),))
+    elsewhere = any(isinstance(v, Load) and v.buffer == view.buffer and v.index != index for v in body_values)
+    low.store_into(low.store(cast) if elsewhere else cast, view)
+    return target

@@ -1,0 +1,37 @@
+"""Where an FX node came from, as people look for it: module path, op, source line."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from torch.fx import Node
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def origin_of(node: Node) -> tuple[str, ...]:
+    """`("layers.0.mlp: aten.mul.Tensor (model.py:88)",)`."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    module = ""
+    if stack:
+        module = _module_path(next(reversed(stack.values()))[0])
+    line = _last_frame(node.meta.get("stack_trace") or "")
+    text = f"{module}: {node.target}" if module else str(node.target)
+    return (f"{text} ({line})",) if line else (text,)
+
+
+@lru_cache(maxsize=4096)
+def _module_path(path: str) -> str:
+    """Dynamo's `L['self'].model.layers[0].mlp` as `model.layers.0.mlp`."""
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    path = re.sub(r"\(.*?\)", "", path)
+    parts = [part for part in path.split(".") if part not in ("L", "self", "_modules", "module", "")]
+    return ".".join(parts)
+
+
+@lru_cache(maxsize=4096)
+def _last_frame(trace: str) -> str:
+    at = trace.rfind('File "')
+    found = _FRAME.match(trace, at) if at >= 0 else None
+    return f"{found[1].rpartition('/')[2]}:{found[2]}" if found else ""

@@ -1,0 +1,395 @@
+"""Rules for operations on one element at a time: a table from ATen op to a small function over values of a body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.rule import Rule, common_dtype, opmath
+from dcompile.codegen.lower.tensor import T, broadcast, computed
+from dcompile.ir.nodes import Const, Ref
+from dcompile.ir.ops import DTYPES
+
+Promotion = Literal["result", "common", "bool"]
+"""Operands become the result's dtype, their own common dtype, or truth values, before the operation."""
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """`meaning(body, *operands, **settings)` in the compute dtype; `operands` is how many leading arguments it takes."""
+
+    meaning: Callable[..., Ref]
+    operands: int
+    promotion: Promotion = "result"
+    heavy: bool = False
+    ops: int = 1
+
+    def __call__(self, _: Lowering, value: torch.Tensor, *args: Any, **settings: Any) -> T:
+        shape, dtype = shape_of(value), dtype_name(value.dtype)
+        operands, extra = args[: self.operands], args[self.operands :]
+        common = "bool" if self.promotion == "bool" else dtype
+        if self.promotion == "common":
+            common = common_dtype(operands)
+        compute, meaning = opmath(common), self.meaning
+        seen = [broadcast(arg, shape) if isinstance(arg, T) else arg for arg in operands]
+        # torch rounds operands to the common dtype, but takes a number beside a tensor in full precision
+        direct = [isinstance(arg, T) and not arg.shape and bool(shape) for arg in operands]
+
+        def at(body: Body, coords: Coords) -> Ref:
+            refs: list[Ref | None] = []
+            for arg, is_number in zip(seen, direct, strict=True):
+                if not isinstance(arg, T):
+                    refs.append(None if arg is None else body.const(arg, compute))
+                    continue
+                ref = body.trace(arg, coords)
+                refs.append(body.cast(ref if is_number else to_dtype(body, ref, common), compute))
+            return to_dtype(body, meaning(body, *refs, *extra, **settings), dtype)
+
+        tensors = tuple(arg for arg in seen if isinstance(arg, T))
+        return computed(shape, dtype, at, tensors, ops=self.ops, heavy=self.heavy)
+
+
+def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
+    """A cast by way of a compute dtype: integers become 16-bit floats through float32, as in eager."""
+    source = body.dtype(ref)
+    if source == dtype:
+        return ref
+    if DTYPES[source] != "float" and dtype in ("bfloat16", "float16"):
+        ref = body.cast(ref, "float32")
+    return body.cast(ref, dtype)
+
+
+def _simple(op: str) -> Callable[..., Ref]:
+    return lambda body, *args: body.apply(op, *args)
+
+
+def _sign(body: Body, x: Ref) -> Ref:
+    return x if body.dtype(x) == "bool" else body.apply("sign", x)
+
+
+def _scaled(body: Body, ref: Ref, alpha: float) -> Ref:
+    if alpha == 1:
+        return ref
+    return body.apply("mul", ref, body.const(alpha, body.dtype(ref)))
+
+
+def _add(body: Body, a: Ref, b: Ref, alpha: float = 1) -> Ref:
+    if body.dtype(a) == "bool":
+        return body.apply("or", a, b)
+    return body.apply("add", a, _scaled(body, b, alpha))
+
+
+def _sub(body: Body, a: Ref, b: Ref, alpha: float = 1) -> Ref:
+    return body.apply("sub", a, _scaled(body, b, alpha))
+
+
+def _rsub(body: Body, a: Ref, b: Ref, alpha: float = 1) -> Ref:
+    return body.apply("sub", b, _scaled(body, a, alpha))
+
+
+def _mul(body: Body, a: Ref, b: Ref) -> Ref:
+    return body.apply("and" if body.dtype(a) == "bool" else "mul", a, b)
+
+
+def _div(body: Body, a: Ref, b: Ref, rounding_mode: str | None = None) -> Ref:
+    if rounding_mode is None:
+        return body.apply("div", a, b)
+    if DTYPES[body.dtype(a)] == "int":
+        return body.apply("floordiv" if rounding_mode == "floor" else "truncdiv", a, b)
+    if rounding_mode == "floor":
+        return _floor_divide(body, a, b)
+    return body.apply("trunc", body.apply("div", a, b))
+
+
+def _floor_divide(body: Body, a: Ref, b: Ref) -> Ref:
+    """Floats as torch: exact multiples of b first, so that rounding of a/b cannot cross an integer."""
+    if DTYPES[body.dtype(a)] == "int":
+        return body.apply("floordiv", a, b)
+    zero, one = body.const(0, body.dtype(a)), body.const(1, body.dtype(a))
+    remainder = body.apply("fmod", a, b)
+    quotient = body.apply("div", body.apply("sub", a, remainder), b)
+    off = body.apply(
+        "and",
+        body.apply("ne", remainder, zero),
+        body.apply("ne", body.apply("lt", b, zero), body.apply("lt", remainder, zero)),
+    )
+    quotient = body.apply("where", off, body.apply("sub", quotient, one), quotient)
+    floor = body.apply("floor", quotient)
+    half = body.const(0.5, body.dtype(a))
+    up = body.apply("gt", body.apply("sub", quotient, floor), half)
+    rounded = body.apply("where", up, body.apply("add", floor, one), floor)
+    rounded = body.apply("where", body.apply("eq", quotient, zero), zero, rounded)
+    return body.apply("where", body.apply("eq", b, zero), body.apply("div", a, b), rounded)
+
+
+def _pow(body: Body, base: Ref, exponent: Ref) -> Ref:
+    """Powers that eager computes exactly are products here too."""
+    value = body.values[exponent]
+    power = value.value if isinstance(value, Const) else None
+    match power:
+        case 0:
+            return body.const(1, body.dtype(base))
+        case 1:
+            return base
+        case 2:
+            return body.apply("mul", base, base)
+        case 3:
+            return body.apply("mul", body.apply("mul", base, base), base)
+    is_float = DTYPES[body.dtype(base)] == "float"
+    if is_float and power == 0.5:
+        return body.apply("sqrt", base)
+    if is_float and power == -0.5:
+        return body.apply("rsqrt", base)
+    if is_float and power == -1:
+        return body.apply("reciprocal", base)
+    if is_float and power == -2:
+        return body.apply("reciprocal", body.apply("mul", base, base))
+    return body.apply("pow", base, exponent)
+
+
+def _relu(body: Body, x: Ref) -> Ref:
+    return body.apply("max", x, body.const(0, body.dtype(x)))
+
+
+def _clamp(body: Body, x: Ref, low: Ref | None = None, high: Ref | None = None) -> Ref:
+    x = x if low is None else body.apply("max", x, low)
+    return x if high is None else body.apply("min", x, high)
+
+
+def _one_minus(body: Body, x: Ref) -> Ref:
+    return body.apply("sub", body.const(1, body.dtype(x)), x)
+
+
+def _sigmoid_backward(body: Body, grad: Ref, y: Ref) -> Ref:
+    return body.apply("mul", grad, body.apply("mul", _one_minus(body, y), y))
+
+
+def _tanh_backward(body: Body, grad: Ref, y: Ref) -> Ref:
+    return body.apply("mul", grad, _one_minus(body, body.apply("mul", y, y)))
+
+
+def _threshold_backward(body: Body, grad: Ref, x: Ref, threshold: float) -> Ref:
+    dtype = body.dtype(x)
+    return body.apply("where", body.apply("le", x, body.const(threshold, dtype)), body.const(0, dtype), grad)
+
+
+def _silu(body: Body, x: Ref) -> Ref:
+    one = body.const(1, body.dtype(x))
+    return body.apply("div", x, body.apply("add", one, body.apply("exp", body.apply("neg", x))))
+
+
+def _silu_backward(body: Body, grad: Ref, x: Ref) -> Ref:
+    one = body.const(1, body.dtype(x))
+    sigmoid = body.apply("div", one, body.apply("add", one, body.apply("exp", body.apply("neg", x))))
+    slope = body.apply("add", one, body.apply("mul", x, _one_minus(body, sigmoid)))
+    return body.apply("mul", body.apply("mul", grad, sigmoid), slope)
+
+
+def _times(body: Body, x: Ref, factor: float) -> Ref:
+    return body.apply("mul", x, body.const(factor, body.dtype(x)))
+
+
+def _tanh_inner(body: Body, x: Ref) -> Ref:
+    cube = body.apply("mul", body.apply("mul", x, x), x)
+    return _times(body, body.apply("add", x, _times(body, cube, 0.044715)), math.sqrt(2 / math.pi))
+
+
+def _gelu(body: Body, x: Ref, approximate: str = "none") -> Ref:
+    one = body.const(1, body.dtype(x))
+    if approximate == "tanh":
+        weight = body.apply("add", one, body.apply("tanh", _tanh_inner(body, x)))
+    else:
+        weight = body.apply("add", one, body.apply("erf", _times(body, x, math.sqrt(0.5))))
+    return body.apply("mul", _times(body, x, 0.5), weight)
+
+
+def _gelu_backward(body: Body, grad: Ref, x: Ref, approximate: str = "none") -> Ref:
+    one = body.const(1, body.dtype(x))
+    square = body.apply("mul", x, x)
+    if approximate == "tanh":
+        tanh = body.apply("tanh", _tanh_inner(body, x))
+        left = _times(body, body.apply("add", one, tanh), 0.5)
+        inner = body.apply("add", one, _times(body, square, 3 * 0.044715))
+        slope = body.apply("mul", _one_minus(body, body.apply("mul", tanh, tanh)), inner)
+        right = body.apply("mul", _times(body, x, 0.5 * math.sqrt(2 / math.pi)), slope)
+    else:
+        left = _times(body, body.apply("add", one, body.apply("erf", _times(body, x, math.sqrt(0.5)))), 0.5)
+        density = _times(body, body.apply("exp", _times(body, square, -0.5)), 1 / math.sqrt(2 * math.pi))
+        right = body.apply("mul", x, density)
+    return body.apply("mul", grad, body.apply("add", left, right))
+
+
+def _leaky_relu(body: Body, x: Ref, slope: float = 0.01) -> Ref:
+    positive = body.apply("gt", x, body.const(0, body.dtype(x)))
+    return body.apply("where", positive, x, _times(body, x, slope))
+
+
+def _addcmul(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
+    return body.apply("add", x, body.apply("mul", _scaled(body, a, value), b))
+
+
+def _addcdiv(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
+    return body.apply("add", x, body.apply("div", _scaled(body, a, value), b))
+
+
+def _lerp(body: Body, start: Ref, end: Ref, weight: Ref) -> Ref:
+    """From the nearer end, as torch, so that weight 1 gives `end` exactly."""
+    difference = body.apply("sub", end, start)
+    near = body.apply("lt", body.apply("abs", weight), body.const(0.5, body.dtype(weight)))
+    from_start = body.apply("add", start, body.apply("mul", weight, difference))
+    from_end = body.apply("sub", end, body.apply("mul", difference, _one_minus(body, weight)))
+    return body.apply("where", near, from_start, from_end)
+
+
+def _rounded(op: str) -> Callable[..., Ref]:
+    """Rounding leaves integers as they are."""
+    return lambda body, x: body.apply(op, x) if DTYPES[body.dtype(x)] == "float" else x
+
+
+def _is(op: str) -> Callable[..., Ref]:
+    """A question that is false for integers."""
+    return lambda body, x: body.apply(op, x) if DTYPES[body.dtype(x)] == "float" else body.const(False, "bool")
+
+
+def _isfinite(body: Body, x: Ref) -> Ref:
+    return body.apply("not", body.apply("or", _is("isnan")(body, x), _is("isinf")(body, x)))
+
+
+def _logical_not(body: Body, x: Ref) -> Ref:
+    return body.apply("not", x)
+
+
+def _remainder(body: Body, a: Ref, b: Ref) -> Ref:
+    return body.apply("mod", a, b)
+
+
+def _same(_: Body, x: Ref, *__: Any, **___: Any) -> Ref:
+    return x
+
+
+_UNARY = {
+    "neg": False, "abs": False, "reciprocal": True, "sqrt": True, "rsqrt": True, "exp": True,
+    "exp2": True, "expm1": True, "log": True, "log1p": True, "log2": True, "log10": True, "sin": True, "cos": True,
+    "tan": True, "tanh": True, "sigmoid": True, "erf": True,
+}  # fmt: skip
+_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
+_BOTH = ("Tensor", "Scalar")
+
+
+def _table() -> dict[str, Pointwise]:
+    table: dict[str, Pointwise] = {}
+    for name, heavy in _UNARY.items():
+        table[f"aten.{name}.default"] = Pointwise(_simple(name), 1, heavy=heavy)
+    for name in ("floor", "ceil", "trunc", "round"):
+        table[f"aten.{name}.default"] = Pointwise(_rounded(name), 1)
+    for name in ("isnan", "isinf"):
+        table[f"aten.{name}.default"] = Pointwise(_is(name), 1, "common")
+    for name in _COMPARE:
+        table |= {f"aten.{name}.{overload}": Pointwise(_simple(name), 2, "common") for overload in _BOTH}
+    for name in ("and", "or", "xor"):
+        table |= {f"aten.bitwise_{name}.{overload}": Pointwise(_simple(name), 2) for overload in _BOTH}
+        table[f"aten.logical_{name}.default"] = Pointwise(_simple(name), 2, "bool")
+    for name, op in {"add": _add, "sub": _sub, "mul": _mul, "rsub": _rsub}.items():
+        table |= {f"aten.{name}.{overload}": Pointwise(op, 2) for overload in _BOTH}
+    for name, op in {"remainder": _remainder, "fmod": _simple("fmod")}.items():
+        table |= {f"aten.{name}.{overload}": Pointwise(op, 2, heavy=True) for overload in _BOTH}
+    for overload in ("Tensor", "Scalar", "Tensor_mode", "Scalar_mode"):
+        table[f"aten.div.{overload}"] = Pointwise(_div, 2, heavy=True)
+    return table | {
+        "aten.true_divide.Tensor": Pointwise(_div, 2, heavy=True),
+        "aten.floor_divide.default": Pointwise(_floor_divide, 2, heavy=True),
+        "aten.sign.default": Pointwise(_sign, 1),
+        "aten.atan2.default": Pointwise(_simple("atan2"), 2, heavy=True),
+        "aten.square.default": Pointwise(lambda body, x: body.apply("mul", x, x), 1),
+        "aten.isfinite.default": Pointwise(_isfinite, 1, "common"),
+        "aten.bitwise_not.default": Pointwise(_simple("not"), 1),
+        "aten.logical_not.default": Pointwise(_logical_not, 1, "bool"),
+        "aten.maximum.default": Pointwise(_simple("max"), 2),
+        "aten.minimum.default": Pointwise(_simple("min"), 2),
+        "aten.relu.default": Pointwise(_relu, 1),
+        "aten.clamp.default": Pointwise(_clamp, 3),
+        "aten.clamp.Tensor": Pointwise(_clamp, 3),
+        "aten.clamp_min.default": Pointwise(_clamp, 2),
+        "aten.clamp_min.Tensor": Pointwise(_clamp, 2),
+        "aten.clamp_max.default": Pointwise(lambda body, x, high: _clamp(body, x, None, high), 2),
+        "aten.clamp_max.Tensor": Pointwise(lambda body, x, high: _clamp(body, x, None, high), 2),
+        "aten.leaky_relu.default": Pointwise(_leaky_relu, 1, ops=2),
+        "aten.silu.default": Pointwise(_silu, 1, heavy=True, ops=4),
+        "aten.silu_backward.default": Pointwise(_silu_backward, 2, heavy=True, ops=8),
+        "aten.gelu.default": Pointwise(_gelu, 1, heavy=True, ops=5),
+        "aten.gelu_backward.default": Pointwise(_gelu_backward, 2, heavy=True, ops=12),
+        "aten.sigmoid_backward.default": Pointwise(_sigmoid_backward, 2, ops=3),
+        "aten.tanh_backward.default": Pointwise(_tanh_backward, 2, ops=3),
+        "aten.threshold_backward.default": Pointwise(_threshold_backward, 2, ops=2),
+        "aten.addcmul.default": Pointwise(_addcmul, 3, ops=2),
+        "aten.addcdiv.default": Pointwise(_addcdiv, 3, heavy=True, ops=2),
+        "aten.lerp.Scalar": Pointwise(_lerp, 3, ops=4),
+        "aten.lerp.Tensor": Pointwise(_lerp, 3, ops=4),
+        "aten.clone.default": Pointwise(_same, 1, ops=0),
+        "aten._to_copy.default": Pointwise(_same, 1, "common", ops=0),
+        "aten.lift_fresh_copy.default": Pointwise(_same, 1, ops=0),
+        "prims.convert_element_type.default": Pointwise(_same, 1, "common", ops=0),
+        "aten.copy.default": Pointwise(lambda _, __, source, *rest: source, 2, ops=0),
+    }
+
+
+def _hardtanh(low: Lowering, value: torch.Tensor, x: T, a: float = -1.0, b: float = 1.0) -> T:
+    return Pointwise(_clamp, 3)(low, value, x, a, b)
+
+
+def _power(low: Lowering, value: torch.Tensor, base: Any, exponent: Any) -> T:
+    """Integer powers beyond the cube are left to the library: the op table has only a floating-point power."""
+    if not value.is_floating_point() and (isinstance(exponent, T) or exponent not in (0, 1, 2, 3)):
+        return NotImplemented
+    cheap = not isinstance(exponent, T) and exponent in (0, 1, 2, 3)
+    return Pointwise(_pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent)
+
+
+def _where(_: Lowering, value: torch.Tensor, condition: T, a: Any, b: Any) -> T:
+    """The condition is a truth value, the two choices become the result's dtype."""
+    return select(condition, a, b, shape_of(value), dtype_name(value.dtype))
+
+
+def select(condition: T, a: T | float, b: T | float, shape: tuple[int, ...], dtype: str) -> T:
+    """`a` where the condition holds, else `b`."""
+    condition = broadcast(condition, shape)
+    choices = [broadcast(arg, shape) if isinstance(arg, T) else arg for arg in (a, b)]
+    compute = opmath(dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        refs = [
+            body.cast(to_dtype(body, body.trace(arg, coords), dtype), compute)
+            if isinstance(arg, T)
+            else body.cast(body.const(arg, dtype), compute)
+            for arg in choices
+        ]
+        return to_dtype(body, body.apply("where", _truth(body, body.trace(condition, coords)), *refs), dtype)
+
+    return computed(shape, dtype, at, tuple(arg for arg in (condition, *choices) if isinstance(arg, T)))
+
+
+def _truth(body: Body, ref: Ref) -> Ref:
+    return body.cast(ref, "bool")
+
+
+def _masked_fill(_: Lowering, value: torch.Tensor, x: T, mask: T, fill: Any) -> T:
+    return select(mask, fill, x, shape_of(value), dtype_name(value.dtype))
+
+
+RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} | {
+    "aten.pow.Tensor_Scalar": Rule(_power),
+    "aten.pow.Tensor_Tensor": Rule(_power),
+    "aten.pow.Scalar": Rule(_power),
+    "aten.where.self": Rule(_where),
+    "aten.where.ScalarSelf": Rule(_where),
+    "aten.where.ScalarOther": Rule(_where),
+    "aten.where.Scalar": Rule(_where),
+    "aten.masked_fill.Scalar": Rule(_masked_fill),
+    "aten.masked_fill.Tensor": Rule(_masked_fill),
+    "aten.hardtanh.default": Rule(_hardtanh),
+}

@@ -1,0 +1,216 @@
+"""From an FX graph of functional ATen ops to a program of unfused steps: one node after another, in graph order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile.codegen.lower import aten_graph
+from dcompile.codegen.lower.extern import Unsupported, call_library
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input
+from dcompile.codegen.lower.origin import origin_of
+from dcompile.codegen.lower.rules import RULES
+from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, from_view
+from dcompile.codegen.lower.uses import Kind, Uses, find_uses
+from dcompile.ir.nodes import Index, Program, View
+from dcompile.ir.ops import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A program and the values of its last inputs: tensors that the graph module itself holds, by input name."""
+
+    program: Program
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def lower(gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *, aten: bool = False) -> Lowered:
+    """The program of `gm`; with `aten` every op is a library call, and results are bit-identical to running `gm`.
+
+    Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
+    """
+    if aten or not is_static(gm):
+        return Lowered(*aten_graph.lower(gm, name, grads))
+    try:
+        return _Walk(gm, name).run(grads)
+    except Unsupported as reason:
+        return Lowered(*aten_graph.lower(gm, name, grads, because=str(reason)))
+
+
+def is_static(gm: GraphModule) -> bool:
+    """No symbolic integer anywhere: every shape is known."""
+    return not any(_is_symbolic(node.meta.get("val")) for node in gm.graph.nodes)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_symbolic, value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def kind_of(node: Node) -> Kind:
+    """How a node takes its arguments."""
+    if node.target is operator.getitem:
+        return "view"
+    rule = RULES.get(str(node.target)) if node.op == "call_function" else None
+    return rule.kind if rule is not None else "memory"
+
+
+class _Walk:
+    """One pass over the nodes of a graph."""
+
+    def __init__(self, gm: GraphModule, name: str) -> None:
+        self.gm = gm
+        self.low = Lowering(name)
+        self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
+        self.values: dict[Node, Any] = {}
+        self.constants: dict[str, Any] = {}
+        self.arguments: list[str] = []
+
+    def run(self, grads: tuple[tuple[int, int], ...]) -> Lowered:
+        outputs: tuple[Any, ...] = ()
+        for position, node in enumerate(self.gm.graph.nodes):
+            self.low.position, self.low.node = position, node.name
+            match node.op:
+                case "placeholder":
+                    self.values[node] = self._input(node.name, node.meta.get("val"))
+                    self.arguments.append(node.name)
+                case "get_attr":
+                    self.values[node] = self._attribute(node)
+                case "call_function":
+                    self.low.origin = origin_of(node)
+                    self.values[node] = self._settled(node, self._lowered(node))
+                case "output":
+                    outputs = self._outputs(node)
+                case _:
+                    raise Unsupported(f"dcompile: a node of kind {node.op}")
+        low = self.low
+        inputs = (*self.arguments, *self.constants)
+        program = Program(low.name, inputs, outputs, tuple(low.buffers.values()), tuple(low.steps), grads)
+        return Lowered(program, self.constants)
+
+    # --- inputs and outputs ---
+
+    def _input(self, name: str, value: Any) -> T:
+        if not isinstance(value, torch.Tensor):
+            raise Unsupported(f"dcompile: input {name} is a {type(value).__name__}, not a tensor")
+        strides = tuple(int(stride) for stride in value.stride())
+        self.low.device = value.device.type
+        view = self.low.buffer(shape_of(value), dtype_name(value.dtype), strides, name)
+        self.low.inputs[view.buffer] = None
+        return from_view(view, dtype_name(value.dtype))
+
+    def _attribute(self, node: Node) -> Any:
+        value = operator.attrgetter(str(node.target))(self.gm)
+        if not isinstance(value, torch.Tensor):
+            raise Unsupported(f"dcompile: attribute {node.target} is a {type(value).__name__}, not a tensor")
+        self.constants[node.name] = value
+        return self._input(node.name, value)
+
+    def _outputs(self, node: Node) -> tuple[View | Index | int | float | bool | None, ...]:
+        returned: Any = node.args[0]
+        result: list[View | Index | int | float | bool | None] = []
+        for item in returned if isinstance(returned, (tuple, list)) else (returned,):
+            value = self.values[item] if isinstance(item, Node) else item
+            if isinstance(value, T):
+                self.low.node = item.name if isinstance(item, Node) else "output"
+                result.append(self.low.exact(value))
+            else:
+                result.append(value)
+        return tuple(result)
+
+    # --- one node ---
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Node):
+            return self.values[arg]
+        if isinstance(arg, (tuple, list)):
+            return [self._argument(item) for item in arg]
+        return arg
+
+    def _lowered(self, node: Node) -> Any:
+        args = [self._argument(arg) for arg in node.args]
+        kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        value = node.meta.get("val")
+        if str(node.target) in OVERWRITES:
+            return overwrite_input(self.low, value, *args)
+        rule = RULES.get(str(node.target))
+        if rule is not None and _fits_a_loop(value) and all(map(_fits_a_loop, args)):
+            result = rule.lower(self.low, value, *self._small(args), **kwargs)
+            if result is not NotImplemented:
+                return result
+        return call_library(self.low, node, args, kwargs)
+
+    def _small(self, args: list[Any]) -> list[Any]:
+        """The arguments, the largest of them stored until what is inlined into one body stays within limits."""
+        lazy = [arg for item in args for arg in (item if isinstance(item, list) else [item]) if isinstance(arg, T)]
+        for arg in sorted(lazy, key=lambda t: -t.ops - t.loads):
+            if sum(t.ops for t in lazy) <= MAX_OPS and sum(t.loads for t in lazy) <= MAX_LOADS:
+                break
+            if arg.view is None:
+                stored = self.low.memory(arg)
+                lazy = [stored if t is arg else t for t in lazy]
+                args = [_replaced(item, arg, stored) for item in args]
+        return args
+
+    def _settled(self, node: Node, result: Any) -> Any:
+        """The node's value: a tensor is stored now unless it is better computed where it is used."""
+        value = node.meta.get("val")
+        if isinstance(result, (tuple, list)):
+            return tuple(
+                self._torch_layout(item, fake) if isinstance(item, T) else item
+                for item, fake in zip(result, value, strict=True)
+            )
+        if not isinstance(result, T):
+            return result
+        tensor = self._torch_layout(result, value)
+        if tensor.view is None and self._is_stored(node, tensor):
+            return self.low.memory(tensor)
+        if tensor.view is None:
+            self.low.lazy[id(tensor)] = (tensor, self.uses[node].last)
+        return tensor
+
+    def _torch_layout(self, tensor: T, value: torch.Tensor) -> T:
+        shape, dtype = shape_of(value), dtype_name(value.dtype)
+        assert (tensor.shape, tensor.dtype) == (shape, dtype), f"{self.low.node}: {tensor.shape} {tensor.dtype}"
+        strides = tuple(int(stride) for stride in value.stride())
+        return tensor if tensor.strides == strides else replace(tensor, strides=strides)
+
+    def _is_stored(self, node: Node, tensor: T) -> bool:
+        uses = self.uses[node]
+        if tensor.loads == 0:
+            return False  # constants and ranges: memory is made for them when a library call asks
+        if tensor.base is not None:
+            return False  # a view of something that was found worth computing where it is used
+        if uses.memory:
+            return True
+        return not tensor.is_cheap and (uses.count > 1 or uses.numel > tensor.numel)
+
+
+def _replaced(item: Any, old: T, new: T) -> Any:
+    if isinstance(item, list):
+        return [_replaced(part, old, new) for part in item]
+    return new if item is old else item
+
+
+def _fits_a_loop(value: Any) -> bool:
+    """A tensor (or several) of dtypes that loops may hold, or no tensor at all."""
+    if isinstance(value, T):
+        return value.dtype in DTYPES
+    if isinstance(value, torch.Tensor):
+        return dtype_name(value.dtype) in DTYPES and value.layout == torch.strided
+    if isinstance(value, complex):
+        return False
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(map(_fits_a_loop, value))
+    return True

@@ -1,0 +1,59 @@
+"""What a lowering rule is, and the dtype rules that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.tensor import T
+from dcompile.codegen.lower.uses import Kind
+from dcompile.ir.ops import DTYPES
+
+Result = Any
+"""T, a tuple of them, or NotImplemented where the rule does not cover the arguments: then the library is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`lower(lowering, fake_value, *args, **kwargs)`, and how the op takes its arguments."""
+
+    lower: Callable[..., Result]
+    kind: Kind = "loop"
+
+
+def opmath(dtype: str) -> str:
+    """The dtype that arithmetic on `dtype` is done in."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
+@lru_cache(maxsize=256)
+def promote(left: str, right: str) -> str:
+    return str(torch.promote_types(getattr(torch, left), getattr(torch, right))).removeprefix("torch.")
+
+
+def common_dtype(args: tuple[Any, ...]) -> str:
+    """The dtype in which operands are compared: torch's promotion, where tensors with dimensions outrank numbers."""
+    ranks: list[str | None] = [None, None, None]  # tensors with dimensions, tensors without, Python numbers
+    for arg in args:
+        rank = (0 if arg.shape else 1) if isinstance(arg, T) else 2
+        dtype = arg.dtype if isinstance(arg, T) else number_dtype(arg)
+        present = ranks[rank]
+        ranks[rank] = dtype if present is None else promote(present, dtype)
+    result: str | None = None
+    for present in ranks:
+        if present is not None and (result is None or _category(present) > _category(result)):
+            result = present if result is None else promote(present, result)
+    assert result is not None, "an operation without operands"
+    return result
+
+
+def number_dtype(number: bool | int | float) -> str:
+    return "bool" if isinstance(number, bool) else "int64" if isinstance(number, int) else "float32"
+
+
+def _category(dtype: str) -> int:
+    return ("bool", "int", "float").index(DTYPES[dtype])

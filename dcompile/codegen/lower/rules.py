@@ -1,0 +1,16 @@
+"""The table of all rules: ATen op to loops or views. An op that is not here is a library call."""
+
+from __future__ import annotations
+
+from dcompile.codegen.lower import creation, indexing, pointwise, reductions, rows, shapes, views
+from dcompile.codegen.lower.rule import Rule
+
+RULES: dict[str, Rule] = {
+    **pointwise.RULES,
+    **reductions.RULES,
+    **rows.RULES,
+    **views.RULES,
+    **shapes.RULES,
+    **indexing.RULES,
+    **creation.RULES,
+}

@@ -1,0 +1,207 @@
+"""Rules that join or pad tensors: every element knows by its coordinates which argument it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.indices import lower_bound
+from dcompile.codegen.lower.pointwise import to_dtype
+from dcompile.codegen.lower.rule import Rule, opmath
+from dcompile.codegen.lower.tensor import T, broadcast, computed, fresh
+from dcompile.codegen.lower.views import COPIES, reshape
+from dcompile.ir.index import Index, as_index, floordiv, modulo, upper_bound
+from dcompile.ir.nodes import Ref
+
+MAX_PIECES = 12
+"""Tensors that one loop joins; with more, the chain of choices for each element costs more than a library copy."""
+
+Inside = Callable[[Body, Coords], Ref | bool]
+"""Whether an element comes from a piece: known while compiling, or a truth value of the body."""
+
+
+def below(body: Body, index: Index, limit: int) -> Ref | bool:
+    """`index < limit`, decided now where the ranges say so."""
+    high, low = upper_bound(index, body.ranges), lower_bound(index, body.ranges)
+    if high is not None and high < limit:
+        return True
+    if low is not None and low >= limit:
+        return False
+    return body.apply("lt", body.index(index), body.const(limit, "int64"))
+
+
+def not_below(body: Body, index: Index, limit: int) -> Ref | bool:
+    found = below(body, index, limit)
+    return (not found) if isinstance(found, bool) else body.apply("not", found)
+
+
+def both(body: Body, *conditions: Ref | bool) -> Ref | bool:
+    result: Ref | bool = True
+    for condition in conditions:
+        if condition is False or result is False:
+            return False
+        if condition is not True:
+            result = condition if result is True else body.apply("and", result, condition)
+    return result
+
+
+def _choose(body: Body, inside: Ref | bool, element: Callable[[], Ref], other: Callable[[], Ref]) -> Ref:
+    """`element` where `inside`, touching its memory only there."""
+    if isinstance(inside, bool):
+        return element() if inside else other()
+    with body.masked(inside):
+        chosen = element()
+    return body.apply("where", inside, chosen, other())
+
+
+def _value(body: Body, tensor: T, coords: Coords, dtype: str) -> Ref:
+    return body.cast(to_dtype(body, body.trace(tensor, coords), dtype), opmath(dtype))
+
+
+def _cat(_: Lowering, value: torch.Tensor, tensors: Sequence[T], dim: int = 0) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    pieces = [t for t in tensors if t.shape != (0,) or len(shape) == 1]
+    return cat([t for t in pieces if 0 not in t.shape] or pieces[:1], dim % len(shape), shape, dtype)
+
+
+def cat(pieces: Sequence[T], dim: int, shape: tuple[int, ...], dtype: str) -> T:
+    """Pieces one after another along `dim`."""
+    if len(pieces) > MAX_PIECES:
+        return NotImplemented
+    starts = [0]
+    for piece in pieces[:-1]:
+        starts.append(starts[-1] + piece.shape[dim])
+
+    def choose(body: Body, coords: Coords, number: int) -> Ref:
+        """The element, knowing that it does not come from a piece before `number`."""
+        piece, start, at = pieces[number], starts[number], coords[dim]
+
+        def element() -> Ref:
+            return _value(body, piece, (*coords[:dim], at - start, *coords[dim + 1 :]), dtype)
+
+        def later() -> Ref:
+            if number + 1 == len(pieces):
+                return body.const(0, opmath(dtype))
+            with_mask = not_below(body, at, starts[number + 1])
+            if isinstance(with_mask, bool):
+                return choose(body, coords, number + 1)
+            with body.masked(with_mask):
+                return choose(body, coords, number + 1)
+
+        if number + 1 == len(pieces):
+            return element()
+        return _choose(body, below(body, at, start + piece.shape[dim]), element, later)
+
+    return computed(
+        shape,
+        dtype,
+        lambda body, coords: to_dtype(body, choose(body, coords, 0), dtype),
+        tuple(pieces),
+        ops=2 * len(pieces),
+    )
+
+
+def _stack(_: Lowering, value: torch.Tensor, tensors: Sequence[T], dim: int = 0) -> T:
+    shape = shape_of(value)
+    dim %= len(shape)
+    pieces = [reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in tensors]
+    return cat(pieces, dim, shape, dtype_name(value.dtype))
+
+
+def _pad(_: Lowering, value: torch.Tensor, x: T, pad: Sequence[int], fill: float = 0) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    rank = len(shape)
+    before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
+
+    def at(body: Body, coords: Coords) -> Ref:
+        moved = tuple(c - before.get(d, 0) for d, c in enumerate(coords))
+        limits = [(moved[d], x.shape[d]) for d in before]
+        inside = both(body, *(c for m, size in limits for c in (not_below(body, m, 0), below(body, m, size))))
+        chosen = _choose(
+            body, inside, lambda: _value(body, x, moved, dtype), lambda: body.const(fill, opmath(dtype))
+        )
+        return to_dtype(body, chosen, dtype)
+
+    return computed(shape, dtype, at, (x,), ops=2)
+
+
+def _slice_scatter(
+    _: Lowering,
+    value: torch.Tensor,
+    x: T,
+    source: T,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    dim %= len(shape)
+    first, last, _step = slice(start, end, step).indices(shape[dim])
+    count = max(0, -(-(last - first) // step))
+    expected = (*shape[:dim], count, *shape[dim + 1 :])
+    if count == 0:
+        return fresh(x)
+    source = broadcast(source, expected)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        moved = coords[dim] - first
+        inside = both(body, not_below(body, moved, 0), below(body, coords[dim], first + (count - 1) * step + 1))
+        if step > 1 and inside is not False:
+            on = body.apply("eq", body.index(modulo(moved, step, body.ranges)), body.const(0, "int64"))
+            inside = both(body, inside, on)
+        place = (*coords[:dim], floordiv(moved, step, body.ranges), *coords[dim + 1 :])
+        chosen = _choose(
+            body, inside, lambda: _value(body, source, place, dtype), lambda: _value(body, x, coords, dtype)
+        )
+        return to_dtype(body, chosen, dtype)
+
+    return computed(shape, dtype, at, (x, source), ops=3)
+
+
+def _select_scatter(low: Lowering, value: torch.Tensor, x: T, source: T, dim: int, position: int) -> T:
+    dim %= len(x.shape)
+    position %= x.shape[dim]
+    source = reshape(broadcast(source, (*x.shape[:dim], *x.shape[dim + 1 :])), (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+    return _slice_scatter(low, value, x, source, dim, position, position + 1)
+
+
+def _triangle(keep_below: bool) -> Callable[..., T]:
+    """tril and triu: zero on the other side of a diagonal."""
+
+    def rule(_: Lowering, value: torch.Tensor, x: T, diagonal: int = 0) -> T:
+        dtype = dtype_name(value.dtype)
+
+        def at(body: Body, coords: Coords) -> Ref:
+            row, column = body.index(coords[-2] + as_index(diagonal)), body.index(coords[-1])
+            inside = body.apply("le", column, row) if keep_below else body.apply("ge", column, row)
+            other = body.const(0, opmath(dtype))
+            return to_dtype(body, body.apply("where", inside, _value(body, x, coords, dtype), other), dtype)
+
+        return computed(x.shape, dtype, at, (x,), ops=2)
+
+    return rule
+
+
+def _copying(rule: Callable[..., T]) -> Callable[..., Any]:
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        result = rule(*args, **kwargs)
+        return result if result is NotImplemented else fresh(result)
+
+    return lower
+
+
+RULES: dict[str, Rule] = {
+    "aten.cat.default": Rule(_cat),
+    "aten.stack.default": Rule(_stack),
+    "aten.constant_pad_nd.default": Rule(_pad),
+    "aten.slice_scatter.default": Rule(_slice_scatter),
+    "aten.select_scatter.default": Rule(_select_scatter),
+    "aten.tril.default": Rule(_triangle(True)),
+    "aten.triu.default": Rule(_triangle(False)),
+    **{name: Rule(_copying(rule.lower)) for name, rule in COPIES.items()},
+}

@@ -1,0 +1,152 @@
+"""Lazy tensors: a shape, a dtype and a function that traces one element into a loop body; views compose index maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.indices import Shape, affine_strides, contiguous, lower_bound, ranges_of, same_layout, variables
+from dcompile.ir.index import as_index, flatten, upper_bound
+from dcompile.ir.nodes import Const, IndexOf, Ref, View
+
+At = Callable[[Body, Coords], Ref]
+Remap = Callable[[Body, Coords], Coords]
+
+MAX_OPS = 64
+"""Operations inlined into one body before a value is stored: beyond this, compile time and registers suffer."""
+MAX_LOADS = 16
+"""Distinct loads inlined into one body: a row's working set should stay in L1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class T:
+    """A tensor of the graph. `view` is set if its elements lie in a buffer, `strides` is how torch would lay it out.
+
+    `ops`, `loads` and `heavy` (transcendental or division) estimate what inlining one element costs. A view of a lazy
+    tensor keeps its `base` and how to view it `again`, so that the base can be stored instead.
+    """
+
+    shape: Shape
+    dtype: str
+    at: At
+    view: View | None = None
+    strides: Shape = ()
+    ops: int = 0
+    loads: int = 1
+    heavy: bool = False
+    reads: frozenset[str] = frozenset()
+    base: T | None = None
+    again: Callable[[T], T] | None = field(default=None, repr=False)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Cheaper to compute again than to store and load."""
+        return self.loads <= 1 and self.ops <= 2 and not self.heavy
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+def from_view(view: View, dtype: str) -> T:
+    """The tensor that lies in a buffer."""
+    shape = tuple(size for size in view.shape if isinstance(size, int))
+    strides = tuple(stride for stride in view.strides if isinstance(stride, int))
+    offset = as_index(view.offset)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        return body.load(view.buffer, flatten(coords, strides) + offset, dtype)
+
+    return T(shape, dtype, at, view, strides, reads=frozenset((view.buffer,)))
+
+
+def constant(value: bool | int | float, shape: Shape, dtype: str) -> T:
+    """A tensor filled with one number."""
+    return T(shape, dtype, lambda body, _: body.const(value, dtype), strides=contiguous(shape), loads=0)
+
+
+def remapped(base: T, shape: Shape, remap: Remap) -> T:
+    """`base` seen through a map from coordinates in `shape` to its own. Strided looks at a buffer stay so."""
+    view = None if base.view is None else _view_through(base.view, shape, remap)
+    if view is not None:
+        return from_view(view, base.dtype)
+    return T(
+        shape,
+        base.dtype,
+        lambda body, coords: body.trace(base, remap(body, coords)),
+        strides=contiguous(shape),
+        ops=base.ops,
+        loads=base.loads,
+        heavy=base.heavy,
+        reads=base.reads,
+        base=base,
+        again=lambda stored: remapped(stored, shape, remap),
+    )
+
+
+def _view_through(view: View, shape: Shape, remap: Remap) -> View | None:
+    if 0 in shape:
+        return View(view.buffer, shape, contiguous(shape), view.offset)
+    body = Body(ranges_of("i", shape))
+    index = flatten(remap(body, variables("i", shape)), view.strides) + view.offset
+    found = affine_strides(index, shape)
+    return None if found is None else View(view.buffer, shape, *found)
+
+
+def computed(shape: Shape, dtype: str, at: At, args: tuple[T, ...], *, ops: int = 1, heavy: bool = False) -> T:
+    """A lazy tensor made from `args`."""
+    return T(
+        shape,
+        dtype,
+        at,
+        strides=contiguous(shape),
+        ops=ops + sum(arg.ops for arg in args),
+        loads=sum(arg.loads for arg in args),
+        heavy=heavy or any(arg.heavy for arg in args),
+        reads=frozenset().union(*(arg.reads for arg in args)),
+    )
+
+
+def broadcast(tensor: T, shape: Shape) -> T:
+    """`tensor` expanded to `shape` by the usual rules."""
+    if tensor.shape == shape:
+        return tensor
+    lead = len(shape) - len(tensor.shape)
+    zero = as_index(0)
+    fixed = [size == 1 for size in tensor.shape]
+
+    def remap(_: Body, coords: Coords) -> Coords:
+        return tuple(zero if one else c for one, c in zip(fixed, coords[lead:], strict=True))
+
+    return remapped(tensor, shape, remap)
+
+
+def iota_range(tensor: T) -> tuple[int, int] | None:
+    """(smallest, largest) of an integer tensor that is an index expression of its coordinates, such as arange."""
+    if tensor.loads or 0 in tensor.shape:
+        return None
+    body = Body(ranges_of("i", tensor.shape))
+    value = body.values[body.trace(tensor, variables("i", tensor.shape))]
+    if isinstance(value, Const):
+        return int(value.value), int(value.value)
+    if not isinstance(value, IndexOf):
+        return None
+    low, high = lower_bound(value.index, body.ranges), upper_bound(value.index, body.ranges)
+    return None if low is None or high is None else (low, high)
+
+
+def laid_out_as(tensor: T, strides: Shape) -> bool:
+    """In memory already, with these strides."""
+    if tensor.view is None:
+        return False
+    own = tuple(stride for stride in tensor.view.strides if isinstance(stride, int))
+    return same_layout(tensor.shape, own, strides)
+
+
+def fresh(tensor: T) -> T:
+    """The same elements as a tensor of its own: stored, it shares no memory with what it is made from."""
+    return computed(tensor.shape, tensor.dtype, lambda body, coords: body.trace(tensor, coords), (tensor,), ops=0)

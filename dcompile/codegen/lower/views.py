@@ -1,0 +1,217 @@
+"""Rules for views: maps from the view's coordinates to those of what it views; nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.graph import Lowering, shape_of
+from dcompile.codegen.lower.indices import Shape, reshaped, view_strides
+from dcompile.codegen.lower.rule import Rule
+from dcompile.codegen.lower.tensor import T, broadcast, from_view, laid_out_as, remapped
+from dcompile.ir.index import as_index, modulo
+from dcompile.ir.nodes import View
+
+
+def _reshape(_: Lowering, value: torch.Tensor, x: T, *__: Any) -> T:
+    return reshape(x, shape_of(value))
+
+
+def reshape(x: T, shape: Shape) -> T:
+    """The same elements in row-major order as another shape."""
+    if x.shape == shape:
+        return x
+    if x.view is not None:
+        strides = view_strides(x.shape, tuple(s for s in x.view.strides if isinstance(s, int)), shape)
+        if strides is not None:
+            return from_view(View(x.view.buffer, shape, strides, x.view.offset), x.dtype)
+    lazy = remapped(replace(x, view=None), shape, lambda body, coords: reshaped(coords, shape, x.shape, body.ranges))
+    return replace(lazy, base=x, again=lambda stored: reshape(stored, shape)) if x.view is None else lazy
+
+
+def _same(_: Lowering, value: torch.Tensor, x: T, *__: Any) -> T:
+    return x
+
+
+def _permute(_: Lowering, value: torch.Tensor, x: T, dims: Sequence[int]) -> T:
+    return permute(x, dims)
+
+
+def permute(x: T, dims: Sequence[int]) -> T:
+    """Dimension n of the result is dimension dims[n] of `x`."""
+    rank = len(x.shape)
+    order = [d % rank for d in dims]
+    back = [order.index(d) for d in range(rank)]
+    return remapped(x, tuple(x.shape[d] for d in order), lambda _, coords: tuple(coords[n] for n in back))
+
+
+def _transpose(_: Lowering, value: torch.Tensor, x: T, a: int, b: int) -> T:
+    rank = len(x.shape)
+    dims = list(range(rank))
+    if rank:
+        dims[a], dims[b] = dims[b], dims[a]
+    return permute(x, dims)
+
+
+def _t(_: Lowering, value: torch.Tensor, x: T) -> T:
+    return permute(x, range(len(x.shape))[::-1])
+
+
+def _expand(_: Lowering, value: torch.Tensor, x: T, *__: Any, **___: Any) -> T:
+    return broadcast(x, shape_of(value))
+
+
+def _slice(
+    _: Lowering, value: torch.Tensor, x: T, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> T:
+    first, _, _ = slice(start, end, step).indices(x.shape[dim])
+    return along(x, dim, shape_of(value), lambda c: c * step + first)
+
+
+def along(x: T, dim: int, shape: Shape, move: Callable[[Any], Any]) -> T:
+    """`x` with a map on one coordinate."""
+    dim %= len(x.shape)
+
+    def remap(_: Body, coords: Coords) -> Coords:
+        return (*coords[:dim], as_index(move(coords[dim])), *coords[dim + 1 :])
+
+    return remapped(x, shape, remap)
+
+
+def select(x: T, dim: int, position: int) -> T:
+    """`x` at one position of a dimension, which goes away."""
+    dim %= len(x.shape)
+    at = as_index(position % x.shape[dim])
+    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+    return remapped(x, shape, lambda _, coords: (*coords[:dim], at, *coords[dim:]))
+
+
+def _select(_: Lowering, value: torch.Tensor, x: T, dim: int, position: int) -> T:
+    return select(x, dim, position)
+
+
+def _pieces(_: Lowering, values: Sequence[torch.Tensor], x: T, __: Any, dim: int = 0) -> list[T]:
+    """Consecutive pieces along a dimension, as long as the fake results say."""
+    result, start = [], 0
+    for value in values:
+        shape = shape_of(value)
+        result.append(along(x, dim, shape, lambda c, first=start: c + first))
+        start += shape[dim]
+    return result
+
+
+def _unbind(_: Lowering, values: Sequence[torch.Tensor], x: T, dim: int = 0) -> list[T]:
+    return [select(x, dim, position) for position in range(len(values))]
+
+
+def _diagonal(_: Lowering, value: torch.Tensor, x: T, offset: int = 0, dim1: int = 0, dim2: int = 1) -> T:
+    rank = len(x.shape)
+    row, column = dim1 % rank, dim2 % rank
+    others = [d for d in range(rank) if d not in (row, column)]
+
+    def remap(_: Body, coords: Coords) -> Coords:
+        where = dict(zip(others, coords[:-1], strict=True))
+        where[row], where[column] = coords[-1] + max(-offset, 0), coords[-1] + max(offset, 0)
+        return tuple(where[d] for d in range(rank))
+
+    return remapped(x, shape_of(value), remap)
+
+
+def _unfold(_: Lowering, value: torch.Tensor, x: T, dim: int, size: int, step: int) -> T:
+    if not x.shape:
+        return NotImplemented
+    dim %= len(x.shape)
+
+    def remap(_: Body, coords: Coords) -> Coords:
+        return (*coords[:dim], coords[dim] * step + coords[-1], *coords[dim + 1 : -1])
+
+    return remapped(x, shape_of(value), remap)
+
+
+def _as_strided(
+    low: Lowering, value: torch.Tensor, x: T, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> T:
+    """Strides into memory mean what torch's layout says: `x` has to lie there exactly so."""
+    stored = low.memory(x)
+    if not laid_out_as(stored, x.strides):
+        return NotImplemented
+    assert stored.view is not None
+    start = stored.view.offset if offset is None else offset
+    if offset is not None and not _is_whole(low, stored.view):
+        return NotImplemented  # the offset counts from the start of a storage that is not ours
+    return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
+
+
+def _is_whole(low: Lowering, view: View) -> bool:
+    return view.offset == 0 and low.buffers[view.buffer].shape == view.shape
+
+
+def _flip(_: Lowering, value: torch.Tensor, x: T, dims: Sequence[int]) -> T:
+    rank = len(x.shape)
+    turned = {d % rank for d in dims} if rank else set()
+
+    def remap(_: Body, coords: Coords) -> Coords:
+        return tuple(
+            as_index(x.shape[d] - 1) - c if d in turned and x.shape[d] > 1 else c for d, c in enumerate(coords)
+        )
+
+    return remapped(x, x.shape, remap)
+
+
+def _repeat(_: Lowering, value: torch.Tensor, x: T, repeats: Sequence[int]) -> T:
+    lead = len(repeats) - len(x.shape)
+
+    def remap(body: Body, coords: Coords) -> Coords:
+        return tuple(modulo(c, max(size, 1), body.ranges) for c, size in zip(coords[lead:], x.shape, strict=True))
+
+    return remapped(x, shape_of(value), remap)
+
+
+def _roll(_: Lowering, value: torch.Tensor, x: T, shifts: Any, dims: Any = ()) -> T:
+    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
+    if not dims:
+        if not x.shape or len(shifts) != 1:
+            return NotImplemented
+        flat = reshape(x, (x.numel,))
+        return reshape(_roll(_, value, flat, shifts, [0]), x.shape)
+    by = {d % len(x.shape): shift for shift, d in zip(shifts, [dims] if isinstance(dims, int) else dims, strict=True)}
+
+    def remap(body: Body, coords: Coords) -> Coords:
+        return tuple(
+            modulo(c + (-by[d]) % x.shape[d], x.shape[d], body.ranges) if d in by and x.shape[d] > 1 else c
+            for d, c in enumerate(coords)
+        )
+
+    return remapped(x, x.shape, remap)
+
+
+_RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default", "unsqueeze.default",
+             "squeeze.default", "squeeze.dim", "squeeze.dims")  # fmt: skip
+_SAME = ("alias.default", "detach.default", "lift_fresh.default", "lift.default", "positive.default")
+
+RULES: dict[str, Rule] = {
+    **{f"aten.{name}": Rule(_reshape, "view") for name in _RESHAPES},
+    **{f"aten.{name}": Rule(_same, "view") for name in _SAME},
+    "aten.permute.default": Rule(_permute, "view"),
+    "aten.transpose.int": Rule(_transpose, "view"),
+    "aten.t.default": Rule(_t, "view"),
+    "aten.expand.default": Rule(_expand, "view"),
+    "aten.slice.Tensor": Rule(_slice, "view"),
+    "aten.select.int": Rule(_select, "view"),
+    "aten.split.Tensor": Rule(_pieces, "view"),
+    "aten.split_with_sizes.default": Rule(_pieces, "view"),
+    "aten.unbind.int": Rule(_unbind, "view"),
+    "aten.diagonal.default": Rule(_diagonal, "view"),
+    "aten.unfold.default": Rule(_unfold, "view"),
+    "aten.as_strided.default": Rule(_as_strided, "memory"),
+}
+COPIES: dict[str, Rule] = {
+    "aten.flip.default": Rule(_flip),
+    "aten.repeat.default": Rule(_repeat),
+    "aten.roll.default": Rule(_roll),
+}
+"""Index maps that torch copies: their results are tensors of their own."""

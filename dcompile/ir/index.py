@@ -5,7 +5,9 @@ both `Var` atoms, so a dynamic stride is the ordinary product `i0*s1`. Every exp
 (terms sorted, zero terms dropped), so equal indices compare and hash equal, and no general computer algebra is needed:
 building an affine index costs a few microseconds where sympy takes over a hundred.
 
-`Div` and `Mod` are floor division and its remainder, for operands that are never negative (every index is).
+`Div` and `Mod` are floor division and its remainder by constants. Every rewrite is exact for floor division, whatever
+the sign; variables are never negative. Two forms of one thing are brought to one: `(x//3)//4` is `x//12`, `(x%12)//4`
+is `(x//4)%3`, and `4*(x//4) + x%4` is `x`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import Any, TypeAlias
 
 
@@ -32,7 +35,7 @@ class Var:
 
 @dataclass(frozen=True)
 class Div:
-    """Floor division of a non-negative index by a positive integer."""
+    """Floor division by a positive integer."""
 
     base: Index
     divisor: int
@@ -47,7 +50,7 @@ class Div:
 
 @dataclass(frozen=True)
 class Mod:
-    """Remainder of a non-negative index by a positive integer."""
+    """Remainder of floor division by a positive integer, never negative."""
 
     base: Index
     divisor: int
@@ -66,6 +69,8 @@ Size: TypeAlias = "int | Index"
 """A length: an int when known, an `Index` over size symbols when not."""
 Ranges: TypeAlias = Mapping[str, int]
 """Exclusive upper bound of each variable whose bound is known; all variables are at least 0."""
+Interval: TypeAlias = "tuple[int | None, int | None]"
+"""Least and greatest value; None where there is no bound."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,11 @@ class Index:
         return as_index(other) + self * -1
 
     def __mul__(self, other: Size) -> Index:
-        right = as_index(other).terms
+        if isinstance(other, int):
+            return (
+                Index(tuple((monomial, coefficient * other) for monomial, coefficient in self.terms)) if other else ZERO
+            )
+        right = other.terms
         return _collect((_product(a, b), m * n) for a, m in self.terms for b, n in right)
 
     __rmul__ = __mul__
@@ -152,11 +161,45 @@ def _product(a: Monomial, b: Monomial) -> Monomial:
 
 def _collect(terms: Iterable[tuple[Monomial, int]]) -> Index:
     total: dict[Monomial, int] = {}
+    divided = False
     for monomial, coefficient in terms:
         total[monomial] = total.get(monomial, 0) + coefficient
+        divided = divided or any(type(atom) is Mod for atom in monomial)
+    if divided:
+        _rejoin(total)
     kept = [(monomial, coefficient) for monomial, coefficient in total.items() if coefficient]
-    kept.sort(key=lambda term: tuple(atom.key for atom in term[0]), reverse=True)
+    kept.sort(key=_term_key, reverse=True)
     return Index(tuple(kept))
+
+
+def _term_key(term: tuple[Monomial, int]) -> tuple[tuple[str, ...], ...]:
+    return tuple(atom.key for atom in term[0])
+
+
+def _rejoin(total: dict[Monomial, int]) -> None:
+    """`c*(x % n) + c*n*(x // n)` is `c*x`: what flattening coordinates comes to."""
+    again = True
+    while again:
+        again = any(_rejoin_one(total, monomial) for monomial in list(total) if total.get(monomial))
+
+
+def _rejoin_one(total: dict[Monomial, int], monomial: Monomial) -> bool:
+    coefficient = total[monomial]
+    for place, atom in enumerate(monomial):
+        if not isinstance(atom, Mod):
+            continue
+        quotient = _div_atom(atom.base, atom.divisor, {}).terms
+        if len(quotient) != 1 or quotient[0][1] != 1:
+            continue
+        others = monomial[:place] + monomial[place + 1 :]
+        partner = _product(others, quotient[0][0])
+        if total.get(partner, 0) == coefficient * atom.divisor:
+            del total[monomial], total[partner]
+            for inner, factor in atom.base.terms:
+                whole = _product(others, inner)
+                total[whole] = total.get(whole, 0) + coefficient * factor
+            return True
+    return False
 
 
 def as_index(value: Size) -> Index:
@@ -169,125 +212,214 @@ def as_index(value: Size) -> Index:
 ZERO = Index()
 
 
+@lru_cache(maxsize=4096)
 def var(name: str) -> Index:
     """The index that is just the variable `name`."""
     return Index((((Var(name),), 1),))
 
 
 def upper_bound(index: Index, ranges: Ranges) -> int | None:
-    """The largest value of `index` when every variable stays below its range; None if it has no known bound."""
-    total = 0
+    """A bound on the value of `index` when every variable stays below its range; None if there is none known."""
+    return bounds(index, ranges)[1]
+
+
+def bounds(index: Index, ranges: Ranges) -> Interval:
+    """Least and greatest value that `index` might take: never too tight, and exact where terms vary independently."""
+    low: int | None = 0
+    high: int | None = 0
     for monomial, coefficient in index.terms:
-        product = 1
-        for atom in monomial:
-            bound = _atom_bound(atom, ranges)
-            if bound is None:
-                if coefficient < 0:
-                    product = 0  # the atom may be 0, and then the term is largest
-                    break
-                return None
-            product *= bound
-        total += coefficient * product if coefficient > 0 or not monomial else 0
-    return total
+        least, greatest = _product_bounds(monomial, ranges)
+        if coefficient < 0:
+            least, greatest = greatest, least
+        low = None if low is None or least is None else low + coefficient * least
+        high = None if high is None or greatest is None else high + coefficient * greatest
+    return low, high
 
 
-def _atom_bound(atom: Atom, ranges: Ranges) -> int | None:
+def _product_bounds(monomial: Monomial, ranges: Ranges) -> Interval:
+    least: int | None = 1
+    greatest: int | None = 1
+    for atom in monomial:
+        low, high = _atom_bounds(atom, ranges)
+        if low is None or low < 0 or least is None or least < 0:
+            corners = [None if x is None or y is None else x * y for x in (least, greatest) for y in (low, high)]
+            known = [corner for corner in corners if corner is not None]
+            least, greatest = (min(known), max(known)) if len(known) == 4 else (None, None)
+            continue
+        least = least * low
+        if low == high == 0 or greatest == 0:
+            greatest = 0
+        else:
+            greatest = None if greatest is None or high is None else greatest * high
+    return least, greatest
+
+
+def _atom_bounds(atom: Atom, ranges: Ranges) -> Interval:
     if isinstance(atom, Var):
-        return max(ranges[atom.name] - 1, 0) if atom.name in ranges else None
-    base = upper_bound(atom.base, ranges)
+        return 0, max(ranges[atom.name] - 1, 0) if atom.name in ranges else None
+    low, high = bounds(atom.base, ranges)
     if isinstance(atom, Mod):
-        return atom.divisor - 1 if base is None else min(base, atom.divisor - 1)
-    return None if base is None else base // atom.divisor
+        inside = low is not None and low >= 0 and high is not None
+        return 0, min(high, atom.divisor - 1) if inside and high is not None else atom.divisor - 1
+    return None if low is None else low // atom.divisor, None if high is None else high // atom.divisor
 
 
 def _split(index: Index, divisor: int) -> tuple[Index, Index]:
-    """`index == divisor * whole + rest`, term by term."""
-    whole = [(m, c // divisor) for m, c in index.terms if c % divisor == 0]
-    rest = [(m, c) for m, c in index.terms if c % divisor]
-    constant = next((c for m, c in rest if not m), 0)
-    if constant and not 0 <= constant < divisor:
-        rest = [(m, c if m else c % divisor) for m, c in rest]
-        whole.append(((), constant // divisor))
+    """`index == divisor * whole + rest`, term by term; the constant of `rest` is in [0, divisor)."""
+    whole = [(m, c // divisor) for m, c in index.terms if c % divisor == 0 or not m]
+    rest = [(m, c if m else c % divisor) for m, c in index.terms if c % divisor]
     return _collect(whole), _collect(rest)
 
 
 def floordiv(index: Size, divisor: Size, ranges: Ranges) -> Index:
-    """`index // divisor` for a non-negative index and a constant positive divisor, simplified under `ranges`."""
+    """`index // divisor`, simplified under `ranges`; a symbolic divisor must divide every term."""
     base, by = as_index(index), as_index(divisor).constant
-    assert by is not None and by > 0, f"division by {divisor}: only positive constants are supported"
+    if by is None:
+        return _cancel(base, as_index(divisor))
+    assert by > 0, f"division by {divisor}"
     if by == 1:
         return base
     whole, rest = _split(base, by)
-    if _nonnegative(rest):
-        bound = upper_bound(rest, ranges)
-        if bound is not None and bound < by:
-            return whole
-        return whole + _div_atom(rest, by)
-    return _div_atom(base, by)
+    low, high = bounds(rest, ranges)
+    if low is None or low < 0:
+        whole, rest = ZERO, base  # what is left over may be negative, though the whole is not
+        low, high = bounds(rest, ranges)
+    if low is not None and low >= 0 and high is not None and high < by:
+        return whole
+    parts = _common_factor(rest, by, ranges)
+    if parts is not None:
+        factor, multiple, _ = parts
+        return whole + floordiv(multiple, by // factor, ranges)
+    return whole + _div_atom(rest, by, ranges)
 
 
 def modulo(index: Size, divisor: Size, ranges: Ranges) -> Index:
-    """`index % divisor` for a non-negative index and a constant positive divisor, simplified under `ranges`."""
+    """`index % divisor`, simplified under `ranges`; a symbolic divisor must divide every term."""
     base, by = as_index(index), as_index(divisor).constant
-    assert by is not None and by > 0, f"remainder by {divisor}: only positive constants are supported"
+    if by is None:
+        _cancel(base, as_index(divisor))
+        return ZERO
+    assert by > 0, f"remainder by {divisor}"
     if by == 1:
         return ZERO
     _, rest = _split(base, by)
-    if not _nonnegative(rest):
+    low, high = bounds(rest, ranges)
+    if low is None or low < 0:
         rest = base
-    else:
-        bound = upper_bound(rest, ranges)
-        if bound is not None and bound < by:
-            return rest
+        low, high = bounds(rest, ranges)
+    if low is not None and low >= 0 and high is not None and high < by:
+        return rest
+    parts = _common_factor(rest, by, ranges)
+    if parts is not None:
+        factor, multiple, below = parts
+        return modulo(multiple, by // factor, ranges) * factor + below
     if rest.constant is not None:
         return as_index(rest.constant % by)
-    if len(rest.terms) == 1 and rest.terms[0][1] == 1 and len(rest.terms[0][0]) == 1:
-        atom = rest.terms[0][0][0]
-        if isinstance(atom, Mod) and atom.divisor % by == 0:
-            return modulo(atom.base, by, ranges)  # (x % 12) % 4 == x % 4
+    atom = _single_atom(rest)
+    if isinstance(atom, Mod) and atom.divisor % by == 0:
+        return modulo(atom.base, by, ranges)  # (x % 12) % 4 == x % 4
     return Index((((Mod(rest, by),), 1),))
 
 
-def _nonnegative(index: Index) -> bool:
-    return all(coefficient > 0 for _, coefficient in index.terms)
+def _common_factor(index: Index, by: int, ranges: Ranges) -> tuple[int, Index, Index] | None:
+    """The largest factor of `by` with `index == factor * multiple + below` and `0 <= below < factor`, if there is one.
+
+    With it, `index // by == multiple // (by // factor)`.
+    """
+    terms = sorted(((m, c) for m, c in index.terms if m), key=lambda term: -abs(term[1]))
+    constant = next((c for m, c in index.terms if not m), 0)
+    factor = by
+    for count, (_, coefficient) in enumerate(terms, 1):
+        factor = gcd(factor, coefficient)
+        if factor == 1:
+            return None
+        if count < len(terms) and terms[count][1] % factor == 0:
+            continue
+        below = _collect((*terms[count:], ((), constant % factor)))
+        low, high = bounds(below, ranges)
+        if low is not None and low >= 0 and high is not None and high < factor:
+            multiple = _collect((*((m, c // factor) for m, c in terms[:count]), ((), constant // factor)))
+            return factor, multiple, below
+    return None
 
 
-def _div_atom(base: Index, by: int) -> Index:
+def _cancel(index: Index, divisor: Index) -> Index:
+    """Division by a product of sizes that is a factor of every term."""
+    assert len(divisor.terms) == 1, f"division by {divisor}: only a product of sizes can be divided by"
+    ((symbols, number),) = divisor.terms
+    result: list[tuple[Monomial, int]] = []
+    for monomial, coefficient in index.terms:
+        left = list(monomial)
+        for symbol in symbols:
+            assert symbol in left, f"{index} is not a multiple of {divisor}"
+            left.remove(symbol)
+        assert coefficient % number == 0, f"{index} is not a multiple of {divisor}"
+        result.append((tuple(left), coefficient // number))
+    return _collect(result)
+
+
+def _single_atom(index: Index) -> Atom | None:
+    if len(index.terms) == 1 and index.terms[0][1] == 1 and len(index.terms[0][0]) == 1:
+        return index.terms[0][0][0]
+    return None
+
+
+def _div_atom(base: Index, by: int, ranges: Ranges) -> Index:
     if base.constant is not None:
         return as_index(base.constant // by)
-    if len(base.terms) == 1 and base.terms[0][1] == 1 and len(base.terms[0][0]) == 1:
-        atom = base.terms[0][0][0]
-        if isinstance(atom, Div):
-            return _div_atom(atom.base, atom.divisor * by)  # (x // 3) // 4 == x // 12
+    atom = _single_atom(base)
+    if isinstance(atom, Div):
+        return floordiv(atom.base, atom.divisor * by, ranges)  # (x // 3) // 4 == x // 12
+    if isinstance(atom, Mod) and atom.divisor % by == 0:
+        return modulo(floordiv(atom.base, by, ranges), atom.divisor // by, ranges)  # (x % 12) // 4 == (x // 4) % 3
     return Index((((Div(base, by),), 1),))
 
 
 def substitute(index: Index, values: Mapping[str, Index], ranges: Ranges) -> Index:
     """Replace variables by indices; divisions are simplified again under the ranges of the new variables."""
-    if not index.variables & values.keys():
+    if values.keys().isdisjoint(index.variables):
         return index
-    total = ZERO
+    terms: list[tuple[Monomial, int]] = []
     for monomial, coefficient in index.terms:
-        term = as_index(coefficient)
+        product = as_index(coefficient)
         for atom in monomial:
-            term = term * _substitute_atom(atom, values, ranges)
-        total = total + term
-    return total
+            product = product * _substitute_atom(atom, values, ranges)
+        terms += product.terms
+    return _collect(terms)
 
 
 def _substitute_atom(atom: Atom, values: Mapping[str, Index], ranges: Ranges) -> Index:
     if isinstance(atom, Var):
-        return values.get(atom.name, var(atom.name))
+        return values[atom.name] if atom.name in values else var(atom.name)
+    if values.keys().isdisjoint(atom.base.variables):
+        return Index((((atom,), 1),))
     base = substitute(atom.base, values, ranges)
     return (floordiv if isinstance(atom, Div) else modulo)(base, atom.divisor, ranges)
 
 
+def rename(index: Index, names: Mapping[str, str]) -> Index:
+    """Give variables other names, all at once; nothing is simplified, so ranges must go with the names."""
+    if names.keys().isdisjoint(index.variables):
+        return index
+    return _collect((_rename_atoms(monomial, names), coefficient) for monomial, coefficient in index.terms)
+
+
+def _rename_atoms(monomial: Monomial, names: Mapping[str, str]) -> Monomial:
+    atoms: list[Atom] = []
+    for atom in monomial:
+        if isinstance(atom, Var):
+            atoms.append(Var(names.get(atom.name, atom.name)))
+        else:
+            atoms.append(type(atom)(rename(atom.base, names), atom.divisor))
+    return tuple(sorted(atoms, key=lambda atom: atom.key))
+
+
 def flatten(indices: Iterable[Size], strides: Iterable[Size]) -> Index:
     """Sum of index times stride."""
-    total = ZERO
+    terms: list[tuple[Monomial, int]] = []
     for index, stride in zip(indices, strides, strict=True):
-        total = total + as_index(index) * stride
-    return total
+        terms += (as_index(index) * stride).terms
+    return _collect(terms)
 
 
 def unflatten(flat: Index, shape: tuple[int, ...], ranges: Ranges) -> tuple[Index, ...]:
@@ -295,8 +427,11 @@ def unflatten(flat: Index, shape: tuple[int, ...], ranges: Ranges) -> tuple[Inde
     coordinates: list[Index] = []
     inner = 1
     for position, size in reversed(list(enumerate(shape))):
-        quotient = floordiv(flat, max(inner, 1), ranges)
-        coordinates.append(quotient if position == 0 else modulo(quotient, max(size, 1), ranges))
+        if size <= 1:
+            coordinates.append(ZERO)
+            continue
+        quotient = floordiv(flat, inner, ranges)
+        coordinates.append(quotient if position == 0 else modulo(quotient, size, ranges))
         inner *= size
     return tuple(reversed(coordinates))
 

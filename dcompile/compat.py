@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -50,9 +51,13 @@ def optimize(
 ) -> Any:
     """The context that compiles a function with `backend`: `context(function)` is the compiled function."""
     import torch._dynamo
+    from torch._dynamo.eval_frame import _optimize
 
+    # Frames behind a graph break belong to code that all models of a class share, with one limit on recompiles: where
+    # torch can, give each model a cache of its own.
+    more = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(_optimize).parameters else {}
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
-        backend=backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guard_filter_fn
+        backend=backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guard_filter_fn, **more
     )
 
 

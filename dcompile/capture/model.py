@@ -115,8 +115,10 @@ class CompiledModel:
     def ran(self, graph: Graph) -> bool:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce gradients."""
         stack = self._stack()
-        if not stack:
-            return False  # called outside the compiled model: a cached frame of code that it shares with other callers
+        if not stack:  # as a plain backend: nobody calls through us, and each graph is a call of its own
+            key = (graph.number,)
+            self.newest = self.variants.setdefault(key, Variant(key, graph.training))
+            return False
         stack[-1].graphs.append(graph.number)
         return stack[-1].sync
 

@@ -1,4 +1,4 @@
-"""A compiler that runs each graph as it is, and copies gradients into buckets at the end: capture's tests stand on it."""
+"""A compiler that runs each graph as it is and copies gradients into buckets at the end: for tests of capture."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_later_bucket_never_starts_first():
 
 
 def test_library_calls_with_out_write_into_the_bucket():
-    shapes = {name: (2, 2) for name in ("x", "g0")}
+    shapes = dict.fromkeys(("x", "g0"), (2, 2))
     made = program([mm("x", "x", "g0")], [view("g0", (2, 2))], ["g0"], shapes)
     assert can_place(made, 0)
     assert insert_buckets(made, (param(0, (2, 2)),), ONE).table["g0"].storage == "bucket:bucket0"

@@ -6,6 +6,7 @@ takes it down, and the next one starts a new pair.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -150,10 +151,8 @@ class Ranks:
     def stop(self) -> None:
         """End all processes: gently, then not."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):  # it may be gone already
                 pipe.send(None)
-            except OSError:
-                pass  # it is gone already
         for process in self._processes:
             process.join(3)
             if process.is_alive():

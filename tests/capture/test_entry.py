@@ -1,0 +1,259 @@
+"""Compiling in place: what is compiled, what stays the user's own, and what separate models share (nothing)."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import dcompile
+from tests.capture.double import kinds
+
+# Dynamo itself looks at .grad of a non-leaf when it goes on after a graph break
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+
+class Broken(Net):
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(torch.relu(x))
+
+
+def assert_same_training(compiled, eager, *inputs):
+    for _ in range(2):
+        found, expected = compiled(*inputs), eager(*inputs)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+    for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("make", [Net, lambda: nn.Linear(4, 2), lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU())])
+def test_modules_train_as_eager_ones_do(make, compilers):
+    eager = make()
+    compiled = dcompile.compile(copy.deepcopy(eager))
+    assert_same_training(compiled, eager, torch.randn(3, 4))
+    assert kinds(compilers) == ["forward", "backward"]  # a bare torch.nn class really reaches the compiler
+
+
+def test_the_same_object_comes_back_with_its_own_parameters():
+    module = Net()
+    before, keys = list(module.named_parameters()), list(module.state_dict())
+    assert dcompile.compile(module) is module and type(module) is Net
+    module(torch.randn(3, 4)).sum().backward()
+    assert [(n, id(p)) for n, p in module.named_parameters()] == [(n, id(p)) for n, p in before]
+    assert list(module.state_dict()) == keys
+
+
+def test_copies_and_saved_modules_are_clean():
+    module = dcompile.compile(Net())
+    x = torch.randn(3, 4)
+    expected = module(x)
+    twin = copy.deepcopy(module)
+    assert twin._compiled_call_impl is None and torch.equal(twin(x), expected)
+    with pytest.raises(dcompile.errors.NotCompiledError):
+        dcompile.receipt(twin)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), expected)
+
+
+def test_hooks_of_the_root_are_compiled_too(compilers):
+    module = Net()
+    module.register_forward_hook(lambda _m, _i, out: out * 3)
+    eager = copy.deepcopy(module)
+    assert_same_training(dcompile.compile(module, fullgraph=True), eager, torch.randn(3, 4))
+    assert dcompile.receipt(module).graphs == 1
+    (forward,) = [gm for gm, r in zip(compilers[0].modules, compilers[0].requests, strict=True) if r.kind == "forward"]
+    assert any("mul" in str(node.target) for node in forward.graph.nodes)
+
+
+def test_functions_get_a_wrapper():
+    def double(x):
+        """Twice."""
+        return x * 2
+
+    compiled = dcompile.compile(double)
+    assert compiled is not double and compiled.__name__ == "double" and compiled.__doc__ == "Twice."
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert dcompile.receipt(compiled).graphs == 1
+    with pytest.raises(dcompile.errors.NotCompiledError):
+        dcompile.receipt(double)
+
+
+def test_decorator(compilers):
+    @dcompile.compile
+    def plain(x):
+        return x + 1
+
+    @dcompile.compile(fullgraph=True)
+    def configured(x):
+        return x + 2
+
+    assert plain(torch.zeros(1)).item() == 1 and configured(torch.zeros(1)).item() == 2
+    assert kinds(compilers) == ["inference", "inference"]
+
+
+def test_compiling_again_replaces_the_setting(compilers):
+    module = dcompile.compile(Broken())
+    module(torch.randn(3, 4))
+    assert dcompile.receipt(module).graphs == 2
+    dcompile.compile(module, fullgraph=True)
+    with pytest.raises(Exception, match=r"graph.break"):
+        module(torch.randn(3, 4))
+
+    function = dcompile.compile(lambda x: x + 1)
+    again = dcompile.compile(function)
+    assert again(torch.zeros(1)).item() == 1
+    assert len(compilers[-1].requests) == 1 and not compilers[-2].requests
+
+
+def test_fullgraph_raises_at_a_graph_break():
+    with pytest.raises(Exception, match=r"graph.break"):
+        dcompile.compile(Broken(), fullgraph=True)(torch.randn(3, 4))
+
+
+def test_a_graph_break_gives_two_graphs_and_counts_once():
+    eager = Broken()
+    compiled = dcompile.compile(copy.deepcopy(eager))
+    assert_same_training(compiled, eager, torch.randn(3, 4))
+    receipt = dcompile.receipt(compiled)
+    assert (receipt.graphs, receipt.graph_breaks) == (2, 1)
+
+
+def test_models_of_one_class_share_no_compiled_code(compilers):
+    # more of them than Dynamo's limit on recompiles of one code object
+    for _ in range(12):
+        module = dcompile.compile(Broken())
+        module(torch.randn(3, 4)).sum().backward()
+        assert dcompile.receipt(module).graphs == 2
+    assert all(kinds([c]) == ["forward", "forward", "backward", "backward"] for c in compilers)
+
+
+def test_grad_and_no_grad_are_two_variants(compilers):
+    module = dcompile.compile(Net())
+    x = torch.randn(3, 4)
+    module(x).sum().backward()
+    with torch.no_grad():
+        expected = module(x)
+    module.eval()
+    assert torch.equal(module(x), expected)
+    assert [(v.graphs, v.training) for v in dcompile.receipt(module).variants][:2] == [(1, True), (1, False)]
+    assert "inference" in kinds(compilers)
+
+
+def test_buffers_mutated_under_no_grad():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return x * self.count
+
+    module = dcompile.compile(Counter())
+    with torch.no_grad():
+        assert [module(torch.ones(())).item() for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert module.count.item() == 3
+
+
+def test_retain_graph():
+    eager = Net()
+    module = dcompile.compile(copy.deepcopy(eager))
+    x = torch.randn(3, 4)
+    for model in (module, eager):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), eager.parameters(), strict=True))
+
+
+def test_shapes_that_change_become_dynamic(compilers):
+    eager = Net()
+    module = dcompile.compile(copy.deepcopy(eager))
+    for rows in (3, 5, 7, 9):
+        x = torch.randn(rows, 4)
+        assert torch.equal(module(x), eager(x))
+        module(x).sum().backward()
+    assert kinds(compilers).count("forward") == 2
+
+
+def test_a_compiled_part_is_traced_with_the_whole(compilers):
+    inner = dcompile.compile(Net())
+    outer = dcompile.compile(nn.Sequential(inner, nn.Linear(2, 2)), fullgraph=True)
+    outer(torch.randn(3, 4)).sum().backward()
+    assert dcompile.receipt(outer).graphs == 1
+    assert not compilers[0].requests
+
+
+def test_a_model_that_is_dropped_is_freed():
+    module = dcompile.compile(Net())
+    module(torch.randn(3, 4)).sum().backward()
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+def test_settings_of_dynamo_and_functorch_stay():
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    before = dynamo.save_config(), functorch.save_config()
+    dcompile.compile(Net())(torch.randn(3, 4)).sum().backward()
+    assert (dynamo.save_config(), functorch.save_config()) == before
+
+
+def test_logging_does_not_break_the_graph():
+    import logging
+
+    log = logging.getLogger("test")
+
+    def noisy(x):
+        log.warning("a message")
+        return x + 1
+
+    compiled = dcompile.compile(noisy, fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == 1
+
+
+def test_an_exception_in_forward_is_the_users_own():
+    class Odd(RuntimeError):
+        pass
+
+    class Raises(Net):
+        fail = False
+
+        def forward(self, x):
+            x = super().forward(x)
+            self.check()
+            return x
+
+        @torch._dynamo.disable
+        def check(self):
+            if self.fail:
+                raise Odd("mine")
+
+    module = dcompile.compile(Raises())
+    module(torch.randn(3, 4)).sum().backward()
+    module.fail = True
+    with pytest.raises(Odd, match="mine"):
+        module(torch.randn(3, 4))
+    module.fail = False
+    module(torch.randn(3, 4)).sum().backward()

@@ -77,8 +77,8 @@ def show_loop(loop: Loop) -> str:
     named |= {name for store in loop.stores for name in store.index.variables}
     for ref, value in enumerate(loop.body):
         text = _show_value(value, words)
-        alone = uses[ref] <= 1 and (isinstance(value, (Load, IndexOf)) or ref in stored)
-        if isinstance(value, Const) or (alone and f"v{ref}" not in named):
+        alone = uses[ref] == 1 and (isinstance(value, (Load, IndexOf)) or ref in stored)
+        if (isinstance(value, Const) and uses[ref]) or (alone and f"v{ref}" not in named):
             words.append(text)
         else:
             words.append(f"v{ref}")

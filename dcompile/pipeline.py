@@ -10,6 +10,8 @@ from typing import Any
 
 from dcompile.artifacts import dump, log
 from dcompile.codegen.emit import build, cpp, host
+from dcompile.codegen.emit.build import Built
+from dcompile.codegen.emit.emitter import Kernels
 from dcompile.codegen.lower import decompositions, is_static, lower
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
@@ -50,10 +52,11 @@ PASSES: tuple[Pass, ...] = (
 
 
 class Pipeline:
-    """The compiler as capture/ sees it. Holds the settings and nothing else; compiling is a function of its inputs."""
+    """The compiler as capture/ sees it: settings and the kernel cache; compiling is a function of its inputs."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.cache: KernelCache | None = None
         names = [p.name for p in PASSES]
         for wanted in filter(None, (*config.skip.split(","), config.until)):
             if wanted not in names:
@@ -90,6 +93,14 @@ class Pipeline:
             return "it is on a GPU, for which there is no emitter yet"
         return None
 
+    def _build(self, kernels: Kernels) -> Built:
+        if not kernels.sources:
+            return Built({}, 0, 0)
+        self.cache = self.cache or KernelCache.open(
+            self.config
+        )  # opened late: a job without kernels needs no directory
+        return build.build(kernels.sources, self.config, self.cache)
+
     def _schedule(self, program: Program, request: Request) -> Program:
         config = self.config
         skipped = set(config.skip.split(","))
@@ -102,7 +113,11 @@ class Pipeline:
             began, before = time.perf_counter(), program
             program = step.run(program, request)
             took = (time.perf_counter() - began) * 1e3
-            log(config, "passes", f"{request.name} {step.name}: {took:.1f} ms, {len(before.steps)} -> {len(program.steps)}")
+            log(
+                config,
+                "passes",
+                f"{request.name} {step.name}: {took:.1f} ms, {len(before.steps)} -> {len(program.steps)}",
+            )
             self._inspect(f"{number:02d}_{step.name}", program, before)
             stopped = stopped or step.name == config.until
         return program
@@ -129,7 +144,7 @@ def _devices(gm: Any) -> set[str]:
     return {value.device.type for value in values if hasattr(value, "device")}
 
 
-def _report(program: Program, kernels: Any, built: Any) -> Report:
+def _report(program: Program, kernels: Kernels, built: Built) -> Report:
     loops = [step for step in program.steps if isinstance(step, Loop)]
     externs = [step for step in program.steps if isinstance(step, Extern)]
     fallbacks: dict[str, int] = {}

@@ -16,6 +16,7 @@ import torch
 from dcompile.collectives.params import BucketSource, Report
 from dcompile.errors import BuildError
 from dcompile.ir.nodes import Program
+from dcompile.runtime import checks
 from dcompile.runtime.arena import Arena, Fresh
 
 Call = Callable[[list[Any], BucketSource | None, bool], list[Any]]
@@ -102,6 +103,11 @@ class _Run:
         function = kernel(self.libraries[name], name)
         function.argtypes = [ctypes.c_void_p] * arguments
         return function
+
+    @staticmethod
+    def function(op: str) -> Callable[..., Any]:
+        """A function that is not in `torch.ops`."""
+        return checks.function(op)
 
     @staticmethod
     def bucket_view(

@@ -294,7 +294,8 @@ class _Host:
                 arguments.append(f"{keyword_}={self._view(whole)}")
             self.lines.append(f"{self.once(f'torch.ops.{op}', 'op')}({', '.join(arguments)})")
             return
-        call = f"{self.once(f'torch.ops.{step.op}', 'op')}({', '.join(arguments)})"
+        found = f"torch.ops.{step.op}" if in_torch(step.op) else f"run.function({step.op!r})"
+        call = f"{self.once(found, 'op')}({', '.join(arguments)})"
         if step.mode == "mutate" or not any(step.outs):
             self.lines.append(call)
             return
@@ -354,10 +355,15 @@ def resolve(op: str) -> Any:
     return functools.reduce(getattr, op.split("."), torch.ops)
 
 
+def in_torch(op: str) -> bool:
+    """Whether an op is in `torch.ops`; the others are checks of ours and Python's own functions on numbers."""
+    return op.split(".", 1)[0] not in ("dcompile", "operator", "math", "builtins", "torch")
+
+
 @functools.cache
 def returns_one_tensor(op: str) -> bool:
     """Whether a call returns a tensor rather than a tuple or a list of them."""
-    schema = getattr(resolve(op), "_schema", None)
+    schema = getattr(resolve(op), "_schema", None) if in_torch(op) else None
     return schema is None or (
         len(schema.returns) == 1 and str(schema.returns[0].type) in ("Tensor", "Optional[Tensor]")
     )

@@ -1,0 +1,38 @@
+"""Functions that host programs call besides ATen's: checks on values that only the run shows."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Raise IndexError, as eager does, unless low <= position < high for every one; returns `positions` itself."""
+    if positions.numel():
+        smallest, largest = (int(value) for value in torch.aminmax(positions))
+        if smallest < low or largest >= high:
+            wrong = smallest if smallest < low else largest
+            raise IndexError(f"index {wrong} is out of bounds: positions must be from {low} to {high - 1}")
+    return positions
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """For ops whose arguments have no text (graphs, dictionaries): lowering binds them into `function`."""
+    return function(*args)
+
+
+_OWN: Mapping[str, Callable[..., Any]] = {"dcompile.check_bounds": check_bounds, "dcompile.call": call}
+_MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
+
+
+def function(op: str) -> Callable[..., Any]:
+    """What an op that is not in `torch.ops` stands for: one of ours, or a function of Python or torch on numbers."""
+    if op in _OWN:
+        return _OWN[op]
+    module, name = op.split(".", 1)
+    return getattr(_MODULES[module], name)  # type: ignore[no-any-return]

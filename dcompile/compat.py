@@ -62,7 +62,7 @@ def optimize(
 
 
 def wrap_frame_callback(context: Any, around: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
-    """Enter `around(code)` whenever this context compiles a frame, and at no other time: cached frames do not call back."""
+    """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here."""
     inner = context.callback
     if not callable(inner) or isinstance(inner, bool):
         return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled

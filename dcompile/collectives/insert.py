@@ -120,11 +120,12 @@ def _buffers(program: Program, gradients: list[_Gradient], buckets: list[Bucket]
         for bucket in buckets
         for name, offset in zip(bucket.buffers, bucket.offsets, strict=True)
     }
-    copies = [
-        Buffer(g.buffer, g.param.dtype, g.param.shape, contiguous_strides(g.param.shape), g.param.device)
-        for g in gradients
-        if g.copied
-    ]
+    copies = []
+    for gradient in gradients:
+        if gradient.copied:
+            param = gradient.param
+            shape = param.shape or (1,)
+            copies.append(Buffer(gradient.buffer, param.dtype, shape, contiguous_strides(shape), param.device))
     return tuple(
         replace(buffer, storage=places[buffer.name][0], offset=places[buffer.name][1])
         if buffer.name in places
@@ -157,13 +158,15 @@ def _steps(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) 
 
 
 def _copy(gradient: _Gradient) -> Extern:
-    shape = gradient.param.shape
-    target = View(gradient.buffer, shape, contiguous_strides(shape))
+    """Copy a gradient to its place: a concatenation of one, the plain copy that has an out= overload of its own."""
+    view = gradient.view
+    if not view.shape:
+        view = replace(view, shape=(1,), strides=(1,))  # a scalar cannot be concatenated
     return Extern(
-        op="aten.copy_.default",
-        args=(target, gradient.view),
+        op="aten.cat.default",
+        args=((view,),),
         kwargs=(),
         outs=(gradient.buffer,),
-        mode="mutate",
+        mode="out",
         origin=(f"gradient of {gradient.param.fqn}, into its bucket",),
     )

@@ -17,7 +17,7 @@ from dcompile.ir.ops import OPS
 
 LANES = 128
 """Rows computed side by side where rows, not elements, are contiguous: 512 bytes of float32, so whole cache lines."""
-TILE = 32
+TILE = 16
 """Side of the tiles of a transposing loop: 32x32 float32 of two buffers lie in L1."""
 CHUNK = 4096
 """Elements of a pointwise row that one thread takes at a time."""
@@ -80,7 +80,9 @@ def make_nest(loop: Loop) -> Nest:
         return _pointwise(outer, tuple(_without_reduce(value) for value in body), stores)
     lane = None
     if outer and any(isinstance(value, Reduce) for value in body):
-        score = {a.name: _unit_strides(a.name, body, stores) for a in (outer[-1], inner[-1])}
+        names = frozenset(axis.name for axis in inner)
+        often = [(index, weight) for index, weight in _accesses(body, stores) if index.variables & names]
+        score = {a.name: _unit_strides(a.name, often) for a in (outer[-1], inner[-1])}
         if score[outer[-1].name] > score[inner[-1].name] and outer[-1].size >= 8:
             lane = outer.pop()
     return Nest(tuple(outer), tuple(inner), lane, body, stores, row_stores, late=len(body) != len(loop.body))
@@ -99,7 +101,7 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
     every = (False,) * len(stores)
     if not axes:
         return Nest((), (Axis("i0", 1),), None, body, stores, every)
-    scores = {axis.name: _unit_strides(axis.name, body, stores) - 100 * (axis.size < 8) for axis in axes}
+    scores = {axis.name: _unit_strides(axis.name, _accesses(body, stores)) - 100 * (axis.size < 8) for axis in axes}
     best = max(reversed(axes), key=lambda axis: scores[axis.name])
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
@@ -123,8 +125,8 @@ def _stride(index: Index, name: str) -> int | None:
     return None if coefficient is None else coefficient.constant
 
 
-def _unit_strides(name: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> int:
-    return sum(weight for index, weight in _accesses(body, stores) if _stride(index, name) == 1)
+def _unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
+    return sum(weight for index, weight in accesses if _stride(index, name) == 1)
 
 
 def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> bool:
@@ -195,9 +197,8 @@ def _expand(
             dtype = new[value.arg].dtype
             best = put(Reduce(value.op[3:], value.arg, dtype))
             hit = put(Apply("eq", (value.arg, best), "bool"))
-            if dtype.startswith("float"):
-                nans = tuple(put(Apply("isnan", (of,), "bool")) for of in (value.arg, best))
-                hit = put(Apply("where", (nans[1], nans[0], hit), "bool"))
+            if dtype.startswith("float"):  # no element is NaN unless the largest is
+                hit = put(Apply("or", (hit, put(Apply("isnan", (value.arg,), "bool"))), "bool"))
             place = put(IndexOf(as_index(position), kind))
             value = Reduce("min", put(Apply("where", (hit, place, put(Const(count, kind))), kind)), kind)
             if kind == "int32":

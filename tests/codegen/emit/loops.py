@@ -1,0 +1,175 @@
+"""Loops that models are made of, built by hand: (program, names of its inputs)."""
+
+from __future__ import annotations
+
+import math
+
+from dcompile.ir.index import Index, as_index, contiguous_strides, var
+from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Store, Value, View
+
+I0, J0 = var("i0"), var("j0")
+
+
+class Body:
+    """A loop body under construction; 16-bit loads come out as float32."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+
+    def put(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def load(self, buffer: str, index: Index, dtype: str = "float32", mask: int | None = None) -> int:
+        ref = self.put(Load(buffer, index, dtype, mask))
+        return self.op("cast", ref, dtype="float32") if dtype in ("bfloat16", "float16") else ref
+
+    def const(self, value: float, dtype: str = "float32") -> int:
+        return self.put(Const(value, dtype))
+
+    def op(self, name: str, *args: int, dtype: str = "float32") -> int:
+        return self.put(Apply(name, args, dtype))
+
+    def reduce(self, name: str, arg: int, dtype: str = "float32") -> int:
+        return self.put(Reduce(name, arg, dtype))
+
+    def narrow(self, ref: int, dtype: str) -> int:
+        return ref if dtype == "float32" else self.op("cast", ref, dtype=dtype)
+
+
+def program(
+    body: Body, outer: tuple[int, ...], inner: tuple[int, ...], stores: list[Store], **buffers: object
+) -> Program:
+    """A program of one loop. Buffers are given as (dtype, shape) or (dtype, shape, strides)."""
+    made = []
+    for name, given in buffers.items():
+        dtype, shape, *strides = given  # type: ignore[misc]
+        made.append(Buffer(name, dtype, shape, strides[0] if strides else contiguous_strides(shape)))
+    loop = Loop("k", outer, inner, tuple(body.values), tuple(stores))
+    outputs = tuple(View(b.name, b.shape, b.strides) for b in made if b.name in loop.writes)
+    return Program("hand", tuple(b.name for b in made if b.name not in loop.writes), outputs, tuple(made), (loop,))
+
+
+def rms_norm(rows: int, n: int, dtype: str = "float32") -> Program:
+    b = Body()
+    x = b.load("x", I0 * n + J0, dtype)
+    total = b.reduce("sum", b.op("mul", x, x))
+    mean = b.op("add", b.op("mul", total, b.const(1 / n)), b.const(1e-6))
+    r = b.op("rsqrt", mean)
+    y = b.op("mul", b.op("mul", x, r), b.load("w", J0, dtype))
+    stores = [Store("y", I0 * n + J0, b.narrow(y, dtype)), Store("r", I0, r)]
+    shapes = {"x": (dtype, (rows, n)), "w": (dtype, (n,)), "y": (dtype, (rows, n)), "r": ("float32", (rows,))}
+    return program(b, (rows,), (n,), stores, **shapes)
+
+
+def rms_norm_backward(rows: int, n: int, dtype: str = "float32") -> Program:
+    """dx and the column sum dw in one loop."""
+    b = Body()
+    at = I0 * n + J0
+    x, g = b.load("x", at, dtype), b.load("g", at, dtype)
+    w, r = b.load("w", J0, dtype), b.load("r", I0)
+    hat, gw = b.op("mul", x, r), b.op("mul", g, w)
+    mean = b.op("mul", b.reduce("sum", b.op("mul", gw, hat)), b.const(1 / n))
+    dx = b.op("mul", b.op("sub", gw, b.op("mul", hat, mean)), r)
+    dw = b.op("mul", g, hat)
+    stores = [Store("dx", at, b.narrow(dx, dtype)), Store("dw", J0, dw, "sum")]
+    return program(
+        b, (rows,), (n,), stores,
+        x=(dtype, (rows, n)), g=(dtype, (rows, n)), w=(dtype, (n,)), r=("float32", (rows,)),
+        dx=(dtype, (rows, n)), dw=("float32", (n,)),
+    )  # fmt: skip
+
+
+def softmax(rows: int, n: int, dtype: str = "float32") -> Program:
+    b = Body()
+    x = b.load("x", I0 * n + J0, dtype)
+    e = b.op("exp", b.op("sub", x, b.reduce("max", x)))
+    y = b.op("div", e, b.reduce("sum", e))
+    stores = [Store("y", I0 * n + J0, b.narrow(y, dtype))]
+    return program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=(dtype, (rows, n)))
+
+
+def cross_entropy(rows: int, n: int) -> Program:
+    """Loss of each row, and what backward needs, from logits and labels."""
+    b = Body()
+    x = b.load("x", I0 * n + J0)
+    top = b.reduce("max", x)
+    total = b.reduce("sum", b.op("exp", b.op("sub", x, top)))
+    lse = b.op("add", top, b.op("log", total))
+    label = b.put(Load("t", I0, "int64"))
+    picked = b.load("x", I0 * n + var(f"v{label}"))
+    stores = [Store("loss", I0, b.op("sub", lse, picked)), Store("lse", I0, lse)]
+    return program(
+        b,
+        (rows,),
+        (n,),
+        stores,
+        x=("float32", (rows, n)),
+        t=("int64", (rows,)),
+        loss=("float32", (rows,)),
+        lse=("float32", (rows,)),
+    )
+
+
+def bias_gelu(rows: int, n: int, dtype: str = "float32") -> Program:
+    b = Body()
+    x = b.op("add", b.load("x", I0 * n + var("i1"), dtype), b.load("bias", var("i1"), dtype))
+    cube = b.op("mul", b.op("mul", x, x), x)
+    u = b.op("mul", b.op("add", x, b.op("mul", cube, b.const(0.044715))), b.const(math.sqrt(2 / math.pi)))
+    y = b.op("mul", b.op("mul", x, b.const(0.5)), b.op("add", b.op("tanh", u), b.const(1.0)))
+    stores = [Store("y", I0 * n + var("i1"), b.narrow(y, dtype))]
+    return program(b, (rows, n), (), stores, x=(dtype, (rows, n)), bias=(dtype, (n,)), y=(dtype, (rows, n)))
+
+
+def transpose(rows: int, n: int, dtype: str = "float32") -> Program:
+    b = Body()
+    x = b.put(Load("x", I0 * n + var("i1"), dtype))
+    return program(b, (rows, n), (), [Store("y", var("i1") * rows + I0, x)], x=(dtype, (rows, n)), y=(dtype, (n, rows)))
+
+
+def argmax(rows: int, n: int, dtype: str = "float32", op: str = "argmax") -> Program:
+    b = Body()
+    stores = [Store("y", I0, b.reduce(op, b.load("x", I0 * n + J0, dtype), "int64"))]
+    return program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=("int64", (rows,)))
+
+
+def column_reduce(rows: int, n: int, op: str = "sum", dtype: str = "float32") -> Program:
+    """Over dim 0, as a loop over the columns that are kept."""
+    b = Body()
+    out = "int64" if op.startswith("arg") else dtype
+    stores = [Store("y", I0, b.reduce(op, b.put(Load("x", J0 * n + I0, dtype)), out))]
+    return program(b, (n,), (rows,), stores, x=(dtype, (rows, n)), y=(out, (n,)))
+
+
+def embedding_backward(rows: int, n: int, vocabulary: int) -> Program:
+    b = Body()
+    token = b.put(Load("t", I0, "int64"))
+    g = b.load("g", I0 * n + J0)
+    stores = [Store("dw", var(f"v{token}") * n + J0, g, "sum")]
+    return program(
+        b, (rows,), (n,), stores, t=("int64", (rows,)), g=("float32", (rows, n)), dw=("float32", (vocabulary, n))
+    )
+
+
+def row_sum(rows: int, n: int, op: str = "sum", dtype: str = "float32") -> Program:
+    b = Body()
+    stores = [Store("y", I0, b.reduce(op, b.put(Load("x", I0 * n + J0, dtype)), dtype))]
+    return program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=(dtype, (rows,)))
+
+
+def unary(op: str, n: int, dtype: str = "float32", out: str | None = None) -> Program:
+    b = Body()
+    stores = [Store("y", I0, b.op(op, b.put(Load("x", I0, dtype)), dtype=out or dtype))]
+    return program(b, (n,), (), stores, x=(dtype, (n,)), y=(out or dtype, (n,)))
+
+
+def binary(op: str, n: int, dtype: str = "float32", out: str | None = None) -> Program:
+    b = Body()
+    args = (b.put(Load("x", I0, dtype)), b.put(Load("z", I0, dtype)))
+    stores = [Store("y", I0, b.op(op, *args, dtype=out or dtype))]
+    return program(b, (n,), (), stores, x=(dtype, (n,)), z=(dtype, (n,)), y=(out or dtype, (n,)))
+
+
+def arange(n: int, dtype: str = "int64") -> Program:
+    b = Body()
+    return program(b, (n,), (), [Store("y", I0, b.put(IndexOf(as_index(I0) * 3 + 1, dtype)))], y=(dtype, (n,)))

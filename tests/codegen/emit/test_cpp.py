@@ -1,0 +1,280 @@
+"""Compiled kernels against the interpreter on random programs, and against eager on the loops models are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.nest import make_nest
+from dcompile.ir.index import var
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Load, Loop, Program, Store
+from dcompile.ir.ops import OPS
+from tests.codegen.emit import loops
+from tests.codegen.emit.harness import call, compiled, placed, run
+from tests.ir.fuzz import random_program
+
+
+def text(program: Program) -> str:
+    (loop,) = program.steps
+    assert isinstance(loop, Loop)
+    return cpp.emit(loop, program.table).text
+
+
+def random_inputs(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for name in program.inputs:
+        b = program.table[name]
+        if b.dtype == "int64":
+            arrays[name] = rng.integers(0, 5, b.shape)
+            continue
+        values = rng.normal(size=b.shape).astype(np.float32)
+        if b.dtype == "bfloat16":
+            values = torch.from_numpy(values).bfloat16().float().numpy()
+        arrays[name] = values if b.dtype == "bfloat16" else values.astype(b.dtype)
+    return arrays
+
+
+def test_every_op_has_a_spelling():
+    assert cpp.EMITTER.spelling.keys() == OPS.keys()
+
+
+def test_random_exact_programs_agree_bit_for_bit_with_the_interpreter():
+    made = [random_program(seed, 8, exact=True) for seed in range(24)]
+    functions = compiled([program for program, _ in made])
+    for program, inputs in made:
+        for want, got in zip(interpret(program, inputs), run(program, inputs, functions), strict=True):
+            assert np.array_equal(want, got, equal_nan=True), program.name
+
+
+def test_random_programs_agree_with_the_interpreter_up_to_rounding():
+    made = [random_program(seed, 8) for seed in range(500, 516)]
+    functions = compiled([program for program, _ in made])
+    for program, inputs in made:
+        results = zip(program.outputs, interpret(program, inputs), run(program, inputs, functions), strict=True)
+        for view, want, got in results:
+            coarse = program.table[view.buffer].dtype in ("bfloat16", "float16")
+            wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
+            assert np.allclose(*wide, rtol=2e-2 if coarse else 1e-5, atol=1e-5, equal_nan=True), program.name
+
+
+HAND = {
+    "rms_norm": loops.rms_norm(7, 100),
+    "rms_norm bf16": loops.rms_norm(5, 33, "bfloat16"),
+    "rms_norm f16": loops.rms_norm(5, 33, "float16"),
+    "rms_norm_backward": loops.rms_norm_backward(70, 40),
+    "rms_norm_backward bf16": loops.rms_norm_backward(9, 24, "bfloat16"),
+    "softmax": loops.softmax(6, 130),
+    "softmax bf16": loops.softmax(6, 130, "bfloat16"),
+    "cross_entropy": loops.cross_entropy(9, 50),
+    "bias_gelu": loops.bias_gelu(9, 50),
+    "transpose": loops.transpose(100, 70),
+    "transpose bf16": loops.transpose(40, 35, "bfloat16"),
+    "argmax": loops.argmax(9, 100),
+    "argmin f64": loops.argmax(9, 100, "float64", "argmin"),
+    "column sum": loops.column_reduce(50, 300),
+    "column argmax": loops.column_reduce(50, 300, "argmax"),
+    "embedding_backward": loops.embedding_backward(40, 16, 8),
+    "arange": loops.arange(50),
+    "empty rows": loops.rms_norm(0, 8),
+    "empty inner space": loops.row_sum(4, 0),
+    "sum over no rows": loops.rms_norm_backward(0, 8),
+    "one element": loops.softmax(1, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def hand_built():
+    return compiled(list(HAND.values()))
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_hand_built_loops_agree_with_the_interpreter(name, hand_built):
+    program = HAND[name]
+    inputs = random_inputs(program)
+    for want, got in zip(interpret(program, inputs), run(program, inputs, hand_built), strict=True):
+        coarse = "16" in name
+        assert np.allclose(want, got, rtol=1.6e-2 if coarse else 2e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "argmax", "argmin"])
+@pytest.mark.parametrize("columns", [False, True])
+def test_nan_wins_and_the_first_of_equals_is_found(op, columns):
+    x = np.zeros((6, 40), np.float32)
+    x[0, 5] = x[0, 9] = x[0, 30] = 3
+    x[1, [7, 20]] = np.nan
+    x[2, [39]] = -2
+    x[3] = -np.inf
+    x[4] = np.inf
+    x[4, 39] = np.nan
+    if columns:
+        program, given, axis = loops.column_reduce(40, 6, op), np.ascontiguousarray(x.T), 0
+    elif op.startswith("arg"):
+        program, given, axis = loops.argmax(6, 40, op=op), x, 1
+    else:
+        program, given, axis = loops.row_sum(6, 40, op), x, 1
+    (got,) = run(program, {"x": given})
+    name = op if op.startswith("arg") else f"a{op}"
+    want = getattr(torch.from_numpy(given), name)(axis).numpy()
+    assert np.array_equal(got, want, equal_nan=True)
+
+
+def test_sum_of_a_million_is_as_accurate_as_eagers():
+    x = np.random.default_rng(0).uniform(size=(2, 1_000_000)).astype(np.float32)
+    exact = x.astype(np.float64).sum(1)
+    (got,) = run(loops.row_sum(2, 1_000_000), {"x": x})
+    assert np.abs(got / exact - 1).max() < 2e-7
+
+
+def test_column_sum_over_many_rows_is_as_accurate_as_eagers():
+    n, rows = 8, 100_000
+    body = loops.Body()
+    x = body.load("x", loops.I0 * n + loops.J0)
+    program = loops.program(
+        body, (rows,), (n,), [Store("y", loops.J0, x, "sum")], x=("float32", (rows, n)), y=("float32", (n,))
+    )
+    x = np.random.default_rng(0).uniform(size=(rows, n)).astype(np.float32)
+    exact = x.astype(np.float64).sum(0)
+    for made in (program, loops.column_reduce(rows, n)):
+        (got,) = run(made, {"x": x})
+        assert np.abs(got / exact - 1).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        loops.rms_norm_backward(300, 200),
+        loops.column_reduce(300, 400),
+        loops.transpose(300, 200),
+        loops.softmax(300, 200),
+    ],
+    ids=["rows and columns", "columns", "tiles", "rows"],
+)
+def test_threads_change_nothing_but_the_order_of_column_sums(program):
+    assert "omp parallel" in text(program), "large enough to be shared among threads"
+    inputs = random_inputs(program)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 3):
+            torch.set_num_threads(count)
+            results.append(run(program, inputs))
+    finally:
+        torch.set_num_threads(threads)
+    for one, two, three, again in zip(*results, strict=True):
+        assert np.allclose(one, two, rtol=1e-5, atol=1e-5) and np.allclose(one, three, rtol=1e-5, atol=1e-5)
+        assert np.array_equal(three, again), "the same threads give the same bits"
+    for name, results_ in zip(program.outputs, zip(*results, strict=True), strict=True):
+        if name.buffer != "dw":
+            assert np.array_equal(results_[0], results_[2])
+
+
+def test_small_kernels_stay_on_one_thread():
+    assert "omp parallel" not in text(loops.softmax(8, 64))
+
+
+def test_integer_division_by_zero_is_reported_and_harmless():
+    program = loops.binary("floordiv", 3, "int32")
+    (loop,) = program.steps
+    source = cpp.emit(loop, program.table)
+    assert source.checked
+    functions = compiled([program])
+    for divisor, expected in ((0, 1), (2, 0), (2, 0)):
+        values = {"x": np.array([5, 6, 7], np.int32), "z": np.array([1, divisor, 3], np.int32)}
+        memory = {b.name: placed(b, values.get(b.name)) for b in program.buffers}
+        assert call(source, functions, memory) == expected
+        assert memory["y"][0] == 5 and memory["y"][2] == 2
+
+
+def test_output_may_take_the_memory_of_an_input():
+    program = loops.softmax(6, 100)
+    (loop,) = program.steps
+    x = random_inputs(program)["x"]
+    memory = {"x": placed(program.table["x"], x)}
+    memory["y"] = memory["x"]
+    assert call(cpp.emit(loop, program.table), compiled([program]), memory) == 0
+    got = memory["x"][: x.size].reshape(x.shape)
+    assert np.allclose(got, torch.softmax(torch.from_numpy(x), -1).numpy(), atol=1e-6)
+
+
+def test_argmax_sees_its_row_before_an_output_overwrites_it():
+    body = loops.Body()
+    x = body.load("x", loops.I0 * 20 + loops.J0)
+    place = body.reduce("argmax", x, "int64")
+    stores = [Store("y", loops.I0 * 20 + loops.J0, body.op("neg", x)), Store("at", loops.I0, place)]
+    program = loops.program(
+        body, (3,), (20,), stores, x=("float32", (3, 20)), y=("float32", (3, 20)), at=("int64", (3,))
+    )
+    x = random_inputs(program)["x"]
+    memory = {"x": placed(program.table["x"], x), "at": placed(program.table["at"], None)}
+    memory["y"] = memory["x"]
+    call(cpp.emit(program.steps[0], program.table), compiled([program]), memory)
+    assert np.array_equal(memory["at"][:3], x.argmax(1))
+    assert np.array_equal(memory["x"][:60].reshape(3, 20), -x)
+
+
+def test_equal_layers_share_one_kernel():
+    program = loops.rms_norm(4, 8)
+    (loop,) = program.steps
+    new = {b.name: f"layer7_{b.name}" for b in program.buffers}
+    renamed = replace(
+        loop,
+        name="other",
+        origin=("layer7",),
+        body=tuple(replace(v, buffer=new[v.buffer]) if isinstance(v, Load) else v for v in loop.body),
+        stores=tuple(replace(s, buffer=new[s.buffer]) for s in loop.stores),
+    )
+    table = {new[b.name]: replace(b, name=new[b.name]) for b in program.buffers}
+    first, second = cpp.emit(loop, program.table), cpp.emit(renamed, table)
+    assert first == second and first.text == second.text
+    assert second.arguments == tuple(new[name] for name in first.arguments)
+
+
+def test_costly_values_are_kept_and_cheap_ones_computed_again():
+    assert text(loops.softmax(4, 100)).count("exp_(") == 1
+    assert "alignas" not in text(loops.rms_norm(4, 100)), "loading x again is cheaper than keeping it"
+    assert text(loops.softmax(4, 100_000)).count("exp_(") == 2, "the row is too long for the stack"
+
+
+def test_loops_are_merged_and_turned_to_the_contiguous_variable():
+    body = loops.Body()
+    x = body.load("x", loops.I0 * 12 + var("i1") * 3 + var("i2"))
+    flat = loops.program(
+        body, (2, 4, 3), (), [Store("y", loops.I0 * 12 + var("i1") * 3 + var("i2"), x)],
+        x=("float32", (2, 4, 3)), y=("float32", (2, 4, 3)),
+    )  # fmt: skip
+    nest = make_nest(flat.steps[0])
+    assert [axis.size for axis in nest.axes] == [24]
+    nest = make_nest(loops.column_reduce(50, 300).steps[0])
+    assert nest.lane is not None and nest.lane.size == 300
+    assert make_nest(loops.row_sum(50, 300).steps[0]).lane is None
+    body = loops.Body()
+    x = body.load("x", loops.I0 + var("i1") * 64)
+    turned = loops.program(
+        body, (64, 64), (), [Store("y", loops.I0 + var("i1") * 64, x)],
+        x=("float32", (64, 64), (1, 64)), y=("float32", (64, 64), (1, 64)),
+    )  # fmt: skip
+    assert make_nest(turned.steps[0]).elements[-1].name == "i0"
+
+
+@pytest.mark.parametrize("value", [0.1, -0.0, 1e-45, float("inf"), float("-inf"), float("nan"), 1e300])
+def test_constants_read_back_exactly(value):
+    for dtype in ("float32", "float64"):
+        body = loops.Body()
+        program = loops.program(body, (3,), (), [Store("y", loops.I0, body.const(value, dtype))], y=(dtype, (3,)))
+        (got,) = run(program, {})
+        with np.errstate(over="ignore"):
+            want = np.full(3, value).astype(dtype)
+        assert got.tobytes() == want.tobytes() or (np.isnan(value) and np.isnan(got).all())
+
+
+@pytest.mark.parametrize("value", [0, 255, -128, 2**63 - 1, -(2**63)])
+def test_integer_constants_read_back_exactly(value):
+    body = loops.Body()
+    program = loops.program(body, (3,), (), [Store("y", loops.I0, body.const(value, "int64"))], y=("int64", (3,)))
+    assert run(program, {})[0].tolist() == [value] * 3

@@ -1,0 +1,114 @@
+"""Accuracy of the inline functions over all exponents; exactness of 16-bit conversions over all bit patterns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.codegen.emit import loops
+from tests.codegen.emit.harness import run
+
+# largest error in units of the last place, measured over 7 million points of all exponents
+LARGEST_ULP = {"exp": 1, "exp2": 1.1, "expm1": 2.8, "log": 1, "log1p": 2.6, "tanh": 2, "sigmoid": 2.5, "erf": 1}
+SPECIAL = np.array(
+    [0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 1e-45, -1e-45, 3e38, -3e38, 88.8, -103.9, 0.1], np.float32
+)
+
+
+def points(count: int) -> np.ndarray:
+    """Every exponent, what networks hold, and the special values."""
+    rng = np.random.default_rng(0)
+    patterns = rng.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
+    return np.concatenate([patterns, rng.normal(0, 3, count).astype(np.float32), SPECIAL])
+
+
+@pytest.mark.parametrize("op", LARGEST_ULP)
+def test_float_functions_are_within_their_measured_error(op):
+    x = points(100_000)
+    (got,) = run(loops.unary(op, len(x)), {"x": x})
+    wide = torch.from_numpy(x).double()
+    want = (getattr(torch, op)(wide)).numpy()
+    nearest = torch.from_numpy(want).float().numpy()
+    assert np.array_equal(np.isnan(got), np.isnan(nearest))
+    usual = np.isfinite(nearest) & np.isfinite(got) & (np.abs(nearest) >= np.finfo(np.float32).tiny)
+    ulp = np.abs(got[usual] - want[usual]) / np.spacing(np.abs(nearest[usual])).astype(np.float64)
+    assert ulp.max() <= LARGEST_ULP[op], x[usual][ulp.argmax()]
+    unbounded = np.isinf(nearest) & (np.abs(want) > 3.41e38)
+    assert np.array_equal(got[unbounded], nearest[unbounded])
+    tiny = np.abs(nearest) < np.finfo(np.float32).tiny
+    assert np.all(np.abs(got[tiny] - want[tiny]) <= 3e-39), "denormal results may lose precision, not their size"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_values_round_trip_and_round_as_torch_does(dtype):
+    every = np.arange(65536, dtype=np.uint16)
+    tensor = torch.from_numpy(every.view(np.int16)).view(getattr(torch, dtype))
+    wide = tensor.float().numpy()
+    with np.errstate(all="ignore"):
+        near = [wide * np.float32(1 + 2**-k) for k in (9, 11, 12, 24)]
+    near = np.concatenate([*near, wide, SPECIAL, points(50_000)])
+    (got,) = run(loops.unary("cast", len(near), out=dtype), {"x": near})
+    want = torch.from_numpy(near).to(getattr(torch, dtype)).float().numpy()
+    assert np.array_equal(got, want, equal_nan=True)
+    values = wide if dtype == "bfloat16" else tensor.numpy()
+    body = loops.Body()
+    x = body.load("x", loops.I0, dtype)
+    p = loops.program(body, (65536,), (), [loops.Store("y", loops.I0, x)], x=(dtype, (65536,)), y=("float32", (65536,)))
+    (back,) = run(p, {"x": values})
+    assert np.array_equal(back, wide, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", ["int8", "uint8", "int16", "int32", "int64", "bool"])
+def test_float_to_integer_truncates_as_eager(target):
+    x = np.array([0.0, -0.0, 0.9, -0.9, 1.5, -1.5, 100.99, -100.99, 127.5], np.float32)
+    x = np.abs(x) if target == "uint8" else x
+    (got,) = run(loops.unary("cast", len(x), out=target), {"x": x})
+    assert np.array_equal(got.astype(np.int64), torch.from_numpy(x).to(getattr(torch, target)).long().numpy())
+
+
+PAIRS = np.array([(a, b) for a in (-7, -1, 0, 1, 7, -128, 127) for b in (-3, -1, 1, 3, 127, -128)])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+@pytest.mark.parametrize(("op", "torch_op"), [
+    ("floordiv", lambda a, b: torch.div(a, b, rounding_mode="floor")),
+    ("truncdiv", lambda a, b: torch.div(a, b, rounding_mode="trunc")),
+    ("mod", torch.remainder), ("fmod", torch.fmod), ("add", torch.add), ("mul", torch.mul), ("sub", torch.sub),
+    ("shl", lambda a, b: a << (b & 7)), ("shr", lambda a, b: a >> (b & 7)), ("xor", torch.bitwise_xor),
+])  # fmt: skip
+def test_integer_arithmetic_wraps_and_rounds_as_eager(op, torch_op, dtype):
+    low = np.iinfo(dtype).min
+    a, b = PAIRS[:, 0].astype(dtype), PAIRS[:, 1].astype(dtype)
+    a[0], a[1] = low, low
+    if op in ("shl", "shr"):
+        b = b & 7
+    keep = ~((a == low) & (b == -1)) if op in ("floordiv", "truncdiv", "mod", "fmod") else slice(None)  # traps in eager
+    a, b = np.ascontiguousarray(a[keep]), np.ascontiguousarray(b[keep])
+    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b})
+    assert np.array_equal(got, torch_op(torch.from_numpy(a), torch.from_numpy(b)).numpy())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("op", "torch_op"), [
+    ("floordiv", lambda a, b: torch.div(a, b, rounding_mode="floor")), ("mod", torch.remainder), ("fmod", torch.fmod),
+    ("min", torch.minimum), ("max", torch.maximum), ("pow", torch.pow), ("atan2", torch.atan2),
+])  # fmt: skip
+def test_float_arithmetic_keeps_eagers_corner_cases(op, torch_op, dtype):
+    values = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 7.0, np.inf, -np.inf, np.nan, 1e-3]
+    pairs = np.array([(a, b) for a in values for b in values], dtype)
+    a, b = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b})
+    want = torch_op(torch.from_numpy(a), torch.from_numpy(b)).numpy()
+    assert np.allclose(got, want, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "op", ["floor", "ceil", "trunc", "round", "sign", "abs", "isnan", "isinf", "sqrt", "sin", "cos", "log2"]
+)
+def test_remaining_unary_ops_match_eager(op):
+    x = np.concatenate([np.linspace(-4, 4, 33), SPECIAL]).astype(np.float32)
+    out = "bool" if op.startswith("is") else None
+    (got,) = run(loops.unary(op, len(x), out=out), {"x": x})
+    want = getattr(torch, op)(torch.from_numpy(x)).numpy()
+    assert np.allclose(got, want, rtol=3e-7, atol=1e-7, equal_nan=True)

@@ -29,7 +29,7 @@ class Text:
 
 
 def find_files(path: str | None) -> tuple[str, list[Path]]:
-    """A file, all files of a folder, or by default the Python standard library, which every machine has."""
+    """A file, all text files of a folder, or by default the Python standard library, which every machine has."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
@@ -37,7 +37,15 @@ def find_files(path: str | None) -> tuple[str, list[Path]]:
     root = Path(path)
     if not root.exists():
         raise UserError(f"--data {path}: no such file or folder")
-    return path, [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+    if root.is_file():
+        return path, [root]
+    return path, sorted(p for p in root.rglob("*") if p.is_file() and not _is_binary(p))
+
+
+def _is_binary(file: Path) -> bool:
+    """No text has a zero byte; pictures and programs have one soon."""
+    with file.open("rb") as stream:
+        return b"\0" in stream.read(4096)
 
 
 def load_text(path: str | None, max_mb: int, seq_len: int) -> Text:

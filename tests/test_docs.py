@@ -1,0 +1,55 @@
+"""The docs agree with the code: the table of settings is printed from it, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dcompile.config import MODES, describe
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def settings_page() -> str:
+    rows = [f"| `{name}` | `DCOMPILE_{name.upper()}` | `{default}` | {text} |" for name, default, text in describe()]
+    return "\n".join(
+        [
+            "# Settings",
+            "",
+            'Each is an option, `dcompile.compile(model, options={"name": value})` or the same in `torch.compile`,',
+            "and an environment variable; options win. An unknown name raises `ValueError` with the valid ones.",
+            "This page is printed from `dcompile/config.py`: `pytest tests/test_docs.py --update-golden`.",
+            "",
+            "| Option | Environment | Default | Meaning |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            f"Modes, as in torch.compile: {', '.join(f'`{mode}`' for mode in MODES)}.",
+            "A mode stands for a set of options, so give one or the other. On CPU all modes run the same program.",
+            "",
+        ]
+    )
+
+
+def test_settings_page_is_what_the_code_says(update_golden: bool) -> None:
+    page = ROOT / "docs" / "settings.md"
+    if update_golden:
+        page.write_text(settings_page())
+    assert page.read_text() == settings_page(), "run: pytest tests/test_docs.py --update-golden"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_that_the_docs_name_exists(page: Path) -> None:
+    named = re.findall(r"`((?:dcompile|launch|tests|tools|docs)/[\w/.]+?\.(?:py|md|sh|json))`", page.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing

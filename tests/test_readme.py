@@ -1,0 +1,75 @@
+"""Every command and every example of the README runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.job import ROOT, run
+
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+
+ENVIRONMENT = {
+    # this environment as it is: no set-up of another one
+    "VENV": "",
+    "PYTHON": sys.executable,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    # the whole suite within itself would never end
+    "TESTS": "tests/test_readme.py::test_commands_are_found",
+    "PYTEST_ADDOPTS": "-p no:cacheprovider",
+}
+
+
+def shortened(command: str, folder: Path) -> str:
+    """The command with a tiny model, few steps, and its output elsewhere."""
+    command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+    first, *_ = shlex.split(command)
+    small = f"--config llama_debug --seq-len 32 --output-dir {folder}"
+    if command.startswith("make train"):
+        command = re.sub(r"STEPS=\d+", "", command)
+        given = re.search(r'ARGS="([^"]*)"', command)
+        rest = re.sub(r'ARGS="[^"]*"', "", command)
+        return f'{rest} STEPS=2 ARGS="{given[1] if given else ""} {small}"'
+    if first.endswith("torchrun"):
+        return f"{command} --steps 2 {small}"
+    if first.endswith("pytest"):
+        return f"{command} $TESTS"
+    if "pip install" in command:
+        return f"{command} --quiet --dry-run"  # pip works out what it would install, and stops there
+    if "-m venv" in command:
+        return command.replace(".venv", str(folder / "venv"))
+    return command
+
+
+def test_commands_are_found() -> None:
+    assert "make train" in COMMANDS and "make test" in COMMANDS
+    assert len(COMMANDS) >= 8 and len(blocks("python")) >= 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, tmp_path: Path) -> None:
+    status, output = run(["bash", "-ec", shortened(command, tmp_path)], tmp_path, **ENVIRONMENT)
+    assert status == 0, output
+    if "make train" in command or "launch/train.py" in command:
+        assert "parameters equal on all ranks: yes" in output
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_example(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(blocks("python")[number])
+    status, output = run([sys.executable, str(script)], tmp_path)
+    assert status == 0, output
+    assert "adapter=" in output, "the receipt is printed"

@@ -209,11 +209,12 @@ def test_library_calls_write_where_they_are_told_or_allocate():
     values = Buffer("values", "float32", (4, 2), (2, 1), storage="library")
     places = Buffer("places", "int64", (4, 2), (2, 1), storage="library")
     s = Buffer("s", "float32", (4,), (1,), storage="out")
+    float32 = (("dtype", Literally("torch.float32")),)
     steps = (
         Extern("aten.mm.default", (whole(x), View("x", (6, 4), (1, 6))), (), ("m",), "out", origin=("layer.q: mm",)),
         scale("double", "m", "t", 16, 2),
         Extern("aten.topk.default", (View("t", (4, 4), (4, 1)), 2), (), ("values", "places"), "alloc"),
-        Extern("aten.sum.dim_IntList", (View("t", (4, 4), (4, 1)), (1,)), (("dtype", Literally("torch.float32")),), ("s",), "out"),
+        Extern("aten.sum.dim_IntList", (View("t", (4, 4), (4, 1)), (1,)), float32, ("s",), "out"),
         Extern("aten.add_.Tensor", (whole(s), 1.0), (), ("s",), "mutate"),
     )  # fmt: skip
     program = Program(

@@ -1,4 +1,4 @@
-"""The graph as it is: every op a library call in graph order, for debugging, symbolic sizes and what loops cannot say."""
+"""The graph as it is, every op a library call: for debugging, symbolic sizes and what loops cannot say."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class _Walk:
 
     def _buffer(self, name: str, value: Any) -> View:
         """A buffer for a value of the graph, as a view of all of it."""
-        dtype, shape, strides, device = OBJECT, (), (), "cpu"
+        dtype, device = OBJECT, "cpu"
+        shape: tuple[Size, ...] = ()
+        strides: tuple[Size, ...] = ()
         if isinstance(value, torch.Tensor):
             dtype, device = dtype_name(value.dtype), value.device.type
             shape, strides = _sizes(value.shape), _sizes(value.stride())

@@ -169,9 +169,9 @@ class Body:
                 return args[0] if not _is_negative_zero(values[1]) else None
             case "mul", [Const(value=1), _]:
                 return args[1]
-            case ("add" | "sub" | "mul"), [IndexOf(dtype="int64"), IndexOf() | Const()]:
+            case (("add" | "sub" | "mul"), [IndexOf(dtype="int64"), IndexOf() | Const()]):
                 return self._fold_index(op, values[0], values[1])
-            case ("add" | "mul"), [Const(), IndexOf(dtype="int64")]:
+            case (("add" | "mul"), [Const(), IndexOf(dtype="int64")]):
                 return self._fold_index(op, values[1], values[0])
         return None
 

@@ -9,13 +9,13 @@ import torch
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.pointwise import to_dtype
-from dcompile.codegen.lower.rule import Rule
+from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.tensor import T, broadcast, computed, constant
 from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
 
 
-def _filled(value: torch.Tensor, number: Any) -> T:
+def _filled(value: torch.Tensor, number: Any) -> Result:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     if isinstance(number, T):
         source = broadcast(number, shape)
@@ -25,23 +25,23 @@ def _filled(value: torch.Tensor, number: Any) -> T:
     return constant(number, shape, dtype)
 
 
-def _zeros(_: Lowering, value: torch.Tensor, *__: Any, **___: Any) -> T:
+def _zeros(_: Lowering, value: torch.Tensor, /, *__: Any, **___: Any) -> Result:
     return _filled(value, 0)
 
 
-def _ones(_: Lowering, value: torch.Tensor, *__: Any, **___: Any) -> T:
+def _ones(_: Lowering, value: torch.Tensor, /, *__: Any, **___: Any) -> Result:
     return _filled(value, 1)
 
 
-def _full(_: Lowering, value: torch.Tensor, __: Any, number: Any, **___: Any) -> T:
+def _full(_: Lowering, value: torch.Tensor, /, __: Any, number: Any, **___: Any) -> Result:
     return _filled(value, number)
 
 
-def _new_full(_: Lowering, value: torch.Tensor, __: Any, ___: Any, number: Any, **____: Any) -> T:
+def _new_full(_: Lowering, value: torch.Tensor, /, __: Any, ___: Any, number: Any, **____: Any) -> Result:
     return _filled(value, number)
 
 
-def _scalar_tensor(_: Lowering, value: torch.Tensor, number: Any, **__: Any) -> T:
+def _scalar_tensor(_: Lowering, value: torch.Tensor, /, number: Any, **__: Any) -> Result:
     return _filled(value, number)
 
 
@@ -60,15 +60,15 @@ def arithmetic(value: torch.Tensor, start: float, step: float) -> T:
     return computed(shape, dtype, at, ())
 
 
-def _arange(_: Lowering, value: torch.Tensor, end: float, **__: Any) -> T:
+def _arange(_: Lowering, value: torch.Tensor, /, end: float, **__: Any) -> T:
     return arithmetic(value, 0, 1)
 
 
-def _arange_start(_: Lowering, value: torch.Tensor, start: float, end: float, step: float = 1, **__: Any) -> T:
+def _arange_start(_: Lowering, value: torch.Tensor, /, start: float, end: float, step: float = 1, **__: Any) -> T:
     return arithmetic(value, start, step)
 
 
-def _iota(_: Lowering, value: torch.Tensor, length: int, *, start: int, step: int, **__: Any) -> T:
+def _iota(_: Lowering, value: torch.Tensor, /, length: int, *, start: int, step: int, **__: Any) -> T:
     return arithmetic(value, start, step)
 
 

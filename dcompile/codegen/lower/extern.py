@@ -97,9 +97,9 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
         if isinstance(item, (tuple, list)):
             raise Unsupported(f"dcompile: {node.target} returns lists inside a tuple")
         wanted = isinstance(item, torch.Tensor) and number in used
-        tensor = low.result(item, f"{node.name}_{number}") if wanted else None
-        outs.append(None if tensor is None else _name(tensor))
-        results.append(item if tensor is None and not isinstance(item, torch.Tensor) else tensor)
+        kept = low.result(item, f"{node.name}_{number}") if wanted else None
+        outs.append(None if kept is None else _name(kept))
+        results.append(item if kept is None and not isinstance(item, torch.Tensor) else kept)
     return outs, results
 
 

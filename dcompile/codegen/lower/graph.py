@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, ranges_of, variables
 from dcompile.codegen.lower.tensor import T, from_view, laid_out_as

@@ -10,7 +10,7 @@ import torch
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.pointwise import to_dtype
-from dcompile.codegen.lower.rule import Rule, opmath
+from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed, from_view, iota_range
 from dcompile.ir.index import Index
 from dcompile.ir.nodes import Ref
@@ -50,7 +50,7 @@ def position(body: Body, positions: T, coords: Coords, size: int, *, wrap: bool)
     return body.as_index(ref, size)
 
 
-def _embedding(low: Lowering, value: torch.Tensor, weight: T, indices: T, *_: Any) -> T:
+def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_: Any) -> T:
     size = weight.shape[0]
     seen = checked(low, indices, size, wrap=False)
 
@@ -61,7 +61,7 @@ def _embedding(low: Lowering, value: torch.Tensor, weight: T, indices: T, *_: An
     return computed(shape_of(value), weight.dtype, at, (weight, seen), ops=0)
 
 
-def _gather(low: Lowering, value: torch.Tensor, x: T, dim: int, index: T, **_: Any) -> T:
+def _gather(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, **_: Any) -> Result:
     if not x.shape or not index.shape:
         return NotImplemented
     dim %= len(x.shape)
@@ -75,7 +75,7 @@ def _gather(low: Lowering, value: torch.Tensor, x: T, dim: int, index: T, **_: A
     return computed(index.shape, x.dtype, at, (x, seen), ops=0)
 
 
-def _index_select(low: Lowering, value: torch.Tensor, x: T, dim: int, index: T) -> T:
+def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T) -> Result:
     if not x.shape or len(index.shape) != 1:
         return NotImplemented
     dim %= len(x.shape)
@@ -89,7 +89,7 @@ def _index_select(low: Lowering, value: torch.Tensor, x: T, dim: int, index: T) 
     return computed(shape_of(value), x.dtype, at, (x, seen), ops=0)
 
 
-def _index(low: Lowering, value: torch.Tensor, x: T, indices: Sequence[T | None]) -> T:
+def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None]) -> Result:
     """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(DTYPES[index.dtype] != "int" or index.dtype == "uint8" for _, index in given):
@@ -116,7 +116,7 @@ def _index(low: Lowering, value: torch.Tensor, x: T, indices: Sequence[T | None]
 def _scatter(combine: Callable[[Body, Ref, Ref], Ref]) -> Callable[..., Any]:
     """Scatter of one element for each line along `dim`: the others keep what they hold. More go to the library."""
 
-    def rule(low: Lowering, value: torch.Tensor, x: T, dim: int, index: T, source: Any) -> T:
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any) -> Result:
         if not x.shape or len(index.shape) != len(x.shape):
             return NotImplemented
         dim %= len(x.shape)

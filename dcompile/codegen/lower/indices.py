@@ -1,4 +1,4 @@
-"""Index algebra on top of ir.index that lowering needs: bounds from below, joining what a reshape took apart, strides."""
+"""What lowering needs beside ir.index: bounds from below, joining what a reshape took apart, strides."""
 
 from __future__ import annotations
 

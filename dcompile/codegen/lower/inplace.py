@@ -8,10 +8,10 @@ import torch
 
 from dcompile.codegen.lower.extern import Unsupported
 from dcompile.codegen.lower.graph import Lowering
+from dcompile.codegen.lower.indices import ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.tensor import T, broadcast, computed
 from dcompile.ir.index import flatten
-from dcompile.codegen.lower.indices import ranges_of, variables
 from dcompile.ir.nodes import Load, Store
 from dcompile.ir.ops import DTYPES
 

@@ -11,7 +11,7 @@ import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.rule import Rule, common_dtype, opmath
+from dcompile.codegen.lower.rule import Result, Rule, common_dtype, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed
 from dcompile.ir.nodes import Const, Ref
 from dcompile.ir.ops import DTYPES
@@ -19,17 +19,21 @@ from dcompile.ir.ops import DTYPES
 Promotion = Literal["result", "common", "bool"]
 """Operands become the result's dtype, their own common dtype, or truth values, before the operation."""
 
+
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """`meaning(body, *operands, **settings)` in the compute dtype; `operands` is how many leading arguments it takes."""
+    """`meaning(body, *operands, **settings)` in the compute dtype, on that many leading arguments."""
 
     meaning: Callable[..., Ref]
     operands: int
     promotion: Promotion = "result"
     heavy: bool = False
     ops: int = 1
+    exact_numbers: bool = False
+    """A number after the first operand keeps the compute dtype's precision, as ATen's CPU kernels of mul and div have
+    it (measured on torch 2.13; add, sub and comparisons round it to the tensor's dtype first)."""
 
-    def __call__(self, _: Lowering, value: torch.Tensor, *args: Any, **settings: Any) -> T:
+    def __call__(self, _: Lowering, value: torch.Tensor, /, *args: Any, **settings: Any) -> T:
         shape, dtype = shape_of(value), dtype_name(value.dtype)
         operands, extra = args[: self.operands], args[self.operands :]
         common = "bool" if self.promotion == "bool" else dtype
@@ -37,17 +41,19 @@ class Pointwise:
             common = common_dtype(operands)
         compute, meaning = opmath(common), self.meaning
         seen = [broadcast(arg, shape) if isinstance(arg, T) else arg for arg in operands]
-        # torch rounds operands to the common dtype, but takes a number beside a tensor in full precision
-        direct = [isinstance(arg, T) and not arg.shape and bool(shape) for arg in operands]
+        exact = [
+            self.exact_numbers and position > 0 and not (isinstance(arg, T) and (arg.shape or not shape))
+            for position, arg in enumerate(operands)
+        ]
 
         def at(body: Body, coords: Coords) -> Ref:
             refs: list[Ref | None] = []
-            for arg, is_number in zip(seen, direct, strict=True):
-                if not isinstance(arg, T):
-                    refs.append(None if arg is None else body.const(arg, compute))
+            for arg, is_exact in zip(seen, exact, strict=True):
+                if arg is None:
+                    refs.append(None)
                     continue
-                ref = body.trace(arg, coords)
-                refs.append(body.cast(ref if is_number else to_dtype(body, ref, common), compute))
+                ref = body.trace(arg, coords) if isinstance(arg, T) else body.const(arg, compute)
+                refs.append(body.cast(ref if is_exact else to_dtype(body, ref, common), compute))
             return to_dtype(body, meaning(body, *refs, *extra, **settings), dtype)
 
         tensors = tuple(arg for arg in seen if isinstance(arg, T))
@@ -295,13 +301,13 @@ def _table() -> dict[str, Pointwise]:
         table |= {f"aten.bitwise_{name}.{overload}": Pointwise(_simple(name), 2) for overload in _BOTH}
         table[f"aten.logical_{name}.default"] = Pointwise(_simple(name), 2, "bool")
     for name, op in {"add": _add, "sub": _sub, "mul": _mul, "rsub": _rsub}.items():
-        table |= {f"aten.{name}.{overload}": Pointwise(op, 2) for overload in _BOTH}
+        exact = name == "mul"
+        table |= {f"aten.{name}.{overload}": Pointwise(op, 2, exact_numbers=exact) for overload in _BOTH}
     for name, op in {"remainder": _remainder, "fmod": _simple("fmod")}.items():
         table |= {f"aten.{name}.{overload}": Pointwise(op, 2, heavy=True) for overload in _BOTH}
     for overload in ("Tensor", "Scalar", "Tensor_mode", "Scalar_mode"):
-        table[f"aten.div.{overload}"] = Pointwise(_div, 2, heavy=True)
+        table[f"aten.div.{overload}"] = Pointwise(_div, 2, heavy=True, exact_numbers=overload in _BOTH)
     return table | {
-        "aten.true_divide.Tensor": Pointwise(_div, 2, heavy=True),
         "aten.floor_divide.default": Pointwise(_floor_divide, 2, heavy=True),
         "aten.sign.default": Pointwise(_sign, 1),
         "aten.atan2.default": Pointwise(_simple("atan2"), 2, heavy=True),
@@ -328,8 +334,8 @@ def _table() -> dict[str, Pointwise]:
         "aten.threshold_backward.default": Pointwise(_threshold_backward, 2, ops=2),
         "aten.addcmul.default": Pointwise(_addcmul, 3, ops=2),
         "aten.addcdiv.default": Pointwise(_addcdiv, 3, heavy=True, ops=2),
-        "aten.lerp.Scalar": Pointwise(_lerp, 3, ops=4),
-        "aten.lerp.Tensor": Pointwise(_lerp, 3, ops=4),
+        "aten.lerp.Scalar": Pointwise(_lerp, 3, ops=4, exact_numbers=True),
+        "aten.lerp.Tensor": Pointwise(_lerp, 3, ops=4, exact_numbers=True),
         "aten.clone.default": Pointwise(_same, 1, ops=0),
         "aten._to_copy.default": Pointwise(_same, 1, "common", ops=0),
         "aten.lift_fresh_copy.default": Pointwise(_same, 1, ops=0),
@@ -338,11 +344,11 @@ def _table() -> dict[str, Pointwise]:
     }
 
 
-def _hardtanh(low: Lowering, value: torch.Tensor, x: T, a: float = -1.0, b: float = 1.0) -> T:
+def _hardtanh(low: Lowering, value: torch.Tensor, /, x: T, a: float = -1.0, b: float = 1.0) -> T:
     return Pointwise(_clamp, 3)(low, value, x, a, b)
 
 
-def _power(low: Lowering, value: torch.Tensor, base: Any, exponent: Any) -> T:
+def _power(low: Lowering, value: torch.Tensor, /, base: Any, exponent: Any) -> Result:
     """Integer powers beyond the cube are left to the library: the op table has only a floating-point power."""
     if not value.is_floating_point() and (isinstance(exponent, T) or exponent not in (0, 1, 2, 3)):
         return NotImplemented
@@ -350,7 +356,7 @@ def _power(low: Lowering, value: torch.Tensor, base: Any, exponent: Any) -> T:
     return Pointwise(_pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent)
 
 
-def _where(_: Lowering, value: torch.Tensor, condition: T, a: Any, b: Any) -> T:
+def _where(_: Lowering, value: torch.Tensor, /, condition: T, a: Any, b: Any) -> T:
     """The condition is a truth value, the two choices become the result's dtype."""
     return select(condition, a, b, shape_of(value), dtype_name(value.dtype))
 
@@ -377,7 +383,7 @@ def _truth(body: Body, ref: Ref) -> Ref:
     return body.cast(ref, "bool")
 
 
-def _masked_fill(_: Lowering, value: torch.Tensor, x: T, mask: T, fill: Any) -> T:
+def _masked_fill(_: Lowering, value: torch.Tensor, /, x: T, mask: T, fill: Any) -> T:
     return select(mask, fill, x, shape_of(value), dtype_name(value.dtype))
 
 

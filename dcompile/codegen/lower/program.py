@@ -18,7 +18,8 @@ from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.rules import RULES
 from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, from_view
 from dcompile.codegen.lower.uses import Kind, Uses, find_uses
-from dcompile.ir.nodes import Index, Program, View
+from dcompile.ir.index import Index
+from dcompile.ir.nodes import Program, View
 from dcompile.ir.ops import DTYPES
 
 
@@ -141,7 +142,8 @@ class _Walk:
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         if node.target is operator.getitem:
             return args[0][args[1]]
-        value = node.meta.get("val")
+        args = _in_order(node.target, args, kwargs)
+        value: Any = node.meta.get("val")
         if str(node.target) in OVERWRITES:
             return overwrite_input(self.low, value, *args)
         rule = RULES.get(str(node.target))
@@ -165,7 +167,7 @@ class _Walk:
 
     def _settled(self, node: Node, result: Any) -> Any:
         """The node's value: a tensor is stored now unless it is better computed where it is used."""
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if isinstance(result, (tuple, list)):
             return tuple(
                 self._torch_layout(item, fake) if isinstance(item, T) else item
@@ -195,6 +197,17 @@ class _Walk:
         if uses.memory:
             return True
         return not tensor.is_cheap and (uses.count > 1 or uses.numel > tensor.numel)
+
+
+def _in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """`args`, and after them what was given by keyword though it has a position: taken out of `kwargs`."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not kwargs:
+        return args
+    places = [argument for argument in schema.arguments if not argument.kwarg_only]
+    last = max((n for n, argument in enumerate(places) if argument.name in kwargs), default=-1)
+    missing = places[len(args) : last + 1]
+    return args + [kwargs.pop(argument.name, argument.default_value) for argument in missing]
 
 
 def _replaced(item: Any, old: T, new: T) -> Any:

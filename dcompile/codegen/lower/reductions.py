@@ -11,7 +11,7 @@ from dcompile.codegen.lower.body import Body
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.indices import Shape, variables
 from dcompile.codegen.lower.pointwise import to_dtype
-from dcompile.codegen.lower.rule import Rule, opmath
+from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.ir.index import flatten
 from dcompile.ir.nodes import Ref, Store
@@ -56,7 +56,7 @@ def reduced(low: Lowering, values: Sequence[torch.Tensor | None], x: T, dim: Any
     return tuple(results)
 
 
-def _one(low: Lowering, value: torch.Tensor, x: T, dim: Any, build: Callable[[Body, Ref, int], Ref]) -> T:
+def _one(low: Lowering, value: torch.Tensor, /, x: T, dim: Any, build: Callable[[Body, Ref, int], Ref]) -> T:
     (result,) = reduced(low, (value,), x, dim, lambda body, ref, count: (build(body, ref, count),))
     assert result is not None
     return result
@@ -65,22 +65,22 @@ def _one(low: Lowering, value: torch.Tensor, x: T, dim: Any, build: Callable[[Bo
 def _accumulated(op: str) -> Callable[..., T]:
     """Sums and products: in the result's dtype, 16-bit floats in float32."""
 
-    def rule(low: Lowering, value: torch.Tensor, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
         compute = opmath(dtype_name(value.dtype))
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute)))
 
     return rule
 
 
-def _prod_dim(low: Lowering, value: torch.Tensor, x: T, dim: int, *_: Any, **__: Any) -> T:
+def _prod_dim(low: Lowering, value: torch.Tensor, /, x: T, dim: int, *_: Any, **__: Any) -> T:
     return _accumulated("prod")(low, value, x, dim)
 
 
-def _prod_all(low: Lowering, value: torch.Tensor, x: T, **_: Any) -> T:
+def _prod_all(low: Lowering, value: torch.Tensor, /, x: T, **_: Any) -> T:
     return _accumulated("prod")(low, value, x)
 
 
-def _mean(low: Lowering, value: torch.Tensor, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+def _mean(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
     compute = opmath(dtype_name(value.dtype))
 
     def build(body: Body, ref: Ref, count: int) -> Ref:
@@ -94,7 +94,7 @@ def divided(body: Body, ref: Ref, count: float) -> Ref:
 
 
 def _extreme(op: str) -> Callable[..., T]:
-    def rule(low: Lowering, value: torch.Tensor, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
         compute = opmath(x.dtype)
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute)))
 
@@ -102,7 +102,7 @@ def _extreme(op: str) -> Callable[..., T]:
 
 
 def _position(op: str) -> Callable[..., T]:
-    def rule(low: Lowering, value: torch.Tensor, x: T, dim: int | None = None, *_: Any, **__: Any) -> T:
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int | None = None, *_: Any, **__: Any) -> T:
         compute = opmath(x.dtype)
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute), "int64"))
 
@@ -112,7 +112,7 @@ def _position(op: str) -> Callable[..., T]:
 def _with_position(op: str) -> Callable[..., tuple[T | None, ...]]:
     """(values, indices) along one dimension."""
 
-    def rule(low: Lowering, value: Sequence[torch.Tensor], x: T, dim: int, *_: Any) -> tuple[T | None, ...]:
+    def rule(low: Lowering, value: Sequence[torch.Tensor], /, x: T, dim: int, *_: Any) -> tuple[T | None, ...]:
         compute = opmath(x.dtype)
 
         def build(body: Body, ref: Ref, _: int) -> tuple[Ref, ...]:
@@ -125,7 +125,7 @@ def _with_position(op: str) -> Callable[..., tuple[T | None, ...]]:
 
 
 def _truth(op: str) -> Callable[..., T]:
-    def rule(low: Lowering, value: torch.Tensor, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, body.cast(ref, "bool")))
 
     return rule
@@ -140,12 +140,16 @@ def moments(body: Body, ref: Ref, count: int, correction: float, compute: str) -
     return divided(body, squares, max(count - correction, 0)), mean
 
 
-def _var(low: Lowering, value: torch.Tensor, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = 0) -> T:
+def _var(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
+) -> T:
     compute, by = opmath(x.dtype), 1 if correction is None else correction
     return _one(low, value, x, dim, lambda body, ref, count: moments(body, ref, count, by, compute)[0])
 
 
-def _std(low: Lowering, value: torch.Tensor, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = 0) -> T:
+def _std(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
+) -> T:
     compute, by = opmath(x.dtype), 1 if correction is None else correction
 
     def build(body: Body, ref: Ref, count: int) -> Ref:
@@ -155,13 +159,13 @@ def _std(low: Lowering, value: torch.Tensor, x: T, dim: Any = None, *, correctio
 
 
 def _var_mean(
-    low: Lowering, value: Any, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = False
+    low: Lowering, value: Any, /, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = False
 ) -> tuple[T | None, ...]:
     compute, by = opmath(x.dtype), 1 if correction is None else correction
     return reduced(low, value, x, dim, lambda body, ref, count: moments(body, ref, count, by, compute))
 
 
-def _logsumexp(low: Lowering, value: torch.Tensor, x: T, dim: Any, *_: Any) -> T:
+def _logsumexp(low: Lowering, value: torch.Tensor, /, x: T, dim: Any, *_: Any) -> T:
     compute = opmath(dtype_name(value.dtype))
 
     def build(body: Body, ref: Ref, _: int) -> Ref:
@@ -178,7 +182,7 @@ def finite(body: Body, ref: Ref) -> Ref:
     return body.apply("where", body.apply("isinf", ref), body.const(0, body.dtype(ref)), ref)
 
 
-def _norm(low: Lowering, value: torch.Tensor, x: T, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> T:
+def _norm(low: Lowering, value: torch.Tensor, /, x: T, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> Result:
     """Vector norms that need no power function; the others are left to the library."""
     if order not in (1, 2, float("inf")):
         return NotImplemented

@@ -11,7 +11,7 @@ from dcompile.codegen.lower.body import Body
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.reductions import moments
-from dcompile.codegen.lower.rule import Rule, opmath
+from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, from_view
 from dcompile.ir.index import flatten
 from dcompile.ir.nodes import Ref, Store
@@ -19,7 +19,9 @@ from dcompile.ir.nodes import Ref, Store
 Build = Callable[..., Ref]
 
 
-def _by_row(low: Lowering, value: torch.Tensor, tensors: Sequence[T], dim: int, compute: str, build: Build) -> T:
+def _by_row(
+    low: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int, compute: str, build: Build
+) -> Result:
     """A loop over rows along `dim` of equally shaped tensors that stores one result for each element."""
     rank = len(tensors[0].shape)
     if rank == 0:
@@ -39,7 +41,7 @@ def _shifted(body: Body, x: Ref) -> Ref:
     return body.apply("sub", x, body.reduce("max", x))
 
 
-def _softmax(low: Lowering, value: torch.Tensor, x: T, dim: int, half_to_float: bool) -> T:
+def _softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> T:
     def build(body: Body, x: Ref) -> Ref:
         exp = body.apply("exp", _shifted(body, x))
         return body.apply("div", exp, body.reduce("sum", exp))
@@ -47,7 +49,7 @@ def _softmax(low: Lowering, value: torch.Tensor, x: T, dim: int, half_to_float: 
     return _by_row(low, value, [x], dim, opmath(x.dtype), build)
 
 
-def _log_softmax(low: Lowering, value: torch.Tensor, x: T, dim: int, half_to_float: bool) -> T:
+def _log_softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> T:
     def build(body: Body, x: Ref) -> Ref:
         shifted = _shifted(body, x)
         return body.apply("sub", shifted, body.apply("log", body.reduce("sum", body.apply("exp", shifted))))
@@ -55,7 +57,7 @@ def _log_softmax(low: Lowering, value: torch.Tensor, x: T, dim: int, half_to_flo
     return _by_row(low, value, [x], dim, opmath(x.dtype), build)
 
 
-def _softmax_backward(low: Lowering, value: torch.Tensor, grad: T, y: T, dim: int, dtype: Any) -> T:
+def _softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> T:
     def build(body: Body, grad: Ref, y: Ref) -> Ref:
         total = body.reduce("sum", body.apply("mul", grad, y))
         return body.apply("mul", body.apply("sub", grad, total), y)
@@ -63,7 +65,7 @@ def _softmax_backward(low: Lowering, value: torch.Tensor, grad: T, y: T, dim: in
     return _by_row(low, value, [grad, y], dim, opmath(grad.dtype), build)
 
 
-def _log_softmax_backward(low: Lowering, value: torch.Tensor, grad: T, y: T, dim: int, dtype: Any) -> T:
+def _log_softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> T:
     def build(body: Body, grad: Ref, y: Ref) -> Ref:
         return body.apply("sub", grad, body.apply("mul", body.apply("exp", y), body.reduce("sum", grad)))
 
@@ -71,7 +73,7 @@ def _log_softmax_backward(low: Lowering, value: torch.Tensor, grad: T, y: T, dim
 
 
 def _layer_norm(
-    low: Lowering, value: Any, x: T, normalized: Sequence[int], weight: T | None, bias: T | None, eps: float
+    low: Lowering, value: Any, /, x: T, normalized: Sequence[int], weight: T | None, bias: T | None, eps: float
 ) -> tuple[T, ...]:
     """(output, mean, 1 / standard deviation)."""
     rank, first = len(x.shape), len(x.shape) - len(normalized)

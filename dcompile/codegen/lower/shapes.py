@@ -11,7 +11,7 @@ from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.indices import lower_bound
 from dcompile.codegen.lower.pointwise import to_dtype
-from dcompile.codegen.lower.rule import Rule, opmath
+from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed, fresh
 from dcompile.codegen.lower.views import COPIES, reshape
 from dcompile.ir.index import Index, as_index, floordiv, modulo, upper_bound
@@ -62,13 +62,13 @@ def _value(body: Body, tensor: T, coords: Coords, dtype: str) -> Ref:
     return body.cast(to_dtype(body, body.trace(tensor, coords), dtype), opmath(dtype))
 
 
-def _cat(_: Lowering, value: torch.Tensor, tensors: Sequence[T], dim: int = 0) -> T:
+def _cat(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int = 0) -> Result:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     pieces = [t for t in tensors if t.shape != (0,) or len(shape) == 1]
     return cat([t for t in pieces if 0 not in t.shape] or pieces[:1], dim % len(shape), shape, dtype)
 
 
-def cat(pieces: Sequence[T], dim: int, shape: tuple[int, ...], dtype: str) -> T:
+def cat(pieces: Sequence[T], dim: int, shape: tuple[int, ...], dtype: str) -> Result:
     """Pieces one after another along `dim`."""
     if len(pieces) > MAX_PIECES:
         return NotImplemented
@@ -105,14 +105,14 @@ def cat(pieces: Sequence[T], dim: int, shape: tuple[int, ...], dtype: str) -> T:
     )
 
 
-def _stack(_: Lowering, value: torch.Tensor, tensors: Sequence[T], dim: int = 0) -> T:
+def _stack(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int = 0) -> Result:
     shape = shape_of(value)
     dim %= len(shape)
     pieces = [reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in tensors]
     return cat(pieces, dim, shape, dtype_name(value.dtype))
 
 
-def _pad(_: Lowering, value: torch.Tensor, x: T, pad: Sequence[int], fill: float = 0) -> T:
+def _pad(_: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[int], fill: float = 0) -> T:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     rank = len(shape)
     before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
@@ -121,9 +121,7 @@ def _pad(_: Lowering, value: torch.Tensor, x: T, pad: Sequence[int], fill: float
         moved = tuple(c - before.get(d, 0) for d, c in enumerate(coords))
         limits = [(moved[d], x.shape[d]) for d in before]
         inside = both(body, *(c for m, size in limits for c in (not_below(body, m, 0), below(body, m, size))))
-        chosen = _choose(
-            body, inside, lambda: _value(body, x, moved, dtype), lambda: body.const(fill, opmath(dtype))
-        )
+        chosen = _choose(body, inside, lambda: _value(body, x, moved, dtype), lambda: body.const(fill, opmath(dtype)))
         return to_dtype(body, chosen, dtype)
 
     return computed(shape, dtype, at, (x,), ops=2)
@@ -132,6 +130,7 @@ def _pad(_: Lowering, value: torch.Tensor, x: T, pad: Sequence[int], fill: float
 def _slice_scatter(
     _: Lowering,
     value: torch.Tensor,
+    /,
     x: T,
     source: T,
     dim: int = 0,
@@ -163,7 +162,7 @@ def _slice_scatter(
     return computed(shape, dtype, at, (x, source), ops=3)
 
 
-def _select_scatter(low: Lowering, value: torch.Tensor, x: T, source: T, dim: int, position: int) -> T:
+def _select_scatter(low: Lowering, value: torch.Tensor, /, x: T, source: T, dim: int, position: int) -> Result:
     dim %= len(x.shape)
     position %= x.shape[dim]
     source = reshape(broadcast(source, (*x.shape[:dim], *x.shape[dim + 1 :])), (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
@@ -173,7 +172,7 @@ def _select_scatter(low: Lowering, value: torch.Tensor, x: T, source: T, dim: in
 def _triangle(keep_below: bool) -> Callable[..., T]:
     """tril and triu: zero on the other side of a diagonal."""
 
-    def rule(_: Lowering, value: torch.Tensor, x: T, diagonal: int = 0) -> T:
+    def rule(_: Lowering, value: torch.Tensor, /, x: T, diagonal: int = 0) -> T:
         dtype = dtype_name(value.dtype)
 
         def at(body: Body, coords: Coords) -> Ref:

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcompile.codegen.lower.body import Body, Coords
-from dcompile.codegen.lower.indices import Shape, affine_strides, contiguous, lower_bound, ranges_of, same_layout, variables
+from dcompile.codegen.lower.indices import (
+    Shape,
+    affine_strides,
+    contiguous,
+    lower_bound,
+    ranges_of,
+    same_layout,
+    variables,
+)
 from dcompile.ir.index import as_index, flatten, upper_bound
 from dcompile.ir.nodes import Const, IndexOf, Ref, View
 

@@ -1,4 +1,4 @@
-"""Who uses each value of an FX graph, seen through views: decides what is stored and what is computed where it is used."""
+"""Who uses each value of an FX graph, seen through views: what decides where it is computed."""
 
 from __future__ import annotations
 

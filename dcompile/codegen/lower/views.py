@@ -11,13 +11,13 @@ import torch
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, shape_of
 from dcompile.codegen.lower.indices import Shape, reshaped, view_strides
-from dcompile.codegen.lower.rule import Rule
+from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.tensor import T, broadcast, from_view, laid_out_as, remapped
 from dcompile.ir.index import as_index, modulo
 from dcompile.ir.nodes import View
 
 
-def _reshape(_: Lowering, value: torch.Tensor, x: T, *__: Any) -> T:
+def _reshape(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
     return reshape(x, shape_of(value))
 
 
@@ -33,11 +33,11 @@ def reshape(x: T, shape: Shape) -> T:
     return replace(lazy, base=x, again=lambda stored: reshape(stored, shape)) if x.view is None else lazy
 
 
-def _same(_: Lowering, value: torch.Tensor, x: T, *__: Any) -> T:
+def _same(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
     return x
 
 
-def _permute(_: Lowering, value: torch.Tensor, x: T, dims: Sequence[int]) -> T:
+def _permute(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:
     return permute(x, dims)
 
 
@@ -49,7 +49,7 @@ def permute(x: T, dims: Sequence[int]) -> T:
     return remapped(x, tuple(x.shape[d] for d in order), lambda _, coords: tuple(coords[n] for n in back))
 
 
-def _transpose(_: Lowering, value: torch.Tensor, x: T, a: int, b: int) -> T:
+def _transpose(_: Lowering, value: torch.Tensor, /, x: T, a: int, b: int) -> T:
     rank = len(x.shape)
     dims = list(range(rank))
     if rank:
@@ -57,18 +57,25 @@ def _transpose(_: Lowering, value: torch.Tensor, x: T, a: int, b: int) -> T:
     return permute(x, dims)
 
 
-def _t(_: Lowering, value: torch.Tensor, x: T) -> T:
+def _t(_: Lowering, value: torch.Tensor, /, x: T) -> T:
     return permute(x, range(len(x.shape))[::-1])
 
 
-def _expand(_: Lowering, value: torch.Tensor, x: T, *__: Any, **___: Any) -> T:
+def _expand(_: Lowering, value: torch.Tensor, /, x: T, *__: Any, **___: Any) -> T:
     return broadcast(x, shape_of(value))
 
 
 def _slice(
-    _: Lowering, value: torch.Tensor, x: T, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    _: Lowering,
+    value: torch.Tensor,
+    /,
+    x: T,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> T:
-    first, _, _ = slice(start, end, step).indices(x.shape[dim])
+    first = slice(start, end, step).indices(x.shape[dim])[0]
     return along(x, dim, shape_of(value), lambda c: c * step + first)
 
 
@@ -90,25 +97,29 @@ def select(x: T, dim: int, position: int) -> T:
     return remapped(x, shape, lambda _, coords: (*coords[:dim], at, *coords[dim:]))
 
 
-def _select(_: Lowering, value: torch.Tensor, x: T, dim: int, position: int) -> T:
+def _select(_: Lowering, value: torch.Tensor, /, x: T, dim: int, position: int) -> T:
     return select(x, dim, position)
 
 
-def _pieces(_: Lowering, values: Sequence[torch.Tensor], x: T, __: Any, dim: int = 0) -> list[T]:
+def _pieces(_: Lowering, values: Sequence[torch.Tensor], /, x: T, __: Any, dim: int = 0) -> list[T]:
     """Consecutive pieces along a dimension, as long as the fake results say."""
     result, start = [], 0
     for value in values:
         shape = shape_of(value)
-        result.append(along(x, dim, shape, lambda c, first=start: c + first))
+        result.append(_shifted(x, dim, shape, start))
         start += shape[dim]
     return result
 
 
-def _unbind(_: Lowering, values: Sequence[torch.Tensor], x: T, dim: int = 0) -> list[T]:
+def _shifted(x: T, dim: int, shape: Shape, start: int) -> T:
+    return along(x, dim, shape, lambda c: c + start)
+
+
+def _unbind(_: Lowering, values: Sequence[torch.Tensor], /, x: T, dim: int = 0) -> list[T]:
     return [select(x, dim, position) for position in range(len(values))]
 
 
-def _diagonal(_: Lowering, value: torch.Tensor, x: T, offset: int = 0, dim1: int = 0, dim2: int = 1) -> T:
+def _diagonal(_: Lowering, value: torch.Tensor, /, x: T, offset: int = 0, dim1: int = 0, dim2: int = 1) -> T:
     rank = len(x.shape)
     row, column = dim1 % rank, dim2 % rank
     others = [d for d in range(rank) if d not in (row, column)]
@@ -121,7 +132,7 @@ def _diagonal(_: Lowering, value: torch.Tensor, x: T, offset: int = 0, dim1: int
     return remapped(x, shape_of(value), remap)
 
 
-def _unfold(_: Lowering, value: torch.Tensor, x: T, dim: int, size: int, step: int) -> T:
+def _unfold(_: Lowering, value: torch.Tensor, /, x: T, dim: int, size: int, step: int) -> Result:
     if not x.shape:
         return NotImplemented
     dim %= len(x.shape)
@@ -133,8 +144,8 @@ def _unfold(_: Lowering, value: torch.Tensor, x: T, dim: int, size: int, step: i
 
 
 def _as_strided(
-    low: Lowering, value: torch.Tensor, x: T, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> T:
+    low: Lowering, value: torch.Tensor, /, x: T, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Result:
     """Strides into memory mean what torch's layout says: `x` has to lie there exactly so."""
     stored = low.memory(x)
     if not laid_out_as(stored, x.strides):
@@ -150,7 +161,7 @@ def _is_whole(low: Lowering, view: View) -> bool:
     return view.offset == 0 and low.buffers[view.buffer].shape == view.shape
 
 
-def _flip(_: Lowering, value: torch.Tensor, x: T, dims: Sequence[int]) -> T:
+def _flip(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:
     rank = len(x.shape)
     turned = {d % rank for d in dims} if rank else set()
 
@@ -162,7 +173,7 @@ def _flip(_: Lowering, value: torch.Tensor, x: T, dims: Sequence[int]) -> T:
     return remapped(x, x.shape, remap)
 
 
-def _repeat(_: Lowering, value: torch.Tensor, x: T, repeats: Sequence[int]) -> T:
+def _repeat(_: Lowering, value: torch.Tensor, /, x: T, repeats: Sequence[int]) -> T:
     lead = len(repeats) - len(x.shape)
 
     def remap(body: Body, coords: Coords) -> Coords:
@@ -171,7 +182,7 @@ def _repeat(_: Lowering, value: torch.Tensor, x: T, repeats: Sequence[int]) -> T
     return remapped(x, shape_of(value), remap)
 
 
-def _roll(_: Lowering, value: torch.Tensor, x: T, shifts: Any, dims: Any = ()) -> T:
+def _roll(_: Lowering, value: torch.Tensor, /, x: T, shifts: Any, dims: Any = ()) -> Result:
     shifts = [shifts] if isinstance(shifts, int) else list(shifts)
     if not dims:
         if not x.shape or len(shifts) != 1:

@@ -14,7 +14,7 @@ from torch import nn
 
 from dcompile.compat import tracing_settings
 
-SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 class ConvNet(nn.Module):

@@ -104,6 +104,22 @@ def test_simplifying_keeps_the_value_and_bounds_hold(tree, ranges):
     assert upper_bound(index, ranges) == high
 
 
+strides = st.sampled_from((1, 2, 3, 4, 6, 8, 12, 24))
+
+
+@given(st.tuples(strides, strides, strides), st.integers(-5, 30), strides, strides, range_maps)
+@settings(max_examples=300, deadline=None)
+def test_dividing_positions_keeps_the_value(steps, start, by, again, ranges):
+    """Sums of strides with common factors, divided by multiples and divisors of these."""
+    flat = flatten(map(var, NAMES), steps) + start
+    quotient, rest = floordiv(flat, by, ranges), modulo(flat, by * again, ranges)
+    coarse, inside = floordiv(quotient, again, ranges), modulo(quotient, again, ranges)
+    for values in points(ranges):
+        expected = sum(values[name] * step for name, step in zip(NAMES, steps, strict=True)) + start
+        found = [evaluate(index, values) for index in (quotient, rest, coarse, inside)]
+        assert found == [expected // by, expected % (by * again), expected // by // again, expected // by % again]
+
+
 @given(trees, trees, range_maps)
 @settings(max_examples=200, deadline=None)
 def test_substitution_and_renaming_keep_the_value(tree, inner, ranges):
@@ -170,6 +186,9 @@ RANGES = {"i0": 2048, "j0": 768, "i1": 12, "j1": 64}
         (modulo(768 * I0 + J0, 768 * 512, RANGES), 768 * modulo(I0, 512, RANGES) + J0),
         (modulo(768 * I0 + J0, 64, RANGES), modulo(J0, 64, RANGES)),
         (floordiv(768 * I0 + 64 * I1 + J1, 64, RANGES), 12 * I0 + I1),
+        (floordiv(8 * I0 + 5, 64, RANGES), floordiv(I0, 8, RANGES)),
+        (modulo(8 * I0 + 5, 64, RANGES), 8 * modulo(I0, 8, RANGES) + 5),
+        (modulo(8 * I0 + 13, 64, RANGES), 8 * modulo(I0 + 1, 8, RANGES) + 5),
         (modulo(floordiv(768 * I0 + 64 * I1 + J1, 64, RANGES), 12, RANGES), I1),
         (floordiv(floordiv(J0, 3, RANGES), 4, RANGES), floordiv(J0, 12, RANGES)),
         (floordiv(modulo(J0, 12, RANGES), 4, RANGES), modulo(floordiv(J0, 4, RANGES), 3, RANGES)),

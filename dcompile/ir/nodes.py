@@ -74,7 +74,8 @@ class Store:
     """Writes a value.
 
     `set` writes each element exactly once. A reduction name (`sum`, `max`, ...) combines all values of the loop that
-    fall on the same index, starting from the reduction's identity: a column reduction.
+    fall on the same index, starting from the reduction's identity everywhere in the buffer: a column reduction. A store
+    whose index and value both belong to the row happens once per row, any other once per element.
     """
 
     buffer: str

@@ -290,6 +290,17 @@ def test_memory():
     rejects(put("a", "input"), "a cannot lie in input")
 
 
+def test_what_a_fallback_allocates_may_be_a_view_of_its_argument():
+    """x -> a -> t (a fallback's result) -> y, with b written while t may still look at a."""
+    fallback = Extern("aten.odd.default", (view("a"),), (), ("t",), "alloc", fallback=True)
+    buffers = [buffer("x", storage="input"), buffer("t", storage="library")]
+    buffers += [buffer(n, storage="arena") for n in "ab"] + [buffer(n, storage="out") for n in "yz"]
+    steps = (double("x", "a"), fallback, double("x", "b"), double("b", "z"), double("t", "y"))
+    broken = Program("p", ("x",), (view("y"), view("z")), tuple(buffers), steps, arena_bytes=128)
+    rejects(broken, "a and b are alive together")
+    verify(replace(broken, steps=(*steps[:1], replace(fallback, fallback=False), *steps[2:])))
+
+
 def test_in_place_is_allowed_only_element_by_element():
     def chain(step):
         buffers = (buffer("x", storage="input"), buffer("y", storage="out"))

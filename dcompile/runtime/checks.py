@@ -12,13 +12,17 @@ import torch
 
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Raise IndexError, as eager does, unless low <= position < high for every one; returns `positions` itself."""
+    """Raise IndexError, as eager does, unless low <= position < high for every one; returns a copy of `positions`.
+
+    A copy, for the memory plan takes what a library call returns for memory of its own: `positions` may lie in an arena
+    buffer that is reused from here on, or in an input that a later step writes to.
+    """
     if positions.numel():
         smallest, largest = (int(value) for value in torch.aminmax(positions))
         if smallest < low or largest >= high:
             wrong = smallest if smallest < low else largest
             raise IndexError(f"index {wrong} is out of bounds: positions must be from {low} to {high - 1}")
-    return positions
+    return positions.clone()
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:

@@ -22,7 +22,11 @@ def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
         if smallest < low or largest >= high:
             wrong = smallest if smallest < low else largest
             raise IndexError(f"index {wrong} is out of bounds: positions must be from {low} to {high - 1}")
-    return positions.clone()
+    if not positions.numel():
+        return positions
+    # with its strides, zeros (of an expanded dimension) included, for the kernels were made for them
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(positions.shape, positions.stride(), strict=True))
+    return positions.as_strided((extent,), (1,)).clone().as_strided(positions.shape, positions.stride())
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile.codegen.lower.extern import CALL, has_effect, has_no_text, op_text, written_arguments
+from dcompile.codegen.lower.extern import (
+    CALL,
+    OBJECT,
+    Fixed,
+    calling,
+    has_effect,
+    has_no_text,
+    op_text,
+    written_arguments,
+)
 from dcompile.codegen.lower.graph import dtype_name, literal_text
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.ir.index import Index, Size, as_index, var
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Program, View
 
-SYMINT, OBJECT = "symint", "object"
-"""Dtypes of buffers that hold a host number, and any other Python value, instead of a tensor."""
+SYMINT = "symint"
+"""Dtype of buffers that hold a host number instead of a tensor."""
 
 
 def lower(
@@ -133,27 +140,6 @@ class _Walk:
 
     def _argument(self, node: Any) -> Any:
         return self.values[node]
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """An attribute of the graph module that is no tensor: a graph, for example."""
-
-    value: Any
-
-
-def calling(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
-    """The node as a function of the values of its input nodes, less those in `fixed`."""
-    target: Any = node.target
-    inputs = [n for n in node.all_input_nodes if n not in fixed]
-    args, kwargs = node.args, node.kwargs
-
-    def call(*values: Any) -> Any:
-        given = dict(zip(inputs, values, strict=True)) | fixed
-        filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
-        return target(*filled[0], **filled[1])
-
-    return call
 
 
 def _sizes(sizes: Any) -> tuple[Size, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ LIBRARY = frozenset((
 CALL = "dcompile.call"
 """call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries."""
 
+OBJECT = "object"
+"""Dtype of buffers that hold any Python value instead of a tensor."""
+
 
 class Unsupported(DcompileError):
     """This graph cannot be expressed as loops (it changes an intermediate in place); `lower` leaves it to ATen."""
@@ -49,7 +53,9 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         op, aliasing = copying, False
     outs, result = name_results(low, value, node)
     if any(has_no_text(arg) for arg in (*args, *kwargs.values())):
-        raise Unsupported(f"dcompile: {op} takes an argument that only Python can hold")
+        function, inputs = _bound(low, node)
+        low.extern(CALL, [function, *inputs], outs, fallback=fallback, effect=True)
+        return result
     low.extern(op, args, outs, kwargs=kwargs, fallback=fallback, effect=has_effect(node))
     return _own_memory(low, outs, result) if aliasing else result
 
@@ -61,6 +67,36 @@ def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kw
     view = low.buffer(shape_of(value), dtype_name(value.dtype), strides)
     low.extern(op, views, [view.buffer], kwargs=kwargs, mode="out")
     return from_view(view, dtype_name(value.dtype))
+
+
+def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
+    """The node as a function among the constants, and its arguments."""
+    fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], Fixed)}
+    name = f"{node.name}_function"
+    low.constants[name] = calling(node, fixed)
+    low.inputs[name] = None
+    return low.buffer((), OBJECT, name=name), [low.values[n] for n in node.all_input_nodes if n not in fixed]
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """An attribute of the graph module that is no tensor: a graph, for example."""
+
+    value: Any
+
+
+def calling(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
+    """The node as a function of the values of its input nodes, less those in `fixed`."""
+    target: Any = node.target
+    inputs = [n for n in node.all_input_nodes if n not in fixed]
+    args, kwargs = node.args, node.kwargs
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(inputs, values, strict=True)) | fixed
+        filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
+        return target(*filled[0], **filled[1])
+
+    return call
 
 
 def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -180,7 +216,7 @@ def has_no_text(arg: Any) -> bool:
     """An argument that cannot be written down in a program."""
     if isinstance(arg, (tuple, list)):
         return any(has_no_text(item) for item in arg)
-    return isinstance(arg, (dict, torch.nn.Module, slice)) or (
+    return isinstance(arg, (dict, torch.nn.Module, slice, Fixed)) or (
         isinstance(arg, Callable) and not hasattr(arg, "_schema")  # type: ignore[arg-type]
         and not isinstance(arg, (T, View, torch.dtype))
     )  # fmt: skip

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, ranges_of, variables
@@ -30,6 +31,10 @@ class Lowering:
         self.origin: tuple[str, ...] = ()
         self.inputs: dict[str, None] = {}
         """Buffers that are inputs of the graph, in order; attributes of the module after the arguments."""
+        self.values: dict[Node, Any] = {}
+        """What each node has become: a `T`, a tuple of them, a number."""
+        self.constants: dict[str, Any] = {}
+        """Values of the inputs that come after the arguments."""
         self.lazy: dict[int, tuple[T, int]] = {}
         """Tensors that are not stored and still have users: by id, with the position of the last one."""
         self.checked: dict[tuple[View, int, int], T] = {}

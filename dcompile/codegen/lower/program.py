@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.codegen.lower import aten_graph
-from dcompile.codegen.lower.extern import Unsupported, call_library
+from dcompile.codegen.lower.extern import Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input
 from dcompile.codegen.lower.origin import origin_of
@@ -61,6 +61,8 @@ def kind_of(node: Node) -> Kind:
     """How a node takes its arguments."""
     if node.target is operator.getitem:
         return "view"
+    if str(node.target) in OVERWRITES:
+        return "loop"
     rule = RULES.get(str(node.target)) if node.op == "call_function" else None
     return rule.kind if rule is not None else "memory"
 
@@ -72,8 +74,7 @@ class _Walk:
         self.gm = gm
         self.low = Lowering(name)
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
-        self.values: dict[Node, Any] = {}
-        self.constants: dict[str, Any] = {}
+        self.values: dict[Node, Any] = self.low.values
         self.arguments: list[str] = []
 
     def run(self, grads: tuple[tuple[int, int], ...]) -> Lowered:
@@ -94,9 +95,9 @@ class _Walk:
                 case _:
                     raise Unsupported(f"dcompile: a node of kind {node.op}")
         low = self.low
-        inputs = (*self.arguments, *self.constants)
+        inputs = (*self.arguments, *low.constants)
         program = Program(low.name, inputs, outputs, tuple(low.buffers.values()), tuple(low.steps), grads)
-        return Lowered(program, self.constants)
+        return Lowered(program, low.constants)
 
     # --- inputs and outputs ---
 
@@ -112,8 +113,8 @@ class _Walk:
     def _attribute(self, node: Node) -> Any:
         value = operator.attrgetter(str(node.target))(self.gm)
         if not isinstance(value, torch.Tensor):
-            raise Unsupported(f"dcompile: attribute {node.target} is a {type(value).__name__}, not a tensor")
-        self.constants[node.name] = value
+            return Fixed(value)
+        self.low.constants[node.name] = value
         return self._input(node.name, value)
 
     def _outputs(self, node: Node) -> tuple[View | Index | int | float | bool | None, ...]:

@@ -41,7 +41,7 @@ def _shifted(body: Body, x: Ref) -> Ref:
     return body.apply("sub", x, body.reduce("max", x))
 
 
-def _softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> T:
+def _softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> Result:
     def build(body: Body, x: Ref) -> Ref:
         exp = body.apply("exp", _shifted(body, x))
         return body.apply("div", exp, body.reduce("sum", exp))
@@ -49,7 +49,7 @@ def _softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_floa
     return _by_row(low, value, [x], dim, opmath(x.dtype), build)
 
 
-def _log_softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> T:
+def _log_softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> Result:
     def build(body: Body, x: Ref) -> Ref:
         shifted = _shifted(body, x)
         return body.apply("sub", shifted, body.apply("log", body.reduce("sum", body.apply("exp", shifted))))
@@ -57,7 +57,7 @@ def _log_softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_
     return _by_row(low, value, [x], dim, opmath(x.dtype), build)
 
 
-def _softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> T:
+def _softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> Result:
     def build(body: Body, grad: Ref, y: Ref) -> Ref:
         total = body.reduce("sum", body.apply("mul", grad, y))
         return body.apply("mul", body.apply("sub", grad, total), y)
@@ -65,7 +65,7 @@ def _softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim:
     return _by_row(low, value, [grad, y], dim, opmath(grad.dtype), build)
 
 
-def _log_softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> T:
+def _log_softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> Result:
     def build(body: Body, grad: Ref, y: Ref) -> Ref:
         return body.apply("sub", grad, body.apply("mul", body.apply("exp", y), body.reduce("sum", grad)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from dcompile.codegen.lower import lower
 from dcompile.codegen.lower.decompositions import table
 from dcompile.ir.interpret import execute
-from dcompile.ir.nodes import Extern, Loop, Program, View
+from dcompile.ir.nodes import Extern, Literally, Loop, Program, View
 from dcompile.ir.verify import verify
 
 
@@ -146,3 +147,35 @@ def compile_with(seen: Seen, function: Any) -> Any:
     )
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+
+def run_aten(program: Program, constants: dict[str, Any], args: list[Any]) -> list[Any]:
+    """A program of library calls alone, on torch tensors and host numbers."""
+    values = dict(zip(program.inputs, [*args, *constants.values()], strict=True))
+
+    def argument(arg: Any) -> Any:
+        if isinstance(arg, View):
+            whole = program.table[arg.buffer]
+            assert (arg.shape, arg.strides, arg.offset) == (whole.shape, whole.strides, 0)
+            return values[arg.buffer]
+        if isinstance(arg, Literally):
+            return eval(arg.text)
+        return [argument(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    for step in program.steps:
+        assert isinstance(step, Extern)
+        given = [argument(arg) for arg in step.args]
+        result = _function(step.op)(*given, **{key: argument(arg) for key, arg in step.kwargs})
+        if step.mode == "alloc":
+            results = result if isinstance(result, (tuple, list)) else [result]
+            values |= {out: r for out, r in zip(step.outs, results, strict=True) if out is not None}
+    return [values[o.buffer] if isinstance(o, View) else o for o in program.outputs]
+
+
+def _function(op: str) -> Any:
+    first, _, rest = op.partition(".")
+    if first in ("aten", "prims"):
+        return operator.attrgetter(op)(torch.ops)
+    if op == "dcompile.call":
+        return lambda function, *args: function(*args)
+    return operator.attrgetter(rest)({"operator": operator, "torch": torch}[first])

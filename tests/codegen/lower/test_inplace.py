@@ -1,0 +1,81 @@
+"""Inputs that are overwritten: in their own memory, after everything that reads what was there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lowered import run
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dcompile.codegen.lower import lower
+from dcompile.ir.nodes import Extern, Loop
+from dcompile.ir.verify import verify
+
+
+def check(function: Any, *args: torch.Tensor) -> list[Any]:
+    gm = make_fx(lambda *a: function(*a), tracing_mode="fake")(*args)
+    lowered = lower(gm, "graph")
+    verify(lowered.program)
+    ours, theirs = [a.clone() for a in args], [a.clone() for a in args]
+    expected = function(*theirs)
+    actual = run(lowered.program, lowered.constants, ours)
+    for a, e in zip([*actual, *ours], [*expected, *theirs], strict=True):
+        torch.testing.assert_close(a, e)
+    return list(lowered.program.steps)
+
+
+def test_a_running_mean() -> None:
+    def step(mean: torch.Tensor, x: torch.Tensor) -> Any:
+        new = mean * 0.9 + x.mean(0) * 0.1
+        out = x - mean
+        mean.copy_(new)
+        return (out,)
+
+    steps = check(step, torch.randn(4), torch.randn(3, 4))
+    assert all(isinstance(s, Loop) for s in steps)
+
+
+def test_lazy_readers_are_computed_first() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        before = (x + 1).t()
+        x.copy_(y)
+        return (before * y.t(),)
+
+    check(step, torch.randn(3, 4), torch.randn(3, 4))
+
+
+def test_a_source_that_reads_other_elements_goes_through_a_copy() -> None:
+    def step(x: torch.Tensor) -> Any:
+        x.copy_(x.flip(0) * 2)
+        return ()
+
+    assert len(check(step, torch.randn(5))) == 2
+
+
+def test_a_source_that_reads_the_same_elements_needs_no_copy() -> None:
+    def step(x: torch.Tensor) -> Any:
+        x.copy_(x * 2)
+        return ()
+
+    assert len(check(step, torch.randn(5))) == 1
+
+
+def test_counters_and_casts() -> None:
+    def step(n: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
+        n.copy_(n + 1)
+        x.copy_(y)
+        return (y * 2,)
+
+    check(step, torch.tensor(3), torch.randn(4).to(torch.bfloat16), torch.randn(4))
+
+
+def test_other_in_place_operations_on_inputs_are_library_calls() -> None:
+    def step(x: torch.Tensor, where: torch.Tensor) -> Any:
+        doubled = x * 2
+        torch.ops.aten.index_put_(x, [where], torch.ones(2))
+        return (doubled.sum(),)
+
+    steps = check(step, torch.randn(5), torch.tensor([1, 3]))
+    calls = [s for s in steps if isinstance(s, Extern)]
+    assert [c.mode for c in calls] == ["mutate"] and calls[0].effect

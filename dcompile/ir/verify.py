@@ -237,7 +237,8 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
 def _lives(program: Program) -> dict[str, tuple[int, int]]:
     """First and last step that touch each buffer; an output lives on. A wait touches, so flight counts as life.
 
-    What a fallback call allocates may be a view of its arguments, so they live as long as its results.
+    What a fallback allocates may be a view of its arguments, and a functional collective reads them until the wait on
+    its result: so they live as long as the results.
     """
     lives: dict[str, tuple[int, int]] = {}
     for position, step in enumerate(program.steps):
@@ -247,7 +248,7 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
         if isinstance(output, View) and output.buffer in lives:
             lives[output.buffer] = (lives[output.buffer][0], len(program.steps))
     for step in reversed(program.steps):
-        if isinstance(step, Extern) and step.fallback and step.mode == "alloc":
+        if isinstance(step, Extern) and step.mode == "alloc" and (step.fallback or step.effect):
             end = max((lives[name][1] for name in step.writes), default=0)
             for name in step.reads:
                 lives[name] = (lives[name][0], max(lives[name][1], end))

@@ -24,7 +24,7 @@ def plan_memory(program: Program) -> Program:
     over a buffer that it reads for the last time, element by element. Buffers that have a place already keep it.
     Relies on: nothing changes the order of steps afterwards.
     """
-    behind = _seen_through_fallbacks(program)
+    behind = _held_by_results(program)
     lives = live_ranges(program, behind)
     storages = _storages(program, behind)
     arena = [buffer for buffer in program.buffers if storages[buffer.name] == "arena"]
@@ -54,11 +54,15 @@ def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[
     return lives
 
 
-def _seen_through_fallbacks(program: Program) -> dict[str, frozenset[str]]:
-    """Arguments of fallback calls, for each result: any of them may be what the result is a view of."""
+def _held_by_results(program: Program) -> dict[str, frozenset[str]]:
+    """What must live as long as each result of a library allocation: arguments that it may be a view of.
+
+    That is so for fallbacks, about which nothing is known, and for calls with effects: a functional collective goes on
+    reading its argument until the wait on its result.
+    """
     behind: dict[str, frozenset[str]] = {}
     for step in program.steps:
-        if isinstance(step, Extern) and step.fallback and step.mode == "alloc":
+        if isinstance(step, Extern) and step.mode == "alloc" and (step.fallback or step.effect):
             seen = step.reads.union(*(behind[name] for name in step.reads if name in behind))
             behind |= dict.fromkeys(step.writes, seen)
     return behind

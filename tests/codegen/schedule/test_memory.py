@@ -160,9 +160,10 @@ def test_buckets_and_library_results_are_left_alone():
     assert [b.storage for b in planned.buffers] == ["input", "library", "bucket:b0"]
 
 
-def test_the_argument_of_a_fallback_lives_as_long_as_its_result():
-    """A fallback may answer with a view of its argument."""
-    fallback = Extern("aten.odd.default", (view("a"),), (), ("t",), "alloc", fallback=True)
+@pytest.mark.parametrize("why", ["fallback", "effect"])
+def test_what_a_result_may_look_at_lives_as_long(why):
+    """A fallback may answer with a view of its argument; a collective reads its argument until its result is waited."""
+    fallback = Extern("aten.odd.default", (view("a"),), (), ("t",), "alloc", **{why: True})
     rest = (double("x", "c"), double("c", "d"), double("d", "y"), double("t", "z"))
     names = tuple(buffer(n) for n in ("x", "a", "t", "c", "d", "y", "z"))
     program = Program("p", ("x",), (view("y"), view("z")), names, (double("x", "a"), fallback, *rest))

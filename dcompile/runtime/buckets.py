@@ -94,14 +94,16 @@ class Buckets:
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
-        self._works.pop(bucket).wait()
+        try:
+            self._works.pop(bucket).wait()
+        except RuntimeError as error:
+            rank, size = dist.get_rank(self.group), memory.flat.numel()
+            error.add_note(
+                f"dcompile: rank {rank} was waiting for the all-reduce of gradient {bucket} ({size} elements); "
+                "another rank has failed, stalled, or does not run this step"
+            )
+            raise
         self._reduced[bucket] = memory
-
-    def abandon(self) -> None:
-        """After an exception in the middle of a backward: end the reductions that were started."""
-        works, self._works = self._works, {}
-        for work in works.values():
-            work.wait()
 
     def views(self, bucket: Bucket, memory: BucketMemory) -> list[tuple[int, torch.Tensor]]:
         """(parameter number, its place in the bucket) of each parameter that is still alive."""

@@ -27,7 +27,7 @@ def mm(a, b, out, mode="out"):
 
 
 def flat(name, shape=(4,)):
-    return Buffer(name, "float32", shape, contiguous_strides(shape), storage="input" if name == "x" else None)
+    return Buffer(name, "float32", shape, contiguous_strides(shape))
 
 
 def view(name, shape=(4,)):
@@ -51,6 +51,10 @@ def chain(count):
     return program(steps, [view(f"g{i}") for i in range(count)], [f"g{i}" for i in range(count)])
 
 
+def is_copy(step):
+    return isinstance(step, Extern) and step.op == "aten.cat.default"
+
+
 def text(steps):
     """Steps as short words: made buffers by name, + a start, - a wait, = a copy."""
     words = []
@@ -59,7 +63,7 @@ def text(steps):
             words.append("+" + step.bucket)
         elif isinstance(step, Wait):
             words.append("-" + step.bucket)
-        elif isinstance(step, Extern) and step.mode == "mutate":
+        elif is_copy(step):
             words.append("=" + step.outs[0])
         else:
             words.append("/".join(sorted(step.writes)))
@@ -110,8 +114,11 @@ def test_library_calls_with_out_write_into_the_bucket():
         ("read by a later step", program([loop("x", "g0"), loop("g0", "y")], [view("g0")], ["g0", "y"])),
         ("returned twice", replace(program([loop("x", "g0")], [view("g0"), view("g0")], ["g0"]), grads=((0, 0),))),
         ("transposed", program([loop("x", "g0")], [View("g0", (2, 2), (1, 2))], ["g0"])),
-        ("a part of its buffer", program([loop("x", "g0", 8)], [view("g0")], ["g0"], {"g0": (8,)})),
-        ("not at the start", program([loop("x", "g0", 8)], [View("g0", (4,), (1,), 4)], ["g0"], {"g0": (8,)})),
+        ("a part of its buffer", program([loop("x", "g0", 8)], [view("g0")], ["g0"], {"x": (8,), "g0": (8,)})),
+        (
+            "not at the start",
+            program([loop("x", "g0", 8)], [View("g0", (4,), (1,), 4)], ["g0"], {"x": (8,), "g0": (8,)}),
+        ),
         ("broadcast", program([loop("x", "g0", 1)], [View("g0", (4,), (0,))], ["g0"], {"g0": (1,)})),
     ],
 )
@@ -122,10 +129,19 @@ def test_what_cannot_lie_in_a_bucket_is_copied_into_it(what, made):
     copied = result.table["grad0_in_bucket"]
     assert copied.storage == "bucket:bucket0" and copied.shape == shape
     assert result.outputs[0] == view("grad0_in_bucket", shape)
-    (copy,) = [step for step in result.steps if isinstance(step, Extern) and step.mode == "mutate"]
-    assert copy.args == (view("grad0_in_bucket", shape), made.outputs[0])
+    (copy,) = filter(is_copy, result.steps)
+    assert copy.args == ((made.outputs[0],),) and copy.outs == ("grad0_in_bucket",)
+    verify(result)
     order = text(result.steps)
     assert order.index("=grad0_in_bucket") < order.index("+bucket0")
+
+
+def test_a_scalar_is_copied_as_a_vector_of_one():
+    made = program([mm("x", "x", "g0", "alloc")], [View("g0", (), ())], ["g0"], {"g0": (1,)})
+    result = insert_buckets(made, (param(0, ()),), ONE)
+    (copy,) = filter(is_copy, result.steps)
+    assert copy.args == ((View("g0", (1,), (1,)),),)
+    assert result.table["grad0_in_bucket"].shape == (1,) and result.outputs == (View("grad0_in_bucket", (), ()),)
 
 
 def test_one_gradient_of_two_parameters_is_copied_for_both():

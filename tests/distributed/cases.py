@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ MAKE = {
     "tied_break": models.TiedOverBreak,
     "norm": models.NormUnused,
     "outside": models.UsedOutside,
+    "branching": models.Branching,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
 }
@@ -121,8 +123,382 @@ def against_stock(
     }
 
 
-def small_buckets() -> dict[str, Any]:
-    return against_stock("mlp", bucket_cap_mb=0.002)
+# --- one thing at a time: each case runs the same steps under stock DDP and under dcompile, and compares gradients
 
 
-__all__ = ["copy"]
+def pair(name: str = "mlp", order: str = "compile(ddp)", options: dict[str, Any] | None = None, **ddp: Any) -> Any:
+    """(stock DDP, what to call, its DDP module), with equal parameters."""
+    return DDP(make(name), **ddp), *wrap(make(name), order, options, **ddp)
+
+
+def inputs(step: int = 0) -> torch.Tensor:
+    return batch(models.Mlp(), dist.get_rank(), step)["x"]
+
+
+def gradients(ddp: Any) -> dict[str, Any]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in ddp.module.named_parameters()}
+
+
+def same_as_stock(steps: Callable[[Any, Any], None], **how: Any) -> dict[str, Any]:
+    """Run `steps(call, ddp)` both ways: largest difference of gradients, to stock and to rank 0, and the receipt."""
+    stock, call, ddp = pair(**how)
+    steps(stock, stock)
+    steps(call, ddp)
+    return {
+        "grad": largest_difference(gradients(stock), gradients(ddp)),
+        "ranks": across_ranks(gradients(ddp)),
+        "receipt": dcompile.receipt(call),
+    }
+
+
+def backward(call: Any, step: int = 0) -> None:
+    loss_of(call(inputs(step))).backward()
+
+
+def comm_hook() -> dict[str, Any]:
+    def steps(call: Any, ddp: Any) -> None:
+        ddp.register_comm_hook(None, halve)
+        for step in range(2):
+            backward(call, step)
+
+    return same_as_stock(steps)
+
+
+def halve(_state, bucket):
+    """Not what DDP does, so that a hook left out would show."""
+    work = dist.all_reduce(bucket.buffer().mul_(0.25), async_op=True).get_future()
+    return work.then(lambda future: future.value()[0])
+
+
+def comm_hook_after_a_step() -> dict[str, Any]:
+    def steps(call: Any, ddp: Any) -> None:
+        backward(call)
+        ddp.zero_grad()
+        ddp.register_comm_hook(None, halve)
+        for step in range(3):
+            backward(call, step)
+
+    return same_as_stock(steps)
+
+
+def interleaved() -> dict[str, Any]:
+    """Two forwards, one of them under no_sync, then their backwards: each reduces as its own forward said.
+
+    Stock DDP keeps one flag for both, so the expected values are put together by hand.
+    """
+    reference, call, ddp = make("mlp"), *wrap(make("mlp"), "compile(ddp)", None)
+    backward(call)  # compile and take over first
+    ddp.zero_grad()
+    found = []
+    for first in (True, False):
+        losses = {}
+        losses["sync"] = loss_of(call(inputs(1)))
+        with ddp.no_sync():
+            losses["local"] = loss_of(call(inputs(2)))
+        for name in ("sync", "local") if first else ("local", "sync"):
+            losses[name].backward()
+        found.append(gradients(ddp))
+        ddp.zero_grad()
+    synced, local = by_hand(reference, 1), by_hand(reference, 2)
+    mean = average(synced)
+    # sync first: the mean, then this rank's own added. local first: what has accumulated is reduced with the rest.
+    expected = [
+        {n: mean[n] + local[n] for n in mean},
+        average({n: synced[n] + local[n] for n in mean}),
+    ]
+    return {"grad": max(largest_difference(a, b) for a, b in zip(expected, found, strict=True))}
+
+
+def by_hand(module: Any, step: int) -> dict[str, torch.Tensor]:
+    module.zero_grad()
+    loss_of(module(inputs(step))).backward()
+    return {n: p.grad.clone() for n, p in module.named_parameters()}
+
+
+def average(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    result = {n: v.clone() for n, v in values.items()}
+    for value in result.values():
+        dist.all_reduce(value.div_(dist.get_world_size()))
+    return result
+
+
+def two_synced_backwards() -> dict[str, Any]:
+    def steps(call: Any, _ddp: Any) -> None:
+        for step in range(3):
+            backward(call, step)
+
+    return same_as_stock(steps)
+
+
+def zeroed_not_dropped() -> dict[str, Any]:
+    def steps(call: Any, ddp: Any) -> None:
+        for step in range(3):
+            ddp.zero_grad(set_to_none=False)
+            backward(call, step)
+
+    return same_as_stock(steps)
+
+
+def gradients_kept() -> dict[str, Any]:
+    """A user keeps every step's gradients: none of them may change afterwards."""
+    _, call, ddp = pair()
+    kept, copies = [], []
+    for step in range(5):
+        ddp.zero_grad()
+        backward(call, step)
+        kept.append([p.grad for p in ddp.parameters()])
+        copies.append([p.grad.clone() for p in ddp.parameters()])
+    same = all(torch.equal(a, b) for k, c in zip(kept, copies, strict=True) for a, b in zip(k, c, strict=True))
+    one_storage = len({p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}) == 1
+    return {"unchanged": same, "one storage": one_storage, "different": not torch.equal(kept[0][0], kept[1][0])}
+
+
+def retained_graph() -> dict[str, Any]:
+    """Both backwards reduce. (Stock DDP reduces the first alone: then ranks differ from there on.)"""
+    _, call, ddp = pair()
+    loss = loss_of(call(inputs()))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = {n: 2 * g for n, g in average(by_hand(make("mlp"), 0)).items()}
+    return {"grad": largest_difference(expected, gradients(ddp)), "ranks": across_ranks(gradients(ddp))}
+
+
+def autograd_grad() -> dict[str, Any]:
+    """torch.autograd.grad reduces nothing and leaves .grad alone, as under DDP."""
+    _, call, ddp = pair()
+    backward(call)
+    before = gradients(ddp)
+    found = torch.autograd.grad(loss_of(call(inputs(1))), list(ddp.parameters()))
+    local = by_hand(make("mlp"), 1)
+    return {
+        "grad": largest_difference(before, gradients(ddp)),
+        "found": max((a - b).abs().max().item() for a, b in zip(found, local.values(), strict=True)),
+    }
+
+
+def hooks_and_clipping() -> dict[str, Any]:
+    counts = {}
+
+    def steps(call: Any, ddp: Any) -> None:
+        fired = []
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad is not None))
+        backward(call)
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+        counts[call is ddp and not counts] = len(fired), all(fired)
+
+    result = same_as_stock(steps)
+    return result | {"fired": list(counts.values())}
+
+
+def tensor_hooks() -> dict[str, Any]:
+    """A hook that changes a gradient on its way to the parameter."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        next(ddp.parameters()).register_hook(lambda grad: grad * 4)
+        for step in range(2):
+            ddp.zero_grad()
+            backward(call, step)
+
+    return same_as_stock(steps)
+
+
+def used_outside_the_module() -> dict[str, Any]:
+    """The loss uses a parameter of the module directly: DDP reduces that part as well."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        inner = getattr(ddp.module, "_orig_mod", ddp.module)
+        for step in range(2):
+            x = inputs(step)
+            (loss_of(call(x)) + torch.tanh(x @ inner.a.weight.t()).sum()).backward()
+
+    return same_as_stock(steps)
+
+
+def a_later_branch_is_not_eligible() -> dict[str, Any]:
+    """The first steps are taken over; then the model takes a branch that runs a layer eagerly."""
+    module, twin = models.SometimesOutside(), models.SometimesOutside()
+    twin.load_state_dict(module.state_dict())
+    torch.manual_seed(3)
+    stock = DDP(twin)
+    module.load_state_dict(stock.module.state_dict())
+    ddp = dcompile.compile(DDP(module), options=dict(ATEN))
+    worst, eligible = 0.0, []
+    for step in range(5):
+        for model in (stock, ddp):
+            model.zero_grad()
+            loss_of(model(inputs(step), outside=step in (2, 3))).backward()
+        worst = max(worst, largest_difference(gradients(stock), gradients(ddp)), across_ranks(gradients(ddp)))
+        eligible.append(dcompile.receipt(ddp).eligible)
+    receipt = dcompile.receipt(ddp)
+    return {"grad": worst, "eligible": eligible, "reasons": receipt.reasons, "notes": receipt.notes}
+
+
+def a_later_forward_is_eager(static_graph: bool) -> dict[str, Any]:
+    """Compilation is switched off after two steps: gradients must still be reduced."""
+    stock, ddp, _ = pair(static_graph=static_graph)
+    worst = 0.0
+    for step in range(5):
+        stock.zero_grad()
+        ddp.zero_grad()
+        backward(stock, step)
+        with torch.compiler.set_stance("force_eager" if step >= 2 else "default"):
+            backward(ddp, step)
+        worst = max(worst, largest_difference(gradients(stock), gradients(ddp)), across_ranks(gradients(ddp)))
+    receipt = dcompile.receipt(ddp)
+    return {"grad": worst, "eligible": receipt.eligible, "notes": receipt.notes}
+
+
+def never_compiled(static_graph: bool) -> dict[str, Any]:
+    """Compilation is off from the start."""
+    stock, ddp, _ = pair(static_graph=static_graph)
+    for step in range(3):
+        backward(stock, step)
+        with torch.compiler.set_stance("force_eager"):
+            backward(ddp, step)
+    return {"grad": largest_difference(gradients(stock), gradients(ddp)), "ranks": across_ranks(gradients(ddp))}
+
+
+def first_step_without_sync() -> dict[str, Any]:
+    def steps(call: Any, ddp: Any) -> None:
+        with ddp.no_sync():
+            backward(call, 1)
+        backward(call, 2)
+
+    return same_as_stock(steps)
+
+
+def accumulated_where_the_last_step_does_not_reach() -> dict[str, Any]:
+    """A parameter gets a gradient under no_sync only; DDP reduces it at the next synced backward."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        with ddp.no_sync():
+            loss_of(call(inputs(1), short=False)).backward()
+        loss_of(call(inputs(2), short=True)).backward()
+
+    return same_as_stock(steps, name="branching", find_unused_parameters=True)
+
+
+def joined() -> dict[str, Any]:
+    """Uneven inputs: the Join context manager needs DDP's own reducer."""
+    from torch.distributed.algorithms.join import Join
+
+    def steps(call: Any, ddp: Any) -> None:
+        with Join([ddp]):
+            for step in range(2 + dist.get_rank()):
+                ddp.zero_grad()
+                backward(call, step)
+
+    return same_as_stock(steps)
+
+
+def ranks_take_other_branches() -> dict[str, Any]:
+    """A layer that only rank 0 uses."""
+    ddp = dcompile.compile(DDP(models.Branching()), options=dict(ATEN))
+    loss_of(ddp(inputs(), short=dist.get_rank() == 1)).backward()
+    return {}
+
+
+def stock_by_option() -> dict[str, Any]:
+    def steps(call: Any, _ddp: Any) -> None:
+        for step in range(2):
+            backward(call, step)
+
+    return same_as_stock(steps, options=ATEN | {"distributed": "stock"}, static_graph=True)
+
+
+def compiled_parts() -> dict[str, Any]:
+    """Only a part of the module is compiled: DDP's reducer serves it like any other part."""
+    stock, ddp = DDP(make("mlp")), DDP(make("mlp"))
+    part = dcompile.compile(ddp.module.b, options=dict(ATEN))
+    for step in range(2):
+        backward(stock, step)
+        backward(ddp, step)
+    return {
+        "grad": largest_difference(gradients(stock), gradients(ddp)),
+        "adapter": dcompile.receipt(part).adapter,
+    }
+
+
+def state_and_copies() -> dict[str, Any]:
+    stock, call, ddp = pair()
+    keys = list(stock.state_dict()) == list(ddp.state_dict())
+    backward(call)
+    keys = keys and list(stock.state_dict()) == list(ddp.state_dict())
+    twin = copy.deepcopy(ddp.module)
+    same = torch.equal(twin(inputs()), ddp.module(inputs()))
+    stock.load_state_dict(ddp.state_dict())
+    return {"keys": keys, "copy": same, "clean": twin._compiled_call_impl is None}
+
+
+def new_parameters() -> dict[str, Any]:
+    """load_state_dict(assign=True) puts other parameter objects into the module; stock DDP would lose them."""
+    _, call, ddp = pair()
+    backward(call)
+    ddp.load_state_dict({k: v.clone() for k, v in ddp.state_dict().items()}, assign=True)
+    backward(call, 1)
+    expected = average(by_hand(make("mlp"), 1))
+    found = {n: p.grad.clone() for n, p in ddp.module.named_parameters()}
+    return {"grad": largest_difference(expected, found)}
+
+
+def wrapped_again() -> dict[str, Any]:
+    """A second DDP around the same compiled module."""
+    module = dcompile.compile(make("mlp"), options=dict(ATEN))
+    backward(module)  # alone, before any DDP
+    first = DDP(module)
+    first.zero_grad()
+    backward(first)
+    del first
+    second, stock = DDP(module), DDP(make("mlp"))
+    for call in (stock, second):
+        call.zero_grad()
+        backward(call, 3)
+    return {
+        "grad": largest_difference(gradients(stock), gradients(second)),
+        "eligible": dcompile.receipt(second).eligible,
+    }
+
+
+def called_past_ddp() -> dict[str, Any]:
+    """ddp.module(x) reduces nothing, compiled or not."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        backward(call)
+        ddp.zero_grad()
+        backward(ddp.module, 1)
+
+    result = same_as_stock(steps)
+    return {"grad": result["grad"]}
+
+
+def whole_graph() -> dict[str, Any]:
+    """torch.compile(ddp, fullgraph=True), which stock DDP does not allow."""
+    stock, ddp = DDP(make("mlp")), DDP(make("mlp"))
+    call = torch.compile(ddp, backend="dcompile", fullgraph=True, options=dict(ATEN))
+    backward(stock)
+    backward(call)
+    return {
+        "grad": largest_difference(gradients(stock), gradients(ddp)),
+        "type": type(call).__name__,
+        "receipts": len({str(dcompile.receipt(thing)) for thing in (call, ddp, ddp.module)}),
+        "receipt": dcompile.receipt(call),
+    }
+
+
+def raises_on_one_rank() -> dict[str, Any]:
+    """An exception in forward on rank 1 in the second step."""
+    _, call, _ddp = pair()
+    backward(call)
+    if dist.get_rank() == 1:
+        raise ValueError("mine")
+    backward(call, 1)
+    return {}
+
+
+def hangs() -> None:
+    """For the harness's own test: rank 1 never answers."""
+    import time
+
+    while dist.get_rank() == 1:
+        time.sleep(1)

@@ -67,6 +67,7 @@ def _serve(rank: int, world: int, folder: str, pipe: Any) -> None:
             pipe.send(Outcome(value))
         except BaseException as error:
             pipe.send(Outcome(None, f"rank {rank}: {traceback.format_exc()}", type(error).__name__))
+            os._exit(1)  # as a script that raises: peers in a collective see the connection close
     dist.destroy_process_group()
 
 

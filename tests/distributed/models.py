@@ -72,6 +72,34 @@ class UsedOutside(nn.Module):
         return self.b(x)
 
 
+class SometimesOutside(nn.Module):
+    """Calls one layer eagerly if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, outside: bool) -> torch.Tensor:
+        x = torch.relu(self.a(x))
+        return self.eager(x) if outside else self.b(x)
+
+    @torch._dynamo.disable
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(x)
+
+
+class Branching(nn.Module):
+    """Leaves one layer out if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, short: bool) -> torch.Tensor:
+        x = torch.relu(self.a(x))
+        return self.c(x if short else torch.relu(self.b(x)))
+
+
 def llama(tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

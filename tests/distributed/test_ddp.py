@@ -1,0 +1,218 @@
+"""DDP on two Gloo ranks: dcompile against stock eager DDP in the same processes."""
+
+import time
+
+import pytest
+
+from tests.distributed.harness import Ranks, RanksFailed
+
+CASES = "tests.distributed.cases:"
+SHARED = 1e-7
+"""A parameter of two graphs is reduced in each, and the two are added: the same sum in another order."""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+def values(ranks, case, **keywords):
+    """What the case found, once it is clear that both ranks found the same receipt."""
+    return ranks.run(CASES + case, 150, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("how", "graphs", "tolerance"),
+    [
+        pytest.param({"name": "mlp"}, 1, 0, id="mlp"),
+        pytest.param({"name": "mlp", "gradient_as_bucket_view": True}, 1, 0, id="mlp, bucket view"),
+        pytest.param({"name": "mlp", "static_graph": True}, 1, 0, id="mlp, static graph"),
+        pytest.param({"name": "mlp", "accumulate": True}, 1, 0, id="mlp, no_sync"),
+        pytest.param(
+            {"name": "mlp", "accumulate": True, "gradient_as_bucket_view": True}, 1, 0, id="mlp, no_sync, bucket view"
+        ),
+        pytest.param({"name": "shared", "accumulate": True}, 2, SHARED, id="layer shared over a graph break"),
+        pytest.param({"name": "tied_break", "accumulate": True}, 2, SHARED, id="weights tied over a graph break"),
+        pytest.param({"name": "norm", "find_unused_parameters": True}, 1, 0, id="BatchNorm, unused parameters"),
+        pytest.param({"name": "llama"}, 1, 0, id="Llama"),
+        pytest.param({"name": "llama_tied", "accumulate": True}, 1, 0, id="tied Llama, no_sync"),
+    ],
+)
+def test_training_equals_stock_ddp(ranks, how, graphs, tolerance):
+    for found in values(ranks, "against_stock", **how):
+        receipt = found["receipt"]
+        assert (receipt.adapter, receipt.eligible, receipt.reasons) == ("ddp", True, ())
+        assert receipt.graphs == graphs and receipt.graph_breaks == graphs - 1
+        assert receipt.collectives == receipt.buckets == graphs
+        assert found["ranks"] == 0
+        for what in ("loss", "grad", "param", "buffer"):
+            # gradients of the tied weight are above 1, where a step of float32 is 1.2e-7
+            assert found[what] <= (2 * tolerance if what == "grad" else tolerance), what
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_training_with_our_kernels_stays_close(ranks, name):
+    for found in values(ranks, "against_stock", name=name, options={}):
+        assert found["receipt"].kernels > 0 and found["receipt"].eligible
+        assert found["ranks"] == 0
+        assert found["loss"] <= 1e-5 and found["grad"] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "order", ["ddp(compile)", "torch.compile(ddp)", "ddp(torch.compile)", "ddp.compile", "compile(ddp)"]
+)
+def test_every_order_of_wrapping_is_taken_over(ranks, order):
+    for found in values(ranks, "against_stock", name="mlp", order=order, accumulate=True):
+        assert found["receipt"].eligible and found["receipt"].collectives == 1
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+def test_small_buckets_are_several_reductions_in_one_graph(ranks):
+    for found in values(ranks, "against_stock", name="mlp", bucket_cap_mb=0.002):
+        receipt = found["receipt"]
+        assert receipt.graphs == 1 and receipt.collectives == receipt.buckets == 2
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+def test_torch_compile_with_fullgraph(ranks):
+    for found in values(ranks, "whole_graph"):
+        assert found["grad"] == 0 and found["type"] == "OptimizedModule"
+        assert found["receipts"] == 1 and found["receipt"].eligible
+
+
+def test_parameters_outside_the_graph_leave_reduction_to_ddp(ranks):
+    for found in values(ranks, "against_stock", name="outside"):
+        assert not found["receipt"].eligible
+        assert found["receipt"].reasons == (
+            "parameter b.bias is used outside the compiled graph",
+            "parameter b.weight is used outside the compiled graph",
+        )
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("comm_hook", "a communication hook is registered"),
+        ("comm_hook_after_a_step", "a communication hook was registered after the first step"),
+        ("joined", "the Join context manager is on"),
+        ("stock_by_option", "option distributed='stock'"),
+    ],
+)
+def test_what_needs_ddps_own_reducer_gets_it(ranks, case, reason):
+    for found in values(ranks, case):
+        assert found["grad"] == 0
+        assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
+
+
+@pytest.mark.parametrize(
+    "case", ["two_synced_backwards", "zeroed_not_dropped", "first_step_without_sync", "hooks_and_clipping"]
+)
+def test_ways_to_accumulate_equal_stock_ddp(ranks, case):
+    for found in values(ranks, case):
+        assert found["grad"] == 0 and found["ranks"] == 0 and found["receipt"].eligible
+        assert found.get("fired", [(6, True)] * 2) == [(6, True)] * 2
+
+
+def test_gradients_that_a_user_keeps_never_change(ranks):
+    for found in values(ranks, "gradients_kept"):
+        assert found == {"unchanged": True, "one storage": True, "different": True}
+
+
+def test_interleaved_forwards_reduce_as_each_one_said(ranks):
+    assert max(found["grad"] for found in values(ranks, "interleaved")) <= SHARED
+
+
+def test_a_second_backward_of_one_forward_reduces_too(ranks):
+    for found in values(ranks, "retained_graph"):
+        assert found["grad"] <= SHARED and found["ranks"] == 0
+
+
+def test_autograd_grad_reduces_nothing(ranks):
+    for found in values(ranks, "autograd_grad"):
+        assert found == {"grad": 0, "found": 0}
+
+
+@pytest.mark.parametrize("case", ["tensor_hooks", "used_outside_the_module"])
+def test_gradients_from_elsewhere_are_reduced_and_reported(ranks, case):
+    for found in values(ranks, case):
+        assert found["grad"] <= 1e-6 and found["ranks"] == 0
+        assert found["receipt"].notes == ("gradients from outside the module are averaged on their own: a.weight",)
+
+
+def test_gradients_of_no_sync_steps_are_reduced_even_if_the_last_step_does_not_reach_them(ranks):
+    for found in values(ranks, "accumulated_where_the_last_step_does_not_reach"):
+        assert found["grad"] == 0 and found["ranks"] == 0
+        assert any("b.weight, b.bias" in note for note in found["receipt"].notes)
+
+
+def test_a_later_branch_gives_reduction_back(ranks):
+    for found in values(ranks, "a_later_branch_is_not_eligible"):
+        assert found["grad"] == 0 and found["eligible"] == [True, True, False, False, False]
+        assert "parameter b.weight is used outside the compiled graph" in found["reasons"][0]
+        assert found["notes"][0].startswith("gradient reduction was given back to DDP")
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_later_eager_forward_gives_reduction_back(ranks, static_graph):
+    for found in values(ranks, "a_later_forward_is_eager", static_graph=static_graph):
+        assert found["grad"] == 0 and not found["eligible"]
+        assert found["notes"] == ("gradient reduction was given back to DDP: a forward ran without any compiled graph",)
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_with_compilation_off_ddp_works_as_ever(ranks, static_graph):
+    for found in values(ranks, "never_compiled", static_graph=static_graph):
+        assert found == {"grad": 0, "ranks": 0}
+
+
+def test_a_compiled_part_of_a_ddp_module_is_plain(ranks):
+    for found in values(ranks, "compiled_parts"):
+        assert found == {"grad": 0, "adapter": "plain"}
+
+
+def test_state_dict_and_copies(ranks):
+    for found in values(ranks, "state_and_copies"):
+        assert found == {"keys": True, "copy": True, "clean": True}
+
+
+def test_parameters_put_in_place_of_others_are_reduced(ranks):
+    for found in values(ranks, "new_parameters"):
+        assert found["grad"] == 0
+
+
+def test_another_ddp_around_the_same_module(ranks):
+    for found in values(ranks, "wrapped_again"):
+        assert found == {"grad": 0, "eligible": True}
+
+
+def test_calling_the_module_past_ddp_reduces_nothing(ranks):
+    for found in values(ranks, "called_past_ddp"):
+        assert found["grad"] == 0
+
+
+# --- these end the pair of processes
+
+
+def test_ranks_that_plan_other_collectives_all_say_so(ranks):
+    outcomes = ranks.outcomes(CASES + "ranks_take_other_branches", 60)
+    for outcome in outcomes:
+        assert outcome.kind == "PlanMismatchError"
+        assert "rank 0: all_reduce bucket0" in outcome.error and "b.weight[256]" in outcome.error
+
+
+def test_an_exception_on_one_rank_ends_the_other(ranks):
+    began = time.monotonic()
+    other, failed = ranks.outcomes(CASES + "raises_on_one_rank", 100)
+    assert failed.kind == "ValueError" and "mine" in failed.error
+    assert other.kind == "RuntimeError" and "rank 0 was waiting for the all-reduce of gradient bucket0" in other.error
+    assert time.monotonic() - began < 90
+
+
+def test_the_harness_ends_a_hang_with_every_ranks_stacks(ranks):
+    with pytest.raises(RanksFailed) as failure:
+        ranks.run(CASES + "hangs", 5)
+    assert "no answer from ranks [1] within 5 s" in str(failure.value) and "in hangs" in str(failure.value)
+    assert not ranks._processes

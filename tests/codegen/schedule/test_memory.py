@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.memory import ALIGNMENT, Block, place, plan_memory
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.interpret import interpret
@@ -22,6 +23,7 @@ from dcompile.ir.nodes import (
     Wait,
 )
 from dcompile.ir.verify import verify
+from tests.codegen.emit.harness import call, compiled, placed, read
 from tests.ir.fuzz import random_program
 
 N = 64
@@ -98,6 +100,26 @@ def test_planning_keeps_every_value():
         verify(planned)
         for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
             np.testing.assert_array_equal(before, after)
+
+
+def test_compiled_kernels_bear_sharing_memory():
+    """What the planner takes to be safe in place must be so for the code that is emitted."""
+    made = [random_program(seed, size=12, exact=True) for seed in range(12)]
+    programs = [(plan_memory(program), inputs) for program, inputs in made]
+    functions = compiled([program for program, _ in programs])
+    shared = 0
+    for program, inputs in programs:
+        arena = np.full(program.arena_bytes, 0xA5, np.uint8)
+        memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers if b.storage != "arena"}
+        inside = [b for b in program.buffers if b.storage == "arena"]
+        memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in inside}
+        shared += len(inside) - len({b.offset for b in inside})
+        for step in program.steps:
+            assert call(cpp.emit(step, program.table), functions, memory) == 0
+        for output, expected in zip(program.outputs, interpret(program, inputs), strict=True):
+            found = read(program.table[output.buffer], output, memory[output.buffer])
+            np.testing.assert_array_equal(found, expected)
+    assert shared > 10
 
 
 def loop_of(body, *stores):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, outer_names
-from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
+from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
     Apply,
@@ -146,11 +146,12 @@ class _Machine:
                 self._fill(name, np.asarray(inputs[name]))
 
     def _learn_symbols(self, program: Program, inputs: Mapping[str, Array | int]) -> None:
+        """Sizes that are no argument of their own come from the shapes of the inputs."""
         for name in program.inputs:
             if name in self.table:
                 actual = np.asarray(inputs[name]).shape
                 for size, length in zip(self.table[name].shape, actual, strict=True):
-                    if isinstance(size, Index) and size == Index((((*size.terms[0][0],), 1),)):
+                    if isinstance(size, Index) and size == var(str(size)):
                         self.symbols.setdefault(str(size), length)
 
     def size(self, size: Size) -> int:

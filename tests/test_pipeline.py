@@ -1,0 +1,90 @@
+"""The pipeline as a whole: switches that bisect it, what it dumps, what it counts, and what it leaves to ATen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dcompile
+from dcompile.config import Config
+from dcompile.errors import OptionError
+from dcompile.pipeline import PASSES, Pipeline
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4))
+
+
+def loss_and_gradients(model, x):
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def against_eager(**options):
+    model, x = net(), torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    expected = loss_and_gradients(model, x)
+    dcompile.compile(model, options={"receipt": False, **options})
+    actual = loss_and_gradients(model, x)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    return dcompile.receipt(model)
+
+
+def test_every_pass_has_its_own_name():
+    assert len({p.name for p in PASSES}) == len(PASSES)
+
+
+@pytest.mark.parametrize("name", [p.name for p in PASSES if not p.required])
+def test_any_pass_may_be_left_out_and_the_answer_stays_right(name):
+    against_eager(skip=name, verify=True)
+
+
+def test_stopping_before_fusion_gives_more_kernels_and_the_same_answer():
+    few = against_eager(verify=True)
+    many = against_eager(until="drop_dead", verify=True)
+    assert many.kernel_calls > few.kernel_calls
+
+
+def test_left_to_aten_there_is_no_kernel_and_no_fallback():
+    receipt = against_eager(kernels="aten")
+    assert receipt.kernels == receipt.kernel_calls == 0 and receipt.fallbacks == {}
+    assert receipt.library_calls > 0
+
+
+def test_an_unknown_pass_is_refused_by_name():
+    with pytest.raises(OptionError, match="unknown pass 'fuze'.*plan_memory"):
+        Pipeline(Config.make(options={"skip": "fuze"}))
+
+
+def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
+    against_eager(dump=str(tmp_path))
+    for graph in ("forward0", "backward0"):
+        names = {path.name for path in (tmp_path / "rank0" / graph).iterdir()}
+        assert {"00_lower.txt", "03_fuse.txt", "03_fuse.diff", "06_plan_memory.txt", "host.py"} <= names
+    fused = (tmp_path / "rank0/forward0/03_fuse.txt").read_text()
+    assert "row_sum" in fused and "return (" in fused
+
+
+def test_pass_times_are_logged_on_their_channel(capfd):
+    against_eager(log="passes")
+    assert "[passes] backward0 fuse:" in capfd.readouterr().err
+
+
+def test_symbolic_sizes_are_left_to_aten_and_named():
+    model = net()
+    dcompile.compile(model, dynamic=True, options={"receipt": False})
+    for rows in (8, 5):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(model(x), net()(x), rtol=1e-5, atol=1e-6)
+    model(torch.randn(6, 16)).sum().backward()
+    assert any("sizes are symbolic" in note for note in dcompile.receipt(model).notes)
+
+
+def test_a_second_model_of_the_same_layers_builds_nothing():
+    first = against_eager()
+    second = against_eager()
+    assert first.kernels == second.kernels == second.cache_hits
+    assert second.built == 0

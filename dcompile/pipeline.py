@@ -51,6 +51,19 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
+REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
+
+from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.schedule.reorient import reorient_columns
+from dcompile.ir.index import *
+from dcompile.ir.nodes import *
+from dcompile.ir.text import show
+
+program = {program!r}
+print(show(fuse(reorient_columns(program))))
+'''
+
+
 class Pipeline:
     """The compiler as capture/ sees it: settings and the kernel cache; compiling is a function of its inputs."""
 
@@ -80,8 +93,17 @@ class Pipeline:
             executable.report.notes.append(f"{request.name} runs on ATen kernels: {reason}")
         executable.report.compile_seconds = time.perf_counter() - started
         log(self.config, "kernels", f"{request.name}: {executable.report}")
-        dump(self.config, f"{request.name}/host.py", executable.source)
+        self._dump_code(lowered.program, kernels, executable.source)
         return executable
+
+    def _dump_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
+        if not self.config.dump:
+            return
+        dump(self.config, f"{lowered.name}/host.py", source)
+        dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
+        for kernel in kernels.sources:
+            origin = "".join(f"// {line}\n" for line in kernel.origin)
+            dump(self.config, f"{lowered.name}/kernels/{kernel.name}.cpp", origin + kernel.text)
 
     def _why_aten(self, gm: Any) -> str | None:
         """Why this graph is left to ATen altogether, if it is."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -55,7 +58,7 @@ def test_left_to_aten_there_is_no_kernel_and_no_fallback():
 
 
 def test_an_unknown_pass_is_refused_by_name():
-    with pytest.raises(OptionError, match="unknown pass 'fuze'.*plan_memory"):
+    with pytest.raises(OptionError, match=r"unknown pass 'fuze'.*plan_memory"):
         Pipeline(Config.make(options={"skip": "fuze"}))
 
 
@@ -66,6 +69,11 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
         assert {"00_lower.txt", "03_fuse.txt", "03_fuse.diff", "06_plan_memory.txt", "host.py"} <= names
     fused = (tmp_path / "rank0/forward0/03_fuse.txt").read_text()
     assert "row_sum" in fused and "return (" in fused
+    kernels = list((tmp_path / "rank0/backward0/kernels").glob("*.cpp"))
+    assert kernels and all("for (" in path.read_text() for path in kernels)
+    repro = tmp_path / "rank0/backward0/repro.py"
+    shown = subprocess.run([sys.executable, repro], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "program backward0(" in shown
 
 
 def test_pass_times_are_logged_on_their_channel(capfd):

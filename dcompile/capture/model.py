@@ -184,16 +184,20 @@ class CompiledModel:
         adapter = self.adapter
         if not isinstance(adapter, DdpAdapter) or not adapter.eligible:
             return
-        runs: dict[int, int] = {}
-        reduced: dict[int, torch.Tensor] = {}
+        sources: dict[int, Graph | None] = {}
+        addresses: dict[int, int] = {}
         for graph in graphs:
             assert graph.buckets is not None, "a graph reduced gradients without buckets"
-            for number, view in graph.buckets.reduced().items():
-                runs[number] = runs.get(number, 0) + 1
-                reduced[number] = view
-        # a parameter of several graphs: autograd has added their reduced gradients up
-        alone = {number: view for number, view in reduced.items() if runs[number] == 1}
-        adapter.reduce_rest(alone, set(reduced), self.toolbox.average)
+            found = graph.buckets.reduced()
+            # a parameter of several graphs: autograd has added their reduced gradients up, nothing is missing
+            sources |= {number: None if number in sources else graph for number in found}
+            addresses |= found
+        elsewhere = {
+            number: source.buckets.reduced_gradient(number)
+            for number, source in sources.items()
+            if source is not None and source.buckets is not None and adapter.differs(number, addresses[number])
+        }
+        adapter.reduce_rest(elsewhere, sources.keys(), self.toolbox.average)
 
     # --- reports ---
 

@@ -16,8 +16,11 @@ class GradientBuckets(BucketSource, Protocol):
     def begin(self) -> None:
         """A synced backward starts: forget the last one."""
 
-    def reduced(self) -> dict[int, Any]:
-        """Parameter number -> its reduced gradient, as a view of the bucket, of the last synced backward."""
+    def reduced(self) -> dict[int, int]:
+        """Parameter number -> address of its reduced gradient, of the last synced backward."""
+
+    def reduced_gradient(self, number: int) -> Any:
+        """One parameter's reduced gradient, as a view of the bucket, of the last synced backward."""
 
 
 MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any], GradientBuckets]

@@ -44,6 +44,8 @@ class Buckets:
     params: Mapping[int, Callable[[], Any]]
     group: Any
     _table: dict[str, Bucket] = field(init=False)
+    _places: dict[int, tuple[str, int]] = field(init=False)
+    """Parameter number -> its bucket and its offset there."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
     _works: dict[str, Any] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
@@ -51,6 +53,9 @@ class Buckets:
 
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
+        self._places = {
+            n: (b.name, offset) for b in self.buckets for n, offset in zip(b.params, b.offsets, strict=True)
+        }
         self._kept = {bucket.name: [] for bucket in self.buckets}
         self._scale = 1 / dist.get_world_size(self.group)
 
@@ -84,10 +89,10 @@ class Buckets:
         The accumulated gradient is what DDP reduces. Taking it out of p.grad makes autograd hand over the bucket's view
         as the new p.grad, where it would otherwise add to gradients that are already reduced.
         """
-        for number, view in self.views(self._table[bucket], memory):
+        for number in self._table[bucket].params:
             param = self._param(number)
             if param is not None and param.grad is not None and will_accumulate(param):
-                view += param.grad.detach()
+                self._view(number, memory).add_(param.grad.detach())
                 param.grad = None
         memory.flat.mul_(self._scale)  # DDP scales before it sums
         self._works[bucket] = dist.all_reduce(memory.flat, group=self.group, async_op=True)
@@ -105,22 +110,23 @@ class Buckets:
             raise
         self._reduced[bucket] = memory
 
-    def views(self, bucket: Bucket, memory: BucketMemory) -> list[tuple[int, torch.Tensor]]:
-        """(parameter number, its place in the bucket) of each parameter that is still alive."""
-        found = []
-        for number, offset in zip(bucket.params, bucket.offsets, strict=True):
-            param = self._param(number)
-            if param is not None:
-                found.append((number, memory.flat[offset : offset + param.numel()].view(param.shape)))
-        return found
+    def _view(self, number: int, memory: BucketMemory) -> torch.Tensor:
+        """A parameter's place in its bucket, in the parameter's shape."""
+        offset, param = self._places[number][1], self._param(number)
+        view: torch.Tensor = memory.flat[offset : offset + param.numel()].view(param.shape)
+        return view
 
-    def reduced(self) -> dict[int, torch.Tensor]:
-        """Parameter number -> its reduced gradient, as a view of the bucket, of the last synced backward."""
+    def reduced(self) -> dict[int, int]:
+        """Parameter number -> address of its reduced gradient, of the last synced backward."""
         return {
-            number: view
+            number: memory.flat.data_ptr() + offset * memory.flat.element_size()
             for name, memory in self._reduced.items()
-            for number, view in self.views(self._table[name], memory)
+            for number, offset in zip(self._table[name].params, self._table[name].offsets, strict=True)
         }
+
+    def reduced_gradient(self, number: int) -> torch.Tensor:
+        """One parameter's reduced gradient, as a view of the bucket, of the last synced backward."""
+        return self._view(number, self._reduced[self._places[number][0]])
 
 
 def average(group: Any, tensors: list[torch.Tensor]) -> None:

@@ -9,6 +9,8 @@ from tests.distributed.harness import Ranks, RanksFailed
 CASES = "tests.distributed.cases:"
 SHARED = 1e-7
 """A parameter of two graphs is reduced in each, and the two are added: the same sum in another order."""
+EPSILON = 2**-23
+"""One rounding of a float32 gradient, relative to its size."""
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +50,7 @@ def test_training_equals_stock_ddp(ranks, how, graphs, tolerance):
         assert receipt.collectives == receipt.buckets == graphs
         assert found["ranks"] == 0
         for what in ("loss", "grad", "param", "buffer"):
-            # gradients of the tied weight are above 1, where a step of float32 is 1.2e-7
-            assert found[what] <= (2 * tolerance if what == "grad" else tolerance), what
+            assert found[what] <= (2 * EPSILON if what == "grad" and tolerance else tolerance), what
 
 
 @pytest.mark.parametrize("name", ["mlp", "llama"])
@@ -138,7 +139,7 @@ def test_autograd_grad_reduces_nothing(ranks):
 @pytest.mark.parametrize("case", ["tensor_hooks", "used_outside_the_module"])
 def test_gradients_from_elsewhere_are_reduced_and_reported(ranks, case):
     for found in values(ranks, case):
-        assert found["grad"] <= 1e-6 and found["ranks"] == 0
+        assert found["grad"] <= 2 * EPSILON and found["ranks"] == 0
         assert found["receipt"].notes == ("gradients from outside the module are averaged on their own: a.weight",)
 
 
@@ -212,6 +213,7 @@ def test_an_exception_on_one_rank_ends_the_other(ranks):
 
 
 def test_the_harness_ends_a_hang_with_every_ranks_stacks(ranks):
+    ranks.run(CASES + "nothing")  # a fresh pair still has to import the cases
     with pytest.raises(RanksFailed) as failure:
         ranks.run(CASES + "hangs", 5)
     assert "no answer from ranks [1] within 5 s" in str(failure.value) and "in hangs" in str(failure.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -143,24 +143,37 @@ class DdpAdapter(PlainAdapter):
         """Whether this backward adds to .grad at all; torch.autograd.grad does not, and then DDP reduces nothing."""
         return any(p is not None and compat.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
 
+    def differs(self, number: int, address: int) -> bool:
+        """Whether a parameter's .grad is something else than the reduced gradient at `address`.
+
+        Autograd copies a gradient if the parameter is not laid out row by row; that is no sign of anything.
+        """
+        param = self.refs[number]()
+        if param is None or param.grad is None:
+            return False
+        return param.grad.data_ptr() != address and param.is_contiguous()
+
     def reduce_rest(
-        self, reduced: Mapping[int, torch.Tensor], covered: set[int], average: Callable[[Any, list[Any]], None]
+        self,
+        elsewhere: Mapping[int, torch.Tensor],
+        covered: Collection[int],
+        average: Callable[[Any, list[Any]], None],
     ) -> None:
         """At the end of a synced backward: reduce what reached .grad beside the compiled graphs.
 
-        `reduced`: gradients that came from one graph alone, as their bucket holds them. `covered`: all parameters that
+        `elsewhere`: the reduced gradient of each parameter whose .grad differs from it. `covered`: all parameters that
         were reduced. Such rests are rare, and the same on every rank of a program that is right under DDP.
         """
+        if not elsewhere and not self.unreduced:
+            return
         outside: list[tuple[int, Any, torch.Tensor, torch.Tensor]] = []
-        for number, view in sorted(reduced.items()):
-            param = self.refs[number]()
-            if param is None or param.grad is None or _same_storage(param.grad, view) or not param.is_contiguous():
-                continue
+        for number, view in sorted(elsewhere.items()):
+            param: Any = self.refs[number]()
             outside.append((number, param, view, param.grad.detach() - view))
         # gradients of earlier no_sync steps, of parameters that this step's graphs do not use
         left = {
             number: param.grad
-            for number in sorted(self.unreduced - covered)
+            for number in sorted(self.unreduced.difference(covered))
             if (param := self.refs[number]()) is not None and param.grad is not None
         }
         self.unreduced.clear()
@@ -176,7 +189,3 @@ class DdpAdapter(PlainAdapter):
         note = f"{text}: {', '.join(self._infos[number].fqn for number in numbers)}"
         if numbers and note not in self.notes:
             self.notes = (*self.notes, note)
-
-
-def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.data_ptr() == b.data_ptr()

@@ -114,6 +114,8 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
     for name in names:
         low.keep_before_overwrite(name, low.position)
     low.extern(op_text(node.target), args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
+    if not schema.returns:
+        return None
     return tensors[0] if len(schema.returns) == 1 else tuple(tensors)
 
 
@@ -126,7 +128,7 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
         return [], None
     if not isinstance(value, (tuple, list)):
         return [], value
-    used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    used = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
     outs: list[str | None] = []
     results: list[Any] = []
     for number, item in enumerate(value):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import run_aten
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower import is_static, lower
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
+from tests.codegen.lower.lowered import run_aten
 
 
 def trace(function: Any, *args: torch.Tensor, mode: str = "fake") -> torch.fx.GraphModule:

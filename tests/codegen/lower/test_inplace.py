@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lowered import run
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower import lower
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
+from tests.codegen.lower.lowered import run
 
 
 def check(function: Any, *args: torch.Tensor) -> list[Any]:

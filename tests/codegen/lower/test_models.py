@@ -9,10 +9,10 @@ import warnings
 import pytest
 import torch
 import transformers
-from lowered import Seen, compile_with
 from torch import nn
 
 from dcompile.compat import tracing_settings
+from tests.codegen.lower.lowered import Seen, compile_with
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 

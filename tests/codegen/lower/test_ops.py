@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import run
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower import lower
 from dcompile.codegen.lower.decompositions import table
 from dcompile.ir.nodes import Extern, Program
 from dcompile.ir.verify import verify
+from tests.codegen.lower.lowered import run
 
 aten = torch.ops.aten
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -45,6 +45,8 @@ KEEP_COST = 10
 """Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
 PARTIAL = 4096
 """Longest run of float additions into one vector of accumulators; runs are added up in float64."""
+SPLIT = 64
+"""Columns that a thread takes at a time, where threads share rows: whole cache lines."""
 SCRATCH_BYTES = 1 << 20
 """Largest column reduction that each thread does in memory of its own."""
 
@@ -120,6 +122,7 @@ class _Writer:
         self.columns = {n: f"q{n}" for n, store in enumerate(nest.stores) if store.mode != "set"}
         self.parallel = self._work() > PARALLEL_WORK
         self.in_place = any(self._column_bytes(n) > SCRATCH_BYTES for n in self.columns)
+        self.split = self._find_split()
         self._plan_kept()
 
     # --- decisions ---
@@ -284,9 +287,9 @@ class _Writer:
         if self.columns and not self.in_place:
             self._column_region()
         else:
-            self._rows(self.parallel and not self.columns, "")
+            self._rows(self.parallel and not self.columns)
 
-    def _rows(self, parallel: bool, lines: str) -> None:
+    def _rows(self, parallel: bool) -> None:
         """The loop over all rows, shared among threads."""
         counts = [math.ceil(axis.size / axis.tile) for axis in self._row_axes()]
         if not counts:
@@ -294,12 +297,42 @@ class _Writer:
             self._row()
             self.close()
             return
+        if self.split:
+            self._open_split()
         if parallel and prod(counts) > 1:
-            self.lines.append("  #pragma omp parallel for schedule(static)")
+            self.line("#pragma omp parallel for schedule(static)")
         self.open(f"for (int64 r = 0; r < {prod(counts)}; r++)")
         self._decompose("r")
         self._row()
-        self.close()
+        self.close(1 + (self.split is not None))
+
+    def _open_split(self) -> None:
+        """Give each thread some columns of every row."""
+        assert self.split is not None
+        name, size = self.split.name, self.split.size
+        self.line("#pragma omp parallel for schedule(static)")
+        self.open(f"for (int64 c = 0; c < {math.ceil(size / SPLIT)}; c++)")
+        self.line(f"const int64 {name}_low = c * {SPLIT};")
+        self.line(f"const int64 {name}_high = {name}_low + {SPLIT} < {size} ? {name}_low + {SPLIT} : {size};")
+
+    def _find_split(self) -> Axis | None:
+        """The innermost variable, if every column reduction keeps its values apart whatever the row is.
+
+        Then threads may share a result that is too large to have one each: the gradient of an embedding.
+        """
+        last, stores = self.nest.elements[-1], self.nest.stores
+        if not (self.in_place and self.parallel) or any(self.nest.row_stores) or last.size < 2 * SPLIT:
+            return None
+        if any(row.name == last.name for row in self.nest.rows) or any(isinstance(v, Reduce) for v in self.nest.body):
+            return None
+        return last if all(self._keeps_apart(n, last) for n in range(len(stores))) else None
+
+    def _keeps_apart(self, number: int, axis: Axis) -> bool:
+        index = self.nest.stores[number].index
+        others = [coefficient for monomial, coefficient in index.terms if monomial != (Var(axis.name),)]
+        unit = index.coefficient(axis.name)
+        fixed = self.nest.stores[number].mode == "set" or self._simd(number, axis.name)
+        return fixed and unit is not None and unit.constant == 1 and all(c % axis.size == 0 for c in others)
 
     def _row_axes(self) -> tuple[Axis, ...]:
         lane = self.nest.lane
@@ -402,6 +435,9 @@ class _Writer:
         if self.nest.lane:
             self._lane_pass(number, reduces, stores)
             return
+        if self._shares_elements():
+            self._shared_pass(number, reduces, stores)
+            return
         partial = self._partial(reduces)
         for ref in reduces:
             self._accumulator(ref, "w" if ref in partial else "s", wide=ref in partial)
@@ -439,6 +475,47 @@ class _Writer:
         for ref in sorted(partial):
             self.line(f"const float64 s{self.number(ref)} = w{self.number(ref)};")
 
+    def _shares_elements(self) -> bool:
+        """One long row: threads take blocks of its elements, whose results are combined in order."""
+        one = not self._row_axes() and len(self.nest.elements) == 1 and self.nest.elements[0].size > 2 * PARTIAL
+        return one and self.parallel and not self.kept and not self.columns
+
+    def _shared_pass(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
+        """A pass over one long row; the blocks depend on its length only, so the result on no number of threads."""
+        (axis,) = self.nest.elements
+        block = PARTIAL * math.ceil(axis.size / (PARTIAL * 1024))
+        blocks = math.ceil(axis.size / block)
+        wide = self._partial(reduces)
+        for ref in reduces:
+            kind = "int32" if self._reduce(ref).dtype == "bool" else _type(self._reduce(ref).dtype)
+            self.line(f"{kind} p{self.number(ref)}[{blocks}];")
+            if _watches_nan(self._reduce(ref)):
+                self.line(f"int32 m{self.number(ref)}[{blocks}];")
+        self.line("#pragma omp parallel for schedule(static)")
+        self.open(f"for (int64 b = 0; b < {blocks}; b++)")
+        self.line(f"const int64 {axis.name}_low = b * {block};")
+        self.line(f"const int64 {axis.name}_high = b == {blocks - 1} ? {axis.size} : {axis.name}_low + {block};")
+        for ref in reduces:
+            self._accumulator(ref, "s", wide=False)
+        self._simd_pragma(reduces, [], simd=True)
+        self._open_axis(axis, bounded=True)
+        self._elements(number, reduces, stores)
+        self.close()
+        for ref in reduces:
+            self.line(f"p{self.number(ref)}[b] = s{self.number(ref)};")
+            if _watches_nan(self._reduce(ref)):
+                self.line(f"m{self.number(ref)}[b] = n{self.number(ref)};")
+        self.close()
+        for ref in reduces:
+            self._accumulator(ref, "s", wide=ref in wide)
+        if reduces:
+            self.open(f"for (int64 b = 0; b < {blocks}; b++)")
+            for ref in reduces:
+                self._combine_partial(ref, f"p{self.number(ref)}[b]")
+                if _watches_nan(self._reduce(ref)):
+                    self.line(f"n{self.number(ref)} |= m{self.number(ref)}[b];")
+            self.close()
+
     def _partial(self, reduces: list[Ref]) -> frozenset[Ref]:
         """Float sums too long, or too nested, for one vector of accumulators."""
         long = len(self.nest.elements) > 1 or self.nest.elements[-1].size > 2 * PARTIAL
@@ -447,7 +524,7 @@ class _Writer:
         )
 
     def _open_axis(self, axis: Axis, bounded: bool = False) -> None:
-        tiled = bounded or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
+        tiled = bounded or axis is self.split or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
         low, high = (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", str(axis.size))
         self.open(f"for (int64 {axis.name} = {low}; {axis.name} < {high}; {axis.name}++)")
 
@@ -485,16 +562,20 @@ class _Writer:
             if ref in self.kept:
                 self.line(f"r{self.number(ref)}[{place}] = {self.name(ref)};")
         for ref in reduces:
-            reduce, s, value = self._reduce(ref), f"s{self.number(ref)}", self.name(self._reduce(ref).arg)
-            clause = _clause(reduce)
-            if clause in ("max", "min"):
-                self.line(f"{s} = {value} {'>' if clause == 'max' else '<'} {s} ? {value} : {s};")
-                if _watches_nan(reduce):
-                    self.line(f"n{self.number(ref)} |= {value} != {value};")
-            else:
-                self.line(f"{s} {clause}= {value};")
+            value = self.name(self._reduce(ref).arg)
+            self._combine_partial(ref, value)
+            if _watches_nan(self._reduce(ref)):
+                self.line(f"n{self.number(ref)} |= {value} != {value};")
         for n in stores:
             self.store(n)
+
+    def _combine_partial(self, ref: Ref, value: str) -> None:
+        """Take a value into the accumulator of a reduction, in a form that OpenMP recognises."""
+        s, clause = f"s{self.number(ref)}", _clause(self._reduce(ref))
+        if clause in ("max", "min"):
+            self.line(f"{s} = {value} {'>' if clause == 'max' else '<'} {s} ? {value} : {s};")
+        else:
+            self.line(f"{s} {clause}= {value};")
 
     def _row_place(self) -> str:
         """Position of an element in its row."""
@@ -578,6 +659,8 @@ class _Writer:
         kind, identity = self._identity(number)
         target, count = self.argument(self.nest.stores[number].buffer), self._column_count(number)
         if self.in_place:
+            if self.parallel:
+                self.line("#pragma omp parallel for schedule(static)")
             self.line(f"for (int64 k = 0; k < {count}; k++) {target}[k] = {identity};")
             self.line(f"{kind}* const {name} = {target};")
 

@@ -164,7 +164,7 @@ class _Host:
         shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
         dynamic = any(isinstance(size, Index) for size in (*buffer.shape, *buffer.strides))
         if not dynamic and buffer.device == "cpu" and buffer.nbytes >= RECYCLE_BYTES:
-            fresh = self.once(f"run.fresh(torch.{buffer.dtype}, {shape}, {strides})", "new")
+            fresh = self.once(f"run.fresh(torch.{buffer.dtype}, {shape}, {strides})  # {name}", "new")
             self.lines.append(f"{self.name(name)} = {fresh}()")
             return
         device = "" if buffer.device == "cpu" else f", device={buffer.device!r}"

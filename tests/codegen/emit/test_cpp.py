@@ -278,3 +278,42 @@ def test_integer_constants_read_back_exactly(value):
     body = loops.Body()
     program = loops.program(body, (3,), (), [Store("y", loops.I0, body.const(value, "int64"))], y=("int64", (3,)))
     assert run(program, {})[0].tolist() == [value] * 3
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "argmax"])
+def test_one_long_row_is_shared_among_threads_with_one_result(op):
+    n = 100_003
+    program = loops.argmax(1, n) if op == "argmax" else loops.row_sum(1, n, op)
+    assert "omp parallel" in text(program)
+    x = np.random.default_rng(0).uniform(0.99, 1.01, (1, n)).astype(np.float32)
+    spoiled = x.copy()
+    spoiled[0, 70_000] = np.nan
+    threads = torch.get_num_threads()
+    try:
+        for given in (x, spoiled):
+            results = []
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                results.append(run(program, {"x": given})[0])
+            assert all(np.array_equal(results[0], other, equal_nan=True) for other in results)
+            name = {"max": "amax", "min": "amin"}.get(op, op)
+            want = getattr(torch.from_numpy(given).double(), name)(1).numpy()
+            assert np.allclose(results[0], want, rtol=1e-4 if op == "prod" else 1e-6, equal_nan=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_gradient_of_a_large_embedding_is_shared_by_columns():
+    program = loops.embedding_backward(300, 192, 2000)
+    assert "j0_low = c * 64" in text(program)
+    rng = np.random.default_rng(0)
+    inputs = {"t": rng.integers(0, 2000, 300), "g": rng.normal(size=(300, 192)).astype(np.float32)}
+    inputs["t"][:50] = 7
+    (want,) = interpret(program, inputs)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert np.array_equal(run(program, inputs)[0], want)
+    finally:
+        torch.set_num_threads(threads)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import torch
 import train
 from checkpoint import KEEP, find
-from common import UserError, load_config, parse_options
+from common import UserError, compile_model, load_config, parse_options
 from data import END, batch, load_text
 from report import read_metrics
 
@@ -172,6 +173,21 @@ def test_bad_configs(tmp_path: Path) -> None:
         load_config(str(tmp_path / "bert.json"))
     with pytest.raises(UserError, match="write it as name=value"):
         parse_options(["verify"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "options", "message"),
+    [
+        ("dcompile", None, {"unroll": "4"}, "unknown option 'unroll'; valid options: mode, kernels"),
+        ("dcompile", "fastest", {}, "unknown mode 'fastest'; valid modes: default"),
+        ("dcompile", "default", {"verify": "1"}, "both"),
+        ("inductor", None, {"unroll": "4"}, "unroll"),
+        ("eager", "default", {}, "need --backend inductor or dcompile"),
+    ],
+)
+def test_bad_compile_settings(backend: str, mode: str | None, options: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compile_model(torch.nn.Linear(2, 2), backend, mode, False, options)
 
 
 def test_missing_and_short_data(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 from torch.fx import Node
 
+_FRAME_NAMES = frozenset(("L", "self", "target", "__self__", "_modules", "module", ""))
+"""What Dynamo puts before the path of the module a user knows."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -26,7 +28,7 @@ def _module_path(path: str) -> str:
     """Dynamo's `L['self'].model.layers[0].mlp` as `model.layers.0.mlp`."""
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     path = re.sub(r"\(.*?\)", "", path)
-    parts = [part for part in path.split(".") if part not in ("L", "self", "_modules", "module", "")]
+    parts = [part for part in path.split(".") if part not in _FRAME_NAMES]
     return ".".join(parts)
 
 

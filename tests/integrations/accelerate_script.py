@@ -90,6 +90,7 @@ def main() -> None:
         result["receipt"] |= {name: getattr(receipt, name) for name in ("graph_breaks", "collectives", "buckets")}
     if accelerator.is_main_process:
         sys.stdout.write("RESULT " + json.dumps(result, default=list) + "\n")
+    accelerator.wait_for_everyone()  # else one rank may close connections while the other still reads
     accelerator.end_training()
 
 

@@ -1,0 +1,66 @@
+"""The sync token: where it travels, and that compiled programs never see it."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dcompile.capture.joint import TOKEN, add_token, take_token
+
+
+def graph(inputs, outputs, mode):
+    """A module with these inputs (tensors unless the name says n...), returning some of them."""
+    made = torch.fx.Graph()
+    nodes = {}
+    with mode:
+        for name in inputs:
+            nodes[name] = made.placeholder(name)
+            nodes[name].meta["val"] = 3 if name.startswith("n") else torch.empty(2)
+    made.output(tuple(nodes[name] for name in outputs))
+    return torch.fx.GraphModule(torch.nn.Module(), made)
+
+
+def names(nodes):
+    return [node.name for node in nodes]
+
+
+def outputs(gm):
+    return names(gm.graph.output_node().args[0])
+
+
+@pytest.fixture
+def pair():
+    mode = FakeTensorMode()
+    forward = graph(["x", "w", "n0"], ["x", "w", "x", "n0"], mode)  # one result; saved: w, x, n0
+    backward = graph(["n0", "w", "x", "t"], ["t", "w"], mode)
+    add_token(forward, backward, num_fwd_outputs=1, fake_mode=mode)
+    return forward, backward
+
+
+def test_it_is_the_first_saved_tensor_on_both_sides(pair):
+    forward, backward = pair
+    assert outputs(forward) == ["x", TOKEN, "w", "x", "n0"]
+    assert names(backward.graph.find_nodes(op="placeholder")) == ["n0", TOKEN, "w", "x", "t"]
+    forward.graph.lint()
+    backward.graph.lint()
+
+
+def test_taking_it_out_leaves_the_graphs_as_they_were(pair):
+    forward, backward = pair
+    assert take_token(forward) == 1 and take_token(backward) == 1
+    assert outputs(forward) == ["x", "w", "x", "n0"]
+    assert names(backward.graph.find_nodes(op="placeholder")) == ["n0", "w", "x", "t"]
+    assert not [n for gm in pair for n in gm.graph.nodes if n.name == TOKEN]
+    x, w = torch.ones(2), torch.zeros(2)
+    assert forward(x, w, 3)[1] is w
+
+
+def test_without_a_token_there_is_nothing_to_take():
+    gm = graph(["x"], ["x"], FakeTensorMode())
+    assert take_token(gm) is None and outputs(gm) == ["x"]
+
+
+def test_a_backward_of_tangents_alone():
+    mode = FakeTensorMode()
+    forward, backward = graph(["x"], ["x"], mode), graph(["t"], ["t"], mode)
+    add_token(forward, backward, num_fwd_outputs=1, fake_mode=mode)
+    assert (outputs(forward), take_token(forward), take_token(backward)) == (["x", TOKEN], 1, 0)

@@ -1,0 +1,103 @@
+"""Private torch names behave as this project relies on, on the torch that is installed."""
+
+import logging
+
+import pytest
+import torch
+
+from dcompile import compat
+
+
+def test_settings_while_tracing_are_put_back():
+    import torch._dynamo.config as config
+
+    before = config.save_config()
+    with compat.tracing_settings():
+        assert not config.optimize_ddp
+        assert logging.Logger.warning in config.ignore_logging_functions
+    assert config.save_config() == before
+
+
+def test_the_frame_callback_is_wrapped_for_new_frames_only():
+    import contextlib
+
+    seen = []
+
+    @contextlib.contextmanager
+    def around(code):
+        seen.append(code.co_name)
+        yield
+
+    def function(x):
+        return x + 1
+
+    context = compat.optimize(lambda gm, _: gm, fullgraph=False, dynamic=None, guard_filter_fn=None)
+    compat.wrap_frame_callback(context, around)
+    compiled = context(function)
+    assert compiled(torch.zeros(1)).item() == 1
+    assert seen.count("function") == 1  # beside frames of torch itself, which Dynamo then skips
+    count = len(seen)
+    assert compiled(torch.zeros(1)).item() == 1 and len(seen) == count
+
+
+def test_storage_use_count():
+    x = torch.zeros(4)
+    assert compat.storage_use_count(x) == 1
+    view, alias = x[1:], x.detach()
+    assert compat.storage_use_count(x) == 3
+    del view, alias
+    assert compat.storage_use_count(x) == 1
+
+
+class Probe(torch.autograd.Function):
+    """Notes inside a backward what torch says of each parameter."""
+
+    @staticmethod
+    def forward(ctx, found, *params):
+        ctx.found, ctx.params = found, params
+        return sum(p.sum() for p in params)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.found["accumulates"] = [compat.will_accumulate(p) for p in ctx.params]
+        ctx.found["task"] = compat.backward_task()
+        compat.at_end_of_backward(lambda: ctx.found.update(grads=[p.grad is not None for p in ctx.params]))
+        return None, *(torch.ones_like(p) for p in ctx.params)
+
+
+@pytest.fixture
+def params():
+    return [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+
+
+def test_inside_a_backward(params):
+    found = {}
+    Probe.apply(found, *params).backward()
+    assert found.pop("task") >= 0 and compat.backward_task() == -1
+    assert found == {"accumulates": [True, True], "grads": [True, True]}
+
+
+def test_inside_autograd_grad(params):
+    found = {}
+    torch.autograd.grad(Probe.apply(found, *params), params)
+    assert found["accumulates"] == [False, False] and found["grads"] == [False, False]
+
+
+def test_a_backward_into_some_inputs(params):
+    found = {}
+    Probe.apply(found, *params).backward(inputs=params[1:])
+    assert found["accumulates"] == [False, True] == found["grads"]
+
+
+def test_a_gradients_input():
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput
+
+    assert compat.primal_index(GradAOTOutput(PlainAOTInput(4))) == 4
+    assert compat.primal_index(PlainAOTOutput(4)) is None and compat.primal_index(None) is None
+
+
+def test_names_that_a_takeover_needs():
+    class Empty:
+        pass
+
+    assert "_remove_autograd_hooks" in compat.ddp_missing(Empty())

@@ -239,6 +239,11 @@ def _addcmul(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
     return body.apply("add", x, body.apply("mul", _scaled(body, a, value), b))
 
 
+def _fma(body: Body, a: Ref, b: Ref, x: Ref) -> Ref:
+    """What Dynamo makes of `x.addcmul_(a, b)`: rounded twice, as ATen's addcmul is on a CPU."""
+    return body.apply("add", body.apply("mul", a, b), x)
+
+
 def _addcdiv(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
     return body.apply("add", x, body.apply("div", _scaled(body, a, value), b))
 
@@ -333,6 +338,7 @@ def _table() -> dict[str, Pointwise]:
         "aten.tanh_backward.default": Pointwise(_tanh_backward, 2, ops=3),
         "aten.threshold_backward.default": Pointwise(_threshold_backward, 2, ops=2),
         "aten.addcmul.default": Pointwise(_addcmul, 3, ops=2),
+        "prims.fma.default": Pointwise(_fma, 3, ops=2),
         "aten.addcdiv.default": Pointwise(_addcdiv, 3, heavy=True, ops=2),
         "aten.lerp.Scalar": Pointwise(_lerp, 3, ops=4, exact_numbers=True),
         "aten.lerp.Tensor": Pointwise(_lerp, 3, ops=4, exact_numbers=True),

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -266,11 +267,26 @@ def is_compiled_backward(node: Any) -> bool:
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many tensors (and other holders) refer to this tensor's storage, `tensor` itself included."""
+    """How many tensors (and other holders) refer to this tensor's storage, `tensor` itself included.
+
+    All Python code shares one storage object, which counts as one tensor does; its own reference count tells whether
+    anybody else has it.
+    """
     import torch
 
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself is one
+    others = sys.getrefcount(storage) - _lonely_storage_references()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others  # `storage` itself is one
+
+
+@functools.cache
+def _lonely_storage_references() -> int:
+    """The reference count of a storage object that one local variable has: 2 or 3, depending on torch and Python."""
+    import torch
+
+    tensor = torch.empty(1)  # kept: the reference that a living tensor has to it counts, in some versions
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------

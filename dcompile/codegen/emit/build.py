@@ -179,8 +179,9 @@ def _key(source: KernelSource, compiler: Compiler) -> str:
 
 
 def text_of(sources: Sequence[KernelSource]) -> str:
-    """A whole file, with the modules that each kernel came from."""
-    return PRELUDE + "\n".join(f"/* {', '.join(s.origin) or s.name} */\n{s.text}" for s in sources).replace("\\", "/")
+    """A whole file, for people: each kernel under the modules that it came from."""
+    notes = [", ".join(source.origin).replace("*/", "* /") or source.name for source in sources]
+    return PRELUDE + "\n".join(f"/* {note} */\n{source.text}" for note, source in zip(notes, sources, strict=True))
 
 
 def _compile(

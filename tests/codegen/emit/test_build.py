@@ -1,0 +1,76 @@
+"""How kernels are shared out and linked; what can go wrong with compilers and caches is in tests/runtime/test_cache."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.build import balance, build, cpu_features, find_compiler, openmp_library, text_of
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.config import Config
+from dcompile.runtime.cache import KernelCache
+from dcompile.runtime.launch import kernel
+from tests.codegen.emit import loops
+
+
+def source(name: str, cost: int) -> KernelSource:
+    return KernelSource(name, f'extern "C" int64 {name}() {{ return {cost}; }}\n', (), cost, False, (f"layer.{name}",))
+
+
+def test_parts_cost_about_the_same_whatever_the_order():
+    sources = [source(f"k{n}", cost) for n, cost in enumerate((9, 1, 1, 1, 5, 1, 3, 3))]
+    parts = balance(sources, 2)
+    assert sorted(sum(s.cost for s in part) for part in parts) == [12, 12]
+    assert balance(sources[::-1], 2) == parts
+    assert balance(sources[:1], 8) == [sources[:1]] and balance([], 4) == []
+
+
+def test_nothing_to_build_needs_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/nowhere")
+    assert build([], Config(), KernelCache(tmp_path)).built == 0
+
+
+def test_one_thread_pool_serves_torch_and_kernels(tmp_path):
+    assert openmp_library() is not None, "torch brings an OpenMP run time"
+    text = 'extern "C" int64 threads() { return omp_get_max_threads(); }\n'
+    made = build([KernelSource("threads", text, (), 1, False)], Config(), KernelCache(tmp_path))
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert kernel(made.libraries["threads"], "threads")() == count
+    finally:
+        torch.set_num_threads(before)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if "libgomp" in line}) == 1
+
+
+def test_the_file_for_people_names_modules_and_compiles(tmp_path):
+    program = loops.rms_norm(4, 8)
+    kernels = replace(cpp.emit(program.steps[0], program.table), origin=("layers.3.norm: mul */", "back\\slash"))
+    text = text_of([kernels])
+    assert "/* layers.3.norm: mul * /, back\\slash */" in text
+    path = tmp_path / "kernels.cpp"
+    path.write_text(text)
+    assert os.system(f"g++ -fopenmp -fsyntax-only '{path}'") == 0
+
+
+def test_the_compiler_is_asked_for_this_processor():
+    compiler = find_compiler(30)
+    assert "-march=native" in compiler.flags and "-ffp-contract=off" in compiler.flags
+    assert ("-mprefer-vector-width=512" in compiler.flags) == ("avx512f" in cpu_features().split())
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs two cores")
+def test_ranks_share_the_cores(monkeypatch):
+    from dcompile.codegen.emit import build as module
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(os.cpu_count()))
+    assert module._workers() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "garbage")
+    assert module._workers() >= 1

@@ -1,0 +1,60 @@
+"""Lasting memory: alignment, dtypes, and that a result's memory comes back only when nobody can see it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dcompile.runtime.arena import ALIGNMENT, Arena, Fresh
+
+
+def test_views_of_the_arena_lie_where_they_were_planned():
+    arena = Arena(1000)
+    assert arena.address % ALIGNMENT == 0
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        view = arena.view(dtype, (2, 3), (1, 2), 64)
+        assert view.data_ptr() == arena.address + 64
+        assert (view.shape, view.stride(), view.dtype) == ((2, 3), (1, 2), dtype)
+    assert arena.view(torch.float32, (4,), (1,), 128).fill_(7).sum() == 28
+
+
+def test_an_unaligned_view_is_a_bug_of_the_plan():
+    with pytest.raises(AssertionError, match="not aligned"):
+        Arena(64).view(torch.float32, (1,), (1,), 2)
+
+
+def test_an_empty_arena():
+    assert Arena(0).view(torch.float32, (0,), (1,), 0).numel() == 0
+
+
+def test_memory_comes_back_when_autograd_has_let_go():
+    fresh = Fresh(torch.float32, (100,), (1,))
+    x = fresh().fill_(2)
+    address = x.data_ptr()
+    weight = torch.ones(100, requires_grad=True)
+    loss = (x * weight).sum()  # autograd saves x
+    del x
+    assert fresh().data_ptr() != address
+    loss.backward()
+    assert torch.equal(weight.grad, torch.full((100,), 2.0))
+    fresh = Fresh(torch.float32, (100,), (1,))
+    addresses = {fresh().data_ptr() for _ in range(3)}
+    assert len(addresses) == 1
+
+
+def test_what_a_storage_object_or_an_array_holds_is_not_given_out():
+    fresh = Fresh(torch.float32, (100,), (1,))
+    storage = fresh().fill_(3).untyped_storage()
+    address = storage.data_ptr()
+    other = fresh()
+    assert other.data_ptr() != address
+    exported = torch.utils.dlpack.to_dlpack(other)
+    address = other.data_ptr()
+    del other
+    assert fresh().data_ptr() != address
+    assert torch.utils.dlpack.from_dlpack(exported).data_ptr() == address
+
+
+def test_results_have_their_strides():
+    made = Fresh(torch.bfloat16, (3, 4), (1, 3))()
+    assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype == torch.bfloat16

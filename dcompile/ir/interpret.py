@@ -322,7 +322,7 @@ class _Space:
         flat = np.ascontiguousarray(np.broadcast_to(values, rows + self.inner)).reshape(*rows, columns)
         reduction = REDUCTIONS[op]
         result = reduction.meaning(flat, axis=-1) if columns else np.full(rows, reduction.identity(dtype))
-        return result.astype(_numpy(dtype)).reshape(*rows, *(1 for _ in self.inner))
+        return np.asarray(result, _numpy(dtype)).reshape((*rows, *(1 for _ in self.inner)))
 
 
 def _has_runtime(index: Index) -> bool:

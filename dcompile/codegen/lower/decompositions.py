@@ -13,7 +13,7 @@ _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
     "native_batch_norm", "_batch_norm_with_update_functional", "batch_norm_backward", "native_group_norm",
     "elu", "elu_backward", "hardsigmoid", "hardswish", "hardswish_backward", "hardsigmoid_backward", "softplus",
-    "log_sigmoid_forward", "mish", "mish_backward", "logit", "glu", "sgn", "heaviside", "nan_to_num", "dist",
+    "log_sigmoid_forward", "mish", "mish_backward", "glu", "sgn", "heaviside", "nan_to_num", "dist",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
     "nll_loss2d_forward", "nll_loss2d_backward", "linspace", "logspace", "eye", "std_mean", "nansum", "count_nonzero",
     "upsample_nearest2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "rot90", "xlogy", "diag_embed",

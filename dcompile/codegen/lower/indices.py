@@ -57,6 +57,8 @@ def ranges_of(prefix: str, shape: Shape) -> dict[str, int]:
 
 def reshaped(coords: tuple[Index, ...], source: Shape, target: Shape, ranges: Ranges) -> tuple[Index, ...]:
     """Coordinates in `target` (what is read) of the element at `coords` in `source` (what it is seen as)."""
+    if 0 in source:
+        return (coords[source.index(0)],) * len(target)  # no such element, and no point in the loop either
     return unflatten(simplify(flatten(coords, _contiguous(source))), target, ranges)
 
 

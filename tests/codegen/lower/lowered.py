@@ -57,7 +57,7 @@ class Externs(dict):
 
 
 def _to_torch(arg: Any) -> Any:
-    if isinstance(arg, np.ndarray):
+    if isinstance(arg, (np.ndarray, np.generic)):
         return torch.from_numpy(np.array(arg))
     if isinstance(arg, tuple):
         return [_to_torch(item) for item in arg]

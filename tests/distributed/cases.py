@@ -29,7 +29,12 @@ MAKE = {
 
 def make(name: str) -> Any:
     torch.manual_seed(7)
-    return MAKE[name]()
+    return MAKE[name]().to(device())
+
+
+def device() -> torch.device:
+    """Where this pair of ranks computes."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def wrap(module: Any, order: str, options: dict[str, Any] | None, **ddp: Any) -> tuple[Any, Any]:
@@ -59,12 +64,16 @@ def train(call: Any, ddp: Any, name: str, accumulate: bool, steps: int = 3) -> d
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     inner = ddp.module
     inner = getattr(inner, "_orig_mod", inner)
+
+    def batch_of(step: int) -> dict[str, Any]:
+        return {name: value.to(device()) for name, value in batch(inner, rank, step).items()}
+
     losses = []
     for step in range(steps + 1):
         if accumulate:
             with ddp.no_sync():
-                loss_of(call(**batch(inner, rank, 100 + step))).backward()
-        loss = loss_of(call(**batch(inner, rank, step)))
+                loss_of(call(**batch_of(100 + step))).backward()
+        loss = loss_of(call(**batch_of(step)))
         loss.backward()
         losses.append(loss.item())
         if step < steps:
@@ -133,7 +142,7 @@ def pair(name: str = "mlp", order: str = "compile(ddp)", options: dict[str, Any]
 
 
 def inputs(step: int = 0) -> torch.Tensor:
-    return batch(models.Mlp(), dist.get_rank(), step)["x"]
+    return batch(models.Mlp(), dist.get_rank(), step)["x"].to(device())
 
 
 def gradients(ddp: Any) -> dict[str, Any]:

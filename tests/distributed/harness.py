@@ -1,4 +1,4 @@
-"""Two-rank tests: a pair of Gloo processes that stays up for many cases, each case under its own deadline.
+"""Multi-rank tests: processes on Gloo (or NCCL) that stay up for many cases, each case under its own deadline.
 
 Starting a process costs seconds (importing torch and Dynamo), so cases share the pair; a case that fails or overruns
 takes it down, and the next one starts a new pair.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 START_S = 120
 """Longest time a pair may take to start, on a busy machine."""
@@ -40,7 +40,7 @@ class RanksFailed(AssertionError):
     """A case raised on some rank, or did not end in time; the message has every rank's traceback."""
 
 
-def _serve(rank: int, world: int, folder: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, folder: str, backend: str, pipe: Any) -> None:
     """A rank's process: run cases as they are named, until told to stop."""
     stacks = open(Path(folder) / f"stacks{rank}", "w")  # noqa: SIM115  open for the process's life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -53,8 +53,10 @@ def _serve(rank: int, world: int, folder: str, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
     pipe.send(Outcome("ready"))
     while (case := pipe.recv()) is not None:
@@ -74,8 +76,11 @@ def _serve(rank: int, world: int, folder: str, pipe: Any) -> None:
 class Ranks:
     """A pair (or more) of processes. `run` calls a function on every rank and returns what each came to."""
 
-    def __init__(self, world: int = 2, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, world: int = 2, environment: dict[str, str] | None = None, backend: Literal["gloo", "nccl"] = "gloo"
+    ) -> None:
         self.world = world
+        self._backend = backend
         self._environment = {"OMP_NUM_THREADS": "1", "DCOMPILE_VERIFY": "1", "DCOMPILE_RECEIPT": "0"} | (
             environment or {}
         )
@@ -110,7 +115,9 @@ class Ranks:
         try:
             for rank in range(self.world):
                 here, there = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, self.world, self._folder, there), daemon=True)
+                process = context.Process(
+                    target=_serve, args=(rank, self.world, self._folder, self._backend, there), daemon=True
+                )
                 process.start()
                 there.close()
                 self._processes.append(process)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import shutil
+import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,10 +25,10 @@ from dcompile.runtime.cache import KernelCache
 
 @cache
 def store() -> KernelCache:
-    """One cache for all tests of a run: DCOMPILE_TEST_CACHE, or a fresh temporary directory."""
-    import tempfile
-
-    return KernelCache(Path(tempfile.mkdtemp(prefix="dcompile-test-")))
+    """One cache for all tests of a process, removed at its end."""
+    directory = tempfile.mkdtemp(prefix="dcompile-test-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return KernelCache(Path(directory))
 
 
 def raw(values: np.ndarray, dtype: str) -> np.ndarray:

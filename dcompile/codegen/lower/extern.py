@@ -180,8 +180,10 @@ def written_names(schema: Any) -> list[str]:
 
 
 def written_arguments(node: Node) -> list[Node]:
-    """Nodes that a call overwrites, if those are all that it returns."""
+    """Nodes that a call overwrites, if those are all that it returns, and return as they were (squeeze_ does not)."""
     schema = getattr(node.target, "_schema", None)
+    if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+        return []
     if schema is None or not schema.is_mutable or any(result.alias_info is None for result in schema.returns):
         return []
     given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs

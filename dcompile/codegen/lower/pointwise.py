@@ -267,6 +267,20 @@ def _is(op: str) -> Callable[..., Ref]:
     return lambda body, x: body.apply(op, x) if DTYPES[body.dtype(x)] == "float" else body.const(False, "bool")
 
 
+def _atan(body: Body, x: Ref) -> Ref:
+    return body.apply("atan2", x, body.const(1, body.dtype(x)))
+
+
+def _ignoring_nan(op: str) -> Callable[..., Ref]:
+    """The other operand where one is NaN."""
+
+    def meaning(body: Body, a: Ref, b: Ref) -> Ref:
+        extreme = body.apply("where", _is("isnan")(body, a), b, body.apply(op, a, b))
+        return body.apply("where", _is("isnan")(body, b), a, extreme)
+
+    return meaning
+
+
 def _isfinite(body: Body, x: Ref) -> Ref:
     return body.apply("not", body.apply("or", _is("isnan")(body, x), _is("isinf")(body, x)))
 
@@ -288,6 +302,8 @@ _UNARY = {
     "exp2": True, "expm1": True, "log": True, "log1p": True, "log2": True, "log10": True, "sin": True, "cos": True,
     "tan": True, "tanh": True, "sigmoid": True, "erf": True,
 }  # fmt: skip
+_PRIMS = ("neg", "abs", "sqrt", "exp", "log", "sin", "cos", "tanh", "floor", "ceil")
+"""Decompositions use these in place of their ATen namesakes."""
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _BOTH = ("Tensor", "Scalar")
 
@@ -312,7 +328,11 @@ def _table() -> dict[str, Pointwise]:
         table |= {f"aten.{name}.{overload}": Pointwise(op, 2, heavy=True) for overload in _BOTH}
     for overload in ("Tensor", "Scalar", "Tensor_mode", "Scalar_mode"):
         table[f"aten.div.{overload}"] = Pointwise(_div, 2, heavy=True, exact_numbers=overload in _BOTH)
+    table |= {f"prims.{name}.default": table[f"aten.{name}.default"] for name in _PRIMS}
     return table | {
+        "aten.atan.default": Pointwise(_atan, 1, heavy=True),
+        "aten.fmax.default": Pointwise(_ignoring_nan("max"), 2, ops=3),
+        "aten.fmin.default": Pointwise(_ignoring_nan("min"), 2, ops=3),
         "aten.floor_divide.default": Pointwise(_floor_divide, 2, heavy=True),
         "aten.sign.default": Pointwise(_sign, 1),
         "aten.atan2.default": Pointwise(_simple("atan2"), 2, heavy=True),
@@ -398,6 +418,7 @@ RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} |
     "aten.pow.Tensor_Tensor": Rule(_power),
     "aten.pow.Scalar": Rule(_power),
     "aten.where.self": Rule(_where),
+    "prims.where.default": Rule(_where),
     "aten.where.ScalarSelf": Rule(_where),
     "aten.where.ScalarOther": Rule(_where),
     "aten.where.Scalar": Rule(_where),

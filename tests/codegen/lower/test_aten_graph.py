@@ -73,6 +73,10 @@ def test_writing_to_an_input() -> None:
     check(trace(model, torch.randn(3), torch.randn(3)), torch.randn(3), torch.randn(3), aten=True)
 
 
+def test_an_intermediate_whose_shape_is_changed_in_place() -> None:
+    check(trace(lambda x: torch.ops.aten.squeeze_.dim(x * 2, 0) + 1, torch.randn(1, 3)), torch.randn(1, 3))
+
+
 def test_attributes_become_constants() -> None:
     gm = trace(lambda x: x + torch.tensor([0.0, 1, 2, 3, 4]), torch.randn(5))
     lowered = lower(gm, "graph", aten=True)

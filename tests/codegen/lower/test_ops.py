@@ -79,6 +79,7 @@ UNARY = {
     "round": (F32, BF16, I64), "isnan": (F32, BF16, I64), "isinf": (F32, BF16, I64), "logical_not": (F32, I64, BOOL),
     "bitwise_not": (I64, BOOL), "square": (F32, BF16, I64), "silu": FLOATS, "gelu": FLOATS, "clone": (F32, BOOL),
     "leaky_relu": FLOATS, "hardtanh": FLOATS, "isfinite": (F32, I64), "tan": (F32,),
+    "atan": (F32, BF16, I64),
 }  # fmt: skip
 POSITIVE = ("sqrt", "rsqrt", "log", "log1p", "log2", "log10", "reciprocal")
 
@@ -161,6 +162,8 @@ def test_infinities_and_nan() -> None:
     for op in (torch.relu, torch.exp, torch.isnan, torch.isinf, torch.isfinite, torch.sign, torch.tanh, torch.sigmoid):
         check(op, x)
     check(torch.maximum, x, x.flip(0))
+    check(torch.fmax, x, x.flip(0).roll(1))
+    check(torch.fmin, x, x.flip(0).roll(1))
     check(lambda x: x.clamp(-1, 1), x)
     check(lambda x: x.amax(), x)
     check(lambda x: x.argmax(), x)

@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import re
 import sys
+import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -89,8 +90,28 @@ def tracing_settings() -> Iterator[None]:
     ignored = set(getattr(config, "ignore_logging_functions", ()))
     ignored |= {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
     ignored |= _transformers_logging()
-    with config.patch(optimize_ddp=False, ignore_logging_functions=ignored):  # type: ignore[no-untyped-call, unused-ignore]
+    with (
+        config.patch(optimize_ddp=False, ignore_logging_functions=ignored),  # type: ignore[no-untyped-call, unused-ignore]
+        _quiet_metrics(),
+    ):
         yield
+
+
+def _quiet_metrics() -> contextlib.AbstractContextManager[Any]:
+    """Keep Dynamo's metrics from logging an error: those of torch 2.11 cannot write functions among its settings."""
+    import torch._dynamo.utils as utils
+
+    name = "_get_dynamo_config_for_logging"
+    if not hasattr(utils, name) or _can_log_functions():
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(utils, name, lambda: None)
+
+
+@functools.cache
+def _can_log_functions() -> bool:
+    import torch._dynamo.utils as utils
+
+    return "ignore_logging_functions" in inspect.getsource(utils._get_dynamo_config_for_logging)
 
 
 def _transformers_logging() -> set[Any]:

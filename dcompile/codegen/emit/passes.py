@@ -1,0 +1,285 @@
+"""The passes over one row: element loops with their reductions, and the row values between them."""
+
+from __future__ import annotations
+
+import math
+from math import prod
+
+from dcompile.codegen.emit.nest import LANES, Axis
+from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, watches_nan
+from dcompile.codegen.emit.statements import Statements, store_refs
+from dcompile.ir.analysis import operands
+from dcompile.ir.nodes import Const, Reduce, Ref
+from dcompile.ir.ops import REDUCTIONS
+
+PARTIAL = 4096
+"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
+SPLIT = 64
+"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
+SCRATCH_BYTES = 1 << 20
+"""Largest column reduction that each thread does in memory of its own."""
+
+
+class Passes(Statements):
+    """Writes what happens within a row, or within `LANES` rows side by side."""
+
+    def _row(self) -> None:
+        """All passes over one row (over `LANES` rows, if there is a lane)."""
+        for ref in self.kept:
+            value = self.nest.body[ref]
+            count = prod(axis.size for axis in self.nest.elements)
+            self.line(f"alignas(64) {c_type(value.dtype)} r{self.number(ref)}[{max(count, 1)}];")
+        for number in range(self._passes() + 1):
+            self._between(number)
+            if number < self._passes():
+                self._pass(number)
+
+    def _between(self, number: int) -> None:
+        """Row values that become known after pass `number - 1`, and their stores."""
+        body, known, live = self.nest.body, self.levels.known, self.levels.live
+        here = [
+            ref
+            for ref in sorted(live)
+            if not self.levels.element[ref] and known[ref] == number and not isinstance(body[ref], Const)
+        ]
+        stores = [n for n, row in enumerate(self.nest.row_stores) if row and self.levels.store_at[n] == number]
+        if not here and not stores:
+            return
+        lane = self.nest.lane
+        if lane is None:
+            for ref in here:
+                self._finish(ref) if isinstance(body[ref], Reduce) else self.declare(ref)
+            for n in stores:
+                self.store(n)
+            return
+        for ref in here:
+            self.line(f"alignas(64) {c_type(body[ref].dtype)} l{self.number(ref)}[{LANES}];")
+        self._open_lane(simd=all(self._simd(n, lane.name) for n in stores))
+        used = {ref for value in here for ref in operands(body[value])} | {
+            r for n in stores for r in store_refs(self.nest.stores[n])
+        }
+        self._fetch(used - set(here))
+        for ref in here:
+            if isinstance(body[ref], Reduce):
+                self.line(f"const {c_type(body[ref].dtype)} {self.name(ref)} = s{self.number(ref)}[l];")
+            else:
+                self.declare(ref)
+            self.line(f"l{self.number(ref)}[l] = {self.name(ref)};")
+        for n in stores:
+            self.store(n)
+        self.close()
+
+    def _open_lane(self, simd: bool) -> None:
+        lane = self.nest.lane
+        assert lane is not None
+        if simd:
+            self.line("#pragma omp simd")
+        self.open(f"for (int64 l = 0; l < {lane.name}_high - {lane.name}_low; l++)")
+        self.line(f"const int64 {lane.name} = {lane.name}_low + l;")
+
+    def _fetch(self, refs: set[Ref]) -> None:
+        """Read row values of this lane from their arrays."""
+        for ref in sorted(refs):
+            value = self.nest.body[ref]
+            if not self.levels.element[ref] and not isinstance(value, Const):
+                self.line(f"const {c_type(value.dtype)} {self.name(ref)} = l{self.number(ref)}[l];")
+
+    def _needed(self, number: int) -> list[Ref]:
+        """Element values that a pass computes, in order; kept ones of earlier passes end the search."""
+        stack, seen = self._targets(number), set[Ref]()
+        while stack:
+            ref = stack.pop()
+            if ref not in seen and self.levels.element[ref]:
+                seen.add(ref)
+                if self.kept.get(ref, number) == number:
+                    stack += operands(self.nest.body[ref])
+        return sorted(seen)
+
+    def _pass(self, number: int) -> None:
+        """One pass over the elements of the row."""
+        reduces, stores = self._roots(number)
+        if not reduces and not stores:
+            return
+        if self.nest.lane:
+            self._lane_pass(number, reduces, stores)
+            return
+        if self._shares_elements():
+            self._shared_pass(number, reduces, stores)
+            return
+        partial = self._partial(reduces)
+        for ref in reduces:
+            self._accumulator(ref, "w" if ref in partial else "s", wide=ref in partial)
+        last = self.nest.elements[-1]
+        for axis in self.nest.elements[:-1]:
+            self._open_axis(axis)
+        blocked = bool(partial) and last.size > 2 * PARTIAL
+        if blocked:
+            self.open(f"for (int64 {last.name}_low = 0; {last.name}_low < {last.size}; {last.name}_low += {PARTIAL})")
+            self.line(
+                f"const int64 {last.name}_high = {last.name}_low + {PARTIAL} < {last.size} ? "
+                f"{last.name}_low + {PARTIAL} : {last.size};"
+            )
+        for ref in sorted(partial):
+            self._accumulator(ref, "s", wide=False)
+        scalars = [n for n in stores if self._is_scalar_column(n, last.name)]
+        for n in scalars:
+            store = self.nest.stores[n]
+            dtype = self.table[store.buffer].dtype
+            self.line(f"{c_type(dtype)} c{n} = {literal(REDUCTIONS[store.mode].identity(dtype), dtype)};")
+        self._simd_pragma(reduces, scalars, all(self._simd(n, last.name) for n in stores))
+        self._open_axis(last, bounded=blocked)
+        self._elements(number, reduces, [n for n in stores if n not in scalars])
+        for n in scalars:
+            store = self.nest.stores[n]
+            self.line(self._combine(store.mode, f"c{n}", self.name(store.value), self.table[store.buffer].dtype))
+        self.close()
+        for n in scalars:
+            store = self.nest.stores[n]
+            place = f"{self.columns[n]}[{self.index(store.index)}]"
+            self.line(self._combine(store.mode, place, f"c{n}", self.table[store.buffer].dtype))
+        for ref in sorted(partial):
+            self.line(f"w{self.number(ref)} += s{self.number(ref)};")
+        self.close(len(self.nest.elements) - 1 + blocked)
+        for ref in sorted(partial):
+            self.line(f"const float64 s{self.number(ref)} = w{self.number(ref)};")
+
+    def _shares_elements(self) -> bool:
+        """One long row: threads take blocks of its elements, whose results are combined in order."""
+        one = not self._row_axes() and len(self.nest.elements) == 1 and self.nest.elements[0].size > 2 * PARTIAL
+        return one and self.parallel and not self.kept and not self.columns
+
+    def _shared_pass(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
+        """A pass over one long row; the blocks depend on its length only, so the result on no number of threads."""
+        (axis,) = self.nest.elements
+        block = PARTIAL * math.ceil(axis.size / (PARTIAL * 1024))
+        blocks = math.ceil(axis.size / block)
+        wide = self._partial(reduces)
+        for ref in reduces:
+            kind = "int32" if self._reduce(ref).dtype == "bool" else c_type(self._reduce(ref).dtype)
+            self.line(f"{kind} p{self.number(ref)}[{blocks}];")
+            if watches_nan(self._reduce(ref)):
+                self.line(f"int32 m{self.number(ref)}[{blocks}];")
+        self.line("#pragma omp parallel for schedule(static)")
+        self.open(f"for (int64 b = 0; b < {blocks}; b++)")
+        self.line(f"const int64 {axis.name}_low = b * {block};")
+        self.line(f"const int64 {axis.name}_high = b == {blocks - 1} ? {axis.size} : {axis.name}_low + {block};")
+        for ref in reduces:
+            self._accumulator(ref, "s", wide=False)
+        self._simd_pragma(reduces, [], simd=True)
+        self._open_axis(axis, bounded=True)
+        self._elements(number, reduces, stores)
+        self.close()
+        for ref in reduces:
+            self.line(f"p{self.number(ref)}[b] = s{self.number(ref)};")
+            if watches_nan(self._reduce(ref)):
+                self.line(f"m{self.number(ref)}[b] = n{self.number(ref)};")
+        self.close()
+        for ref in reduces:
+            self._accumulator(ref, "s", wide=ref in wide)
+        if reduces:
+            self.open(f"for (int64 b = 0; b < {blocks}; b++)")
+            for ref in reduces:
+                self._combine_partial(ref, f"p{self.number(ref)}[b]")
+                if watches_nan(self._reduce(ref)):
+                    self.line(f"n{self.number(ref)} |= m{self.number(ref)}[b];")
+            self.close()
+
+    def _partial(self, reduces: list[Ref]) -> frozenset[Ref]:
+        """Float sums too long, or too nested, for one vector of accumulators."""
+        long = len(self.nest.elements) > 1 or self.nest.elements[-1].size > 2 * PARTIAL
+        return frozenset(
+            r for r in reduces if long and self._reduce(r).op == "sum" and self._reduce(r).dtype == "float32"
+        )
+
+    def _open_axis(self, axis: Axis, bounded: bool = False) -> None:
+        tiled = bounded or axis is self.split or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
+        low, high = (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", str(axis.size))
+        self.open(f"for (int64 {axis.name} = {low}; {axis.name} < {high}; {axis.name}++)")
+
+    def _accumulator(self, ref: Ref, prefix: str, wide: bool) -> None:
+        reduce = self._reduce(ref)
+        identity = literal(REDUCTIONS[reduce.op].identity(reduce.dtype), reduce.dtype)
+        kind = "float64" if wide else "int32" if reduce.dtype == "bool" else c_type(reduce.dtype)
+        self.line(f"{kind} {prefix}{self.number(ref)} = {identity};")
+        if watches_nan(reduce):
+            self.line(f"int32 n{self.number(ref)} = 0;")
+
+    def _simd_pragma(self, reduces: list[Ref], scalars: list[int], simd: bool) -> None:
+        if not simd:
+            return
+        clauses = []
+        for ref in reduces:
+            reduce = self._reduce(ref)
+            clauses.append(f"reduction({clause(reduce)}:s{self.number(ref)})")
+            if watches_nan(reduce):
+                clauses.append(f"reduction(|:n{self.number(ref)})")
+        for n in scalars:
+            if self.nest.stores[n].mode not in COMPOUND:
+                return
+            clauses.append(f"reduction({COMPOUND[self.nest.stores[n].mode]}:c{n})")
+        self.line(" ".join(("#pragma omp simd", *clauses)))
+
+    def _elements(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
+        """The statements for one element: values, then reductions, then stores."""
+        place = self._row_place()
+        for ref in self._needed(number):
+            if self.kept.get(ref, number) < number:
+                self.line(f"const {c_type(self.nest.body[ref].dtype)} {self.name(ref)} = r{self.number(ref)}[{place}];")
+                continue
+            self.declare(ref)
+            if ref in self.kept:
+                self.line(f"r{self.number(ref)}[{place}] = {self.name(ref)};")
+        for ref in reduces:
+            value = self.name(self._reduce(ref).arg)
+            self._combine_partial(ref, value)
+            if watches_nan(self._reduce(ref)):
+                self.line(f"n{self.number(ref)} |= {value} != {value};")
+        for n in stores:
+            self.store(n)
+
+    def _combine_partial(self, ref: Ref, value: str) -> None:
+        """Take a value into the accumulator of a reduction, in a form that OpenMP recognises."""
+        s, how = f"s{self.number(ref)}", clause(self._reduce(ref))
+        if how in ("max", "min"):
+            self.line(f"{s} = {value} {'>' if how == 'max' else '<'} {s} ? {value} : {s};")
+        else:
+            self.line(f"{s} {how}= {value};")
+
+    def _row_place(self) -> str:
+        """Position of an element in its row."""
+        text = ""
+        for axis in self.nest.elements:
+            text = f"({text}) * {axis.size} + {axis.name}" if text else axis.name
+        return text
+
+    def _finish(self, ref: Ref) -> None:
+        """Name the result of a reduction, after its pass."""
+        reduce, s = self._reduce(ref), f"s{self.number(ref)}"
+        result = f'n{self.number(ref)} ? __builtin_nan("") : {s}' if watches_nan(reduce) else s
+        dtype = c_type(reduce.dtype)
+        self.line(f"const {dtype} {self.name(ref)} = {dtype}({result});")
+
+    def _lane_pass(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
+        lane = self.nest.lane
+        assert lane is not None
+        for ref in reduces:
+            reduce = self._reduce(ref)
+            wide = reduce.op == "sum" and reduce.dtype == "float32"
+            self.line(f"alignas(64) {'float64' if wide else c_type(reduce.dtype)} s{self.number(ref)}[{LANES}];")
+            identity = literal(REDUCTIONS[reduce.op].identity(reduce.dtype), reduce.dtype)
+            self.line(f"for (int64 l = 0; l < {LANES}; l++) s{self.number(ref)}[l] = {identity};")
+        for axis in self.nest.elements:
+            self._open_axis(axis)
+        self._open_lane(simd=all(self._simd(n, lane.name) for n in stores))
+        needed = self._needed(number)
+        used = {ref for value in needed for ref in operands(self.nest.body[value])} | set(self._targets(number))
+        self._fetch(used)
+        for ref in needed:
+            self.declare(ref)
+        for ref in reduces:
+            reduce, place = self._reduce(ref), f"s{self.number(ref)}[l]"
+            wide = reduce.op == "sum" and reduce.dtype == "float32"
+            self.line(self._combine(reduce.op, place, self.name(reduce.arg), "float64" if wide else reduce.dtype))
+        for n in stores:
+            self.store(n)
+        self.close(len(self.nest.elements) + 1)

@@ -1,0 +1,276 @@
+"""What the text of a kernel is made of: decisions about values, and the statements that compute and store them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels
+from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, literal
+from dcompile.ir.analysis import operands
+from dcompile.ir.index import Atom, Div, Index, Var
+from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Store, Value
+from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
+
+PARALLEL_WORK = 32768
+"""Element operations below which a kernel stays on one thread: about 10 us, what waking a thread pool costs."""
+ROW_ARRAY_BYTES = 65536
+"""Stack for values kept from pass to pass."""
+KEEP_COST = 10
+"""Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
+PARTIAL = 4096
+"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
+SPLIT = 64
+"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
+SCRATCH_BYTES = 1 << 20
+"""Largest column reduction that each thread does in memory of its own."""
+ROW_ARRAY_BYTES = 65536
+"""Stack for values kept from pass to pass."""
+KEEP_COST = 10
+"""Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
+PARTIAL = 4096
+"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
+SPLIT = 64
+"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
+SCRATCH_BYTES = 1 << 20
+"""Largest column reduction that each thread does in memory of its own."""
+KEEP_COST = 10
+"""Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
+PARTIAL = 4096
+"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
+SPLIT = 64
+"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
+SCRATCH_BYTES = 1 << 20
+"""Largest column reduction that each thread does in memory of its own."""
+SPLIT = 64
+"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
+SCRATCH_BYTES = 1 << 20
+"""Largest column reduction that each thread does in memory of its own."""
+SCRATCH_BYTES = 1 << 20
+"""Largest column reduction that each thread does in memory of its own."""
+
+
+class Statements:
+    """Collects lines. Row values are C++ variables of the row, element values of their loop."""
+
+    def __init__(self, nest: Nest, table: Mapping[str, Buffer]) -> None:
+        self.nest, self.table = nest, table
+        self.levels: Levels = levels(nest)
+        self.lines: list[str] = []
+        self.depth = 1
+        self.arguments: dict[str, str] = {}
+        self.numbers: dict[Ref, int] = {}
+        self.kept: dict[Ref, int] = {}
+        self.kept_bytes = 0
+        self.computed: dict[Ref, int] = {}
+        self.checked = False
+        self.columns = {n: f"q{n}" for n, store in enumerate(nest.stores) if store.mode != "set"}
+        self.parallel = self._work() > PARALLEL_WORK
+        self.in_place = any(self._column_bytes(n) > SCRATCH_BYTES for n in self.columns)
+        self.split = self._find_split()
+        self._plan_kept()
+
+    # --- decisions ---
+
+    def _work(self) -> int:
+        cost = sum(OPS[v.op].cost if isinstance(v, Apply) else 1 for v in self.nest.body)
+        return self.nest.points * (cost + len(self.nest.stores))
+
+    def _column_bytes(self, store: int) -> int:
+        return self.table[self.nest.stores[store].buffer].nbytes
+
+    def _roots(self, number: int) -> tuple[list[Ref], list[int]]:
+        """Reductions and element stores of a pass."""
+        known = self.levels.known
+        reduces = [
+            r for r in sorted(self.levels.live) if isinstance(self.nest.body[r], Reduce) and known[r] == number + 1
+        ]
+        stores = [n for n, row in enumerate(self.nest.row_stores) if not row and self.levels.store_at[n] == number]
+        return reduces, stores
+
+    def _passes(self) -> int:
+        return max(self.levels.store_at) + 1
+
+    def _targets(self, number: int) -> list[Ref]:
+        """The values that a pass needs for its reductions and stores."""
+        reduces, stores = self._roots(number)
+        uses = [ref for n in stores for ref in store_refs(self.nest.stores[n])]
+        return [self._reduce(ref).arg for ref in reduces] + uses
+
+    def _plan_kept(self) -> None:
+        """Which element values are kept from the pass that computes them to later ones."""
+        count = prod(axis.size for axis in self.nest.elements)
+        for number in range(self._passes()):
+            stack, seen = self._targets(number), set[Ref]()
+            while stack:
+                ref = stack.pop()
+                if ref in seen or not self.levels.element[ref]:
+                    continue
+                seen.add(ref)
+                if self.computed.get(ref, number) < number and self._keep(ref, count):
+                    continue
+                stack += operands(self.nest.body[ref])
+            for ref in seen:
+                self.computed.setdefault(ref, number)
+
+    def _keep(self, ref: Ref, count: int) -> bool:
+        value = self.nest.body[ref]
+        if ref in self.kept:
+            return True
+        size = count * ITEMSIZE[value.dtype if value.dtype not in MEMORY else "float32"]
+        if self.nest.lane or isinstance(value, Load) or self.kept_bytes + size > ROW_ARRAY_BYTES:
+            return False
+        if cone_cost(ref, self.nest.body, frozenset(self.kept)) < KEEP_COST:
+            return False
+        self.kept[ref] = self.computed[ref]
+        self.kept_bytes += size
+        return True
+
+    def _find_split(self) -> Axis | None:
+        """The innermost variable, if every column reduction keeps its values apart whatever the row is.
+
+        Then threads may share a result that is too large to have one each: the gradient of an embedding.
+        """
+        last, stores = self.nest.elements[-1], self.nest.stores
+        if not (self.in_place and self.parallel) or any(self.nest.row_stores) or last.size < 2 * SPLIT:
+            return None
+        if any(row.name == last.name for row in self.nest.rows) or any(isinstance(v, Reduce) for v in self.nest.body):
+            return None
+        return last if all(self._keeps_apart(n, last) for n in range(len(stores))) else None
+
+    def _keeps_apart(self, number: int, axis: Axis) -> bool:
+        index = self.nest.stores[number].index
+        others = [coefficient for monomial, coefficient in index.terms if monomial != (Var(axis.name),)]
+        unit = index.coefficient(axis.name)
+        fixed = self.nest.stores[number].mode == "set" or self._simd(number, axis.name)
+        return fixed and unit is not None and unit.constant == 1 and all(c % axis.size == 0 for c in others)
+
+    def _is_scalar_column(self, number: int, name: str) -> bool:
+        """A column reduction that all elements of the innermost loop share."""
+        store = self.nest.stores[number]
+        depends = name in store.index.variables or any(
+            self.levels.element[int(v[1:])] for v in store.index.variables if v[0] == "v"
+        )
+        return store.mode != "set" and not depends
+
+    def _simd(self, number: int, name: str) -> bool:
+        """May neighbours along `name` make this store at the same time?"""
+        store = self.nest.stores[number]
+        if store.mode == "set":
+            return True
+        stride = store.index.coefficient(name)
+        varying = [v for v in store.index.variables if v[0] == "v" and self._varies(int(v[1:]), name)]
+        if stride is None or varying:
+            return False
+        return stride.constant != 0 or (self._is_scalar_column(number, name) and self.nest.lane is None)
+
+    def _varies(self, ref: Ref, name: str) -> bool:
+        value = self.nest.body[ref]
+        direct = isinstance(value, (Load, IndexOf)) and name in value.index.variables
+        return direct or any(self._varies(operand, name) for operand in operands(value))
+
+    def _row_axes(self) -> tuple[Axis, ...]:
+        lane = self.nest.lane
+        return (*self.nest.rows, *((Axis(lane.name, lane.size, LANES),) if lane else ()))
+
+    def _reduce(self, ref: Ref) -> Reduce:
+        value = self.nest.body[ref]
+        assert isinstance(value, Reduce)
+        return value
+
+    # --- text ---
+
+    def line(self, text: str) -> None:
+        self.lines.append("  " * self.depth + text)
+
+    def open(self, text: str) -> None:
+        self.line(text + " {")
+        self.depth += 1
+
+    def close(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.depth -= 1
+            self.line("}")
+
+    def argument(self, buffer: str) -> str:
+        return self.arguments.setdefault(buffer, f"a{len(self.arguments)}")
+
+    def number(self, ref: Ref) -> int:
+        return self.numbers.setdefault(ref, len(self.numbers))
+
+    def name(self, ref: Ref) -> str:
+        value = self.nest.body[ref]
+        return literal(value.value, value.dtype) if isinstance(value, Const) else f"t{self.number(ref)}"
+
+    def index(self, index: Index) -> str:
+        parts = []
+        for monomial, coefficient in index.terms:
+            factors = [self._atom(atom) for atom in monomial]
+            if coefficient != 1 or not factors:
+                factors.append(str(coefficient))
+            parts.append("*".join(factors))
+        return " + ".join(parts) or "0"
+
+    def _atom(self, atom: Atom) -> str:
+        if isinstance(atom, Var):
+            return f"int64({self.name(int(atom.name[1:]))})" if atom.name[0] == "v" else atom.name
+        return f"(({self.index(atom.base)}) {'/' if isinstance(atom, Div) else '%'} {atom.divisor})"
+
+    def place(self, buffer: str, index: Index) -> str:
+        return f"{self.argument(buffer)}[{self.index(index)}]"
+
+    def expression(self, value: Value) -> str:
+        """The right-hand side of a value's declaration."""
+        match value:
+            case Const(literal_, dtype):
+                return literal(literal_, dtype)
+            case IndexOf(index, dtype):
+                return f"{dtype}({self.index(index)})"
+            case Load(buffer, index, dtype, mask):
+                read = self.place(buffer, index)
+                read = f"load_{dtype}({read})" if dtype in MEMORY else read
+                return read if mask is None else f"{self.name(mask)} ? {read} : {c_type(dtype)}(0)"
+            case Apply("cast", (arg,), dtype):
+                source = self.nest.body[arg].dtype
+                exact = source == dtype or (dtype == "float32" and source in MEMORY and source != "bool")
+                return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
+            case Apply(op, args, dtype):
+                return self.apply(op, args, dtype)
+            case Reduce():
+                raise AssertionError("a reduction has no expression of its own")
+
+    def apply(self, op: str, args: tuple[Ref, ...], dtype: str) -> str:
+        kind = DTYPES[self.nest.body[args[0]].dtype]
+        names = [self.name(arg) for arg in args]
+        if kind == "int" and op in ("floordiv", "truncdiv", "mod", "fmod"):
+            self.checked = True
+        text = SPELLING[op].format(*names, dtype=dtype)
+        return f"{dtype}({text})" if dtype in ("int8", "int16", "uint8") else text
+
+    def declare(self, ref: Ref) -> None:
+        value = self.nest.body[ref]
+        if not isinstance(value, Const):
+            self.line(f"const {c_type(value.dtype)} {self.name(ref)} = {self.expression(value)};")
+
+    def store(self, number: int) -> None:
+        """Write one store's value to its place."""
+        store = self.nest.stores[number]
+        dtype = self.table[store.buffer].dtype
+        value = self.name(store.value)
+        if store.mode == "set":
+            packed = f"store_{dtype}({value})" if dtype in ("bfloat16", "float16") else value
+            self.line(f"{self.place(store.buffer, store.index)} = {packed};")
+        else:
+            self.line(self._combine(store.mode, f"{self.columns[number]}[{self.index(store.index)}]", value, dtype))
+
+    def _combine(self, mode: str, place: str, value: str, dtype: str) -> str:
+        """A statement that adds a value to what is at `place`."""
+        op = REDUCTIONS[mode].combine
+        assert op is not None
+        if dtype == "bool" and mode in ("max", "min"):
+            op = {"max": "or", "min": "and"}[mode]
+        return f"{place} = {c_type(dtype)}({SPELLING[op].format(place, value, dtype=dtype)});"
+
+
+def store_refs(store: Store) -> list[Ref]:
+    return [store.value, *(int(name[1:]) for name in store.index.variables if name[0] == "v")]

@@ -200,6 +200,13 @@ def test_a_failing_compiler_is_named_with_what_to_do(config, monkeypatch, tmp_pa
     assert not files(config), "nothing half-written"
 
 
+def test_a_compiler_that_was_killed_is_started_again(config, monkeypatch, tmp_path):
+    once = f'if [ ! -e {tmp_path}/killed ]; then touch {tmp_path}/killed; kill -9 $$; fi; exec g++ "$@"'
+    monkeypatch.setenv("CXX", compiler(tmp_path, once))
+    assert make(config, 25).built == 1
+    assert (tmp_path / "killed").exists()
+
+
 def test_a_hanging_compiler_is_ended(config, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", compiler(tmp_path, f"echo $$ > {tmp_path}/pid; sleep 100"))
     config = Config(cache_dir=config.cache_dir, compile_timeout_s=1)

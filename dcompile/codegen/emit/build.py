@@ -201,7 +201,10 @@ def _compile(
         libraries = ("-x", "none", "-Wl,--as-needed", *openmp, "-lm")
         command = (*compiler.command, *compiler.flags, "-x", "c++", "-", *libraries, "-o", str(output))
         # the compiler's own temporary files go where the output goes
-        code, hung, said = _run(command, text, timeout_s, {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"})
+        environment = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
+        code, hung, said = _run(command, text, timeout_s, environment)
+        if not hung and (code < 0 or "signal terminated program" in said):  # killed, perhaps for want of memory
+            code, hung, said = _run(command, text, timeout_s, environment)
         name = shlex.join(compiler.command)
         if hung:
             raise BuildError(f"dcompile: {name} did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")

@@ -65,8 +65,9 @@ class HostProgram:
         except IndexError:
             lasting = not self._prepared
             self._prepared = True
-            run = _Run(self._arena_bytes, self._libraries)
-            call = self._make(run)
+            with torch.inference_mode(False):  # views of the arena outlive the mode of the call that made them
+                run = _Run(self._arena_bytes, self._libraries)
+                call = self._make(run)
         try:
             return call(args, buckets, sync)
         finally:

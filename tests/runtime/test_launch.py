@@ -137,6 +137,18 @@ def test_gradients_may_be_on_around_a_call():
     assert not y.requires_grad and y[0] == 6
 
 
+def test_a_first_call_in_inference_mode_leaves_later_calls_free():
+    x = Buffer("x", "float32", (2, 2), (2, 1), storage="input")
+    m = Buffer("m", "float32", (2, 2), (2, 1), storage="arena")
+    y = vector("y", 4, "out")
+    steps = (Extern("aten.mm.default", (whole(x), whole(x)), (), ("m",), "out"), scale("double", "m", "y", 4, 2))
+    executable = load(Program("modes", ("x",), (whole(y),), (x, m, y), steps, arena_bytes=64))
+    with torch.inference_mode():
+        assert executable([torch.ones(2, 2)])[0].is_inference()
+    (made,) = executable([torch.ones(2, 2, requires_grad=True)])
+    assert made.tolist() == [4] * 4 and not made.is_inference()
+
+
 def test_a_call_within_a_call_and_a_call_in_another_thread_have_arenas_of_their_own():
     n = 64
     program = chain(n)

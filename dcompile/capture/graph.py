@@ -164,13 +164,18 @@ class Graph:
         return run(args, buckets=buckets, sync=sync)
 
     def _agree(self) -> None:
-        """Before the first reduction: every rank is about to run the same collectives."""
-        if self._agreed or not self.model.settings.config.verify:
+        """Before the first reduction: see that every rank is about to run the same collectives.
+
+        A plan that was compared before is not compared again: one rank may compile anew alone (another batch size).
+        """
+        if self._agreed:
             return
-        adapter = self.adapter
-        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
         self._agreed = True
-        self.model.toolbox.agree(adapter.group, adapter.next_subject(), self.plan())
+        adapter, plan = self.adapter, self.plan()
+        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
+        subject = adapter.subject_of(tuple(plan))
+        if subject is not None:
+            self.model.toolbox.agree(adapter.group, subject, plan, self.model.settings.config.verify)
 
     def plan(self) -> list[str]:
         """The collectives of the backward, one line each, the same on every rank that runs the same program."""

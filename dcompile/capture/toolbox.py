@@ -33,8 +33,8 @@ class Toolbox:
 
     compiler: Compiler
     make_buckets: MakeBuckets
-    agree: Callable[[Any, str, list[str]], None]
-    """(process group, what is compared, this rank's lines): raises PlanMismatchError where ranks differ."""
+    agree: Callable[[Any, str, list[str], bool], None]
+    """(process group, what is compared, this rank's lines, whether every rank is to look at every other)."""
     average: Callable[[Any, list[Any]], None]
     """(process group, tensors): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from datetime import timedelta
 from itertools import zip_longest
@@ -16,28 +15,36 @@ from dcompile.errors import PlanMismatchError
 TIMEOUT_S = 60
 
 
-def agree(group: Any, subject: str, lines: list[str], timeout_s: float = TIMEOUT_S) -> None:
-    """Compare `lines` (`subject` says of what) over the ranks of `group`; all ranks raise if any two differ."""
+def agree(group: Any, subject: str, lines: list[str], everyone: bool, timeout_s: float = TIMEOUT_S) -> None:
+    """Compare `lines` (`subject` says of what) over the ranks of `group`, and raise PlanMismatchError if they differ.
+
+    `everyone`: each rank looks at all others, so all ranks raise; and a rank that says nothing in time is an error.
+    Otherwise each looks at rank 0 alone, which costs one look-up per rank at any scale; the ranks that differ raise,
+    and rank 0 ends with them. A rank that is late is then no error: it may still be compiling, and will look itself.
+    """
     store = group_store(group)
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    prefix = f"dcompile/{subject}/"
-    store.set(f"{prefix}{rank}", json.dumps(lines))
-    others = [f"{prefix}{other}" for other in range(world)]
+    rank = dist.get_rank(group)
+    ranks = range(dist.get_world_size(group)) if everyone else (0,)
+    keys = {other: f"dcompile/{subject}/{other}" for other in ranks}
+    if rank in keys:
+        store.set(keys[rank], json.dumps(lines))
     try:
-        store.wait(others, timedelta(seconds=timeout_s))
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
     except RuntimeError as error:  # the store's own time-out is a DistStoreError
+        if not everyone:
+            return
         raise PlanMismatchError(
             f"dcompile: rank {rank} waited {timeout_s:g} s for the other ranks to say their {subject}; "
             "one of them does not run this step, or is still compiling"
         ) from error
-    plans = [json.loads(store.get(key)) for key in others]
-    for other, plan in enumerate(plans):
+    plans = {other: json.loads(store.get(key)) for other, key in keys.items()} | {rank: lines}
+    for other, plan in sorted(plans.items()):
         if plan != plans[0]:
             raise PlanMismatchError(_difference(subject, plans[0], other, plan))
 
 
-def _difference(subject: str, mine: list[str], other: int, theirs: list[str]) -> str:
-    for number, (a, b) in enumerate(zip_longest(mine, theirs, fillvalue="(nothing)")):
+def _difference(subject: str, first: list[str], other: int, theirs: list[str]) -> str:
+    for number, (a, b) in enumerate(zip_longest(first, theirs, fillvalue="(nothing)")):
         if a != b:
             return (
                 f"dcompile: ranks disagree on their {subject}, first at entry {number}:\n"
@@ -45,8 +52,3 @@ def _difference(subject: str, mine: list[str], other: int, theirs: list[str]) ->
                 "Every rank must run the same model code with the same settings."
             )
     raise AssertionError("plans differ, but no entry does")
-
-
-def digest(lines: list[str]) -> str:
-    """Short name of a plan."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

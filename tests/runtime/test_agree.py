@@ -20,14 +20,14 @@ def ranks(monkeypatch):
     worlds = {}
     monkeypatch.setattr(module.dist, "get_world_size", lambda group: worlds[id(group)])
 
-    def run(plans, world=None, subject="plan", store=None, timeout_s=5):
+    def run(plans, world=None, subject="plan", store=None, timeout_s=5, everyone=True):
         store = store or dist.HashStore()
         worlds[id(store)] = world or len(plans)
 
         def one(rank):
             here.rank = rank
             try:
-                agree(store, subject, plans[rank], timeout_s)
+                agree(store, subject, plans[rank], everyone, timeout_s)
             except PlanMismatchError as error:
                 return str(error)
             return None
@@ -59,6 +59,17 @@ def test_subjects_are_apart(ranks):
     store = dist.HashStore()
     assert ranks([["a"]] * 2, subject="one", store=store) == [None] * 2
     assert ranks([["b"]] * 2, subject="two", store=store) == [None] * 2
+
+
+def test_looking_at_rank_0_alone_the_ranks_that_differ_raise(ranks):
+    assert ranks([["a"]] * 3, everyone=False) == [None] * 3
+    first, second, third = ranks([["a"], ["x"], ["a"]], subject="other", everyone=False)
+    assert first is None and third is None
+    assert "rank 0: a" in second and "rank 1: x" in second
+
+
+def test_looking_at_rank_0_alone_nobody_waits_for_others(ranks):
+    assert ranks([["a"]], world=2, everyone=False) == [None]
 
 
 def test_a_rank_that_never_comes_is_an_error_in_time(ranks):

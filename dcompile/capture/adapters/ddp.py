@@ -38,7 +38,7 @@ class DdpAdapter(PlainAdapter):
         self._held_static_graph = False
         self._hooks_at_takeover = 0
         self._serial = next(_SERIAL)
-        self._comparisons = 0
+        self._compared: set[tuple[str, ...]] = set()
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
         missing = compat.ddp_missing(ddp)
@@ -132,10 +132,12 @@ class DdpAdapter(PlainAdapter):
             self.refs[number] = weakref.ref(parameter)
             self._numbers[id(parameter)] = number
 
-    def next_subject(self) -> str:
-        """Name of the next comparison between ranks: each makes the same ones in the same order."""
-        self._comparisons += 1
-        return f"collectives, model {self._serial} graph {self._comparisons}"
+    def subject_of(self, plan: tuple[str, ...]) -> str | None:
+        """Name of the comparison of a new plan between ranks, which all make the same ones in the same order."""
+        if plan in self._compared:
+            return None
+        self._compared.add(plan)
+        return f"collectives, model {self._serial} plan {len(self._compared)}"
 
     # --- inside a backward ---
 

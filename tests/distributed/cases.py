@@ -402,11 +402,49 @@ def joined() -> dict[str, Any]:
     return same_as_stock(steps)
 
 
-def ranks_take_other_branches() -> dict[str, Any]:
+def ranks_take_other_branches(everyone: bool) -> dict[str, Any]:
     """A layer that only rank 0 uses."""
-    ddp = dcompile.compile(DDP(models.Branching()), options=dict(ATEN))
+    ddp = dcompile.compile(DDP(models.Branching()), options=ATEN | {"verify": everyone})
     loss_of(ddp(inputs(), short=dist.get_rank() == 1)).backward()
     return {}
+
+
+def mixed_precision() -> dict[str, Any]:
+    """autocast around DDP, and a gradient scaler: gradients stay float32."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        scaler = torch.amp.GradScaler(device().type)
+        for step in range(2):
+            with torch.autocast(device().type, dtype=torch.bfloat16):
+                loss = loss_of(call(inputs(step)))
+            scaler.scale(loss).backward()
+
+    return same_as_stock(steps)
+
+
+def checkpointed(reentrant: bool) -> dict[str, Any]:
+    """Gradient checkpointing of every Llama block."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        inner = getattr(ddp.module, "_orig_mod", ddp.module)
+        inner.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for step in range(2):
+            values = {name: value.to(device()) for name, value in batch(inner, dist.get_rank(), step).items()}
+            loss_of(call(**values, use_cache=False)).backward()
+
+    return same_as_stock(steps, name="llama")
+
+
+def uneven_batches() -> dict[str, Any]:
+    """One rank meets another batch size, and compiles anew alone."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        for step in range(4):
+            ddp.zero_grad()
+            x = inputs(step)
+            loss_of(call(x[: 8 - 3 * dist.get_rank()] if step == 2 else x)).backward()
+
+    return same_as_stock(steps)
 
 
 def stock_by_option() -> dict[str, Any]:

@@ -323,12 +323,16 @@ def active_ddp() -> DistributedDataParallel | None:
 
 def ddp_missing(ddp: Any) -> list[str]:
     """Private names that taking over needs and this torch lacks."""
+    import torch
+
     names = (
         "_remove_autograd_hooks", "_module_parameters", "_comm_hooks", "_join_config", "mixed_precision", "reducer",
         "_delay_all_reduce_all_params", "_use_python_reducer", "require_backward_grad_sync", "bucket_bytes_cap",
         "bucket_bytes_cap_default", "_build_params_for_reducer", "_ddp_init_helper", "process_group",
     )  # fmt: skip
-    return [name for name in names if not hasattr(ddp, name)]
+    engine = ("_will_engine_execute_node", "_current_graph_task_id", "_storage_Use_Count")
+    missing = [name for name in names if not hasattr(ddp, name)]
+    return missing + [f"torch._C.{name}" for name in engine if not hasattr(torch._C, name)]
 
 
 def ddp_parameters(ddp: Any) -> list[tuple[str, torch.nn.Parameter]]:

@@ -34,6 +34,7 @@ FLAGS = (
     "-fno-trapping-math",  # nor do masked loads and comparisons
     "-ffp-contract=off",  # an fma that appears when two loops are fused would change bits
     "-fwrapv",
+    "-fno-strict-aliasing",  # one arena holds all dtypes, and a result may take the very memory of an argument
 )  # fmt: skip
 ADVICE = 'set CXX to a C++ compiler (g++ 9 or later), or run without one: options={"kernels": "aten"}'
 

@@ -64,6 +64,10 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         )
     variant = model.newest
     reports = _reports(model, variant) if variant is not None else []
+    if variant is not None and not variant.graphs:
+        raise NotCompiledError(
+            "dcompile: a step has run, but nothing of it was compiled; TORCH_LOGS=graph_breaks,recompiles says why"
+        )
     if variant is None or not reports:
         raise NotCompiledError("dcompile: no compiled step has run yet; run one step first, then ask for the receipt")
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]

@@ -59,4 +59,6 @@ def test_nothing_to_tell():
     with pytest.raises(NotCompiledError, match="was not compiled by dcompile"):
         make_receipt(None)
     with pytest.raises(NotCompiledError, match="no compiled step"):
+        make_receipt(model(Variant((0,), False), graph(0)))
+    with pytest.raises(NotCompiledError, match="nothing of it was compiled"):
         make_receipt(model(Variant((), False)))

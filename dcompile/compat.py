@@ -53,14 +53,20 @@ def optimize(
 ) -> Any:
     """The context that compiles a function with `backend`: `context(function)` is the compiled function."""
     import torch._dynamo
-    from torch._dynamo.eval_frame import _optimize
 
     # Frames behind a graph break belong to code that all models of a class share, with one limit on recompiles: where
     # torch can, give each model a cache of its own.
-    more = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(_optimize).parameters else {}
+    more = {"isolate_recompiles": True} if isolates_recompiles() else {}
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
         backend=backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guard_filter_fn, **more
     )
+
+
+def isolates_recompiles() -> bool:
+    """Whether this torch can keep compiled code apart by torch.compile call (2.11 cannot)."""
+    from torch._dynamo.eval_frame import _optimize
+
+    return "isolate_recompiles" in inspect.signature(_optimize).parameters
 
 
 def wrap_frame_callback(context: Any, around: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

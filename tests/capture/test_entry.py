@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dcompile
+from dcompile import compat
 from tests.capture.double import kinds
 
 # Dynamo itself looks at .grad of a non-leaf when it goes on after a graph break
@@ -137,8 +138,8 @@ def test_a_graph_break_gives_two_graphs_and_counts_once():
 
 
 def test_models_of_one_class_share_no_compiled_code(compilers):
-    # more of them than Dynamo's limit on recompiles of one code object
-    for _ in range(12):
+    # where torch can isolate them, more than Dynamo's limit on recompiles of one code object
+    for _ in range(12 if compat.isolates_recompiles() else 4):
         module = dcompile.compile(Broken())
         module(torch.randn(3, 4)).sum().backward()
         assert dcompile.receipt(module).graphs == 2

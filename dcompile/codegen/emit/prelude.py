@@ -36,6 +36,9 @@ template <class T> static T* scratch(int64 count) {
 }
 
 /* memory <-> register */
+/* an index that a value gives: opaque, because g++ 12 and 13 vectorise the gather wrongly, or crash, where the value comes
+   from an 8-bit comparison (a bool cast to an integer); gathers of this kind are no faster as vectors */
+INLINE int64 position(int64 x) { __asm__("" : "+r"(x)); return x; }
 INLINE bool load_bool(uint8 x) { return x != 0; }
 INLINE float load_bfloat16(u16 x) { return unbits(u32(x) << 16); }
 INLINE u16 store_bfloat16(float x) { return u16(bits(x) >> 16); }
@@ -59,9 +62,6 @@ template <class T> INLINE int32 to_int32(T x) { return (int32)x; }
 template <class T> INLINE int16 to_int16(T x) { return (int16)(int32)x; }
 template <class T> INLINE int8 to_int8(T x) { return (int8)(int32)x; }
 template <class T> INLINE uint8 to_uint8(T x) { return (uint8)(int64)x; }
-/* g++ 12 answers wrongly, or crashes, where the result of an 8-bit comparison becomes an index: hide that it is one */
-INLINE int64 to_int64(bool x) { return -(int64)x & 1; }
-INLINE int32 to_int32(bool x) { return -(int32)x & 1; }
 INLINE int16 to_int16(int64 x) { return (int16)x; }
 INLINE int8 to_int8(int64 x) { return (int8)x; }
 template <class T> INLINE float to_float32(T x) { return (float)x; }

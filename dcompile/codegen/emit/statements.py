@@ -213,7 +213,7 @@ class Statements:
 
     def _atom(self, atom: Atom) -> str:
         if isinstance(atom, Var):
-            return f"int64({self.name(int(atom.name[1:]))})" if atom.name[0] == "v" else atom.name
+            return f"position({self.name(int(atom.name[1:]))})" if atom.name[0] == "v" else atom.name
         return f"(({self.index(atom.base)}) {'/' if isinstance(atom, Div) else '%'} {atom.divisor})"
 
     def place(self, buffer: str, index: Index) -> str:

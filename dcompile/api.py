@@ -11,9 +11,9 @@ from dcompile import artifacts
 from dcompile.capture.entry import compile_function, compile_module, find_model
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
+from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt
-from dcompile.pipeline import Pipeline
 from dcompile.runtime.agree import agree
 from dcompile.runtime.buckets import Buckets, average
 
@@ -73,7 +73,7 @@ def compile(
 
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
-    return Toolbox(Pipeline(config), Buckets, agree, average, print_receipt)
+    return Toolbox(CachingCompiler(config), Buckets, agree, average, print_receipt)
 
 
 def print_receipt(model: CompiledModel) -> None:

@@ -179,6 +179,19 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
     _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
 
 
+def guard_count(gm: Any) -> int:
+    """How many guards on symbolic sizes there are so far: whoever asks for a size's value adds one."""
+    import torch
+
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                return len(size.node.shape_env.guards)
+    return 0
+
+
 def is_optimized_module(thing: Any) -> bool:
     """What torch.compile(module) returns."""
     from torch._dynamo.eval_frame import OptimizedModule

@@ -6,27 +6,29 @@ import difflib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dcompile.artifacts import dump, log
 from dcompile.codegen.emit import build, cpp, host
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels
-from dcompile.codegen.lower import decompositions, is_static, lower
+from dcompile.codegen.lower.program import is_static, lower
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.collectives.insert import insert_buckets
-from dcompile.collectives.params import Executable, Report, Request
+from dcompile.collectives.params import Report, Request
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.compiled import CompiledGraph, Loadable
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,36 +67,36 @@ print(show(fuse(reorient_columns(program))))
 
 
 class Pipeline:
-    """The compiler as capture/ sees it: settings and the kernel cache; compiling is a function of its inputs."""
+    """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.cache: KernelCache | None = None
         names = [p.name for p in PASSES]
         for wanted in filter(None, (*config.skip.split(","), config.until)):
             if wanted not in names:
                 raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
 
-    def decompositions(self) -> dict[Any, Any]:
-        """The table AOTAutograd decomposes with; empty when ATen runs everything, so that eager's own kernels run."""
-        return {} if self.config.kernels == "aten" else decompositions.table()
-
-    def compile_graph(self, gm: Any, request: Request) -> Executable:
-        """Compile one FX graph: lower, schedule, emit, build, load."""
-        started = time.perf_counter()
+    def compile(self, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
+        """Compile one FX graph: lower, schedule, emit, build."""
         reason = self._why_aten(gm)
-        lowered = lower(gm, request.name, request.grads, aten=reason is not None)
+        lowered = self._timed(request, "lower", lambda: lower(gm, request.name, request.grads, aten=reason is not None))
         program = self._schedule(lowered.program, request)
-        kernels = cpp.emit_all(program)
-        built = build.build(kernels.sources, self.config, KernelCache.open(self.config))
-        executable = HostProgram(program, host.emit(program, kernels), built, lowered.constants)
-        executable.report = _report(program, kernels, built)
+        kernels = self._timed(request, "emit", lambda: cpp.emit_all(program))
+        source = self._timed(request, "host", lambda: host.emit(program, kernels))
+        built = self._timed(request, "build", lambda: build.build(kernels.sources, self.config, cache))
+        constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
+        report = _report(program, kernels)
         if reason and self.config.kernels != "aten":
-            executable.report.notes.append(f"{request.name} runs on ATen kernels: {reason}")
-        executable.report.compile_seconds = time.perf_counter() - started
-        log(self.config, "kernels", f"{request.name}: {executable.report}")
-        self._dump_code(lowered.program, kernels, executable.source)
-        return executable
+            report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
+        self._dump_code(lowered.program, kernels, source)
+        graph = CompiledGraph(source, tuple(constants), program.buckets, program.arena_bytes, built.keys, report)
+        return Loadable(graph, built.libraries, constants), built
+
+    def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:
+        began = time.perf_counter()
+        result = run()
+        log(self.config, "passes", f"{request.name} {stage}: {(time.perf_counter() - began) * 1e3:.1f} ms")
+        return result
 
     def _dump_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
         if not self.config.dump:
@@ -114,14 +116,6 @@ class Pipeline:
         if any(device != "cpu" for device in _devices(gm)):
             return "it is on a GPU, for which there is no emitter yet"
         return None
-
-    def _build(self, kernels: Kernels) -> Built:
-        if not kernels.sources:
-            return Built({}, 0, 0)
-        self.cache = self.cache or KernelCache.open(
-            self.config
-        )  # opened late: a job without kernels needs no directory
-        return build.build(kernels.sources, self.config, self.cache)
 
     def _schedule(self, program: Program, request: Request) -> Program:
         config = self.config
@@ -166,7 +160,7 @@ def _devices(gm: Any) -> set[str]:
     return {value.device.type for value in values if hasattr(value, "device")}
 
 
-def _report(program: Program, kernels: Kernels, built: Built) -> Report:
+def _report(program: Program, kernels: Kernels) -> Report:
     loops = [step for step in program.steps if isinstance(step, Loop)]
     externs = [step for step in program.steps if isinstance(step, Extern)]
     fallbacks: dict[str, int] = {}
@@ -179,6 +173,4 @@ def _report(program: Program, kernels: Kernels, built: Built) -> Report:
         library_calls=sum(not step.fallback for step in externs),
         fallbacks=fallbacks,
         collectives=len(program.buckets),
-        built=built.built,
-        cache_hits=built.cache_hits,
     )

@@ -13,9 +13,10 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("errors",),  # names only; imports nothing, so that the verifier in ir/ can raise one
     ("ir",),
-    ("config", "artifacts", "compat"),
+    ("config", "artifacts", "compat", "machine"),
     ("capture", "collectives", "codegen", "runtime"),
     ("pipeline",),
+    ("compiler",),
     ("api", "backend", "explain", "__init__"),
     ("integrations",),
 )

@@ -57,6 +57,10 @@ class Report:
     collectives: int = 0
     built: int = 0
     cache_hits: int = 0
+    graphs_cached: int = 0
+    """1 if the graph itself was in the cache: then nothing was lowered, scheduled or emitted."""
+    graphs_uncacheable: int = 0
+    """1 if it never can be; a note says why."""
     compile_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     """Lines for the receipt: what was given up and why."""

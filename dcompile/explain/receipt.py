@@ -36,6 +36,9 @@ class Receipt:
     compile_seconds: float
     cache_hits: int
     built: int
+    graphs_cached: int = 0
+    """Graphs loaded from the cache, of all that were compiled or loaded: nothing was lowered or emitted for them."""
+    graphs_uncacheable: int = 0
     reasons: tuple[str, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -84,6 +87,8 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         compile_seconds=model.compile_seconds,
         cache_hits=sum(report.cache_hits for report in every),
         built=sum(report.built for report in every),
+        graphs_cached=sum(report.graphs_cached for report in every),
+        graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         reasons=tuple(model.adapter.reasons),
         fallbacks=_fallbacks(reports),
         notes=(*model.adapter.notes, *dict.fromkeys(note for report in reports for note in report.notes)),

@@ -1,4 +1,5 @@
-"""The kernel cache on disk: libraries named by their content, and a small JSON file per kernel that points at one.
+"""The cache on disk: libraries named by their content, a small JSON file per kernel that points at one, and one for
+each graph that names its kernels and holds its host program.
 
 No entry is code until its SHA-256 has been compared, and nothing is unpickled. Files appear by rename, so a reader sees
 a whole file or none, and any number of processes may write at once: equal content has an equal name. Whatever is
@@ -19,10 +20,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from dcompile.artifacts import say
 from dcompile.config import Config
 from dcompile.errors import BuildError
+from dcompile.runtime.compiled import CompiledGraph, from_record, to_record
+
+Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
+"""A graph, and the library of each of its kernels."""
 
 STALE_S = 3600
 """Age from which a temporary folder belongs to a process that was killed: no compilation takes so long."""
@@ -65,25 +71,43 @@ class KernelCache:
         try:
             return self._checked_library(key)
         except _Damaged as damage:
-            path, why = damage.args
-            if path not in self._seen:
-                self._seen.add(path)
-                say(f"cached kernel {path} is damaged ({why}); building it again")
+            self._tell(damage, "kernel", "building")
             return None
+
+    def find_graph(self, key: str) -> Loaded | None:
+        """A compiled graph and its libraries, or None. Damage is reported once for each file, and is a miss."""
+        try:
+            graph = self._checked_graph(key)
+        except _Damaged as damage:
+            self._tell(damage, "graph", "compiling")
+            return None
+        if graph is None:
+            return None
+        libraries = {name: self.find(kernel) for name, kernel in graph.kernels.items()}
+        found = {name: path for name, path in libraries.items() if path is not None}
+        return (graph, found) if len(found) == len(libraries) else None
+
+    def _tell(self, damage: _Damaged, what: str, doing: str) -> None:
+        path, why = damage.args
+        if path not in self._seen:
+            self._seen.add(path)
+            say(f"cached {what} {path} is damaged ({why}); {doing} it again")
+
+    def _checked_graph(self, key: str) -> CompiledGraph | None:
+        entry = self.directory / f"{key}.graph"
+        record = _read(entry, key, "graph")
+        if record is None:
+            return None
+        if record["sha256"] != _digest(key, record.get("graph")):
+            raise _Damaged(entry, "its content does not match its checksum")
+        return from_record(record["graph"])
 
     def _checked_library(self, key: str) -> Path | None:
         entry = self.directory / f"{key}.json"
-        try:
-            record = json.loads(entry.read_text())
-            digest, owner = str(record["sha256"]), record["key"]
-        except FileNotFoundError:
+        record = _read(entry, key, "kernel")
+        if record is None:
             return None
-        except OSError as error:
-            raise _Damaged(entry, str(error.strerror)) from error
-        except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError is a ValueError
-            raise _Damaged(entry, "not a valid entry") from error
-        if owner != key:
-            raise _Damaged(entry, "it belongs to another kernel")
+        digest = record["sha256"]
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise _Damaged(entry, "not a valid entry")
         library = self.directory / f"{digest}.so"
@@ -120,6 +144,15 @@ class KernelCache:
         self._checked.add(library)
         return library
 
+    def put_graph(self, key: str, graph: CompiledGraph) -> None:
+        """Keep a compiled graph. It works without: if that cannot be, one line says so."""
+        record = to_record(graph)
+        try:
+            entry = {"key": key, "sha256": _digest(key, record), "graph": record}
+            self._write(self.directory / f"{key}.graph", json.dumps(entry))
+        except OSError as error:
+            say(f"cannot keep a compiled graph in {self.directory}: {error.strerror}; it will be compiled again")
+
     def _write(self, path: Path, text: str) -> None:
         """Write a file so that it appears whole or not at all."""
         handle, name = tempfile.mkstemp(prefix="tmp-", dir=self.directory)
@@ -132,6 +165,29 @@ class KernelCache:
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
+
+
+def _read(entry: Path, key: str, what: str) -> Any:
+    """The JSON of an entry, which says that it belongs to `key`; None if there is no such file. Raises _Damaged."""
+    try:
+        record = json.loads(entry.read_text())
+        owner, digest = record["key"], record["sha256"]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _Damaged(entry, str(error.strerror)) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise _Damaged(entry, "not a valid entry") from error
+    if owner != key:
+        raise _Damaged(entry, f"it belongs to another {what}")
+    if not isinstance(digest, str):
+        raise _Damaged(entry, "not a valid entry")
+    return record
+
+
+def _digest(key: str, graph: Any) -> str:
+    """Of what is to be executed, and of the key that it was compiled for."""
+    return hashlib.sha256(f"{key}\n{json.dumps(graph, sort_keys=True)}".encode()).hexdigest()
 
 
 def cache_directory(config: Config) -> Path:

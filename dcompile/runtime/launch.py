@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from dcompile.collectives.params import BucketSource, Report
+from dcompile.collectives.params import BucketSource
 from dcompile.errors import BuildError
-from dcompile.ir.nodes import Program
 from dcompile.runtime import checks
 from dcompile.runtime.arena import Arena, Fresh
+from dcompile.runtime.compiled import Loadable
 
 Call = Callable[[list[Any], BucketSource | None, bool], list[Any]]
-
-
-class Libraries(Protocol):
-    """Where each kernel was built."""
-
-    @property
-    def libraries(self) -> Mapping[str, Path]: ...
 
 
 class HostProgram:
@@ -36,19 +30,17 @@ class HostProgram:
     call within a call), it prepares another, with another arena, and drops it afterwards.
     """
 
-    def __init__(
-        self, program: Program, source: str, built: Libraries, constants: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        self.report = Report()
-        self.buckets = program.buckets
-        self.source = source
-        self._name = program.name
-        self._arena_bytes = program.arena_bytes
-        self._libraries = built.libraries
-        self._constants = [(constants or {})[name] for name in program.inputs if name in (constants or {})]
-        for name, path in self._libraries.items():
-            kernel(path, name)  # a library that cannot be loaded shows now, not in the first step
-        self._make = _load(source, self._name)
+    def __init__(self, name: str, loadable: Loadable) -> None:
+        graph = loadable.graph
+        self.report = dataclasses.replace(graph.report, notes=[*graph.report.notes])
+        self.buckets = graph.buckets
+        self.source = graph.source
+        self._arena_bytes = graph.arena_bytes
+        self._libraries = loadable.libraries
+        self._constants = [loadable.constants[constant] for constant in graph.constants]
+        for symbol, path in self._libraries.items():
+            kernel(path, symbol)  # a library that cannot be loaded shows now, not in the first step
+        self._make = _load(graph.source, name)
         self._idle: list[tuple[Call, _Run]] = []
         """Prepared calls; each with what owns the arena, of which the call itself knows only addresses."""
         self._prepared = False

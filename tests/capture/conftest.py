@@ -15,7 +15,7 @@ def compilers(monkeypatch):
         made.append(InterpreterCompiler(config))
         return made[-1]
 
-    monkeypatch.setattr("dcompile.api.Pipeline", make)
+    monkeypatch.setattr("dcompile.api.CachingCompiler", make)
     monkeypatch.setenv("DCOMPILE_RECEIPT", "0")
     torch._dynamo.reset()
     return made

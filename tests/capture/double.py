@@ -80,6 +80,6 @@ def install() -> None:
     import sys
     import types
 
-    module = types.ModuleType("dcompile.pipeline")
-    module.Pipeline = InterpreterCompiler
-    sys.modules["dcompile.pipeline"] = module
+    module = types.ModuleType("dcompile.compiler")
+    module.CachingCompiler = InterpreterCompiler
+    sys.modules["dcompile.compiler"] = module

@@ -16,11 +16,13 @@ import torch
 from dcompile.codegen.emit import cpp, host
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.collectives.params import Report
 from dcompile.compat import storage_use_count
 from dcompile.config import Config
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Literally, Loop, Program, Store, View, Wait
+from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import store
@@ -29,7 +31,11 @@ from tests.ir.fuzz import random_program
 
 def load(program: Program, constants=None) -> HostProgram:
     kernels = cpp.emit_all(program)
-    return HostProgram(program, host.emit(program, kernels), build(kernels.sources, Config(), store()), constants)
+    built = build(kernels.sources, Config(), store())
+    constants = constants or {}
+    source, names = host.emit(program, kernels), tuple(name for name in program.inputs if name in constants)
+    graph = CompiledGraph(source, names, program.buckets, program.arena_bytes, built.keys, Report())
+    return HostProgram(program.name, Loadable(graph, built.libraries, constants))
 
 
 def tensor(buffer: Buffer, values: np.ndarray) -> torch.Tensor:

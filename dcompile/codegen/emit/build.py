@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -18,8 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +25,7 @@ from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.config import Config
 from dcompile.errors import BuildError
+from dcompile.machine import COMPILERS, compilers, cpu_features, openmp_library, own_version
 
 FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w",
@@ -55,11 +54,12 @@ class Cache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Where each kernel is, by name; how many were compiled now and how many were there already."""
+    """Where each kernel is, by name; how many were compiled now and how many were there already; their keys."""
 
     libraries: Mapping[str, Path]
     built: int
     cache_hits: int
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Built:
@@ -77,7 +77,7 @@ def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Buil
         for part, job in zip(parts, jobs, strict=True):
             path = job.result()
             libraries |= {source.name: path for source in part}
-    return Built(libraries, len(missing), len(unique) - len(missing))
+    return Built(libraries, len(missing), len(unique) - len(missing), keys)
 
 
 def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSource]]:
@@ -109,13 +109,11 @@ class Compiler:
 
 def find_compiler(timeout_s: int) -> Compiler:
     """$CXX if set, else the first of g++, c++, clang++."""
-    chosen = os.environ.get("CXX", "")
-    return _probe(tuple(shlex.split(chosen)), os.environ.get("PATH", ""), timeout_s)
+    return _probe(tuple(compilers()), os.environ.get("PATH", ""), timeout_s)
 
 
 @functools.lru_cache(maxsize=8)
-def _probe(chosen: tuple[str, ...], path: str, timeout_s: int) -> Compiler:
-    candidates = [chosen] if chosen else [("g++",), ("c++",), ("clang++",)]
+def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -> Compiler:
     for command in candidates:
         if shutil.which(command[0], path=path):
             text = _version(command, timeout_s)
@@ -125,7 +123,7 @@ def _probe(chosen: tuple[str, ...], path: str, timeout_s: int) -> Compiler:
             wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features().split() else ()
             return Compiler(command, text, (*FLAGS, *openmp, *wide))
     tried = ", ".join(shlex.join(command) for command in candidates)
-    setting = "CXX is set to it" if chosen else "CXX is not set"
+    setting = "CXX is not set" if candidates == COMPILERS else "CXX is set to it"
     raise BuildError(f"dcompile: no C++ compiler: {tried} not found ({setting}); {ADVICE}")
 
 
@@ -136,34 +134,7 @@ def _version(command: tuple[str, ...], timeout_s: int) -> str:
     return output.strip().splitlines()[0] if output.strip() else "unknown"
 
 
-@functools.cache
-def cpu_features() -> str:
-    """What -march=native stands for on this machine: a kernel built elsewhere may not run here."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        wanted = ("flags", "Features", "cpu family", "model\t", "CPU part")
-        found = [line.split(":", 1)[1].strip() for line in lines if line.startswith(wanted)]
-        if found:
-            return " ".join(dict.fromkeys(found))
-    return f"{platform.machine()} {platform.processor()}"
-
-
-@functools.cache
-def openmp_library() -> str | None:
-    """The OpenMP run time that torch has loaded: linking the same one keeps to one thread pool and one setting."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            path = line.split(maxsplit=5)[-1]
-            if "libgomp" in Path(path).name and Path(path).is_file():
-                return path
-    return None
-
-
 def _key(source: KernelSource, compiler: Compiler) -> str:
-    try:
-        ours = version("dcompile")
-    except PackageNotFoundError:
-        ours = "source"
     parts = (
         source.text,
         PRELUDE,
@@ -171,7 +142,7 @@ def _key(source: KernelSource, compiler: Compiler) -> str:
         shlex.join(compiler.command),
         compiler.version,
         cpu_features(),
-        ours,
+        own_version(),
     )
     return hashlib.sha256("\0".join((*parts, Path(openmp_library() or "").name)).encode()).hexdigest()
 

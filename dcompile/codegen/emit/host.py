@@ -64,10 +64,7 @@ class _Host:
         self._call()
         loops = sum(isinstance(step, Loop) for step in self.program.steps)
         externs = sum(isinstance(step, Extern) for step in self.program.steps)
-        head = (
-            f'"""{self.program.name}: {loops} kernel calls, {externs} library calls, '
-            f'arena of {self.program.arena_bytes} bytes."""'
-        )
+        head = f'"""{loops} kernel calls, {externs} library calls, arena of {self.program.arena_bytes} bytes."""'
         prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
         body = [f"        {line}" for line in self.lines]
         lines = [head, "", "import torch", "from torch import as_strided, empty_strided", "", "", "def make(run):"]

@@ -1,7 +1,5 @@
-"""From ATen to loops: one rule per op, views as index maps, library calls where no loop is wanted."""
+"""From ATen to loops: one rule per op, views as index maps, library calls where no loop is wanted.
 
-from __future__ import annotations
-
-from dcompile.codegen.lower.program import Lowered, is_static, lower
-
-__all__ = ["Lowered", "is_static", "lower"]
+`program.py` is the way in. Nothing is imported here, for AOTAutograd needs the table of decompositions even where all
+that it traces is in the cache already.
+"""

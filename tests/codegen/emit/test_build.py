@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.build import balance, build, cpu_features, find_compiler, openmp_library, text_of
+from dcompile.codegen.emit.build import balance, build, find_compiler, text_of
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
+from dcompile.machine import cpu_features, openmp_library
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.launch import kernel
 from tests.codegen.emit import loops

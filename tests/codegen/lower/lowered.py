@@ -13,8 +13,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from dcompile.codegen.lower import lower
 from dcompile.codegen.lower.decompositions import table
+from dcompile.codegen.lower.program import lower
 from dcompile.ir.interpret import execute
 from dcompile.ir.nodes import Extern, Literally, Loop, Program, View
 from dcompile.ir.verify import verify

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower import is_static, lower
+from dcompile.codegen.lower.program import is_static, lower
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run_aten

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcompile.codegen.lower import lower
+from dcompile.codegen.lower.program import lower
 from dcompile.ir.nodes import Extern, Program
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run

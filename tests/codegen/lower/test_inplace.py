@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower import lower
+from dcompile.codegen.lower.program import lower
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower import lower
 from dcompile.codegen.lower.decompositions import table
+from dcompile.codegen.lower.program import lower
 from dcompile.ir.nodes import Extern, Program
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run

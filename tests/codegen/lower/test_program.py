@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower import lower
 from dcompile.codegen.lower.decompositions import table
 from dcompile.codegen.lower.origin import origin_of
+from dcompile.codegen.lower.program import lower
 from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS
 from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program
 

@@ -1,0 +1,97 @@
+"""The compiler as capture/ sees it: what was compiled before is loaded; for a new graph the pipeline is imported."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dcompile.artifacts import log
+from dcompile.collectives.params import Executable, Request
+from dcompile.compat import guard_count
+from dcompile.config import Config
+from dcompile.runtime.cache import KernelCache
+from dcompile.runtime.compiled import Loadable
+from dcompile.runtime.graph_key import (
+    NotCacheable,
+    constants_of,
+    device_numbers,
+    graph_key,
+    with_numbers,
+    without_numbers,
+)
+from dcompile.runtime.launch import HostProgram
+
+if TYPE_CHECKING:
+    from dcompile.pipeline import Pipeline
+
+
+class CachingCompiler:
+    """Implements `collectives.params.Compiler`: a look into the cache before each graph, an entry after."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        if config.skip or config.until:
+            self._pipeline()  # says now if there is no such pass
+
+    def _pipeline(self) -> Pipeline:
+        from dcompile.pipeline import Pipeline  # late: a warm start needs no compiler stage, and saves their import
+
+        return Pipeline(self.config)
+
+    def decompositions(self) -> dict[Any, Any]:
+        """The table AOTAutograd decomposes with; empty when ATen runs everything, so that eager's own kernels run."""
+        if self.config.kernels == "aten":
+            return {}
+        from dcompile.codegen.lower import decompositions
+
+        return decompositions.table()
+
+    def compile_graph(self, gm: Any, request: Request) -> Executable:
+        """A graph ready to run: from the cache, or compiled now."""
+        began = time.perf_counter()
+        cache = KernelCache.open(self.config)
+        key, objection = self._key(gm, request)
+        executable = None if key is None or self._compiles_anew() else self._load(cache, key, gm, request)
+        if executable is None:
+            executable = self._compile(cache, key, objection, gm, request)
+        executable.report.compile_seconds = time.perf_counter() - began
+        log(self.config, "kernels", f"{request.name}: {executable.report}")
+        return executable
+
+    def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:
+        try:
+            return graph_key(gm, request, self.config), ""
+        except NotCacheable as reason:
+            return None, str(reason)
+
+    def _compiles_anew(self) -> bool:
+        """Whoever wants to look at the compiler's work, or to have it verified, wants it done."""
+        return self.config.verify or bool(self.config.dump)
+
+    def _load(self, cache: KernelCache, key: str, gm: Any, request: Request) -> HostProgram | None:
+        found = cache.find_graph(key)
+        if found is None:
+            return None
+        graph, libraries = found
+        graph = replace(graph, source=with_numbers(graph.source, device_numbers(gm)))
+        executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm)))
+        executable.report.graphs_cached = 1
+        executable.report.cache_hits = len(libraries)
+        log(self.config, "passes", f"{request.name}: from the cache")
+        return executable
+
+    def _compile(self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request) -> HostProgram:
+        guards = guard_count(gm)
+        made, built = self._pipeline().compile(gm, request, cache)
+        if key is not None and guard_count(gm) != guards:
+            key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
+        executable = HostProgram(request.name, made)
+        if key is not None:
+            source = without_numbers(made.graph.source, device_numbers(gm))
+            cache.put_graph(key, replace(made.graph, source=source))
+        else:
+            executable.report.graphs_uncacheable = 1
+            executable.report.notes.append(f"a graph ({request.kind}) is compiled anew at each start: {objection}")
+        executable.report.built, executable.report.cache_hits = built.built, built.cache_hits
+        return executable

@@ -1,0 +1,80 @@
+"""What generated code depends on besides its input: processor, C++ compiler, OpenMP run time, and our own source."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+COMPILERS = (("g++",), ("c++",), ("clang++",))
+"""Tried in this order where CXX is not set."""
+
+
+def compilers() -> list[tuple[str, ...]]:
+    """The commands that may be the compiler: $CXX, or the usual ones."""
+    chosen = tuple(shlex.split(os.environ.get("CXX", "")))
+    return [chosen] if chosen else list(COMPILERS)
+
+
+def compiler_stamp() -> str:
+    """Which compiler would be used, without starting it: command, and place, size and date of its files."""
+    for command in compilers():
+        if shutil.which(command[0]):
+            files = [found for word in command if (found := shutil.which(word))]  # `ccache g++` is two
+            return " ".join((shlex.join(command), *map(_stamp, files)))
+    return "none"
+
+
+def _stamp(file: str) -> str:
+    path = os.path.realpath(file)
+    status = os.stat(path)
+    return f"{path}:{status.st_size}:{status.st_mtime_ns}"
+
+
+@functools.cache
+def cpu_features() -> str:
+    """What -march=native stands for on this machine: a kernel built elsewhere may not run here."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = ("flags", "Features", "cpu family", "model\t", "CPU part")
+        found = [line.split(":", 1)[1].strip() for line in lines if line.startswith(wanted)]
+        if found:
+            return " ".join(dict.fromkeys(found))
+    return f"{platform.machine()} {platform.processor()}"
+
+
+@functools.cache
+def openmp_library() -> str | None:
+    """The OpenMP run time that torch has loaded: linking the same one keeps to one thread pool and one setting."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if "libgomp" in Path(path).name and Path(path).is_file():
+                return path
+    return None
+
+
+@functools.cache
+def own_version() -> str:
+    """dcompile's version."""
+    try:
+        return version("dcompile")
+    except PackageNotFoundError:
+        return "source"
+
+
+@functools.cache
+def own_source() -> str:
+    """A digest of dcompile's source, so that what an older compiler made is not taken for what this one would make."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,145 @@
+"""Which graphs are the same to the compiler: the SHA-256 of a text of all that compiling may look at.
+
+In the text: nodes with their arguments and results (shapes, strides, dtypes, device types), the request, the settings,
+and versions of everything that writes code. Not in it: ranks, device numbers, groups, values of parameters and
+constants, the graph's name, and the modules and source lines it came from. So equal graphs of different models share
+an entry; comments in its host program then name the model that was compiled first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile.collectives.params import Request
+from dcompile.config import Config
+from dcompile.machine import compiler_stamp, cpu_features, openmp_library, own_source, own_version
+
+_PYTHON = ("operator", "math", "builtins", "torch")
+"""Modules whose functions a name and the versions in the key tell apart."""
+_BUILT_IN = ("aten", "prims")
+"""Namespaces of ops that come with torch; the schemas of others are part of the text."""
+
+
+class NotCacheable(Exception):
+    """The graph holds something that text cannot tell apart; says what."""
+
+
+def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
+    """The name of a graph's cache entry. Raises NotCacheable."""
+    lines = (*_environment(), config.key(), *_request(request), *_nodes(gm))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def constants_of(gm: GraphModule) -> dict[str, Any]:
+    """Tensors that the graph's module holds, by the name of the node that gets them."""
+    nodes = gm.graph.find_nodes(op="get_attr")
+    return {node.name: operator.attrgetter(str(node.target))(gm) for node in nodes}
+
+
+def device_numbers(gm: GraphModule) -> dict[str, int]:
+    """Device type -> the one number that calls of the graph name; none if they name several.
+
+    Host programs spell these devices out. An entry has `*` in place of the number, so that ranks may share it.
+    """
+    found: dict[str, set[int]] = {}
+    for node in gm.graph.nodes:
+        for value in (*node.args, *node.kwargs.values()):
+            if isinstance(value, torch.device) and value.index is not None:
+                found.setdefault(value.type, set()).add(value.index)
+    return {kind: numbers.pop() for kind, numbers in found.items() if len(numbers) == 1}
+
+
+def _environment() -> Iterator[str]:
+    yield f"dcompile {own_version()} {own_source()}"
+    yield f"torch {torch.__version__} {torch.version.git_version}"
+    yield compiler_stamp()
+    yield cpu_features()
+    yield (openmp_library() or "").rpartition("/")[2]
+
+
+def _request(request: Request) -> Iterator[str]:
+    yield f"{request.kind} {request.grads} {request.rule}"
+    for param in request.params:  # less their names
+        yield f"{param.number} {param.shape} {param.dtype} {param.device} {param.kind} {param.group}"
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+
+def _nodes(gm: GraphModule) -> Iterator[str]:
+    numbers = device_numbers(gm)
+    for node in gm.graph.nodes:
+        target = _target(node.target) if node.op == "call_function" else ""
+        args = ",".join(_text(arg, numbers) for arg in node.args) if node.op != "placeholder" else ""
+        kwargs = ",".join(f"{name}={_text(value, numbers)}" for name, value in node.kwargs.items())
+        value = operator.attrgetter(str(node.target))(gm) if node.op == "get_attr" else node.meta.get("val")
+        if node.op == "get_attr" and not isinstance(value, torch.Tensor):
+            raise NotCacheable(f"it holds a {type(value).__name__}")
+        yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
+
+
+def _target(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        name = str(target)
+        return name if name.partition(".")[0] in _BUILT_IN else f"{name} {schema}"
+    module = (getattr(target, "__module__", None) or "").lstrip("_")
+    if module in _PYTHON and hasattr(target, "__name__"):
+        return f"{module}.{target.__name__}"
+    raise NotCacheable(f"it calls {target}")
+
+
+def _text(value: Any, numbers: dict[str, int]) -> str:
+    """An argument or a result. Different things have different texts, or none."""
+    match value:
+        case Node():
+            return f"%{value.name}"
+        case bool() | int() | float() | complex() | str() | None:
+            return repr(value)
+        case torch.Tensor():
+            strides = _sizes(value.stride()) if value.layout == torch.strided else value.layout
+            return f"{value.dtype}{_sizes(value.shape)}{strides}{value.device.type}"
+        case tuple() | list():
+            return f"({','.join([_text(item, numbers) for item in value])})"
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return f"<{value}>"
+        case torch.device():
+            shared = value.index is not None and numbers.get(value.type) == value.index
+            number = "*" if shared else value.index
+            return f"device {value.type}:{number}"
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+        case slice():
+            return f"slice({_text((value.start, value.stop, value.step), numbers)})"
+        case _ if hasattr(value, "_schema"):  # an op as an argument
+            return _target(value)
+        case _:
+            raise NotCacheable(f"it holds a {type(value).__name__}")
+
+
+def _sizes(sizes: Any) -> str:
+    return ",".join(map(str, sizes)).join("[]")
+
+
+# --- device numbers in host programs ----------------------------------------------------------------------------------
+
+
+def without_numbers(source: str, numbers: dict[str, int]) -> str:
+    """A host program with `*` in place of the number of each device."""
+    for kind, number in numbers.items():
+        source = source.replace(f"torch.device('{kind}:{number}')", f"torch.device('{kind}:*')")
+    return source
+
+
+def with_numbers(source: str, numbers: dict[str, int]) -> str:
+    """A host program from the cache, for the devices of this process."""
+    return re.sub(
+        r"torch\.device\('(\w+):\*'\)", lambda found: f"torch.device('{found[1]}:{numbers[found[1]]}')", source
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +26,9 @@ def agree(group: Any, subject: str, lines: list[str], everyone: bool, timeout_s:
     store = group_store(group)
     rank = dist.get_rank(group)
     ranks = range(dist.get_world_size(group)) if everyone else (0,)
-    keys = {other: f"dcompile/{subject}/{other}" for other in ranks}
+    # torchrun keeps one store over restarts: what a peer of the last attempt said must not be taken for this one's
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = {other: f"dcompile/{attempt}/{subject}/{other}" for other in ranks}
     if rank in keys:
         store.set(keys[rank], json.dumps(lines))
     try:

@@ -75,3 +75,10 @@ def test_looking_at_rank_0_alone_nobody_waits_for_others(ranks):
 def test_a_rank_that_never_comes_is_an_error_in_time(ranks):
     (message,) = ranks([["a"]], world=2, timeout_s=0.3)
     assert "rank 0 waited 0.3 s" in message
+
+
+def test_what_was_said_before_a_restart_is_not_believed(ranks, monkeypatch):
+    store = dist.HashStore()
+    assert ranks([["old"], ["old"]], store=store) == [None, None]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert ranks([["new"], ["new"]], store=store) == [None, None]

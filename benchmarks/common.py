@@ -78,8 +78,13 @@ def _time(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def in_fresh_process(module: str, arguments: Sequence[str], threads: int, timeout: float) -> dict[str, Any]:
-    """Run `python -m module arguments` with empty compiler caches; return what it handed to `hand_back`."""
+def in_fresh_process(
+    module: str, arguments: Sequence[str], threads: int, timeout: float, settings: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run `python -m module arguments` with empty compiler caches; return what it handed to `hand_back`.
+
+    `settings` are further environment variables.
+    """
     with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("DCOMPILE_")},
@@ -87,6 +92,7 @@ def in_fresh_process(module: str, arguments: Sequence[str], threads: int, timeou
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
             "DCOMPILE_CACHE_DIR": f"{folder}/dcompile",
+            **(settings or {}),
         }
         command = [sys.executable, "-m", module, *arguments]
         try:

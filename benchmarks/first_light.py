@@ -219,15 +219,15 @@ def compile_cold(case: Case, peer: str) -> dict[str, Any]:
     return {"first_use": first_use, "seconds": seconds, "peak_mib": common.peak_mib_during(step) - before}
 
 
-def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, arguments: argparse.Namespace, module: str = MODULE, timeout: float = TIMEOUT) -> dict[str, Any]:
     """One line of the table."""
     shared = ["--only", name, "--threads", str(arguments.threads), "--seconds", str(arguments.seconds)]
-    line = common.in_fresh_process(MODULE, [*shared, "--child", "steps"], arguments.threads, TIMEOUT)
+    line = common.in_fresh_process(module, [*shared, "--child", "steps"], arguments.threads, timeout)
     if "error" in line:
         return {"name": name, "steps": {}, "cold": {}, "errors": {"steps": line["error"]}}
     line = {"name": name, **line, "cold": {}}
     for peer in PEERS if arguments.cold else ():
-        cold = common.in_fresh_process(MODULE, [*shared, "--child", peer], arguments.threads, TIMEOUT)
+        cold = common.in_fresh_process(module, [*shared, "--child", peer], arguments.threads, timeout)
         if "error" in cold:
             line["errors"][f"cold {peer}"] = cold["error"]
         else:

@@ -1,0 +1,24 @@
+"""The models' benchmark compares what it times, and its table names every model there is."""
+
+import torch
+
+from benchmarks import cpu_models
+from benchmarks.models import MODELS
+
+
+def test_names_are_the_models():
+    assert tuple(MODELS) == cpu_models.NAMES
+
+
+def test_difference_sees_a_wrong_gradient_and_a_wrong_loss():
+    loss, gradient = torch.tensor(2.0), torch.ones(4)
+    assert cpu_models.difference([loss, gradient], [loss, gradient]) == 0
+    assert cpu_models.difference([loss, gradient * 2], [loss, gradient]) == 1
+    assert cpu_models.difference([loss * 1.5, gradient], [loss, gradient]) == 0.5
+
+
+def test_a_step_gives_loss_and_all_gradients():
+    torch.manual_seed(0)
+    found = cpu_models.case("resnet").make(lambda module: module)()
+    module = MODELS["resnet"].make()
+    assert len(found) == 1 + len(list(module.parameters()))

@@ -6,18 +6,14 @@ import math
 from math import prod
 
 from dcompile.codegen.emit.nest import LANES, Axis
-from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, watches_nan
+from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import Statements, store_refs
 from dcompile.ir.analysis import operands
-from dcompile.ir.nodes import Const, Reduce, Ref
+from dcompile.ir.nodes import Const, Load, Reduce, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 PARTIAL = 4096
 """Longest run of float additions into one vector of accumulators; runs are added up in float64."""
-SPLIT = 64
-"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
-SCRATCH_BYTES = 1 << 20
-"""Largest column reduction that each thread does in memory of its own."""
 
 
 class Passes(Statements):
@@ -110,6 +106,7 @@ class Passes(Statements):
         for ref in reduces:
             self._accumulator(ref, "w" if ref in partial else "s", wide=ref in partial)
         last = self.nest.elements[-1]
+        self._turn_in()
         for axis in self.nest.elements[:-1]:
             self._open_axis(axis)
         blocked = bool(partial) and last.size > 2 * PARTIAL
@@ -140,8 +137,37 @@ class Passes(Statements):
         for ref in sorted(partial):
             self.line(f"w{self.number(ref)} += s{self.number(ref)};")
         self.close(len(self.nest.elements) - 1 + blocked)
+        self._turn_out()
         for ref in sorted(partial):
             self.line(f"const float64 s{self.number(ref)} = w{self.number(ref)};")
+
+    def _turn_in(self) -> None:
+        """Read a tile of each tensor whose rows lie across the simd loop."""
+        if self.turned is None:
+            return
+        across, along = self.turned.across, self.turned.along
+        for ref, distance in self.turned.loads.items():
+            load = self.nest.body[ref]
+            assert isinstance(load, Load)
+            x = f"x{self.number(ref)}"
+            self.line(f"alignas(64) {memory_type(load.dtype)} {x}[{across.tile * along.tile}];")
+            corner = self.place(load.buffer, self.turned.corner(load.index))
+            extents = f"{self.turned.extent(along)}, {self.turned.extent(across)}"
+            self.line(f"turn(&{corner}, {distance}, {x}, {along.tile}, {extents});")
+        for number in self.turned.stores:
+            dtype = memory_type(self.table[self.nest.stores[number].buffer].dtype)
+            self.line(f"alignas(64) {dtype} y{number}[{across.tile * along.tile}];")
+
+    def _turn_out(self) -> None:
+        """Write a tile of each such result."""
+        if self.turned is None:
+            return
+        across, along = self.turned.across, self.turned.along
+        for number, distance in self.turned.stores.items():
+            store = self.nest.stores[number]
+            corner = self.place(store.buffer, self.turned.corner(store.index))
+            extents = f"{self.turned.extent(across)}, {self.turned.extent(along)}"
+            self.line(f"turn(y{number}, {along.tile}, &{corner}, {distance}, {extents});")
 
     def _shares_elements(self) -> bool:
         """One long row: threads take blocks of its elements, whose results are combined in order."""

@@ -35,9 +35,40 @@ template <class T> static T* scratch(int64 count) {
   return (T*)memory;
 }
 
+/* to[c, r] = from[r, c]; `lines` are the distances of neighbouring rows */
+template <int bytes> struct Lanes;
+template <> struct Lanes<2> { typedef u16 vector __attribute__((vector_size(16))); };
+template <> struct Lanes<4> { typedef u32 vector __attribute__((vector_size(32))); };
+template <class T> INLINE void turn_8(const T* from, int64 from_line, T* to, int64 to_line) {
+#ifdef __clang__
+  for (int r = 0; r < 8; r++) for (int c = 0; c < 8; c++) to[c * to_line + r] = from[r * from_line + c];
+#else
+  typedef typename Lanes<sizeof(T)>::vector vector;
+  const vector low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+  vector a[8], b[8];
+  for (int r = 0; r < 8; r++) __builtin_memcpy(&a[r], from + r * from_line, sizeof(vector));
+  for (int turns = 0; turns < 3; turns++) {
+    for (int r = 0; r < 4; r++) {
+      b[2 * r] = __builtin_shuffle(a[r], a[r + 4], low);
+      b[2 * r + 1] = __builtin_shuffle(a[r], a[r + 4], high);
+    }
+    for (int r = 0; r < 8; r++) a[r] = b[r];
+  }
+  for (int c = 0; c < 8; c++) __builtin_memcpy(to + c * to_line, &a[c], sizeof(vector));
+#endif
+}
+template <class T> INLINE void turn(const T* from, int64 from_line, T* to, int64 to_line, int64 rows, int64 columns) {
+  const int64 whole_rows = rows & ~7l, whole_columns = columns & ~7l;
+  for (int64 r = 0; r < whole_rows; r += 8)
+    for (int64 c = 0; c < whole_columns; c += 8)
+      turn_8(from + r * from_line + c, from_line, to + c * to_line + r, to_line);
+  for (int64 r = 0; r < rows; r++)
+    for (int64 c = r < whole_rows ? whole_columns : 0; c < columns; c++) to[c * to_line + r] = from[r * from_line + c];
+}
+
 /* memory <-> register */
-/* an index that a value gives: opaque, because g++ 12 and 13 vectorise the gather wrongly, or crash, where the value comes
-   from an 8-bit comparison (a bool cast to an integer); gathers of this kind are no faster as vectors */
+/* an index that a value gives: opaque, because g++ 12 and 13 vectorise the gather wrongly, or crash, where the value
+   comes from an 8-bit comparison (a bool cast to an integer); gathers of this kind are no faster as vectors */
 INLINE int64 position(int64 x) { __asm__("" : "+r"(x)); return x; }
 INLINE bool load_bool(uint8 x) { return x != 0; }
 INLINE float load_bfloat16(u16 x) { return unbits(u32(x) << 16); }

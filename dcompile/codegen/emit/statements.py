@@ -7,6 +7,7 @@ from math import prod
 
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, literal
+from dcompile.codegen.emit.tiles import Turned, find_turned
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Atom, Div, Index, Var
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Store, Value
@@ -18,34 +19,8 @@ ROW_ARRAY_BYTES = 65536
 """Stack for values kept from pass to pass."""
 KEEP_COST = 10
 """Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
-PARTIAL = 4096
-"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
 SPLIT = 64
 """Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
-SCRATCH_BYTES = 1 << 20
-"""Largest column reduction that each thread does in memory of its own."""
-ROW_ARRAY_BYTES = 65536
-"""Stack for values kept from pass to pass."""
-KEEP_COST = 10
-"""Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
-PARTIAL = 4096
-"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
-SPLIT = 64
-"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
-SCRATCH_BYTES = 1 << 20
-"""Largest column reduction that each thread does in memory of its own."""
-KEEP_COST = 10
-"""Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
-PARTIAL = 4096
-"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
-SPLIT = 64
-"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
-SCRATCH_BYTES = 1 << 20
-"""Largest column reduction that each thread does in memory of its own."""
-SPLIT = 64
-"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
-SCRATCH_BYTES = 1 << 20
-"""Largest column reduction that each thread does in memory of its own."""
 SCRATCH_BYTES = 1 << 20
 """Largest column reduction that each thread does in memory of its own."""
 
@@ -68,6 +43,7 @@ class Statements:
         self.parallel = self._work() > PARALLEL_WORK
         self.in_place = any(self._column_bytes(n) > SCRATCH_BYTES for n in self.columns)
         self.split = self._find_split()
+        self.turned: Turned | None = find_turned(nest, table)
         self._plan_kept()
 
     # --- decisions ---
@@ -249,8 +225,14 @@ class Statements:
 
     def declare(self, ref: Ref) -> None:
         value = self.nest.body[ref]
-        if not isinstance(value, Const):
-            self.line(f"const {c_type(value.dtype)} {self.name(ref)} = {self.expression(value)};")
+        if isinstance(value, Load) and self.turned and ref in self.turned.loads:
+            read = f"x{self.number(ref)}[{self.turned.place}]"
+            text = f"load_{value.dtype}({read})" if value.dtype in MEMORY else read
+        elif not isinstance(value, Const):
+            text = self.expression(value)
+        else:
+            return
+        self.line(f"const {c_type(value.dtype)} {self.name(ref)} = {text};")
 
     def store(self, number: int) -> None:
         """Write one store's value to its place."""
@@ -259,7 +241,10 @@ class Statements:
         value = self.name(store.value)
         if store.mode == "set":
             packed = f"store_{dtype}({value})" if dtype in ("bfloat16", "float16") else value
-            self.line(f"{self.place(store.buffer, store.index)} = {packed};")
+            place = self.place(store.buffer, store.index)
+            if self.turned and number in self.turned.stores:
+                place = f"y{number}[{self.turned.place}]"
+            self.line(f"{place} = {packed};")
         else:
             self.line(self._combine(store.mode, f"{self.columns[number]}[{self.index(store.index)}]", value, dtype))
 

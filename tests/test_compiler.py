@@ -1,0 +1,278 @@
+"""What comes from the cache: the same bits as when it was compiled, no compiler stage, and never a damaged entry."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dcompile
+from dcompile.collectives.params import BucketRule, ParamInfo, Request
+from dcompile.compiler import CachingCompiler
+from dcompile.config import Config
+from dcompile.runtime import cache as cache_module
+from tests.distributed.harness import Ranks
+from tests.subject import ROOT
+
+GRADS = ((0, 0), (1, 1))
+PARAMS = tuple(ParamInfo(n, f"p{n}", (8, 8), "float32", "cpu") for n in range(2))
+BACKWARD = Request("backward0", "backward", GRADS, PARAMS, BucketRule(1, 1))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_refused_before(monkeypatch):
+    monkeypatch.setattr(cache_module, "_refused", {})
+
+
+def body(x, y):
+    return (x * 2 + y).tanh(), x.softmax(-1) @ y
+
+
+def graph(function=body, n=8):
+    x = torch.randn(n, n, generator=torch.Generator().manual_seed(0))
+    return make_fx(function, tracing_mode="fake")(x, x.clone()), [x, x + 1]
+
+
+def run(config, gm=None, name="inference0"):
+    """Compile in a new compiler; (outputs, report)."""
+    gm = gm or graph()[0]
+    executable = CachingCompiler(config).compile_graph(gm, Request(name, "inference"))
+    return executable(list(graph()[1])), executable.report
+
+
+def entries(config):
+    return sorted(Path(config.cache_dir).glob("*.graph"))
+
+
+def test_a_graph_from_the_cache_gives_the_same_bits_and_the_same_report(config, capsys):
+    cold, first = run(config)
+    warm, second = run(config, name="inference5")
+    assert all(torch.equal(a, b) for a, b in zip(cold, warm, strict=True))
+    assert (first.graphs_cached, first.built) == (0, first.kernels) and first.kernels > 0
+    assert (second.graphs_cached, second.built, second.cache_hits) == (1, 0, second.kernels)
+    counts = ("kernels", "kernel_calls", "library_calls", "fallbacks", "collectives", "notes")
+    assert [getattr(first, c) for c in counts] == [getattr(second, c) for c in counts]
+    assert len(entries(config)) == 1 and capsys.readouterr().err == ""
+    assert not list(Path(config.cache_dir).glob("tmp-*"))
+
+
+def test_a_program_with_buckets_comes_back_whole(config):
+    gm = graph(lambda x, y: (x * y, x + y))[0]
+    cold = CachingCompiler(config).compile_graph(gm, BACKWARD)
+    warm = CachingCompiler(config).compile_graph(gm, BACKWARD)
+    assert warm.report.graphs_cached == 1 and len(cold.buckets) == 2
+    assert warm.buckets == cold.buckets and hash(warm.buckets) == hash(cold.buckets)
+    assert warm.source == cold.source
+    other = CachingCompiler(config).compile_graph(gm, Request("b", "backward", GRADS, PARAMS, BucketRule(1, 1 << 20)))
+    assert other.report.graphs_cached == 0
+
+
+def test_constants_are_those_of_the_live_graph(config):
+    def holding(value):
+        gm = graph(lambda x, y: (x + y,))[0]
+        gm.register_buffer("held", torch.full((8, 8), value))
+        output = gm.graph.output_node()
+        with gm.graph.inserting_before(output):
+            held = gm.graph.get_attr("held")
+            held.meta["val"] = gm.held
+            total = gm.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0][0], held))
+            total.meta["val"] = output.args[0][0].meta["val"]
+        output.args = ((total,),)
+        return gm
+
+    x, y = graph()[1]
+    for value, cached in ((2.0, 0), (3.0, 1)):
+        (out,), report = run(config, holding(value))
+        assert torch.equal(out, (x + y) * value) and report.graphs_cached == cached
+
+
+def test_what_runs_a_python_function_is_compiled_each_time_and_counted(config):
+    def branches(x, y):
+        return (torch.ops.higher_order.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)),)
+
+    gm = graph(branches)[0]
+    for _ in range(2):
+        (out,), report = run(config, gm)
+        torch.testing.assert_close(out, branches(*graph()[1])[0])
+        assert (report.graphs_cached, report.graphs_uncacheable) == (0, 1)
+        assert any("compiled anew at each start: it" in note for note in report.notes)
+    assert entries(config) == []
+
+
+def test_whoever_verifies_or_dumps_has_it_compiled(config, tmp_path):
+    run(config)
+    for looking in ({"verify": True}, {"dump": str(tmp_path / "dump")}):
+        report = run(Config(cache_dir=config.cache_dir, **looking))[1]
+        assert (report.graphs_cached, report.built) == (0, 0)
+    assert (tmp_path / "dump/rank0/inference0/host.py").exists()
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def _forge(path: Path) -> None:
+    """Code planted without a new checksum."""
+    entry = json.loads(path.read_text())
+    entry["graph"]["source"] = "raise SystemExit('planted')\n" + entry["graph"]["source"]
+    path.write_text(json.dumps(entry))
+
+
+DAMAGES = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:40]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "random bytes": lambda path: path.write_bytes(os.urandom(path.stat().st_size)),
+    "one letter": lambda path: path.write_text(path.read_text().replace("call", "call ", 1)),
+    "other code": _forge,
+    "other json": lambda path: path.write_text("[1, 2]"),
+    "a pickle": lambda path: path.write_bytes(b"cos\nsystem\n(S'touch /tmp/dcompile-planted'\ntR."),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_compiled_again_with_one_line(config, capsys, damage):
+    cold, _ = run(config)
+    (path,) = entries(config)
+    DAMAGES[damage](path)
+    again, report = run(config)
+    said = capsys.readouterr().err
+    assert report.graphs_cached == 0 and said.count("\n") == 1 and "damaged" in said and path.name in said
+    assert all(torch.equal(a, b) for a, b in zip(cold, again, strict=True))
+    assert run(config)[1].graphs_cached == 1 and capsys.readouterr().err == "", "the next start is clean"
+    assert not Path("/tmp/dcompile-planted").exists()
+
+
+def test_entries_swapped_with_one_another_are_noticed(config, capsys):
+    other = graph(lambda x, y: (x - y, x))[0]
+    run(config), run(config, other)
+    a, b = entries(config)
+    texts = a.read_text(), b.read_text()
+    a.write_text(texts[1]), b.write_text(texts[0])
+    assert run(config)[1].graphs_cached == run(config, other)[1].graphs_cached == 0
+    assert capsys.readouterr().err.count("belongs to another graph") == 2
+
+
+@pytest.mark.parametrize("pattern", ["*.json", "*.so"])
+def test_a_graph_whose_kernel_is_lost_is_compiled_again(config, pattern):
+    run(config)
+    for path in Path(config.cache_dir).glob(pattern):
+        path.unlink()
+    report = run(config)[1]
+    assert report.graphs_cached == 0 and report.built == report.kernels
+
+
+def test_a_graph_that_cannot_be_kept_runs_all_the_same(config, capsys, monkeypatch):
+    def full(self, path, text):
+        if path.suffix == ".graph":
+            raise OSError(28, "No space left on device")
+        return write(self, path, text)
+
+    write = cache_module.KernelCache._write
+    monkeypatch.setattr(cache_module.KernelCache, "_write", full)
+    assert run(config)[1].built > 0
+    assert "No space left" in capsys.readouterr().err
+
+
+# --- other processes --------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+import torch
+import dcompile
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+dcompile.compile(model, options={"receipt": False})
+x = torch.randn(4, 8)
+results = []
+for _ in range(2):
+    loss = model(x).square().mean()
+    loss.backward()
+    results += [loss.item()] + [p.grad.sum().item() for p in model.parameters()]
+receipt = dcompile.receipt(model)
+print("RESULT " + json.dumps({
+    "results": [value.hex() for value in results],
+    "cached": receipt.graphs_cached, "built": receipt.built, "kernels": receipt.kernels,
+    "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
+}))
+"""
+TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.decompositions"]
+"""What AOTAutograd traces with: needed before anybody knows what the graph is."""
+
+
+def start(directory, **environment):
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "DCOMPILE_CACHE_DIR": str(directory), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env={**variables, "DCOMPILE_VERIFY": "0", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process):
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    return json.loads(output.rpartition("RESULT ")[2])
+
+
+def test_a_second_process_loads_no_compiler_stage_and_starts_no_compiler(tmp_path):
+    """Also when started as another rank."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\necho started >> {tmp_path}/starts\nPATH={os.environ["PATH"]} exec g++ "$@"\n')
+    compiler.chmod(0o755)
+    environment = {"CXX": str(compiler)}
+    cold = result(start(tmp_path / "cache", **environment))
+    starts = (tmp_path / "starts").read_text()
+    warm = result(start(tmp_path / "cache", **environment, RANK="1", LOCAL_RANK="1"))
+    assert cold["cached"] == 0 and cold["built"] == cold["kernels"] > 0 and "dcompile.pipeline" in cold["stages"]
+    assert warm["cached"] == 2 and warm["built"] == 0
+    assert warm["stages"] == TABLE
+    assert warm["results"] == cold["results"]
+    assert (tmp_path / "starts").read_text() == starts
+
+
+def test_two_processes_on_one_cold_cache(tmp_path):
+    one, other = [result(process) for process in [start(tmp_path / "cache"), start(tmp_path / "cache")]]
+    warm = result(start(tmp_path / "cache"))
+    assert one["results"] == other["results"] == warm["results"]
+    assert warm["cached"] == 2 and not list((tmp_path / "cache").glob("tmp-*"))
+
+
+def test_two_ranks_start_warm(tmp_path):
+    """Gradients, buckets and all: what the second pair of processes gets from the cache of the first."""
+    found = []
+    for _ in range(2):
+        pair = Ranks(environment={"DCOMPILE_CACHE_DIR": str(tmp_path / "cache"), "DCOMPILE_VERIFY": "0"})
+        try:
+            found.append(pair.run("tests.distributed.cases:train_from_cache", 100))
+        finally:
+            pair.stop()
+    cold, warm = found
+    assert all(rank["graphs_cached"] == 2 and rank["built"] == 0 for rank in warm)
+    assert all(rank["eligible"] and rank["collectives"] > 1 for rank in (*cold, *warm))
+    assert warm[0]["gradients"] == warm[1]["gradients"] == cold[0]["gradients"]
+
+
+def test_the_receipt_says_what_was_loaded(tmp_path):
+    options = {"receipt": False, "verify": False, "cache_dir": str(tmp_path / "cache")}
+    for cached in (0, 2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = dcompile.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), options=options)
+        model(torch.ones(2, 4)).sum().backward()
+        receipt = dcompile.receipt(model)
+        assert receipt.graphs_cached == cached and f"graphs_cached={cached}" in str(receipt)
+        assert (receipt.built > 0) == (cached == 0)

@@ -87,6 +87,9 @@ class Body:
         return self._add(Load(buffer, simplify(index), dtype, self.mask))
 
     def reduce(self, op: str, arg: Ref, dtype: str | None = None) -> Ref:
+        """A reduction over the row; over a row of one element it is that element, at position 0."""
+        if all(size == 1 for name, size in self.ranges.items() if name[0] == "j"):
+            return self.const(0, "int64") if op.startswith("arg") else arg
         return self._add(Reduce(op, arg, dtype or self.dtype(arg)))
 
     def cast(self, ref: Ref, dtype: str) -> Ref:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -46,7 +47,22 @@ def _table() -> dict[Any, Any]:
 
 def table() -> dict[Any, Any]:
     """Op to decomposition, for AOTAutograd: it may change the copy it gets."""
-    return dict(_table())
+    found = _table()
+    return found | {op: _unless_empty(found[op]) for op in found if str(op) in _DIVIDING}
+
+
+_DIVIDING = ("aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default",
+             "aten.huber_loss_backward.default")  # fmt: skip
+"""torch's rules for these divide by the number of elements, as a Python number."""
+
+
+def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, or the empty gradient where there are no elements."""
+
+    def guarded(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros_like(x) if x.numel() == 0 else rule(grad, x, *args, **kwargs)
+
+    return guarded
 
 
 def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:

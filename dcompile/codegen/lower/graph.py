@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, ranges_of, variables
-from dcompile.codegen.lower.tensor import T, from_view, laid_out_as
+from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as
 from dcompile.ir.index import Index, flatten
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 
@@ -71,7 +71,7 @@ class Lowering:
         """A loop that writes every element of `tensor` to where it lies in `view`."""
         body = self.body(ranges_of("i", tensor.shape))
         coords = variables("i", tensor.shape)
-        ref = body.trace(tensor, coords)
+        ref = body.trace(_or_nothing(tensor), coords)
         index = flatten(coords, view.strides) + view.offset
         self.loop(tensor.shape, (), body, [Store(view.buffer, index, ref)])
 
@@ -105,7 +105,7 @@ class Lowering:
         where = dict(zip(outer_dims, variables("i", outer), strict=True))
         where |= dict(zip(inner_dims, variables("j", inner), strict=True))
         coords = tuple(where[dim] for dim in range(len(tensor.shape)))
-        return body, body.trace(tensor, coords), coords
+        return body, body.trace(_or_nothing(tensor), coords), coords
 
     def body(self, ranges: dict[str, int]) -> Body:
         """An empty body that reads what is stored already from memory."""
@@ -150,6 +150,11 @@ class Lowering:
         for tensor, last in list(self.lazy.values()):
             if last > position and buffer in tensor.reads:
                 self.memory(tensor)
+
+
+def _or_nothing(tensor: T) -> T:
+    """An empty tensor as a constant: a loop over no elements should share no memory that fusion could join it by."""
+    return constant(0, tensor.shape, tensor.dtype) if 0 in tensor.shape else tensor
 
 
 @lru_cache(maxsize=64)

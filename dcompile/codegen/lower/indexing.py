@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dcompile.codegen.lower.body import Body, Coords
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.pointwise import to_dtype
-from dcompile.codegen.lower.rule import Result, Rule, opmath
-from dcompile.codegen.lower.tensor import T, broadcast, computed, from_view, iota_range
+from dcompile.codegen.lower.graph import Lowering, shape_of
+from dcompile.codegen.lower.rule import Result, Rule
+from dcompile.codegen.lower.tensor import T, broadcast, computed, constant, from_view, iota_range
+from dcompile.codegen.lower.views import reshape
 from dcompile.ir.index import Index
 from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
@@ -62,8 +63,8 @@ def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_:
 
 
 def _gather(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, **_: Any) -> Result:
-    if not x.shape or not index.shape:
-        return NotImplemented
+    shape = index.shape
+    x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
     size = x.shape[dim]
     seen = checked(low, index, size, wrap=False)
@@ -72,12 +73,12 @@ def _gather(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, **_
         where = position(body, seen, coords, size, wrap=False)
         return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
 
-    return computed(index.shape, x.dtype, at, (x, seen), ops=0)
+    return reshape(computed(index.shape, x.dtype, at, (x, seen), ops=0), shape)
 
 
 def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T) -> Result:
-    if not x.shape or len(index.shape) != 1:
-        return NotImplemented
+    shape = shape_of(value)
+    x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
     size = x.shape[dim]
     seen = checked(low, index, size, wrap=False)
@@ -86,68 +87,48 @@ def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: 
         where = position(body, seen, (coords[dim],), size, wrap=False)
         return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
 
-    return computed(shape_of(value), x.dtype, at, (x, seen), ops=0)
+    chosen = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
+    return reshape(computed(chosen, x.dtype, at, (x, seen), ops=0), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedSpace:
+    """What x[indices] looks like: its shape, and where in x each of its elements lies."""
+
+    shape: tuple[int, ...]
+    place: Callable[[Body, Coords], Coords]
+
+
+def indexed_space(low: Lowering, x: T, indices: Sequence[T | None]) -> IndexedSpace:
+    """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    dims = [dim for dim, _ in given]
+    shapes = [index.shape for _, index in given]
+    common = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call, unused-ignore]
+    start = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    others = tuple(size for dim, size in enumerate(x.shape) if dim not in dims)
+    rank = len(common)
+    seen = {dim: broadcast(checked(low, index, x.shape[dim], wrap=True), common) for dim, index in given}
+
+    def place(body: Body, coords: Coords) -> Coords:
+        middle, rest = coords[start : start + rank], iter((*coords[:start], *coords[start + rank :]))
+        return tuple(
+            position(body, seen[dim], middle, size, wrap=True) if dim in seen else next(rest)
+            for dim, size in enumerate(x.shape)
+        )
+
+    return IndexedSpace((*others[:start], *common, *others[start:]), place)
 
 
 def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None]) -> Result:
-    """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours."""
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if any(DTYPES[index.dtype] != "int" or index.dtype == "uint8" for _, index in given):
+    if any(index is not None and (DTYPES[index.dtype] != "int" or index.dtype == "uint8") for index in indices):
         return NotImplemented
-    rank = max(len(index.shape) for _, index in given)
-    dims = [dim for dim, _ in given]
-    neighbours = dims == list(range(dims[0], dims[0] + len(dims)))
-    start = dims[0] if neighbours else 0
     shape = shape_of(value)
-    common = shape[start : start + rank]
-    seen = {dim: broadcast(checked(low, index, x.shape[dim], wrap=True), common) for dim, index in given}
-
-    def at(body: Body, coords: Coords) -> Ref:
-        middle, rest = coords[start : start + rank], iter((*coords[:start], *coords[start + rank :]))
-        where = [
-            position(body, seen[dim], middle, size, wrap=True) if dim in seen else next(rest)
-            for dim, size in enumerate(x.shape)
-        ]
-        return body.trace(x, tuple(where))
-
-    return computed(shape, x.dtype, at, (x, *seen.values()), ops=1)
-
-
-def _scatter(combine: Callable[[Body, Ref, Ref], Ref]) -> Callable[..., Any]:
-    """Scatter of one element for each line along `dim`: the others keep what they hold. More go to the library."""
-
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any) -> Result:
-        if not x.shape or len(index.shape) != len(x.shape):
-            return NotImplemented
-        dim %= len(x.shape)
-        if index.shape != (*x.shape[:dim], 1, *x.shape[dim + 1 :]):
-            return NotImplemented
-        seen, dtype, zero = checked(low, index, x.shape[dim], wrap=False), dtype_name(value.dtype), Index()
-        compute = opmath(dtype)
-
-        def at(body: Body, coords: Coords) -> Ref:
-            line = (*coords[:dim], zero, *coords[dim + 1 :])
-            hit = body.apply("eq", body.cast(body.trace(seen, line), "int64"), body.index(coords[dim]))
-            old = body.cast(body.trace(x, coords), compute)
-            if isinstance(source, T):
-                new = body.cast(to_dtype(body, body.trace(source, line), dtype), compute)
-            else:
-                new = body.cast(body.const(source, dtype), compute)
-            combined = body.cast(body.cast(combine(body, old, new), dtype), compute)
-            return to_dtype(body, body.apply("where", hit, combined, old), dtype)
-
-        args = (x, seen, source) if isinstance(source, T) else (x, seen)
-        return computed(x.shape, dtype, at, args, ops=2)
-
-    return rule
-
-
-def _replace(_: Body, old: Ref, new: Ref) -> Ref:
-    return new
-
-
-def _accumulate(body: Body, old: Ref, new: Ref) -> Ref:
-    return body.apply("or" if body.dtype(old) == "bool" else "add", old, new)
+    if 0 in shape:
+        return constant(0, shape, x.dtype)
+    space = indexed_space(low, x, indices)
+    read = tuple(index for index in indices if index is not None)
+    return computed(shape, x.dtype, lambda body, coords: body.trace(x, space.place(body, coords)), (x, *read), ops=1)
 
 
 RULES: dict[str, Rule] = {
@@ -156,7 +137,4 @@ RULES: dict[str, Rule] = {
     "aten.index_select.default": Rule(_index_select),
     "aten.index.Tensor": Rule(_index),
     "aten._unsafe_index.Tensor": Rule(_index),
-    "aten.scatter.value": Rule(_scatter(_replace)),
-    "aten.scatter.src": Rule(_scatter(_replace)),
-    "aten.scatter_add.default": Rule(_scatter(_accumulate)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.lower import creation, indexing, pointwise, reductions, rows, shapes, views
+from dcompile.codegen.lower import creation, indexing, pointwise, reductions, rows, scatter, shapes, views
 from dcompile.codegen.lower.rule import Rule
 
 RULES: dict[str, Rule] = {
@@ -12,5 +12,6 @@ RULES: dict[str, Rule] = {
     **views.RULES,
     **shapes.RULES,
     **indexing.RULES,
+    **scatter.RULES,
     **creation.RULES,
 }

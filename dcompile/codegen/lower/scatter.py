@@ -1,0 +1,269 @@
+"""Rules that write at positions computed at run time, as combining stores: any number of values may meet at one place.
+
+Sums are collected from zero and then added to what was there. Where values replace one another, the last in row-major
+order wins, as in eager on one thread: first the number of the last value for each place is found, a maximum, then every
+place fetches its value. So the result is the same however many threads there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.indexing import IndexedSpace, checked, indexed_space, position
+from dcompile.codegen.lower.indices import Shape, contiguous, ranges_of, variables
+from dcompile.codegen.lower.pointwise import to_dtype
+from dcompile.codegen.lower.rule import Result, Rule, opmath
+from dcompile.codegen.lower.tensor import T, broadcast, computed, constant, fresh, from_view
+from dcompile.codegen.lower.views import reshape
+from dcompile.ir.index import Index, flatten, unflatten
+from dcompile.ir.nodes import Ref, Store
+from dcompile.ir.ops import DTYPES
+
+Place = Callable[[Body, Coords], Coords]
+"""From the number of a value, as coordinates of the space of values, to where it goes."""
+Value = Callable[[Body, Coords], Ref]
+
+REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multiply": "prod", "amax": "max",
+              "amin": "min"}  # fmt: skip
+"""What torch calls them -> the mode of a store."""
+
+
+def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> T:
+    """A tensor of `shape` in which the values of `space` are combined where they fall."""
+    view = low.buffer(shape, dtype, name=f"{low.node}_{mode}")
+    body = low.body(ranges_of("i", space.shape))
+    coords = variables("i", space.shape)
+    place, ref = space.place(body, coords), value(body, coords)
+    low.loop(space.shape, (), body, [Store(view.buffer, flatten(place, view.strides), ref, mode)])
+    return from_view(view, dtype)
+
+
+def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
+    """`x` with the values of `source` put in place; the last one wins."""
+    strides = contiguous(space.shape)
+    last = collected(low, x.shape, "int64", "max", space, lambda body, coords: body.index(flatten(coords, strides)))
+    compute, zero = opmath(x.dtype), 0
+
+    def at(body: Body, coords: Coords) -> Ref:
+        number = body.trace(last, coords)
+        hit = body.apply("ge", number, body.const(zero, "int64"))
+        where = body.as_index(body.apply("max", number, body.const(zero, "int64")), source.numel)
+        with body.masked(hit):
+            new = body.trace(source, tuple(unflatten(where, space.shape, body.ranges)))
+        chosen = body.cast(to_dtype(body, new, x.dtype), compute)
+        old = body.cast(body.trace(x, coords), compute)
+        return to_dtype(body, body.apply("where", hit, chosen, old), x.dtype)
+
+    return computed(x.shape, x.dtype, at, (x, last, source), ops=4)
+
+
+def _reduced(low: Lowering, x: T, space: IndexedSpace, source: T, how: str, include_self: bool = True) -> T:
+    """`x` combined with all values that fall on each element, or where some fall, those alone."""
+    dtype, compute = x.dtype, opmath(x.dtype)
+    mode = REDUCTIONS[how]
+    mode = "any" if dtype == "bool" and mode == "sum" else mode
+
+    def value(body: Body, coords: Coords) -> Ref:
+        return body.cast(to_dtype(body, body.trace(source, coords), dtype), compute)
+
+    total = collected(low, x.shape, compute, mode, space, value)
+    count = None
+    if how == "mean" or not include_self:
+        count = collected(low, x.shape, "int64", "sum", space, lambda body, _: body.const(1, "int64"))
+    combine = {"sum": "add", "any": "or", "prod": "mul", "max": "max", "min": "min"}[mode]
+
+    def at(body: Body, coords: Coords) -> Ref:
+        old, new = body.cast(body.trace(x, coords), compute), body.trace(total, coords)
+        if include_self:
+            new = body.apply(combine, old, new)
+        if count is None:
+            return to_dtype(body, new, dtype)
+        number = body.trace(count, coords)
+        hit = body.apply("ne", number, body.const(0, "int64"))
+        if how == "mean":
+            number = body.apply("add", number, body.const(1, "int64")) if include_self else number
+            number = body.apply("max", number, body.const(1, "int64"))
+            new = body.cast(to_dtype(body, new, dtype), compute)
+            division = "div" if DTYPES[dtype] == "float" else "floordiv"
+            new = body.apply(division, new, body.cast(number, compute))
+        return to_dtype(body, new if include_self else body.apply("where", hit, new, old), dtype)
+
+    return computed(x.shape, dtype, at, (x, total) if count is None else (x, total, count), ops=4)
+
+
+# --- scatter: one index for each value --------------------------------------------------------------------------------
+
+
+def _lines(low: Lowering, x: T, dim: int, index: T) -> tuple[T, int, T, IndexedSpace | None]:
+    """`x`, `dim` and `index`, with one dimension at least, and where each value goes; None if there are no values."""
+    x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
+    dim %= len(x.shape)
+    if 0 in index.shape or 0 in x.shape:
+        return x, dim, index, None
+    seen, size = checked(low, index, x.shape[dim], wrap=False), x.shape[dim]
+
+    def place(body: Body, coords: Coords) -> Coords:
+        return (*coords[:dim], position(body, seen, coords, size, wrap=False), *coords[dim + 1 :])
+
+    return x, dim, index, IndexedSpace(index.shape, place)
+
+
+def scatter(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any, *, reduce: str = ""
+) -> Result:
+    """scatter in full: replace, or with `reduce` combine."""
+    shape = x.shape
+    lined, _, index, space = _lines(low, x, dim, index)
+    if space is None:
+        return fresh(x)
+    if not isinstance(source, T):
+        source = constant(source, index.shape, x.dtype)
+    source = source if source.shape else reshape(source, (1,))
+    result = _reduced(low, lined, space, source, reduce) if reduce else _replaced(low, lined, space, source)
+    return reshape(result, shape)
+
+
+def scatter_add(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T) -> Result:
+    return scatter(low, value, x, dim, index, source, reduce="sum")
+
+
+def _one_a_line(combine: Callable[[Body, Ref, Ref], Ref], several: Callable[..., Any]) -> Callable[..., Any]:
+    """Scatter of one element for each line along `dim`: every element asks whether it is the one. Else `several`."""
+
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any) -> Result:
+        at_dim = dim % len(x.shape) if x.shape else 0
+        if not x.shape or index.shape != (*x.shape[:at_dim], 1, *x.shape[at_dim + 1 :]):
+            return several(low, value, x, dim, index, source)
+        dim = at_dim
+        seen, dtype, zero = checked(low, index, x.shape[dim], wrap=False), dtype_name(value.dtype), Index()
+        compute = opmath(dtype)
+
+        def at(body: Body, coords: Coords) -> Ref:
+            line = (*coords[:dim], zero, *coords[dim + 1 :])
+            hit = body.apply("eq", body.cast(body.trace(seen, line), "int64"), body.index(coords[dim]))
+            old = body.cast(body.trace(x, coords), compute)
+            if isinstance(source, T):
+                new = body.cast(to_dtype(body, body.trace(source, line), dtype), compute)
+            else:
+                new = body.cast(body.const(source, dtype), compute)
+            combined = body.cast(body.cast(combine(body, old, new), dtype), compute)
+            return to_dtype(body, body.apply("where", hit, combined, old), dtype)
+
+        args = (x, seen, source) if isinstance(source, T) else (x, seen)
+        return computed(x.shape, dtype, at, args, ops=2)
+
+    return rule
+
+
+def _replace(_: Body, old: Ref, new: Ref) -> Ref:
+    return new
+
+
+def _accumulate(body: Body, old: Ref, new: Ref) -> Ref:
+    return body.apply("or" if body.dtype(old) == "bool" else "add", old, new)
+
+
+def _scatter_reduce(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
+) -> Result:
+    lined, _, _, space = _lines(low, x, dim, index)
+    if space is None:
+        return fresh(x)
+    source = source if source.shape else reshape(source, (1,))
+    return reshape(_reduced(low, lined, space, source, how, include_self), x.shape)
+
+
+def _index_reduce(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
+) -> Result:
+    given = x.shape
+    x, index, source = (t if t.shape else reshape(t, (1,)) for t in (x, index, source))
+    dim %= len(x.shape)
+    shape = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
+    if 0 in shape or 0 in x.shape:
+        return fresh(x)
+    seen, size = checked(low, index, x.shape[dim], wrap=False), x.shape[dim]
+
+    def place(body: Body, coords: Coords) -> Coords:
+        where = position(body, seen, (coords[dim],), size, wrap=False)
+        return (*coords[:dim], where, *coords[dim + 1 :])
+
+    result = _reduced(low, x, IndexedSpace(shape, place), broadcast(source, shape), how, include_self)
+    return reshape(result, given)
+
+
+# --- index_put and embeddings -----------------------------------------------------------------------------------------
+
+
+def _index_put(
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    x: T,
+    indices: Sequence[T | None],
+    values: T,
+    accumulate: bool = False,
+    *_: Any,
+) -> Result:
+    if any(i is not None and (DTYPES[i.dtype] != "int" or i.dtype == "uint8") for i in indices):
+        return NotImplemented
+    if 0 in x.shape or 0 in values.shape:
+        return fresh(x) if 0 in x.shape or values.numel == 0 else NotImplemented
+    space = indexed_space(low, x, indices)
+    if 0 in space.shape:
+        return fresh(x)
+    source = broadcast(values, space.shape)
+    return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
+
+
+def _embedding_backward(
+    low: Lowering, value: torch.Tensor, /, grad: T, indices: T, rows: int, padding: int, by_frequency: bool
+) -> Result:
+    """The sum of the gradients of every row. The forward has checked the indices: one outside would add nothing."""
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    if by_frequency:
+        return NotImplemented
+    if 0 in grad.shape or 0 in shape:
+        return constant(0, shape, dtype)
+    compute = opmath(dtype)
+    rank = len(indices.shape)
+
+    def row(body: Body, coords: Coords) -> Ref:
+        return body.cast(body.trace(indices, coords[:rank]), "int64")
+
+    def place(body: Body, coords: Coords) -> Coords:
+        low_, high = body.const(0, "int64"), body.const(rows - 1, "int64")
+        return body.as_index(body.apply("min", body.apply("max", row(body, coords), low_), high), rows), coords[-1]
+
+    def element(body: Body, coords: Coords) -> Ref:
+        at = row(body, coords)
+        inside = body.apply("and", body.apply("ge", at, body.const(0, "int64")),
+                            body.apply("lt", at, body.const(rows, "int64")))  # fmt: skip
+        if padding >= 0:
+            inside = body.apply("and", inside, body.apply("ne", at, body.const(padding, "int64")))
+        given = body.cast(body.trace(grad, coords), compute)
+        return body.apply("where", inside, given, body.const(0, compute))
+
+    total = collected(low, shape, compute, "sum", IndexedSpace(grad.shape, place), element)
+    if compute == dtype:
+        return total
+    return computed(shape, dtype, lambda body, coords: to_dtype(body, body.trace(total, coords), dtype), (total,))
+
+
+RULES: dict[str, Rule] = {
+    "aten.scatter.value": Rule(_one_a_line(_replace, scatter)),
+    "aten.scatter.src": Rule(_one_a_line(_replace, scatter)),
+    "aten.scatter_add.default": Rule(_one_a_line(_accumulate, scatter_add)),
+    "aten.scatter.reduce": Rule(scatter),
+    "aten.scatter.value_reduce": Rule(scatter),
+    "aten.scatter_reduce.two": Rule(_scatter_reduce),
+    "aten.index_reduce.default": Rule(_index_reduce),
+    "aten.index_put.default": Rule(_index_put),
+    "aten._unsafe_index_put.default": Rule(_index_put),
+    "aten.embedding_dense_backward.default": Rule(_embedding_backward),
+}

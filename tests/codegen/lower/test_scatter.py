@@ -1,0 +1,65 @@
+"""Writing at positions computed at run time: values that meet, wrap around, or fall outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.codegen.lower.test_ops import BF16, F32, I64, check, program_of, run, tensor
+
+aten = torch.ops.aten
+MANY = torch.tensor([[1, 1, 3], [0, 4, 0], [2, 2, 2]])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, I64])
+def test_scatter_where_values_meet(dtype: torch.dtype) -> None:
+    x, source = tensor(5, 3, dtype=dtype), tensor(4, 6, dtype=dtype)
+    check(lambda x, i, s: x.scatter(0, i, s), x, MANY, source, bitwise=True)  # the last one wins
+    check(lambda x, i: x.scatter(0, i, 2), x, MANY, bitwise=True)
+    check(lambda x, i, s: x.scatter_add(0, i, s), x.float(), MANY, source.float())
+
+
+@pytest.mark.parametrize("how", ["sum", "mean", "prod", "amax", "amin"])
+@pytest.mark.parametrize("include_self", [True, False])
+def test_scatter_reduce(how: str, include_self: bool) -> None:
+    for dtype in (F32, I64):
+        x, source = tensor(5, 3, dtype=dtype), tensor(4, 6, dtype=dtype)
+        check(lambda x, i, s: x.scatter_reduce(0, i, s, how, include_self=include_self), x, MANY, source)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_index_put(accumulate: bool) -> None:
+    x, rows, columns = tensor(5, 4, 6), torch.tensor([0, -1, 2, 0]), torch.tensor([[3], [-2]])
+    put = aten.index_put.default
+    check(lambda x, r, v: put(x, [r], v, accumulate), x, rows, tensor(4, 4, 6))
+    check(lambda x, r, c, v: put(x, [r, c], v, accumulate), x, rows, columns, tensor(6))
+    check(lambda x, r, v: put(x, [None, None, r], v, accumulate), x, rows, tensor(5, 1, 4))
+    check(lambda x, r, c, v: put(x, [r, None, c], v, accumulate), x, rows, columns, tensor(2, 4, 4))
+
+
+def test_embedding_backward() -> None:
+    where = torch.tensor([[0, 3, 3], [6, 1, 3]])
+    for padding in (-1, 3):
+        check(lambda g, i, p=padding: aten.embedding_dense_backward(g, i, 7, p, False), tensor(2, 3, 5), where)
+    # a sum in float32, rounded once, where eager rounds bfloat16 at every step
+    expected = aten.embedding_dense_backward(tensor(2, 3, 5, dtype=BF16).float(), where, 7, -1, False).to(BF16)
+    check(
+        lambda g, i: aten.embedding_dense_backward(g, i, 7, -1, False),
+        tensor(2, 3, 5, dtype=BF16),
+        where,
+        bitwise=True,
+        expected=expected,
+    )
+
+
+def test_empty() -> None:
+    none = torch.zeros(0, 3, dtype=I64)
+    check(lambda x, i: x.scatter(0, i, 2.0), tensor(5, 3), none)
+    check(lambda x, i, v: aten.index_put(x, [i], v), tensor(5, 3), none[:, 0], tensor(0, 3))
+    check(lambda g, i: aten.embedding_dense_backward(g, i, 7, -1, False), tensor(0, 3, 5), none)
+
+
+def test_positions_outside_raise() -> None:
+    program, constants = program_of(lambda x, i: x.scatter(0, i, 2.0), (tensor(5, 3), MANY))
+    with pytest.raises(IndexError):
+        run(program, constants, [tensor(5, 3), MANY + 3])

@@ -55,6 +55,8 @@ PASSES: tuple[Pass, ...] = (
 
 REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
 
+from math import inf, nan
+
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.ir.index import *

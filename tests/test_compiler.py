@@ -251,6 +251,15 @@ def test_two_processes_on_one_cold_cache(tmp_path):
     assert warm["cached"] == 2 and not list((tmp_path / "cache").glob("tmp-*"))
 
 
+def test_two_processes_write_the_same_entries(tmp_path):
+    """Whatever the order in which Python goes through sets there: ranks run one program, each its own copy."""
+    folders = tmp_path / "one", tmp_path / "other"
+    for process in [start(folder, PYTHONHASHSEED=str(n)) for n, folder in enumerate(folders)]:
+        result(process)
+    one, other = ({path.name: path.read_text() for path in folder.glob("*.graph")} for folder in folders)
+    assert one == other and len(one) == 2
+
+
 def test_two_ranks_start_warm(tmp_path):
     """Gradients, buckets and all: what the second pair of processes gets from the cache of the first."""
     found = []

@@ -379,6 +379,12 @@ def substitute(index: Index, values: Mapping[str, Index], ranges: Ranges) -> Ind
     """Replace variables by indices; divisions are simplified again under the ranges of the new variables."""
     if values.keys().isdisjoint(index.variables):
         return index
+    return _substituted(index, tuple(values.items()), tuple(ranges.items()))
+
+
+@lru_cache(maxsize=1 << 14)  # the layers of a model ask the same again and again
+def _substituted(index: Index, replaced: tuple[tuple[str, Index], ...], bounds: tuple[tuple[str, int], ...]) -> Index:
+    values, ranges = dict(replaced), dict(bounds)
     terms: list[tuple[Monomial, int]] = []
     for monomial, coefficient in index.terms:
         product = as_index(coefficient)

@@ -10,7 +10,7 @@ import builtins
 import functools
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,12 @@ class _Host:
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
         self.last = _last_uses(program)
+        loops = [step for step in program.steps if isinstance(step, Loop)]
+        self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
+        self.looks: dict[str, list[View]] = {}
+        """Every way in which library calls and outputs look at a buffer."""
+        for view in _all_views(program):
+            self.looks.setdefault(view.buffer, []).append(view)
 
     # --- text ---
 
@@ -94,10 +100,12 @@ class _Host:
         for bucket in self.program.buckets:
             self.lines.append(f"{self._memory(bucket.name)} = buckets.acquire({bucket.name!r})")
         calls = iter(self.calls)
+        dying: dict[int, list[str]] = {}
+        for name, position in self.last.items():
+            dying.setdefault(position, []).append(name)
         for position, step in enumerate(self.program.steps):
             self._step(step, calls)
-            dying = [name for name, at in self.last.items() if at == position]
-            self._drop(dying)
+            self._drop(dying.get(position, []))
         outputs = ", ".join(self._output(output) for output in self.program.outputs)
         self.lines.append(f"return [{outputs}]")
 
@@ -310,20 +318,8 @@ class _Host:
     def _fit(self, name: str) -> None:
         """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ."""
         buffer = self.table[name]
-        used = any(isinstance(step, Loop) and name in step.reads | step.writes for step in self.program.steps)
         whole = View(name, buffer.shape, buffer.strides)
-        others = (
-            view != whole
-            for step in self.program.steps
-            if isinstance(step, Extern)
-            for view in _views(step)
-            if view.buffer == name
-        )
-        if (
-            used
-            or any(others)
-            or any(o != whole for o in self.program.outputs if isinstance(o, View) and o.buffer == name)
-        ):
+        if name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
             strides = self._tuple(buffer.strides)
             self.lines += [
                 f"if {self.name(name)}.stride() != {strides}:",
@@ -339,9 +335,16 @@ def _views(step: Extern) -> list[View]:
     return [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
 
 
+def _all_views(program: Program) -> Iterator[View]:
+    for step in program.steps:
+        if isinstance(step, Extern):
+            yield from _views(step)
+    yield from (output for output in program.outputs if isinstance(output, View))
+
+
 def _last_uses(program: Program) -> dict[str, int]:
     """The last step that touches each buffer."""
-    return {name: position for position, step in enumerate(program.steps) for name in step.reads | step.writes}
+    return {name: position for position, step in enumerate(program.steps) for name in sorted(step.reads | step.writes)}
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------

@@ -62,22 +62,26 @@ class _Graph:
 
     def __init__(self, steps: list[Step], program: Program) -> None:
         self.steps: dict[int, Step] = dict(enumerate(steps))
+        self.reads = {number: step.reads for number, step in self.steps.items()}  # steps work them out at each call
+        self.writes = {number: step.writes for number, step in self.steps.items()}
         self.alive = set(self.steps)
         self.table = program.table
         self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
         self.before: dict[int, int] = {}
         self.after: dict[int, int] = dict.fromkeys(self.steps, 0)
-        for number, previous in enumerate(edges(steps)):
+        depends = list(enumerate(edges(steps)))
+        for number, previous in depends:
             bits = 0
             for p in previous:
                 bits |= self.before[p] | 1 << p
             self.before[number] = bits
-            for p in _bits(bits):
-                self.after[p] |= 1 << number
+        for number, previous in reversed(depends):
+            for p in previous:
+                self.after[p] |= self.after[number] | 1 << number
         self.touching: dict[str, set[int]] = {}
-        for number, step in self.steps.items():
-            for name in step.reads | step.writes:
+        for number in self.steps:
+            for name in self.reads[number] | self.writes[number]:
                 self.touching.setdefault(name, set()).add(number)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
@@ -93,8 +97,8 @@ class _Graph:
 
     def neighbours(self, number: int) -> list[int]:
         """Living loops that share a buffer with this one, nearest first."""
-        step = self.steps[number]
-        found = {n for name in step.reads | step.writes for n in self.touching[name] if n in self.alive}
+        names = self.reads[number] | self.writes[number]
+        found = {n for name in names for n in self.touching[name] if n in self.alive}
         loops = [n for n in found - {number} if isinstance(self.steps[n], Loop)]
         return sorted(loops, key=lambda n: (abs(self.first[n] - self.first[number]), n))[:24]
 
@@ -113,12 +117,11 @@ class _Graph:
             yield -saved, abs(self.first[a] - self.first[b]), a, b
 
     def _saved(self, a: int, b: int) -> int:
-        first, second = self.steps[a], self.steps[b]
         total = 0
-        for name in first.writes & second.reads:
+        for name in self.writes[a] & self.reads[b]:
             internal = name not in self.kept and not (self.touching[name] & self.alive) - {a, b}
             total += _nbytes(self.table[name]) * (2 if internal else 1) + 1  # even a scalar saves a launch
-        shared = sum(_nbytes(self.table[name]) for name in first.reads & (second.reads | second.writes))
+        shared = sum(_nbytes(self.table[name]) for name in self.reads[a] & (self.reads[b] | self.writes[b]))
         if not total and shared < MIN_SHARED_BYTES:
             return 0
         return total + shared
@@ -131,11 +134,11 @@ class _Graph:
 
     def replace_pair(self, a: int, b: int, merged: Loop) -> int:
         """Put the merged loop in place of both; returns its number."""
-        new = max(self.steps) + 1
+        new = len(self.steps)
         gone = 1 << a | 1 << b
         before = (self.before[a] | self.before[b]) & ~gone
         after = (self.after[a] | self.after[b]) & ~gone
-        self.steps[new] = merged
+        self.steps[new], self.reads[new], self.writes[new] = merged, merged.reads, merged.writes
         self.alive -= {a, b}
         self.alive.add(new)
         self.first[new] = min(self.first[a], self.first[b])
@@ -144,10 +147,10 @@ class _Graph:
             self.before[n] = (self.before[n] | before | 1 << new) & ~gone
         for n in _bits(before):
             self.after[n] = (self.after[n] | after | 1 << new) & ~gone
-        for name in merged.reads | merged.writes:
+        for name in self.reads[new] | self.writes[new]:
             self.touching[name].add(new)
         for old in (a, b):
-            for name in self.steps[old].reads | self.steps[old].writes:
+            for name in self.reads[old] | self.writes[old]:
                 self.touching[name].discard(old)
         return new
 

@@ -100,9 +100,10 @@ class _Kernel(Passes):
                 self.line(f"const int64 {axis.name} = {place};")
             else:
                 self.line(f"const int64 {axis.name}_low = {place} * {axis.tile};")
+                end = f"{axis.name}_low + {axis.tile}"
+                whole = axis.size % axis.tile == 0  # g++ then knows how long the loop is
                 self.line(
-                    f"const int64 {axis.name}_high = {axis.name}_low + {axis.tile} < {axis.size} ? "
-                    f"{axis.name}_low + {axis.tile} : {axis.size};"
+                    f"const int64 {axis.name}_high = {end if whole else f'{end} < {axis.size} ? {end} : {axis.size}'};"
                 )
 
     def _column_count(self, number: int) -> int:

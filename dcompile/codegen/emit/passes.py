@@ -9,6 +9,7 @@ from dcompile.codegen.emit.nest import LANES, Axis
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import Statements, store_refs
 from dcompile.ir.analysis import operands
+from dcompile.ir.index import ZERO, substitute
 from dcompile.ir.nodes import Const, Load, Reduce, Ref
 from dcompile.ir.ops import REDUCTIONS
 
@@ -107,6 +108,7 @@ class Passes(Statements):
             self._accumulator(ref, "w" if ref in partial else "s", wide=ref in partial)
         last = self.nest.elements[-1]
         self._turn_in()
+        self._point(number)
         for axis in self.nest.elements[:-1]:
             self._open_axis(axis)
         blocked = bool(partial) and last.size > 2 * PARTIAL
@@ -140,6 +142,20 @@ class Passes(Statements):
         self._turn_out()
         for ref in sorted(partial):
             self.line(f"const float64 s{self.number(ref)} = w{self.number(ref)};")
+
+    def _point(self, number: int) -> None:
+        """Decide once a row, rather than at each element, whether a load reads memory or zeros."""
+        last = self.nest.elements[-1]
+        for ref in self._needed(number):
+            load = self.nest.body[ref]
+            if ref in self.pointed or not self._may_point(ref) or self.kept.get(ref, number) < number:
+                continue
+            assert isinstance(load, Load) and load.mask is not None
+            self.pointed.add(ref)
+            kind = memory_type(load.dtype)
+            start = self.place(load.buffer, substitute(load.index, {last.name: ZERO}, {}))
+            row = f"{self.name(load.mask)} ? &{start} : (const {kind}*)zeros"
+            self.line(f"const {kind}* const z{self.number(ref)} = {row};")
 
     def _turn_in(self) -> None:
         """Read a tile of each tensor whose rows lie across the simd loop."""

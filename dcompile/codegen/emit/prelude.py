@@ -66,6 +66,9 @@ template <class T> INLINE void turn(const T* from, int64 from_line, T* to, int64
     for (int64 c = r < whole_rows ? whole_columns : 0; c < columns; c++) to[c * to_line + r] = from[r * from_line + c];
 }
 
+/* what a row reads where its mask is false: one select a row, where masked loads would take one each */
+alignas(64) static const uint8 zeros[16384] = {};
+
 /* memory <-> register */
 /* an index that a value gives: opaque, because g++ 12 and 13 vectorise the gather wrongly, or crash, where the value
    comes from an 8-bit comparison (a bool cast to an integer); gathers of this kind are no faster as vectors */

@@ -19,6 +19,8 @@ ROW_ARRAY_BYTES = 65536
 """Stack for values kept from pass to pass."""
 KEEP_COST = 10
 """Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
+ZEROS_BYTES = 16384
+"""Length of the prelude's `zeros`: rows up to it are read from there where their mask is false."""
 SPLIT = 64
 """Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
 SCRATCH_BYTES = 1 << 20
@@ -44,6 +46,8 @@ class Statements:
         self.in_place = any(self._column_bytes(n) > SCRATCH_BYTES for n in self.columns)
         self.split = self._find_split()
         self.turned: Turned | None = find_turned(nest, table)
+        self.pointed: set[Ref] = set()
+        """Loads that read through a pointer of their row: to the row, or to zeros where the row's mask is false."""
         self._plan_kept()
 
     # --- decisions ---
@@ -145,6 +149,17 @@ class Statements:
         direct = isinstance(value, (Load, IndexOf)) and name in value.index.variables
         return direct or any(self._varies(operand, name) for operand in operands(value))
 
+    def _may_point(self, ref: Ref) -> bool:
+        """Is this a load of a whole row or of none of it?"""
+        load, last = self.nest.body[ref], self.nest.elements[-1]
+        if not isinstance(load, Load) or load.mask is None or self.levels.element[load.mask]:
+            return False
+        if self.nest.lane or len(self.nest.elements) > 1 or last.size * ITEMSIZE[load.dtype] > ZEROS_BYTES:
+            return False
+        unit = load.index.coefficient(last.name)
+        varies = any(self.levels.element[int(v[1:])] for v in load.index.variables if v[0] == "v")
+        return unit is not None and unit.constant == 1 and not varies
+
     def _row_axes(self) -> tuple[Axis, ...]:
         lane = self.nest.lane
         return (*self.nest.rows, *((Axis(lane.name, lane.size, LANES),) if lane else ()))
@@ -210,10 +225,19 @@ class Statements:
                 source = self.nest.body[arg].dtype
                 exact = source == dtype or (dtype == "float32" and source in MEMORY and source != "bool")
                 return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
+            case Apply("where", (mask, arg, other), _) if self._is_zero_anyway(mask, arg, other):
+                return self.name(arg)
             case Apply(op, args, dtype):
                 return self.apply(op, args, dtype)
             case Reduce():
                 raise AssertionError("a reduction has no expression of its own")
+
+    def _is_zero_anyway(self, mask: Ref, arg: Ref, other: Ref) -> bool:
+        """Does a masked load give the zero that is to be taken where its mask is false?"""
+        load, zero = self.nest.body[arg], self.nest.body[other]
+        return (
+            isinstance(load, Load) and load.mask == mask and isinstance(zero, Const) and str(zero.value) in ("0", "0.0")
+        )
 
     def apply(self, op: str, args: tuple[Ref, ...], dtype: str) -> str:
         kind = DTYPES[self.nest.body[args[0]].dtype]
@@ -225,7 +249,10 @@ class Statements:
 
     def declare(self, ref: Ref) -> None:
         value = self.nest.body[ref]
-        if isinstance(value, Load) and self.turned and ref in self.turned.loads:
+        if isinstance(value, Load) and ref in self.pointed:
+            read = f"z{self.number(ref)}[{self.nest.elements[-1].name}]"
+            text = f"load_{value.dtype}({read})" if value.dtype in MEMORY else read
+        elif isinstance(value, Load) and self.turned and ref in self.turned.loads:
             read = f"x{self.number(ref)}[{self.turned.place}]"
             text = f"load_{value.dtype}({read})" if value.dtype in MEMORY else read
         elif not isinstance(value, Const):

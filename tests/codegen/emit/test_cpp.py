@@ -12,7 +12,7 @@ from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.nest import make_nest
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Load, Loop, Program, Store
+from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
 from dcompile.ir.ops import OPS
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import call, compiled, placed, run
@@ -317,3 +317,22 @@ def test_the_gradient_of_a_large_embedding_is_shared_by_columns():
             assert np.array_equal(run(program, inputs)[0], want)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_rows_that_are_masked_as_a_whole_read_zeros(dtype):
+    """As in the gradient of a slice: one select a row, none an element."""
+    rows, n = 5, 200
+    b = loops.Body()
+    mask = b.op("lt", b.put(IndexOf(loops.I0)), b.const(3, "int64"), dtype="bool")
+    x = b.put(Load("x", loops.I0 * n + loops.J0, dtype, mask))
+    y = b.op("where", mask, x, b.const(0, dtype), dtype=dtype)
+    stores = [Store("y", loops.I0 * n + loops.J0, y), Store("z", loops.I0, b.reduce("max", x, dtype))]
+    if dtype == "bfloat16":
+        stores = stores[:1]
+    shapes = {"x": (dtype, (3, n)), "y": (dtype, (rows, n))} | ({"z": (dtype, (rows,))} if len(stores) > 1 else {})
+    program = loops.program(b, (rows,), (n,), stores, **shapes)
+    assert "zeros;" in text(program) and f"[{loops.J0}]" in text(program)
+    inputs = random_inputs(program)
+    for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
+        assert np.array_equal(want, got)

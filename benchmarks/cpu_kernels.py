@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -329,7 +330,7 @@ CASES = {
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def time_case(case: Case, seconds: float) -> dict[str, Any]:
+def time_case(case: Case, seconds: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """Child process: all peers interleaved, after one step of each has been compared with eager's."""
     import torch
 
@@ -347,7 +348,7 @@ def time_case(case: Case, seconds: float) -> dict[str, Any]:
                 raise
             steps.pop(peer, None)
             errors[peer] = f"{type(error).__name__}: {error}".splitlines()[0]
-    timings = common.time_interleaved(steps, seconds)
+    timings = common.time_interleaved(steps, seconds, clock=clock)
     return {"steps": {peer: dataclasses.asdict(timing) for peer, timing in timings.items()}, "errors": errors}
 
 
@@ -382,7 +383,7 @@ def run_child(arguments: argparse.Namespace) -> None:
         torch.compiler.reset()
         print(f"measuring {name} on {threads} thread(s) ...", file=sys.stderr, flush=True)
         try:
-            timed = time_case(CASES[name], arguments.seconds)
+            timed = time_case(CASES[name], arguments.seconds, common.CLOCKS[arguments.clock])
         except Exception as error:
             timed = {"steps": {}, "errors": {"eager": f"{type(error).__name__}: {error}".splitlines()[0]}}
         lines.append({"name": name, "threads": threads, **timed})
@@ -441,6 +442,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--threads", default=f"1,{len(os.sched_getaffinity(0))}", help="thread counts, one run each")
     parser.add_argument("--only", default=",".join(CASES), help=f"some of {','.join(CASES)}")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for the steps of one line")
+    parser.add_argument("--clock", choices=common.CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_kernels-cpu-DATE.json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -460,13 +462,13 @@ def main() -> int:
     lines: list[dict[str, Any]] = []
     for threads in arguments.threads:
         child = ["--child", "--only", ",".join(arguments.only), "--seconds", str(arguments.seconds)]
-        child += ["--threads", str(threads)]
+        child += ["--threads", str(threads), "--clock", arguments.clock]
         found = common.in_fresh_process(MODULE, child, threads, TIMEOUT, KEEP_MEMORY)
         if "error" in found:
             lines.append({"name": "all", "threads": threads, "steps": {}, "errors": {"process": found["error"]}})
         else:
             lines += [{**line, **ratios(line)} for line in found["lines"]]
-    result = summary(lines, arguments.threads)
+    result = {**summary(lines, arguments.threads), "clock": arguments.clock}
     print(page(result))
     if arguments.save:
         print(f"saved {common.save('cpu_kernels', 'cpu', result)}")

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def tolerance(name: str) -> float:
     return 2.0 if MODELS[name].random else 0.1 if name.endswith("bf16") else 1e-3
 
 
-def time_steps(name: str, seconds: float) -> dict[str, Any]:
+def time_steps(name: str, seconds: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """Child process: all peers interleaved, after one step of each has been compared with eager's."""
     steps, errors, expected = {}, {}, []
     for peer in PEERS:
@@ -83,7 +84,7 @@ def time_steps(name: str, seconds: float) -> dict[str, Any]:
                 raise
             steps.pop(peer, None)
             errors[peer] = f"{type(error).__name__}: {error}".splitlines()[0]
-    timings = common.time_interleaved(steps, seconds)
+    timings = common.time_interleaved(steps, seconds, clock=clock)
     return {"steps": {peer: dataclasses.asdict(timing) for peer, timing in timings.items()}, "errors": errors}
 
 
@@ -110,6 +111,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--only", default=",".join(NAMES), help=f"some of {','.join(NAMES)}")
     parser.add_argument("--seconds", type=float, default=10.0, help="time for the steps of one line")
     parser.add_argument("--no-cold", dest="cold", action="store_false", help="leave out compile times and memory")
+    parser.add_argument("--clock", choices=common.CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_models-cpu-DATE.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -126,7 +128,7 @@ def run_child(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     (name,) = arguments.only
     if arguments.child == "steps":
-        common.hand_back(time_steps(name, arguments.seconds))
+        common.hand_back(time_steps(name, arguments.seconds, common.CLOCKS[arguments.clock]))
     else:
         common.hand_back(first_light.compile_cold(case(name), arguments.child))
 
@@ -139,8 +141,8 @@ def main() -> int:
     lines = []
     for name in arguments.only:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        lines.append(first_light.measure(name, arguments, MODULE, TIMEOUT))
-    result = summary(lines, arguments.threads)
+        lines.append(first_light.measure(name, arguments, MODULE, TIMEOUT, ["--clock", arguments.clock]))
+    result = {**summary(lines, arguments.threads), "clock": arguments.clock}
     print(first_light.page(result))
     if result["slower_than_eager"]:
         print(f"slower than eager: {', '.join(result['slower_than_eager'])}")

@@ -219,9 +219,15 @@ def compile_cold(case: Case, peer: str) -> dict[str, Any]:
     return {"first_use": first_use, "seconds": seconds, "peak_mib": common.peak_mib_during(step) - before}
 
 
-def measure(name: str, arguments: argparse.Namespace, module: str = MODULE, timeout: float = TIMEOUT) -> dict[str, Any]:
+def measure(
+    name: str,
+    arguments: argparse.Namespace,
+    module: str = MODULE,
+    timeout: float = TIMEOUT,
+    more: Sequence[str] = (),
+) -> dict[str, Any]:
     """One line of the table."""
-    shared = ["--only", name, "--threads", str(arguments.threads), "--seconds", str(arguments.seconds)]
+    shared = ["--only", name, "--threads", str(arguments.threads), "--seconds", str(arguments.seconds), *more]
     line = common.in_fresh_process(module, [*shared, "--child", "steps"], arguments.threads, timeout)
     if "error" in line:
         return {"name": name, "steps": {}, "cold": {}, "errors": {"steps": line["error"]}}

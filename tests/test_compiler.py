@@ -110,9 +110,13 @@ def test_what_runs_a_python_function_is_compiled_each_time_and_counted(config):
     assert entries(config) == []
 
 
-def test_whoever_verifies_or_dumps_has_it_compiled(config, tmp_path):
+def test_whoever_verifies_or_dumps_has_it_compiled_and_leaves_no_entry(config, tmp_path):
+    looks = [{"verify": True}, {"dump": str(tmp_path / "dump")}]
+    for looking in looks:
+        run(Config(cache_dir=config.cache_dir, **looking))
+    assert entries(config) == []
     run(config)
-    for looking in ({"verify": True}, {"dump": str(tmp_path / "dump")}):
+    for looking in looks:
         report = run(Config(cache_dir=config.cache_dir, **looking))[1]
         assert (report.graphs_cached, report.built) == (0, 0)
     assert (tmp_path / "dump/rank0/inference0/host.py").exists()

@@ -144,8 +144,9 @@ def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One model: cold dcompile (which fills a cache), rounds of warm dcompile and aot_eager, cold inductor."""
 
     def child(peer: str, cache: str) -> dict[str, Any]:
-        command = ["--child", peer, "--only", name]
-        return common.in_fresh_process(MODULE, command, arguments.threads, TIMEOUT, {"DCOMPILE_CACHE_DIR": cache})
+        # inductor's directory is empty too; its caches stay on, as users have them: it reuses within one start
+        settings = {"DCOMPILE_CACHE_DIR": cache, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0"}
+        return common.in_fresh_process(MODULE, ["--child", peer, "--only", name], arguments.threads, TIMEOUT, settings)
 
     with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
         found: dict[str, list[dict[str, Any]]] = {"cold": [child("dcompile", folder)], "warm": [], "aot_eager": []}

@@ -1,5 +1,5 @@
 # `make train` sets everything up and trains; `make test` sets everything up and tests.
-# Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS.
+# Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS.
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); if [ "$$gpus" -gt 0 ]; then echo $$gpus; else echo 2; fi)
@@ -7,6 +7,8 @@ BACKEND ?= dcompile
 STEPS ?=
 ARGS ?=
 TESTS ?=
+# A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file.
+WORKERS ?= 2
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
@@ -20,7 +22,7 @@ train: $(if $(VENV),$(VENV)/.has-train)
 		launch/train.py --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(if $(VENV),$(VENV)/.has-test)
-	$(py) -m pytest $(TESTS)
+	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff check .

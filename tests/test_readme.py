@@ -29,6 +29,9 @@ ENVIRONMENT = {
     # the whole suite within itself would never end
     "TESTS": "tests/test_readme.py::test_commands_are_found",
     "PYTEST_ADDOPTS": "-p no:cacheprovider",
+    # variables given to the make that runs this suite would reach the ones below through these
+    "MAKEFLAGS": "",
+    "MAKEOVERRIDES": "",
 }
 
 

@@ -49,6 +49,19 @@ def _erf(x: Any) -> Any:
     return np.vectorize(math.erf, otypes=[np.asarray(x).dtype])(x)
 
 
+def _erfc(x: Any) -> Any:
+    return np.vectorize(math.erfc, otypes=[np.asarray(x).dtype])(x)
+
+
+def _lgamma(x: Any) -> Any:
+    return np.vectorize(_lgamma_of, otypes=[np.asarray(x).dtype])(x)
+
+
+def _lgamma_of(x: float) -> float:
+    """Infinite at the poles, where Python raises."""
+    return math.inf if math.isinf(x) or (x <= 0 and x % 1 == 0) else math.lgamma(x)
+
+
 def _trunc_div(a: Any, b: Any) -> Any:
     quotient = np.floor_divide(a, b)
     return quotient + ((np.remainder(a, b) != 0) & ((a < 0) != (b < 0)))
@@ -97,12 +110,24 @@ OPS: Mapping[str, Op] = {
         Op("tanh", 1, "same", _FLOAT, np.tanh, 15),
         Op("sigmoid", 1, "same", _FLOAT, _sigmoid, 15),
         Op("erf", 1, "same", _FLOAT, _erf, 15),
+        Op("erfc", 1, "same", _FLOAT, _erfc, 20),
+        Op("lgamma", 1, "same", _FLOAT, _lgamma, 40),
+        Op("asin", 1, "same", _FLOAT, np.arcsin, 20),
+        Op("acos", 1, "same", _FLOAT, np.arccos, 20),
+        Op("sinh", 1, "same", _FLOAT, np.sinh, 20),
+        Op("cosh", 1, "same", _FLOAT, np.cosh, 20),
+        Op("asinh", 1, "same", _FLOAT, np.arcsinh, 20),
+        Op("acosh", 1, "same", _FLOAT, np.arccosh, 20),
+        Op("atanh", 1, "same", _FLOAT, np.arctanh, 20),
+        Op("hypot", 2, "same", _FLOAT, np.hypot, 10),
+        Op("nextafter", 2, "same", _FLOAT, np.nextafter, 4),  # from the first towards the second
         Op("floor", 1, "same", _FLOAT, np.floor),
         Op("ceil", 1, "same", _FLOAT, np.ceil),
         Op("trunc", 1, "same", _FLOAT, np.trunc),
         Op("round", 1, "same", _FLOAT, np.rint),  # half to even
         Op("isnan", 1, "bool", _FLOAT, np.isnan),
         Op("isinf", 1, "bool", _FLOAT, np.isinf),
+        Op("signbit", 1, "bool", _FLOAT, np.signbit),  # true for -0.0 and NaN with a sign
         Op("eq", 2, "bool", _ANY, np.equal),
         Op("ne", 2, "bool", _ANY, np.not_equal),
         Op("lt", 2, "bool", _ANY, np.less),

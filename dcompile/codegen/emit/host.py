@@ -35,7 +35,21 @@ from dcompile.ir.nodes import (
 RECYCLE_BYTES = 1 << 18
 """Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
 allocation cost up to three times what a memory-bound kernel does."""
-_TAKEN = frozenset((*keyword.kwlist, *dir(builtins), "torch", "run", "args", "buckets", "sync", "call", "make"))
+_TAKEN = frozenset(
+    (
+        *keyword.kwlist,
+        *dir(builtins),
+        "torch",
+        "as_strided",
+        "empty_strided",
+        "run",
+        "args",
+        "buckets",
+        "sync",
+        "call",
+        "make",
+    )
+)
 
 
 def emit(program: Program, kernels: Kernels) -> str:

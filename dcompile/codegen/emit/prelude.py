@@ -267,8 +267,12 @@ LIBM(exp, exp) LIBM(exp2, exp2) LIBM(expm1, expm1) LIBM(log, log) LIBM(log1p, lo
 INLINE double sigmoid_(double x) { return 1. / (1. + __builtin_exp(-x)); }
 #define LIBM2(name, builtin) LIBM(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
 LIBM2(log2, log2) LIBM2(log10, log10) LIBM2(sin, sin) LIBM2(cos, cos) LIBM2(tan, tan)
-INLINE float pow_(float a, float b) { return __builtin_powf(a, b); }
-INLINE double pow_(double a, double b) { return __builtin_pow(a, b); }
-INLINE float atan2_(float a, float b) { return __builtin_atan2f(a, b); }
-INLINE double atan2_(double a, double b) { return __builtin_atan2(a, b); }
+LIBM2(erfc, erfc) LIBM2(lgamma, lgamma) LIBM2(asin, asin) LIBM2(acos, acos) LIBM2(sinh, sinh) LIBM2(cosh, cosh)
+LIBM2(asinh, asinh) LIBM2(acosh, acosh) LIBM2(atanh, atanh)
+#define LIBM_PAIR(name) \
+  INLINE float name##_(float a, float b) { return __builtin_##name##f(a, b); } \
+  INLINE double name##_(double a, double b) { return __builtin_##name(a, b); }
+LIBM_PAIR(pow) LIBM_PAIR(atan2) LIBM_PAIR(hypot) LIBM_PAIR(nextafter)
+INLINE bool signbit_(float x) { return bits(x) >> 31; }
+INLINE bool signbit_(double x) { return __builtin_signbit(x); }
 """

@@ -50,8 +50,13 @@ def _table() -> dict[Any, Any]:
 
 def table() -> dict[Any, Any]:
     """Op to decomposition, for AOTAutograd: it may change the copy it gets."""
-    found = _table()
+    found = {**_table(), torch.ops.aten.ldexp.Tensor: ldexp}
     return found | {op: _unless_empty(found[op]) for op in found if str(op) in _DIVIDING}
+
+
+def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """As eager computes it: the power of two in the default dtype, so that it may overflow."""
+    return x * torch.pow(2.0, exponent)
 
 
 _DIVIDING = ("aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default",

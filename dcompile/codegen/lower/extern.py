@@ -18,15 +18,41 @@ from dcompile.ir.nodes import View
 PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 """Calls that write where we say (mode `out`)."""
 
-LIBRARY = frozenset((
-    "aten.convolution", "aten.convolution_backward", "aten.sort", "aten.topk", "aten.max_pool2d_with_indices",
-    "aten.max_pool2d_with_indices_backward", "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward", "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_flash_attention_backward", "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_efficient_attention_backward", "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_cudnn_attention_backward", "aten._scaled_mm", "aten._grouped_mm",
-))  # fmt: skip
-"""Packets that are better left to the library: no loop of ours is wanted for them."""
+LIBRARY = frozenset(
+    f"aten.{name}"
+    for name in (
+        # convolution, attention, matrix products
+        "convolution", "convolution_backward", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward", "_scaled_mm", "_grouped_mm", "_int_mm", "addbmm", "_trilinear",
+        # choosing the largest among overlapping windows, with its position
+        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "max_pool3d_with_indices",
+        "max_pool3d_with_indices_backward",
+        # sorting, searching, counting: results whose size or place no loop knows beforehand
+        "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "searchsorted", "bucketize", "unique_dim",
+        "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
+        "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
+        "repeat_interleave",
+        # running sums: loops have no values that one iteration hands to the next
+        "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "masked_scatter", "masked_scatter_backward",
+        # random generators, as eager draws from them
+        "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal",
+        "normal_functional", "uniform", "exponential", "geometric", "log_normal", "cauchy", "random", "multinomial",
+        "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise",
+        # linear algebra
+        "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr", "lu_unpack", "triangular_solve",
+        "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex",
+        "linalg_eig",
+        "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
+        "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_qr",
+        "linalg_solve_triangular",
+        # Fourier transforms
+        "_fft_c2c", "_fft_c2r", "_fft_r2c",
+    )
+)  # fmt: skip
+"""Packets that are better left to the library: no loop of ours is wanted for them, and none counts as a fallback."""
 
 CALL = "dcompile.call"
 """call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries."""

@@ -285,6 +285,22 @@ def _isfinite(body: Body, x: Ref) -> Ref:
     return body.apply("not", body.apply("or", _is("isnan")(body, x), _is("isinf")(body, x)))
 
 
+def _signbit(body: Body, x: Ref) -> Ref:
+    dtype = body.dtype(x)
+    if DTYPES[dtype] == "float":
+        return body.apply("signbit", x)
+    return body.const(False, "bool") if dtype == "bool" else body.apply("lt", x, body.const(0, dtype))
+
+
+def _angle(body: Body, x: Ref) -> Ref:
+    """Of a real number: 0 or pi, and NaN stays."""
+    dtype = body.dtype(x)
+    half = body.apply(
+        "where", body.apply("lt", x, body.const(0, dtype)), body.const(math.pi, dtype), body.const(0, dtype)
+    )
+    return body.apply("where", body.apply("isnan", x), x, half)
+
+
 def _logical_not(body: Body, x: Ref) -> Ref:
     return body.apply("not", x)
 
@@ -301,8 +317,13 @@ _UNARY = {
     "neg": False, "abs": False, "reciprocal": True, "sqrt": True, "rsqrt": True, "exp": True,
     "exp2": True, "expm1": True, "log": True, "log1p": True, "log2": True, "log10": True, "sin": True, "cos": True,
     "tan": True, "tanh": True, "sigmoid": True, "erf": True,
+    "erfc": True, "lgamma": True, "asin": True, "acos": True, "sinh": True, "cosh": True, "asinh": True, "acosh": True,
+    "atanh": True,
 }  # fmt: skip
-_PRIMS = ("neg", "abs", "sqrt", "exp", "log", "sin", "cos", "tanh", "floor", "ceil")
+_PRIMS = (
+    "neg", "abs", "sqrt", "exp", "log", "sin", "cos", "tanh", "floor", "ceil", "erfc", "lgamma", "asin", "acos", "sinh",
+    "cosh", "asinh", "acosh", "atanh", "signbit",
+)  # fmt: skip
 """Decompositions use these in place of their ATen namesakes."""
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _BOTH = ("Tensor", "Scalar")
@@ -316,6 +337,10 @@ def _table() -> dict[str, Pointwise]:
         table[f"aten.{name}.default"] = Pointwise(_rounded(name), 1)
     for name in ("isnan", "isinf"):
         table[f"aten.{name}.default"] = Pointwise(_is(name), 1, "common")
+    table["aten.signbit.default"] = Pointwise(_signbit, 1, "common")
+    for name, shift in {"left": "shl", "right": "shr"}.items():
+        overloads = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
+        table |= {f"aten.bitwise_{name}_shift.{overload}": Pointwise(_simple(shift), 2) for overload in overloads}
     for name in _COMPARE:
         table |= {f"aten.{name}.{overload}": Pointwise(_simple(name), 2, "common") for overload in _BOTH}
     for name in ("and", "or", "xor"):
@@ -330,6 +355,8 @@ def _table() -> dict[str, Pointwise]:
         table[f"aten.div.{overload}"] = Pointwise(_div, 2, heavy=True, exact_numbers=overload in _BOTH)
     table |= {f"prims.{name}.default": table[f"aten.{name}.default"] for name in _PRIMS}
     return table | {
+        "aten.angle.default": Pointwise(_angle, 1, ops=3),
+        "aten.hypot.default": Pointwise(_simple("hypot"), 2, heavy=True),
         "aten.atan.default": Pointwise(_atan, 1, heavy=True),
         "aten.fmax.default": Pointwise(_ignoring_nan("max"), 2, ops=3),
         "aten.fmin.default": Pointwise(_ignoring_nan("min"), 2, ops=3),
@@ -368,6 +395,13 @@ def _table() -> dict[str, Pointwise]:
         "prims.convert_element_type.default": Pointwise(_same, 1, "common", ops=0),
         "aten.copy.default": Pointwise(lambda _, __, source, *rest: source, 2, ops=0),
     }
+
+
+def _nextafter(low: Lowering, value: torch.Tensor, /, x: T, y: T) -> Result:
+    """The next number of the dtype itself: not to be found in float32 for a shorter one."""
+    if dtype_name(value.dtype) not in ("float32", "float64"):
+        return NotImplemented
+    return Pointwise(_simple("nextafter"), 2)(low, value, x, y)
 
 
 def _hardtanh(low: Lowering, value: torch.Tensor, /, x: T, a: float = -1.0, b: float = 1.0) -> T:
@@ -414,6 +448,7 @@ def _masked_fill(_: Lowering, value: torch.Tensor, /, x: T, mask: T, fill: Any) 
 
 
 RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} | {
+    "aten.nextafter.default": Rule(_nextafter),
     "aten.pow.Tensor_Scalar": Rule(_power),
     "aten.pow.Tensor_Tensor": Rule(_power),
     "aten.pow.Scalar": Rule(_power),

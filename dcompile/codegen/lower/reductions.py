@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -183,16 +184,20 @@ def finite(body: Body, ref: Ref) -> Ref:
 
 
 def _norm(low: Lowering, value: torch.Tensor, /, x: T, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> Result:
-    """Vector norms that need no power function; the others are left to the library."""
-    if order not in (1, 2, float("inf")):
-        return NotImplemented
     compute = opmath(dtype_name(value.dtype))
 
     def build(body: Body, ref: Ref, _: int) -> Ref:
         element = to_dtype(body, ref, compute)
+        if order == 0:
+            nonzero = body.apply("ne", element, body.const(0, compute))
+            return body.reduce("sum", body.cast(nonzero, compute))
         if order == 2:
             return body.apply("sqrt", body.reduce("sum", body.apply("mul", element, element)))
-        return body.reduce("sum" if order == 1 else "max", body.apply("abs", element))
+        size = body.apply("abs", element)
+        if order in (1, math.inf, -math.inf):
+            return body.reduce({1: "sum", math.inf: "max", -math.inf: "min"}[order], size)
+        total = body.reduce("sum", body.apply("pow", size, body.const(order, compute)))
+        return body.apply("pow", total, body.const(1 / order, compute))
 
     return _one(low, value, x, dim, build)
 

@@ -13,6 +13,7 @@ from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.reductions import moments
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, from_view
+from dcompile.codegen.lower.views import reshape
 from dcompile.ir.index import flatten
 from dcompile.ir.nodes import Ref, Store
 
@@ -23,18 +24,18 @@ def _by_row(
     low: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int, compute: str, build: Build
 ) -> Result:
     """A loop over rows along `dim` of equally shaped tensors that stores one result for each element."""
-    rank = len(tensors[0].shape)
-    if rank == 0:
-        return NotImplemented
+    shape = tensors[0].shape or (1,)
+    tensors = [reshape(tensor, shape) for tensor in tensors]
+    rank = len(shape)
     inner = dim % rank
     body, first, coords = low.trace_over(tensors[0], [d for d in range(rank) if d != inner], [inner])
     refs = [first, *(body.trace(tensor, coords) for tensor in tensors[1:])]
     result = to_dtype(body, build(body, *(to_dtype(body, ref, compute) for ref in refs)), dtype_name(value.dtype))
-    view = low.buffer(shape_of(value), dtype_name(value.dtype), tuple(int(s) for s in value.stride()))
-    shape = tensors[0].shape
+    strides = tuple(int(stride) for stride in value.stride()) or (1,)
+    view = low.buffer(shape, dtype_name(value.dtype), strides)
     outer = tuple(size for d, size in enumerate(shape) if d != inner)
     low.loop(outer, (shape[inner],), body, [Store(view.buffer, flatten(coords, view.strides), result)])
-    return from_view(view, dtype_name(value.dtype))
+    return reshape(from_view(view, dtype_name(value.dtype)), shape_of(value))
 
 
 def _shifted(body: Body, x: Ref) -> Ref:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.lower import creation, indexing, pointwise, reductions, rows, scatter, shapes, views
+from dcompile.codegen.lower import creation, indexing, pointwise, pooling, reductions, rows, scatter, shapes, views
 from dcompile.codegen.lower.rule import Rule
 
 RULES: dict[str, Rule] = {
@@ -13,5 +13,6 @@ RULES: dict[str, Rule] = {
     **shapes.RULES,
     **indexing.RULES,
     **scatter.RULES,
+    **pooling.RULES,
     **creation.RULES,
 }

@@ -13,7 +13,8 @@ from dcompile.codegen.lower.indices import lower_bound
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed, fresh
-from dcompile.codegen.lower.views import COPIES, reshape
+from dcompile.codegen.lower.views import COPIES, along, reshape
+from dcompile.codegen.lower.views import RULES as VIEWS
 from dcompile.ir.index import Index, as_index, floordiv, modulo, upper_bound
 from dcompile.ir.nodes import Ref
 
@@ -186,12 +187,28 @@ def _triangle(keep_below: bool) -> Callable[..., T]:
     return rule
 
 
+def _narrow(_: Lowering, value: torch.Tensor, /, x: T, dim: int, start: int, __: int) -> T:
+    start = start + x.shape[dim] if start < 0 else start
+    return fresh(along(x, dim, shape_of(value), lambda c: c + start))
+
+
 def _copying(rule: Callable[..., T]) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         result = rule(*args, **kwargs)
+        if isinstance(result, (list, tuple)):
+            return [fresh(item) for item in result]
         return result if result is NotImplemented else fresh(result)
 
     return lower
+
+
+def _copy_of(view: str) -> str | None:
+    """aten.slice.Tensor -> aten.slice_copy.Tensor, if torch has it."""
+    namespace, name, overload = view.split(".")
+    if name == "as_strided":
+        return None  # reads what lies in memory, whatever the tensor: a rule of its own decides where that is known
+    packet = getattr(torch.ops.aten, f"{name}_copy", None)
+    return f"{namespace}.{name}_copy.{overload}" if packet is not None and overload in packet.overloads() else None
 
 
 RULES: dict[str, Rule] = {
@@ -200,7 +217,9 @@ RULES: dict[str, Rule] = {
     "aten.constant_pad_nd.default": Rule(_pad),
     "aten.slice_scatter.default": Rule(_slice_scatter),
     "aten.select_scatter.default": Rule(_select_scatter),
+    "aten.narrow_copy.default": Rule(_narrow),
     "aten.tril.default": Rule(_triangle(True)),
     "aten.triu.default": Rule(_triangle(False)),
     **{name: Rule(_copying(rule.lower)) for name, rule in COPIES.items()},
+    **{copy: Rule(_copying(rule.lower)) for name, rule in VIEWS.items() if (copy := _copy_of(name)) is not None},
 }

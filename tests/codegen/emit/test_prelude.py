@@ -93,6 +93,7 @@ def test_integer_arithmetic_wraps_and_rounds_as_eager(op, torch_op, dtype):
 @pytest.mark.parametrize(("op", "torch_op"), [
     ("floordiv", lambda a, b: torch.div(a, b, rounding_mode="floor")), ("mod", torch.remainder), ("fmod", torch.fmod),
     ("min", torch.minimum), ("max", torch.maximum), ("pow", torch.pow), ("atan2", torch.atan2),
+    ("hypot", torch.hypot), ("nextafter", torch.nextafter),
 ])  # fmt: skip
 def test_float_arithmetic_keeps_eagers_corner_cases(op, torch_op, dtype):
     values = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 7.0, np.inf, -np.inf, np.nan, 1e-3]
@@ -104,11 +105,35 @@ def test_float_arithmetic_keeps_eagers_corner_cases(op, torch_op, dtype):
 
 
 @pytest.mark.parametrize(
-    "op", ["floor", "ceil", "trunc", "round", "sign", "abs", "isnan", "isinf", "sqrt", "sin", "cos", "log2"]
+    "op",
+    [
+        "floor",
+        "ceil",
+        "trunc",
+        "round",
+        "sign",
+        "abs",
+        "isnan",
+        "isinf",
+        "sqrt",
+        "sin",
+        "cos",
+        "log2",
+        "signbit",
+        "asin",
+        "acos",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "erfc",
+        "lgamma",
+    ],
 )
 def test_remaining_unary_ops_match_eager(op):
     x = np.concatenate([np.linspace(-4, 4, 33), SPECIAL]).astype(np.float32)
-    out = "bool" if op.startswith("is") else None
+    out = "bool" if op.startswith("is") or op == "signbit" else None
     (got,) = run(loops.unary(op, len(x), out=out), {"x": x})
     want = getattr(torch, op)(torch.from_numpy(x)).numpy()
     assert np.allclose(got, want, rtol=3e-7, atol=1e-7, equal_nan=True)

@@ -79,9 +79,10 @@ UNARY = {
     "round": (F32, BF16, I64), "isnan": (F32, BF16, I64), "isinf": (F32, BF16, I64), "logical_not": (F32, I64, BOOL),
     "bitwise_not": (I64, BOOL), "square": (F32, BF16, I64), "silu": FLOATS, "gelu": FLOATS, "clone": (F32, BOOL),
     "leaky_relu": FLOATS, "hardtanh": FLOATS, "isfinite": (F32, I64), "tan": (F32,),
-    "atan": (F32, BF16, I64),
+    "atan": (F32, BF16, I64), "asinh": FLOATS, "sinh": FLOATS, "cosh": FLOATS, "erfc": FLOATS, "asin": (F32, BF16, I64),
+    "acos": (F32,), "atanh": (F32,), "signbit": (F32, BF16, I64, BOOL), "angle": (F32, BF16),
 }  # fmt: skip
-POSITIVE = ("sqrt", "rsqrt", "log", "log1p", "log2", "log10", "reciprocal")
+POSITIVE = ("lgamma", "acosh", "sqrt", "rsqrt", "log", "log1p", "log2", "log10", "reciprocal")
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -103,7 +104,7 @@ BINARY = {
     "maximum": (F32, BF16, I64, BOOL), "minimum": (F32, BF16, I64, BOOL), "remainder": (F32, I64), "fmod": (F32, I64),
     "floor_divide": (F32, I64), "eq": (F32, BF16, I64, BOOL), "lt": (F32, I64), "ge": (F32, BF16), "atan2": (F32,),
     "logical_and": (F32, I64, BOOL), "logical_xor": (I64, BOOL), "bitwise_and": (I64, BOOL), "bitwise_or": (I64, BOOL),
-    "pow": (F32,),
+    "pow": (F32,), "hypot": FLOATS, "nextafter": (F32,), "bitwise_left_shift": (I64,), "bitwise_right_shift": (I64,),
 }  # fmt: skip
 
 

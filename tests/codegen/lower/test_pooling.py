@@ -1,0 +1,41 @@
+"""Averages over windows, forward and backward, against eager: padding, strides, what is counted."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.codegen.lower.test_ops import BF16, F32, check, tensor
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("include", [True, False])
+def test_average_and_its_gradient(dtype: torch.dtype, include: bool) -> None:
+    x = tensor(2, 3, 7, 6, dtype=dtype)
+    for (kernel, stride, padding), ceil in product([(3, 2, 1), ((2, 3), (1, 3), (1, 0)), (2, 2, 0)], [False, True]):
+        rest = (kernel, stride, padding, ceil, include, None)
+        y = check(lambda x, r=rest: aten.avg_pool2d(x, *r), x) and aten.avg_pool2d(x, *rest)
+        # in float32, rounded once, where eager rounds bfloat16 after every window
+        expected = aten.avg_pool2d_backward(y.float(), x.float(), *rest).to(dtype)
+        check(lambda g, x, r=rest: aten.avg_pool2d_backward(g, x, *r), y, x, expected=expected)
+
+
+def test_divisor_and_three_dimensions() -> None:
+    x = tensor(2, 4, 5, 6)
+    check(lambda x: aten.avg_pool2d(x, [2, 2], [2, 2], [0, 0], False, True, 3), x)
+    check(lambda x: aten.avg_pool3d(x, [2, 3, 2], [2, 2, 1], [1, 0, 1], False, True, None), x)
+
+
+def test_adaptive() -> None:
+    x, y = tensor(2, 3, 8, 6), tensor(2, 3, 4, 2)
+    check(lambda x: aten._adaptive_avg_pool2d(x, [4, 2]), x)
+    check(lambda g, x: aten._adaptive_avg_pool2d_backward(g, x), y, x)
+    check(lambda x: aten._adaptive_avg_pool2d(x, [3, 4]), x, library=1)  # windows of several sizes
+
+
+def test_a_large_window_is_the_librarys() -> None:
+    check(lambda x: aten.avg_pool2d(x, [6, 6], [1, 1]), tensor(2, 8, 8), library=1)

@@ -210,7 +210,7 @@ print("RESULT " + json.dumps({
     "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
 }))
 """
-TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.decompositions"]
+TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.decompositions", "dcompile.codegen.lower.foreach"]
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 

@@ -14,7 +14,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test lint format clean
+.PHONY: train test ops-sweep lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -23,6 +23,10 @@ train: $(if $(VENV),$(VENV)/.has-train)
 
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+# Every operator of torch's table, about an hour; writes the list of what falls back to ATen.
+ops-sweep: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m tests.ops.sweep --update $(ARGS)
 
 lint: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff check .

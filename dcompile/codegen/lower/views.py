@@ -14,7 +14,7 @@ from dcompile.codegen.lower.indices import Shape, reshaped, view_strides
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.tensor import T, broadcast, from_view, laid_out_as, remapped
 from dcompile.ir.index import as_index, modulo
-from dcompile.ir.nodes import View
+from dcompile.ir.nodes import ITEMSIZE, View
 
 
 def _reshape(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
@@ -152,9 +152,18 @@ def _as_strided(
         return NotImplemented
     assert stored.view is not None
     start = stored.view.offset if offset is None else offset
+    last = as_index(start).constant
+    if last is None or last + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) >= _extent(low, stored.view):
+        return NotImplemented  # beyond what this tensor shows of its storage
     if offset is not None and not _is_whole(low, stored.view):
         return NotImplemented  # the offset counts from the start of a storage that is not ours
     return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
+
+
+def _extent(low: Lowering, view: View) -> int:
+    """Elements from the first to the last of the buffer."""
+    buffer = low.buffers[view.buffer]
+    return buffer.nbytes // ITEMSIZE[buffer.dtype]
 
 
 def _is_whole(low: Lowering, view: View) -> bool:

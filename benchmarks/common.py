@@ -95,7 +95,6 @@ def in_fresh_process(
             **{name: value for name, value in os.environ.items() if not name.startswith("DCOMPILE_")},
             "OMP_NUM_THREADS": str(threads),
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
             "DCOMPILE_CACHE_DIR": f"{folder}/dcompile",
             **(settings or {}),
         }

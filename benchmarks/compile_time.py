@@ -145,7 +145,7 @@ def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     def child(peer: str, cache: str) -> dict[str, Any]:
         # inductor's directory is empty too; its caches stay on, as users have them: it reuses within one start
-        settings = {"DCOMPILE_CACHE_DIR": cache, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0"}
+        settings = {"DCOMPILE_CACHE_DIR": cache}
         return common.in_fresh_process(MODULE, ["--child", peer, "--only", name], arguments.threads, TIMEOUT, settings)
 
     with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:

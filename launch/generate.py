@@ -132,7 +132,7 @@ class Checks:
         if call == 0:  # compiles, in one graph because of fullgraph=True
             yield
         elif call == 1:
-            with self._no_new_graph(), torch.profiler.profile() as profile:
+            with self._no_new_graph(), torch.profiler.profile(acc_events=True) as profile:
                 yield
             names = [event.name for event in profile.events()]
             self.all_reduces = sum(name in ("gloo:all_reduce", "nccl:all_reduce") for name in names)

@@ -129,11 +129,12 @@ class _Kernel(Passes):
     def _column_region(self) -> None:
         """Rows in blocks; a block's sums are added to its thread's, and in the end the threads' in their order.
 
-        Two levels keep the error of a sum over many rows near that of pairwise summation.
+        Two levels, of about the square root of the rows each, keep the error of a sum over many rows small: 100 000
+        float32 in blocks of 64 were 1.2e-6 off, ten times eager's error.
         """
         axes = self._row_axes()
         rows = prod(math.ceil(axis.size / axis.tile) for axis in axes)
-        block = max(min(64, rows // 64), 1)
+        block = max(min(max(64, math.isqrt(rows)), rows // 64), 1)
         blocks = math.ceil(rows / block)
         parallel = self.parallel and blocks > 1
         self.line(f"const int64 threads = {'omp_get_max_threads()' if parallel else '1'};")

@@ -202,3 +202,12 @@ def save(benchmark: str, device: str, result: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{benchmark}-{device}-{date}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def finish(benchmark: str, device: str, result: dict[str, Any], *, keep: bool, as_json: bool) -> int:
+    """What every benchmark ends with: the file, the one line of JSON, and an exit status that says if all lines ran."""
+    if keep:
+        print(f"saved {save(benchmark, device, result)}")
+    if as_json:
+        print(json.dumps(result))
+    return 0 if result["complete"] else 1

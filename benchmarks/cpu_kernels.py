@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -470,11 +469,7 @@ def main() -> int:
             lines += [{**line, **ratios(line)} for line in found["lines"]]
     result = {**summary(lines, arguments.threads), "clock": arguments.clock}
     print(page(result))
-    if arguments.save:
-        print(f"saved {common.save('cpu_kernels', 'cpu', result)}")
-    if arguments.json:
-        print(json.dumps(result))
-    return 0 if result["complete"] else 1
+    return common.finish("cpu_kernels", "cpu", result, keep=arguments.save, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -146,11 +145,7 @@ def main() -> int:
     print(first_light.page(result))
     if result["slower_than_eager"]:
         print(f"slower than eager: {', '.join(result['slower_than_eager'])}")
-    if arguments.save:
-        print(f"saved {common.save('cpu_models', 'cpu', result)}")
-    if arguments.json:
-        print(json.dumps(result))
-    return 0 if result["complete"] else 1
+    return common.finish("cpu_models", "cpu", result, keep=arguments.save, as_json=arguments.json)
 
 
 if __name__ == "__main__":

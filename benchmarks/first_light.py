@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -347,11 +346,7 @@ def main() -> int:
         lines.append(measure(name, arguments))
     result = summary(lines, arguments.threads)
     print(page(result))
-    if arguments.save:
-        print(f"saved {common.save('first_light', 'cpu', result)}")
-    if arguments.json:
-        print(json.dumps(result))
-    return 0 if result["complete"] else 1
+    return common.finish("first_light", "cpu", result, keep=arguments.save, as_json=arguments.json)
 
 
 if __name__ == "__main__":

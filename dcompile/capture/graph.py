@@ -12,6 +12,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.joint import Cut, partitioner, take_token
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.toolbox import GradientBuckets
@@ -39,6 +40,8 @@ class Graph:
                 self.params[position] = number
         self.grads: tuple[tuple[int, int], ...] = ()
         """(position among the backward's outputs, parameter number)."""
+        self.notes: list[str] = []
+        """What was done to the graph before AOTAutograd saw it, for people."""
         self._agreed = False
         self._cut = Cut(())
         model.graphs.append(self)
@@ -47,6 +50,8 @@ class Graph:
         """What Dynamo is to call in place of `gm`."""
         tokens = [torch.tensor(0), torch.tensor(1)]
         compiler = self.model.toolbox.compiler
+        if self.model.settings.config.kernels != "aten":
+            self.notes += replace_constant_masks(gm)
 
         def found(cut: Cut) -> None:
             self.training = True

@@ -64,7 +64,6 @@ class CompiledModel:
         self.newest: Variant | None = None
         self.graph_breaks = 0
         self.compile_seconds = 0.0
-        self.notes: list[str] = []
         self._calls = threading.local()
         self._synced: dict[int, list[Graph]] = {}
         self._reported: set[bool] = set()

@@ -91,13 +91,18 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         reasons=tuple(model.adapter.reasons),
         fallbacks=_fallbacks(reports),
-        notes=(*model.adapter.notes, *dict.fromkeys(note for report in reports for note in report.notes)),
+        notes=tuple(dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports)))),
         variants=tuple(VariantReceipt(len(v.graphs), v.training, v.objections) for v in model.variants.values()),
     )
 
 
 def _reports(model: CompiledModel, variant: Variant) -> list[Report]:
     return [e.report for number in sorted(set(variant.graphs)) for e in model.graphs[number].executables.values()]
+
+
+def _graph_notes(model: CompiledModel, variant: Variant, reports: list[Report]) -> list[str]:
+    captured = [note for number in sorted(set(variant.graphs)) for note in model.graphs[number].notes]
+    return captured + [note for report in reports for note in report.notes]
 
 
 def _bucket_count(model: CompiledModel, variant: Variant) -> int:

@@ -13,7 +13,7 @@ from dcompile.explain.receipt import make_receipt
 
 def graph(number, **reports):
     executables = {kind: SimpleNamespace(report=report, buckets=("b",) * 2) for kind, report in reports.items()}
-    return SimpleNamespace(number=number, executables=executables)
+    return SimpleNamespace(notes=[], number=number, executables=executables)
 
 
 def model(newest, *graphs, adapter=None):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 
 from torch.nn import Module
 
-from dcompile import artifacts
+from dcompile import artifacts, compat
 from dcompile.capture.entry import compile_function, compile_module, find_model
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
@@ -28,7 +28,11 @@ def compile(
     fullgraph: bool = ...,
     dynamic: bool | None = ...,
     options: Mapping[str, Any] | None = ...,
+    name: str | None = ...,
     disable: bool = ...,
+    recompile_limit: int | None = ...,
+    isolate_recompiles: bool = ...,
+    shapes_spec: Any = ...,
 ) -> Model: ...
 @overload
 def compile(
@@ -38,7 +42,11 @@ def compile(
     fullgraph: bool = ...,
     dynamic: bool | None = ...,
     options: Mapping[str, Any] | None = ...,
+    name: str | None = ...,
     disable: bool = ...,
+    recompile_limit: int | None = ...,
+    isolate_recompiles: bool = ...,
+    shapes_spec: Any = ...,
 ) -> Callable[[Model], Model]: ...
 def compile(
     model: Any = None,
@@ -47,16 +55,30 @@ def compile(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
+    name: str | None = None,
     disable: bool = False,
+    recompile_limit: int | None = None,
+    isolate_recompiles: bool = False,
+    shapes_spec: Any = None,
 ) -> Any:
     """Compile a module in place (DDP-wrapped or not) and return the same object; for a function, return a wrapper.
 
     The arguments mean what they mean in torch.compile. Without a model this is a decorator. Calling it again replaces
-    the earlier setting. A bad mode or option raises ValueError, naming the valid ones, at the call.
+    the earlier setting. A bad mode or option raises OptionError (a ValueError, and a RuntimeError as in torch), naming
+    the valid ones, at the call. Each call's recompiles are counted apart anyway, `isolate_recompiles` or not, and
+    nothing here shows `name`; `recompile_limit` and `shapes_spec` raise TypeError with a torch that lacks them.
     """
     if mode is not None and options is not None:
         raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
-    settings = Settings(Config.make(mode, options), fullgraph, dynamic)
+    chosen = dict(options) if isinstance(options, Mapping) else options
+    guard_filter_fn = chosen.pop("guard_filter_fn", None) if isinstance(chosen, dict) else None
+    settings = Settings(
+        Config.make(mode, chosen),
+        fullgraph,
+        dynamic,
+        guard_filter_fn,
+        compat.limits(recompile_limit=recompile_limit, shapes_spec=shapes_spec),
+    )
 
     def apply(target: Any) -> Any:
         if disable:
@@ -93,8 +115,8 @@ def receipt(compiled: Any) -> Receipt:
     return make_receipt(find_model(compiled))
 
 
-def list_mode_options(mode: str | None = None) -> dict[str, Any]:
-    """The options that a mode stands for; of all modes without an argument."""
+def list_mode_options(mode: str | None = None, dynamic: bool | None = None) -> dict[str, Any]:
+    """The options that a mode stands for; of all modes without an argument. `dynamic` makes no difference."""
     if mode is None:
         return {name: dict(options) for name, options in MODES.items()}
     Config.make(mode)  # raises for an unknown one

@@ -42,7 +42,7 @@ def handle_compile(context: Any, fn: Any) -> Any:
     config = Config.make(given.get("mode"), given.get("options"))
     if isinstance(fn, Module) or inspect.isclass(fn):
         return NotImplemented  # torch makes its OptimizedModule, and comes back with what that is to call
-    settings = Settings(config, *compat.context_settings(context))
+    settings = Settings(config, *compat.context_settings(context), compat.context_limits(context))
     module = _module_of(fn)
     if module is not None:
         return compiled_call(module, settings, make_toolbox(config))

@@ -13,7 +13,7 @@ import re
 import sys
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.errors import UnsupportedTorchError
@@ -49,7 +49,12 @@ def check_torch(version: str | None = None) -> None:
 
 
 def optimize(
-    backend: Callable[..., Any], *, fullgraph: bool, dynamic: bool | None, guard_filter_fn: Callable[..., Any] | None
+    backend: Callable[..., Any],
+    *,
+    fullgraph: bool,
+    dynamic: bool | None,
+    guard_filter_fn: Callable[..., Any] | None,
+    limits: Mapping[str, Any],
 ) -> Any:
     """The context that compiles a function with `backend`: `context(function)` is the compiled function."""
     import torch._dynamo
@@ -58,7 +63,7 @@ def optimize(
     # torch can, give each model a cache of its own.
     more = {"isolate_recompiles": True} if isolates_recompiles() else {}
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
-        backend=backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guard_filter_fn, **more
+        backend=backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guard_filter_fn, **more, **limits
     )
 
 
@@ -67,6 +72,28 @@ def isolates_recompiles() -> bool:
     from torch._dynamo.eval_frame import _optimize
 
     return "isolate_recompiles" in inspect.signature(_optimize).parameters
+
+
+def limits(**given: Any) -> dict[str, Any]:
+    """Of these arguments of torch.compile the ones that say something. Raises TypeError for one this torch lacks."""
+    import torch
+
+    asked = {name: value for name, value in given.items() if value is not None}
+    known = inspect.signature(torch.compile).parameters
+    for name in asked:
+        if name not in known:
+            raise TypeError(f"dcompile: torch {torch.__version__} has no {name} in torch.compile; leave it out")
+    return asked
+
+
+def context_limits(context: Any) -> dict[str, Any]:
+    """recompile_limit and shapes_spec of a torch.compile call, where they were given."""
+    found = {"shapes_spec": getattr(context, "_shapes_spec", None)}
+    callback = context.callback
+    while callback is not None:
+        found["recompile_limit"] = found.get("recompile_limit") or getattr(callback, "_recompile_limit", None)
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def wrap_frame_callback(context: Any, around: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dcompile.errors import OptionError
 
+TRACE_DIRECTORY = "dcompile_trace"
+"""Where trace.enabled writes to, under the working directory."""
+
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
-    "reduce-overhead": {},
-    "max-autotune": {},
-    "max-autotune-no-cudagraphs": {},
+    "lite": {"kernels": "aten"},
+    "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune": {"max_autotune": True, "triton.cudagraphs": True},
+    "max-autotune-no-cudagraphs": {"max_autotune": True},
 }
-"""Modes of torch.compile and the options each stands for. On CPU all four run the same program."""
+"""Modes of torch.compile and the options each stands for."""
 
 
-def setting(default: Any, text: str, *, in_key: bool = True, user: bool = True) -> Any:
-    """A field of `Config`: default, help, whether kernels depend on it, whether options={...} may set it."""
-    return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "user": user})
+def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", idle: str = "") -> Any:
+    """A field of `Config`: default, help, whether kernels depend on it, its name as an option if that has a dot.
+
+    `idle` says why an option that torch.compile knows changes nothing here: the docs and the receipt repeat it.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option, "idle": idle})
+
+
+_LIBRARY_PRODUCTS = "matrix products are the library's, and no kernel of ours has one inside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +46,42 @@ class Config:
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
     log: str = setting("", "Log channels, comma-separated: passes,overlap,kernels,memory.", in_key=False)
     dump: str = setting("", "Directory for programs, kernels and the receipt.", in_key=False)
+    trace_enabled: bool = setting(
+        False,
+        "Write a dump, to `dcompile_trace` unless `dump` names a directory.",
+        in_key=False,
+        option="trace.enabled",
+    )
+    trace_graph_diagram: bool = setting(
+        False,
+        "Add a picture of each graph after fusion, graph_diagram.svg, to the dump.",
+        in_key=False,
+        option="trace.graph_diagram",
+    )
     verify: bool = setting(False, "Verify after each pass; compare collective order across ranks.", in_key=False)
     skip: str = setting("", "Passes to leave out, comma-separated.")
     until: str = setting("", "Stop after this pass.")
     cache_dir: str = setting("", "Kernel cache; default: dcompile under XDG_CACHE_HOME or ~/.cache.", in_key=False)
     compile_timeout_s: int = setting(300, "Longest time one compiler process may take, in seconds.", in_key=False)
+    epilogue_fusion: bool = setting(
+        True, "Fuse pointwise operations into matrix products.", in_key=False, idle=_LIBRARY_PRODUCTS
+    )
+    max_autotune: bool = setting(
+        False, "Measure kernels for matrix products and take the fastest.", in_key=False, idle=_LIBRARY_PRODUCTS
+    )
+    fallback_random: bool = setting(
+        False, "Draw eager's random numbers.", in_key=False, idle="random numbers are drawn by the library, as in eager"
+    )
+    shape_padding: bool = setting(
+        True, "Pad matrices to sizes that GPUs multiply faster.", in_key=False, idle=_LIBRARY_PRODUCTS
+    )
+    triton_cudagraphs: bool = setting(
+        False,
+        "Replay steps as CUDA graphs.",
+        in_key=False,
+        option="triton.cudagraphs",
+        idle="CUDA graphs are not recorded yet, and a CPU has none",
+    )
 
     @classmethod
     def make(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Config:
@@ -48,16 +90,25 @@ class Config:
             raise OptionError("dcompile: give either mode or options, not both (a mode is a set of options)")
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"dcompile: options must be a dict, not {type(options).__name__}")
-        chosen = dict(options or {})
+        chosen = {_field_of(name): value for name, value in (options or {}).items()}
         mode = chosen.pop("mode", mode) or "default"
         if mode not in MODES:
-            raise OptionError(f"dcompile: unknown mode {mode!r}; valid modes: {', '.join(MODES)}")
-        unknown = [name for name in chosen if name not in _fields()]
-        if unknown:
-            valid = ", ".join(("mode", *_fields()))
-            raise OptionError(f"dcompile: unknown option {unknown[0]!r}; valid options: {valid}")
-        values = {**_from_environment(), **MODES[mode], **chosen}
-        return cls(**{name: _checked(name, value) for name, value in values.items()})
+            raise OptionError(
+                f"dcompile: unknown mode {mode!r}{_nearest(str(mode), MODES)}; valid modes: {', '.join(MODES)}"
+            )
+        values = {**_from_environment(), **{_field_of(name): value for name, value in MODES[mode].items()}, **chosen}
+        config = cls(**{name: _checked(name, value) for name, value in values.items()})
+        if (config.trace_enabled or config.trace_graph_diagram) and not config.dump:
+            return dataclasses.replace(config, dump=TRACE_DIRECTORY)
+        return config
+
+    def idle(self) -> tuple[str, ...]:
+        """A line for each option that was changed and has no effect, with the reason."""
+        return tuple(
+            f"option {_option_of(f)}={getattr(self, name)} has no effect: {f.metadata['idle']}"
+            for name, f in _fields().items()
+            if f.metadata["idle"] and getattr(self, name) != f.default
+        )
 
     def key(self) -> str:
         """Text of all settings that generated code depends on."""
@@ -66,6 +117,28 @@ class Config:
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(Config)}
+
+
+def _option_of(f: dataclasses.Field[Any]) -> str:
+    """The name of a field in options={...}: torch writes some with a dot."""
+    return f.metadata["option"] or f.name
+
+
+def _field_of(option: Any) -> str:
+    """The field that an option names, dashes read as underscores, as torch does. Raises OptionError."""
+    names = {_option_of(f): name for name, f in _fields().items()} | {"mode": "mode"}
+    spelt = str(option).replace("-", "_")
+    if spelt in names:
+        return names[spelt]
+    raise OptionError(
+        f"dcompile: unknown option {option!r}{_nearest(spelt, names)}; valid options: {', '.join(option_names())}"
+    )
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    """`, did you mean 'dump'?`, if anything comes near."""
+    near = difflib.get_close_matches(name, list(valid), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 def _from_environment() -> dict[str, str]:
@@ -94,9 +167,16 @@ def _checked(name: str, value: Any) -> Any:
 
 def option_names() -> list[str]:
     """Names accepted in options={...}."""
-    return ["mode", *_fields()]
+    return ["mode", *map(_option_of, _fields().values())]
 
 
-def describe() -> list[tuple[str, str, str]]:
-    """(name, default, help) of every setting: the docs table."""
-    return [(name, repr(f.default), f.metadata["help"]) for name, f in _fields().items()]
+def describe() -> list[tuple[str, str, str, str]]:
+    """(option, environment variable, default, help) of every setting: the docs table."""
+    return [
+        (_option_of(f), f"DCOMPILE_{name.upper()}", repr(f.default), f.metadata["help"] + _idle_text(f))
+        for name, f in _fields().items()
+    ]
+
+
+def _idle_text(f: dataclasses.Field[Any]) -> str:
+    return f" Accepted without effect: {f.metadata['idle']}." if f.metadata["idle"] else ""

@@ -7,8 +7,11 @@ class DcompileError(RuntimeError):
     """Base of all errors that dcompile raises on purpose, except bad options."""
 
 
-class OptionError(ValueError):
-    """An unknown or ill-typed mode, option or environment variable; the message lists the valid ones."""
+class OptionError(ValueError, RuntimeError):
+    """An unknown or ill-typed mode, option or environment variable; the message lists the valid ones.
+
+    torch.compile raises RuntimeError for these: whoever catches that catches ours.
+    """
 
 
 class UnsupportedTorchError(ImportError):

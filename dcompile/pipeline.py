@@ -22,6 +22,7 @@ from dcompile.collectives.insert import insert_buckets
 from dcompile.collectives.params import Report, Request
 from dcompile.config import Config
 from dcompile.errors import OptionError
+from dcompile.ir.diagram import draw
 from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
@@ -91,6 +92,7 @@ class Pipeline:
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         self._dump_code(lowered.program, kernels, source)
+        self._dump_graph(gm, program)
         graph = CompiledGraph(source, tuple(constants), program.buckets, program.arena_bytes, built.keys, report)
         return Loadable(graph, built.libraries, constants), built
 
@@ -108,6 +110,12 @@ class Pipeline:
         for kernel in kernels.sources:
             origin = "".join(f"// {line}\n" for line in kernel.origin)
             dump(self.config, f"{lowered.name}/kernels/{kernel.name}.cpp", origin + kernel.text)
+
+    def _dump_graph(self, gm: Any, program: Program) -> None:
+        if self.config.dump:
+            dump(self.config, f"{program.name}/graph.py", gm.print_readable(print_output=False))
+        if self.config.trace_graph_diagram:
+            dump(self.config, f"{program.name}/graph_diagram.svg", draw(program))
 
     def _why_aten(self, gm: Any) -> str | None:
         """Why this graph is left to ATen altogether, if it is."""

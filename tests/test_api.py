@@ -1,5 +1,7 @@
 """dcompile.compile's arguments and errors, and what `import dcompile` costs."""
 
+import functools
+import inspect
 import subprocess
 import sys
 
@@ -8,7 +10,10 @@ import torch
 
 import dcompile
 from dcompile.compat import check_torch
+from dcompile.config import Config
 from dcompile.errors import NotCompiledError, UnsupportedTorchError
+
+TORCH_ARGUMENTS = inspect.signature(torch.compile).parameters
 
 
 def test_mode_and_options_together_raise_as_in_torch():
@@ -23,14 +28,21 @@ def test_mode_and_options_together_raise_as_in_torch():
     ("arguments", "names"),
     [
         ({"options": {"colour": 1}}, ["colour", "kernels", "distributed"]),
+        ({"options": {"max_autotun": True}}, ["max_autotun", "did you mean 'max_autotune'"]),
+        ({"options": {"trace.enable": True}}, ["trace.enable", "did you mean 'trace.enabled'"]),
+        ({"options": {"trace_enabled": True}}, ["did you mean 'trace.enabled'"]),
+        ({"options": {"trace.enabled": "maybe"}}, ["trace_enabled", "truth value"]),
+        ({"options": {3: True}}, ["3", "valid options"]),
         ({"options": {"kernels": "fast"}}, ["kernels", "auto", "aten"]),
         ({"options": {"verify": 3}}, ["verify", "bool"]),
         ({"mode": "fastest"}, ["fastest", "default", "reduce-overhead"]),
+        ({"mode": "max-autotuned"}, ["did you mean 'max-autotune'"]),
     ],
 )
 def test_bad_settings_name_the_valid_ones_at_the_call(arguments, names):
     with pytest.raises(ValueError) as error:
         dcompile.compile(torch.nn.Linear(2, 2), **arguments)
+    assert isinstance(error.value, RuntimeError)  # what torch.compile raises
     assert all(name in str(error.value) for name in names)
 
 
@@ -68,14 +80,98 @@ def test_receipt_of_what_was_never_compiled(thing):
         dcompile.receipt(thing)
 
 
-def test_lists():
-    assert set(dcompile.list_mode_options()) == {
-        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
-    }  # fmt: skip
+def test_modes_are_those_of_torch_and_stand_for_options_of_ours():
+    modes = dcompile.list_mode_options()
+    theirs = ("default", "lite", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+    assert set(modes) == set(theirs) >= set(torch._inductor.list_mode_options())
     assert dcompile.list_mode_options("default") == {}
-    assert {"mode", "kernels", "distributed"} <= set(dcompile.list_options())
+    assert dcompile.list_mode_options("max-autotune", dynamic=True) == modes["max-autotune"]
+    options = dcompile.list_options()
+    assert {"mode", "kernels", "trace.enabled", "fallback_random"} <= set(options)
+    for mode, chosen in modes.items():
+        assert set(chosen) <= set(options)
+        assert Config.make(mode) == Config.make(options=chosen)
     with pytest.raises(ValueError, match="valid modes"):
         dcompile.list_mode_options("fastest")
+
+
+def test_options_that_torch_knows_by_these_names_are_accepted():
+    ours, theirs = set(dcompile.list_options()), set(torch._inductor.list_options())
+    shared = {"epilogue_fusion", "max_autotune", "fallback_random", "shape_padding", "triton.cudagraphs"}
+    assert shared | {"trace.enabled", "trace.graph_diagram"} <= ours & theirs
+    assert Config.make(options={"epilogue-fusion": False}) == Config.make(options={"epilogue_fusion": False})
+    for name in shared - {"triton.cudagraphs"}:  # inductor may turn these on by the environment
+        assert getattr(Config(), name) == torch._inductor.config.get_config_copy()[name]
+
+
+def test_an_option_without_effect_says_so_once_it_is_changed():
+    assert Config.make().idle() == Config.make(options={"epilogue_fusion": True}).idle() == ()
+    autotune, graphs = Config.make("max-autotune").idle()
+    assert autotune.startswith("option max_autotune=True has no effect: ") and "triton.cudagraphs=True" in graphs
+    module = dcompile.compile(torch.nn.Linear(2, 2), options={"receipt": False, "shape_padding": False})
+    module(torch.ones(1, 2))
+    assert any("shape_padding=False has no effect" in note for note in dcompile.receipt(module).notes)
+
+
+def test_tracing_has_a_directory_of_its_own_unless_one_is_named():
+    assert Config.make().dump == ""
+    assert Config.make(options={"trace.enabled": True}).dump == "dcompile_trace"
+    assert Config.make(options={"trace.graph_diagram": True, "dump": "here"}).dump == "here"
+
+
+def test_the_mode_lite_leaves_everything_to_aten():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+    x = torch.randn(3, 4)
+    expected = module(x)
+    found = torch.compile(module, backend="dcompile", mode="lite")
+    assert torch.equal(found(x), expected) and dcompile.receipt(found).kernels == 0
+
+
+def test_recompile_limit_and_guard_filter_reach_dynamo():
+    def guarded(guards):
+        asked.append(len(guards))
+        return [True] * len(guards)
+
+    for door in (dcompile.compile, functools.partial(torch.compile, backend="dcompile")):
+        asked, limits = [], {"recompile_limit": 1} if "recompile_limit" in TORCH_ARGUMENTS else {}
+        options = {"receipt": False, "guard_filter_fn": guarded}
+        double = door(lambda x, n: x * n, options=dict(options), dynamic=False, fullgraph=True, **limits)
+        assert double(torch.ones(2), 2).tolist() == [2, 2] and asked
+        if limits:
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                double(torch.ones(3), 2)
+    if "recompile_limit" not in TORCH_ARGUMENTS:
+        with pytest.raises(TypeError, match="recompile_limit"):
+            dcompile.compile(abs, recompile_limit=1)
+
+
+def test_what_torch_compiler_says_holds():
+    module = dcompile.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), options={"receipt": False})
+    x = torch.randn(3, 4)
+    with torch.compiler.set_stance("force_eager"):
+        expected = module(x)
+        with pytest.raises(NotCompiledError):
+            dcompile.receipt(module)
+    torch.testing.assert_close(module(x), expected)
+    assert dcompile.receipt(module).graphs == 1
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        module(x.double().float().requires_grad_())
+
+    @torch.compiler.disable
+    def outside(x):
+        return x + 1
+
+    @torch.compiler.allow_in_graph
+    def opaque(x):
+        return torch.sin(x)
+
+    broken = dcompile.compile(lambda x: outside(x * 2) * 3, options={"receipt": False})
+    torch.testing.assert_close(broken(x), (x * 2 + 1) * 3)
+    assert dcompile.receipt(broken).graph_breaks == 1 and dcompile.receipt(broken).graphs == 2
+    whole = dcompile.compile(lambda x: opaque(x) * 2, fullgraph=True, options={"receipt": False})
+    torch.testing.assert_close(whole(x), torch.sin(x) * 2)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        dcompile.compile(lambda x: outside(x * 2) * 3, fullgraph=True)(x)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cpu", "2.15.0a0+git123"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,24 +16,38 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
 def settings_page() -> str:
-    rows = [f"| `{name}` | `DCOMPILE_{name.upper()}` | `{default}` | {text} |" for name, default, text in describe()]
+    rows = [f"| `{name}` | `{variable}` | `{default}` | {text} |" for name, variable, default, text in describe()]
+    modes = [f"| `{mode}` | {_options(options)} |" for mode, options in MODES.items()]
     return "\n".join(
         [
             "# Settings",
             "",
             'Each is an option, `dcompile.compile(model, options={"name": value})` or the same in `torch.compile`,',
-            "and an environment variable; options win. An unknown name raises `ValueError` with the valid ones.",
+            "and an environment variable; options win. An unknown name raises `OptionError` (a `ValueError`, and a",
+            "`RuntimeError` as in torch.compile), which names the nearest and all valid ones. Options of torch.compile",
+            "that change nothing here are accepted, and the receipt says so where one was changed from its default.",
             "This page is printed from `dcompile/config.py`: `pytest tests/test_docs.py --update-golden`.",
             "",
             "| Option | Environment | Default | Meaning |",
             "|---|---|---|---|",
             *rows,
             "",
-            f"Modes, as in torch.compile: {', '.join(f'`{mode}`' for mode in MODES)}.",
-            "A mode stands for a set of options, so give one or the other. On CPU all modes run the same program.",
+            "## Modes",
+            "",
+            "As in torch.compile, a mode stands for a set of options, so give one or the other.",
+            "Where an option has no effect, a `note:` line of the receipt says so and why.",
+            "So far all modes but `lite` run the same program.",
+            "",
+            "| Mode | Options |",
+            "|---|---|",
+            *modes,
             "",
         ]
     )
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={value!r}`" for name, value in options.items()) or "none"
 
 
 def test_settings_page_is_what_the_code_says(update_golden: bool) -> None:

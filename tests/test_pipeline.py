@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     against_eager(dump=str(tmp_path))
     for graph in ("forward0", "backward0"):
         names = {path.name for path in (tmp_path / "rank0" / graph).iterdir()}
-        assert {"00_lower.txt", "03_fuse.txt", "03_fuse.diff", "06_plan_memory.txt", "host.py"} <= names
+        assert {"00_lower.txt", "03_fuse.txt", "03_fuse.diff", "06_plan_memory.txt", "host.py", "graph.py"} <= names
+        assert "graph_diagram.svg" not in names
     fused = (tmp_path / "rank0/forward0/03_fuse.txt").read_text()
     assert "row_sum" in fused and "return (" in fused
     kernels = list((tmp_path / "rank0/backward0/kernels").glob("*.cpp"))
@@ -74,6 +76,16 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     repro = tmp_path / "rank0/backward0/repro.py"
     shown = subprocess.run([sys.executable, repro], capture_output=True, text=True, timeout=60, check=True).stdout
     assert "program backward0(" in shown
+
+
+def test_tracing_writes_to_its_own_directory_and_draws_each_graph(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    against_eager(**{"trace.enabled": True, "trace.graph_diagram": True})
+    for graph in ("forward0", "backward0"):
+        folder = tmp_path / "dcompile_trace/rank0" / graph
+        assert {"graph.py", "00_lower.txt", "host.py"} <= {path.name for path in folder.iterdir()}
+        picture = ElementTree.parse(folder / "graph_diagram.svg").getroot()
+        assert f"{graph}: " in picture[0].text and len(picture.findall(".//*[@class='kernel']"))
 
 
 def test_pass_times_are_logged_on_their_channel(capfd):

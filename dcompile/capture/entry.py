@@ -70,6 +70,7 @@ class Entry:
             fullgraph=settings.fullgraph,
             dynamic=settings.dynamic,
             guard_filter_fn=settings.guard_filter_fn,
+            limits=settings.limits,
         )
         function = _fresh_function(self.target)
         compat.wrap_frame_callback(context, lambda code: self.model.compiling(code, function.__code__))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ class Settings:
     fullgraph: bool = False
     dynamic: bool | None = None
     guard_filter_fn: Callable[..., Any] | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """What else torch.compile was asked for that Dynamo alone looks at; see `compat.limits`."""
 
 
 @dataclass(eq=False)

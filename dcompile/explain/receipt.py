@@ -91,7 +91,9 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         reasons=tuple(model.adapter.reasons),
         fallbacks=_fallbacks(reports),
-        notes=tuple(dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports)))),
+        notes=tuple(
+            dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports), *model.settings.config.idle()))
+        ),
         variants=tuple(VariantReceipt(len(v.graphs), v.training, v.objections) for v in model.variants.values()),
     )
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.model import Variant
+from dcompile.capture.model import Settings, Variant
 from dcompile.collectives.params import Report
+from dcompile.config import Config
 from dcompile.errors import NotCompiledError
 from dcompile.explain.receipt import make_receipt
 
@@ -20,7 +21,7 @@ def model(newest, *graphs, adapter=None):
     variants = {newest.graphs: newest, (9,): Variant((9,), False)}
     return SimpleNamespace(
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
-        compile_seconds=1.5,
+        compile_seconds=1.5, settings=Settings(Config()),
     )  # fmt: skip
 
 

@@ -93,7 +93,8 @@ class Pipeline:
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         self._dump_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
-        graph = CompiledGraph(source, tuple(constants), program.buckets, program.arena_bytes, built.keys, report)
+        arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
+        graph = CompiledGraph(source, tuple(constants), program.buckets, arena_bytes, built.keys, report)
         return Loadable(graph, built.libraries, constants), built
 
     def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:

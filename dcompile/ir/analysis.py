@@ -24,9 +24,9 @@ def sizes(loop: Loop) -> dict[str, Size]:
     return dict(zip(names, (*loop.outer, *loop.inner), strict=True))
 
 
-def ranges(loop: Loop) -> dict[str, int]:
-    """The length of each loop variable whose length is known: what the index algebra simplifies under."""
-    return {name: size for name, size in sizes(loop).items() if isinstance(size, int)}
+def ranges(loop: Loop) -> dict[str, Size]:
+    """The length of each loop variable: what the index algebra simplifies under."""
+    return sizes(loop)
 
 
 def runtime_refs(index: Index) -> tuple[Ref, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, outer_names
-from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on, var
+from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
 from dcompile.ir.nodes import (
     ITEMSIZE,
     Apply,
@@ -38,6 +38,7 @@ from dcompile.ir.nodes import (
     views_of,
 )
 from dcompile.ir.ops import OPS, REDUCTIONS
+from dcompile.ir.symbols import sources
 
 Array = np.ndarray[Any, Any]
 Externs = Mapping[str, Callable[..., Any]]
@@ -135,9 +136,9 @@ class _Machine:
     def __init__(self, program: Program, inputs: Mapping[str, Array | int], externs: Externs) -> None:
         self.table = program.table
         self.externs = externs
-        self.symbols = {name: int(inputs[name]) for name in program.inputs if name not in self.table}
+        self.symbols: dict[str, int] = {}
         self._learn_symbols(program, inputs)
-        blocks = {"arena": program.arena_bytes}
+        blocks = {"arena": self.size(program.arena_bytes)}
         blocks |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
         self.blocks = {name: np.full(size, GARBAGE, np.uint8) for name, size in blocks.items()}
         self.memory = {buffer.name: self._allocate(buffer) for buffer in program.buffers}
@@ -146,13 +147,18 @@ class _Machine:
                 self._fill(name, np.asarray(inputs[name]))
 
     def _learn_symbols(self, program: Program, inputs: Mapping[str, Array | int]) -> None:
-        """Sizes that are no argument of their own come from the shapes of the inputs."""
-        for name in program.inputs:
-            if name in self.table:
-                actual = np.asarray(inputs[name]).shape
-                for size, length in zip(self.table[name].shape, actual, strict=True):
-                    if isinstance(size, Index) and size == var(str(size)):
-                        self.symbols.setdefault(str(size), length)
+        """Sizes that are no argument of their own come from the shapes of the inputs, and from other integers."""
+        for symbol, source in sources(program).items():
+            given = inputs[source.input]
+            if source.what == "value":
+                value = int(given)
+            elif source.what == "shape":
+                value = np.asarray(given).shape[source.dim]
+            else:
+                array = np.asarray(given)
+                value = array.strides[source.dim] // array.itemsize
+            rest, factor = evaluate(source.rest, self.symbols), evaluate(source.factor, self.symbols)
+            self.symbols[symbol] = (value - rest) // factor
 
     def size(self, size: Size) -> int:
         return size if isinstance(size, int) else evaluate(as_index(size), self.symbols)
@@ -168,7 +174,7 @@ class _Machine:
         if block is None or not extent:
             block, start = np.full(extent * raw.itemsize, GARBAGE, np.uint8), 0
         else:
-            start = buffer.offset
+            start = self.size(buffer.offset)
         flat = block[start : start + extent * raw.itemsize].view(raw)
         assert len(flat) == extent, f"{buffer.name} does not fit in {buffer.storage}"
         return flat

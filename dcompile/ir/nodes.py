@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal, TypeAlias
 
-from dcompile.ir.index import Index, Size
+from dcompile.ir.index import Index, Size, as_index, as_size
 
 Ref: TypeAlias = int
 """Position of an earlier value in the same body."""
@@ -206,17 +205,24 @@ class Buffer:
     strides: tuple[Size, ...]
     device: str = "cpu"
     storage: str | None = None
-    offset: int = 0
+    offset: Size = 0
+
+    @property
+    def extent(self) -> Size:
+        """Elements from the first to the last."""
+        if 0 in self.shape:
+            return 0
+        total = as_index(1)
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            total = total + (as_index(size) - 1) * stride
+        return as_size(total)
 
     @property
     def nbytes(self) -> int:
         """Bytes from the first to the last element, for static shapes."""
-        sizes = [size for size in self.shape if isinstance(size, int)]
-        strides = [stride for stride in self.strides if isinstance(stride, int)]
-        assert len(sizes) == len(self.shape) and len(strides) == len(self.strides), f"{self.name} has a dynamic shape"
-        if prod(sizes) == 0:
-            return 0
-        return (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * ITEMSIZE[self.dtype]
+        extent = self.extent
+        assert isinstance(extent, int), f"{self.name} has a dynamic shape"
+        return extent * ITEMSIZE[self.dtype]
 
 
 ITEMSIZE = {
@@ -255,7 +261,9 @@ class Program:
     grads: tuple[tuple[int, int], ...] = ()
     """(position in `outputs`, parameter number) of each output that is a gradient to be kept in step across ranks."""
     buckets: tuple[Bucket, ...] = ()
-    arena_bytes: int = 0
+    arena_bytes: Size = 0
+    sizes: tuple[tuple[str, Index], ...] = ()
+    """What integer inputs are worth that are not size symbols themselves: expressions of these."""
 
     @property
     def table(self) -> dict[str, Buffer]:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 from dcompile.errors import VerifyError
 from dcompile.ir.analysis import can_overwrite
-from dcompile.ir.index import Index, as_index
+from dcompile.ir.index import Index, Size, as_index
 from dcompile.ir.nodes import (
     ITEMSIZE,
     Arg,
@@ -33,12 +33,18 @@ from dcompile.ir.nodes import (
     Wait,
     views_of,
 )
+from dcompile.ir.symbols import specialise, symbols_of
 from dcompile.ir.text import show_step
 from dcompile.ir.verify_loop import BrokenRule, check_loop, extent_of, require
 
 
-def verify(program: Program) -> None:
-    """Raise `VerifyError` unless the program is well formed."""
+def verify(program: Program, sizes: Mapping[str, int] | None = None) -> None:
+    """Raise `VerifyError` unless the program is well formed.
+
+    Where sizes are symbols, bounds, coverage and overlaps are checked for the `sizes` given, if any are.
+    """
+    if sizes and symbols_of(program):
+        verify(specialise(program, sizes))
     position: int | None = None
     try:
         table = _check_table(program)
@@ -79,12 +85,17 @@ def _check_table(program: Program) -> dict[str, Buffer]:
 
 
 def _symbols(program: Program, table: Mapping[str, Buffer]) -> frozenset[str]:
-    """Size symbols: integer inputs, and what the shapes of input buffers are made of."""
+    """Size symbols: integer inputs, and what the shapes of input buffers and of library results are made of."""
+    results = {name for step in program.steps if isinstance(step, Extern) for name in step.writes}
     names = {name for name in program.inputs if name not in table}
-    for name in program.inputs:
+    for _, value in program.sizes:
+        names |= value.variables
+    for name in (*program.inputs, *results):
         if name in table:
             for size in (*table[name].shape, *table[name].strides):
                 names |= as_index(size).variables
+            if table[name].dtype == "symint":
+                names.add(name)
     return frozenset(names)
 
 
@@ -218,7 +229,7 @@ _PLANNED = frozenset(("arena", "out", "input", "library"))
 def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
     if not any(buffer.storage in _PLANNED for buffer in program.buffers):
         return
-    capacity = {"arena": program.arena_bytes}
+    capacity: dict[str, Size] = {"arena": program.arena_bytes}
     capacity |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
     escaping = {output.buffer for output in program.outputs if isinstance(output, View)}
     shared: dict[str, list[Buffer]] = defaultdict(list)
@@ -229,9 +240,10 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
         require(buffer.storage != "arena" or buffer.name not in escaping, f"output {buffer.name} lies in the arena")
         if buffer.storage in capacity:
             shared[buffer.storage].append(buffer)
-            aligned = buffer.offset % ITEMSIZE[buffer.dtype] == 0
-            inside = buffer.offset >= 0 and buffer.offset + buffer.nbytes <= capacity[buffer.storage]
-            require(aligned and inside, f"{buffer.name} lies outside {buffer.storage}, or not on an element")
+            offset, size = buffer.offset, capacity[buffer.storage]
+            if isinstance(offset, int) and isinstance(buffer.extent, int) and isinstance(size, int):
+                inside = offset >= 0 and offset + buffer.nbytes <= size and offset % ITEMSIZE[buffer.dtype] == 0
+                require(inside, f"{buffer.name} lies outside {buffer.storage}, or not on an element")
     lives = _lives(program)
     for buffers in shared.values():
         _check_overlaps(program, buffers, lives)
@@ -261,14 +273,21 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
 def _check_overlaps(program: Program, buffers: list[Buffer], lives: Mapping[str, tuple[int, int]]) -> None:
     """Sweep over the steps with the set of live byte ranges; few are live at once."""
     live: list[Buffer] = []
-    for buffer in sorted((b for b in buffers if b.name in lives and b.nbytes), key=lambda b: lives[b.name][0]):
+    known = [b for b in buffers if b.name in lives and isinstance(b.extent, int) and isinstance(b.offset, int)]
+    for buffer in sorted((b for b in known if b.nbytes), key=lambda b: lives[b.name][0]):
         first = lives[buffer.name][0]
         live = [other for other in live if lives[other.name][1] >= first]
         for other in live:
-            apart = other.offset + other.nbytes <= buffer.offset or buffer.offset + buffer.nbytes <= other.offset
+            here, there = _place(buffer), _place(other)
+            apart = there + other.nbytes <= here or here + buffer.nbytes <= there
             if not apart and not _replaces(program, other, buffer, lives):
                 raise BrokenRule(f"{other.name} and {buffer.name} are alive together and overlap in {buffer.storage}")
         live.append(buffer)
+
+
+def _place(buffer: Buffer) -> int:
+    assert isinstance(buffer.offset, int), f"{buffer.name} lies at a symbolic place"
+    return buffer.offset
 
 
 def _replaces(program: Program, old: Buffer, new: Buffer, lives: Mapping[str, tuple[int, int]]) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 
-from dcompile.ir.analysis import inner_names, is_row_store, outer_names, ranges, runtime_refs, sizes
-from dcompile.ir.index import Index, Ranges, as_index, evaluate_on, upper_bound
+from dcompile.ir.analysis import inner_names, is_row_store, outer_names, runtime_refs, sizes
+from dcompile.ir.index import Index, as_index, evaluate_on, upper_bound
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS, REDUCTIONS
 
+Known: TypeAlias = Mapping[str, int]
+"""The length of each loop variable whose length is a number."""
 POINTS = 1 << 16
 """Spaces up to this size are enumerated where the algebra cannot prove an index right; larger ones are trusted."""
 
@@ -31,7 +34,7 @@ def check_loop(loop: Loop, table: Mapping[str, Buffer], symbols: frozenset[str],
     """Rules 1 to 4."""
     for size in (*loop.outer, *loop.inner):
         require(as_index(size).variables <= symbols, f"size {size} of {loop.name} uses an unknown symbol")
-    known = ranges(loop)
+    known = {name: size for name, size in sizes(loop).items() if isinstance(size, int)}
     empty = 0 in known.values()
     allowed = symbols | sizes(loop).keys()
     for ref, value in enumerate(loop.body):
@@ -132,7 +135,7 @@ def extent_of(buffer: Buffer) -> int | None:
     return buffer.nbytes // ITEMSIZE[buffer.dtype]
 
 
-def _check_bounds(index: Index, buffer: Buffer, known: Ranges) -> None:
+def _check_bounds(index: Index, buffer: Buffer, known: Known) -> None:
     extent = extent_of(buffer)
     if extent is None or not index.variables <= known.keys():
         return  # a dynamic shape, or an integer known only at run time
@@ -149,7 +152,7 @@ def _check_bounds(index: Index, buffer: Buffer, known: Ranges) -> None:
         )
 
 
-def _grid(names: Iterable[str], known: Ranges) -> dict[str, np.ndarray] | None:
+def _grid(names: Iterable[str], known: Known) -> dict[str, np.ndarray] | None:
     """Every point of the space of `names`, one flat array for each variable; None if it is too large to enumerate."""
     names = tuple(names)
     shape = tuple(known[name] for name in names)
@@ -158,7 +161,7 @@ def _grid(names: Iterable[str], known: Ranges) -> dict[str, np.ndarray] | None:
     return {name: axis.reshape(-1) for name, axis in zip(names, np.indices(shape), strict=True)}
 
 
-def _all_values(index: Index, known: Ranges, names: Iterable[str] | None = None) -> np.ndarray | None:
+def _all_values(index: Index, known: Known, names: Iterable[str] | None = None) -> np.ndarray | None:
     grid = _grid(sorted(index.variables) if names is None else names, known)
     if grid is None:
         return None
@@ -166,7 +169,7 @@ def _all_values(index: Index, known: Ranges, names: Iterable[str] | None = None)
     return np.broadcast_to(np.asarray(evaluate_on(index, grid)), (points,))
 
 
-def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Ranges, inputs: frozenset[str]) -> None:
+def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Known, inputs: frozenset[str]) -> None:
     """Rule 4, for each buffer over all `set` stores to it; where sizes are static and the space is small enough."""
     groups: dict[str, list[Store]] = defaultdict(list)
     for store in loop.stores:
@@ -191,7 +194,7 @@ def _space_of(loop: Loop, store: Store) -> tuple[str, ...]:
     return outer_names(loop) if is_row_store(loop, store) else (*outer_names(loop), *inner_names(loop))
 
 
-def _check_injective(loop: Loop, name: str, stores: list[Store], spaces: list[tuple[str, ...]], known: Ranges) -> None:
+def _check_injective(loop: Loop, name: str, stores: list[Store], spaces: list[tuple[str, ...]], known: Known) -> None:
     if len(stores) == 1 and _is_injective(stores[0].index, spaces[0], known):
         return
     values = [_all_values(store.index, known, space) for store, space in zip(stores, spaces, strict=True)]
@@ -201,7 +204,7 @@ def _check_injective(loop: Loop, name: str, stores: list[Store], spaces: list[tu
     require(len(np.unique(places)) == len(places), f"{loop.name} writes an element of {name} twice")
 
 
-def _is_injective(index: Index, names: tuple[str, ...], known: Ranges) -> bool:
+def _is_injective(index: Index, names: tuple[str, ...], known: Known) -> bool:
     """Proof for the common form: an affine index whose strides step over all that varies faster."""
     strides: list[tuple[int, int]] = []
     for name in names:

@@ -7,12 +7,15 @@ import torch
 from dcompile.compat import storage_use_count
 
 ALIGNMENT = 64
+RECYCLE_BYTES = 1 << 18
+"""Smaller results of varying size are allocated anew: what is cheap to get is not worth holding."""
 
 
 class Arena:
     """One aligned block for the temporaries of one call at a time; offsets into it were planned at compile time."""
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
         self._start = -self._memory.data_ptr() % ALIGNMENT
         self.address = self._memory.data_ptr() + self._start
@@ -39,6 +42,35 @@ class Fresh:
             holder = torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
         self._holder = holder
         return _over(holder, self._dtype, self._shape, self._strides, 0)
+
+
+class Recycled:
+    """As `Fresh`, for a result whose size varies: memory is given out again while it is large enough and not much more.
+
+    All sizes share one piece of memory, so that many lengths do not come to hold as many results.
+    """
+
+    def __init__(self) -> None:
+        self._holder: torch.Tensor | None = None
+
+    def __call__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        holder, self._holder = self._holder, None
+        wanted = _extent(shape, strides) * dtype.itemsize
+        if wanted < RECYCLE_BYTES:
+            self._holder = holder
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        fits = holder is not None and wanted <= holder.nbytes <= 2 * wanted
+        if holder is None or not fits or storage_use_count(holder) != 1:
+            holder = torch.empty(wanted, dtype=torch.uint8)
+        self._holder = holder
+        return _over(holder, dtype, shape, strides, 0)
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _over(

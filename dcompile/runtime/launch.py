@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import linecache
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,17 +19,21 @@ import torch
 from dcompile.collectives.params import BucketSource
 from dcompile.errors import BuildError
 from dcompile.runtime import checks
-from dcompile.runtime.arena import Arena, Fresh
+from dcompile.runtime.arena import Arena, Fresh, Recycled
 from dcompile.runtime.compiled import Loadable
 
 Call = Callable[[list[Any], BucketSource | None, bool], list[Any]]
 
 
+SIZES_KEPT = 16
+"""Sizes for which a dynamic program keeps its prepared calls; preparing one takes about as long as running it once."""
+
+
 class HostProgram:
     """A compiled graph; see `collectives.params.Executable`.
 
-    A call takes a prepared host program from the idle ones and gives it back; if there is none (a second thread, or a
-    call within a call), it prepares another, with another arena, and drops it afterwards.
+    A call takes a workspace from the idle ones and gives it back; if there is none (a second thread, or a call within
+    a call), it prepares another, with another arena, and drops it afterwards.
     """
 
     def __init__(self, name: str, loadable: Loadable) -> None:
@@ -40,9 +46,9 @@ class HostProgram:
         self._constants = [loadable.constants[constant] for constant in graph.constants]
         for symbol, path in self._libraries.items():
             kernel(path, symbol)  # a library that cannot be loaded shows now, not in the first step
-        self._make = _load(graph.source, name)
-        self._idle: list[tuple[Call, _Run]] = []
-        """Prepared calls; each with what owns the arena, of which the call itself knows only addresses."""
+        self._text = _load(graph.source, name)
+        self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = self._text.get("sizes")
+        self._idle: list[_Workspace] = []
         self._prepared = False
 
     def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
@@ -51,20 +57,54 @@ class HostProgram:
             with torch.no_grad():
                 return self(args, buckets=buckets, sync=sync)
         args.extend(self._constants)
+        sizes = () if self._sizes is None else self._sizes(args)
         try:
-            call, run = self._idle.pop()
+            workspace = self._idle.pop()
             lasting = True
         except IndexError:
             lasting = not self._prepared
             self._prepared = True
-            with torch.inference_mode(False):  # views of the arena outlive the mode of the call that made them
-                run = _Run(self._arena_bytes, self._libraries)
-                call = self._make(run)
+            workspace = _Workspace(self._text, self._arena_bytes, self._libraries)
         try:
-            return call(args, buckets, sync)
+            return workspace.call(sizes)(args, buckets, sync)
         finally:
             if lasting:
-                self._idle.append((call, run))
+                self._idle.append(workspace)
+
+
+class _Workspace:
+    """An arena, and the calls prepared in it: one, or where sizes vary, one for each of the sizes met last."""
+
+    def __init__(self, text: Mapping[str, Any], arena_bytes: int, libraries: Mapping[str, Path]) -> None:
+        self._make = text["make"]
+        self._needed: Callable[..., int] = text.get("arena_bytes", lambda: arena_bytes)
+        self._libraries = libraries
+        self._run: _Run | None = None
+        """Owns the arena, of which calls know only addresses."""
+        self._calls: OrderedDict[tuple[int, ...], Call] = OrderedDict()
+
+    def call(self, sizes: tuple[int, ...]) -> Call:
+        """The call for these sizes."""
+        found = self._calls.get(sizes)
+        if found is None:
+            found = self._prepare(sizes)
+        elif len(self._calls) > 1:
+            self._calls.move_to_end(sizes)
+        return found
+
+    def _prepare(self, sizes: tuple[int, ...]) -> Call:
+        with torch.inference_mode(False):  # views of the arena outlive the mode of the call that made them
+            needed = self._needed(*sizes)
+            if self._run is None or self._run.arena.nbytes < needed:
+                self._calls.clear()  # before the arena goes to which they point
+                recycled = {} if self._run is None else self._run.results
+                self._run = None
+                self._run = _Run(needed, self._libraries, recycled)
+            call: Call = self._make(self._run, *sizes)
+        self._calls[sizes] = call
+        if len(self._calls) > SIZES_KEPT:
+            self._calls.popitem(last=False)
+        return call
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +113,13 @@ class _Run:
 
     arena: Arena
     libraries: Mapping[str, Path]
+    results: dict[str, Recycled]
+    """Memory of results whose size varies, by name."""
 
-    def __init__(self, arena_bytes: int, libraries: Mapping[str, Path]) -> None:
+    def __init__(self, arena_bytes: int, libraries: Mapping[str, Path], results: dict[str, Recycled]) -> None:
         object.__setattr__(self, "arena", Arena(arena_bytes))
         object.__setattr__(self, "libraries", libraries)
+        object.__setattr__(self, "results", results)
 
     @property
     def address(self) -> int:
@@ -91,10 +134,17 @@ class _Run:
         """An allocator of one large result."""
         return Fresh(dtype, shape, strides)
 
-    def kernel(self, name: str, arguments: int) -> Any:
-        """A compiled kernel that takes this many addresses."""
+    def recycled(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Callable[[], torch.Tensor]:
+        """An allocator of one result whose size varies from call to call."""
+        memory = self.results.setdefault(name, Recycled())
+        return functools.partial(memory, dtype, shape, strides)
+
+    def kernel(self, name: str, addresses: int, sizes: int = 0) -> Any:
+        """A compiled kernel that takes this many addresses, and after them this many sizes."""
         function = kernel(self.libraries[name], name)
-        function.argtypes = [ctypes.c_void_p] * arguments
+        function.argtypes = [ctypes.c_void_p] * addresses + [ctypes.c_int64] * sizes
         return function
 
     @staticmethod
@@ -147,11 +197,11 @@ def kernel(path: Path, name: str) -> Any:
     return function
 
 
-def _load(source: str, name: str) -> Callable[[_Run], Call]:
-    """The `make` of a host program. Tracebacks and debuggers find its lines."""
+def _load(source: str, name: str) -> dict[str, Any]:
+    """The functions of a host program. Tracebacks and debuggers find its lines."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<dcompile {name} {digest}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
     exec(compile(source, filename, "exec"), namespace)
-    return namespace["make"]  # type: ignore[no-any-return]
+    return namespace

@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from math import prod
 
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource
-from dcompile.codegen.emit.nest import make_nest
+from dcompile.codegen.emit.nest import make_nest, may_exceed
 from dcompile.codegen.emit.passes import Passes
 from dcompile.codegen.emit.spelling import SPELLING, literal, memory_type
 from dcompile.codegen.emit.statements import SPLIT
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program
+from dcompile.ir.index import Size, size_product
+from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
 
 
@@ -32,10 +32,13 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
         f"{'' if name in loop.writes else 'const '}{memory_type(table[name].dtype)}* {short}"
         for name, short in writer.arguments.items()
     )
+    sizes = [f"int64 {short}" for short in writer.symbols.values()]
+    arguments = ", ".join([arguments, *sizes])
     text = f"({arguments}) {{\n{body}\n  return {'take_division_by_zero()' if writer.checked else '0'};\n}}\n"
     name = "k" + hashlib.sha256(text.encode()).hexdigest()[:24]
     text = f'extern "C" int64 {name}{text}'
-    return KernelSource(name, text, tuple(writer.arguments), len(loop.body) + 4, writer.checked, loop.origin)
+    cost = len(loop.body) + 4
+    return KernelSource(name, text, tuple(writer.arguments), cost, writer.checked, loop.origin, tuple(writer.symbols))
 
 
 def emit_all(program: Program) -> Kernels:
@@ -60,17 +63,17 @@ class _Kernel(Passes):
 
     def _rows(self, parallel: bool) -> None:
         """The loop over all rows, shared among threads."""
-        counts = [math.ceil(axis.size / axis.tile) for axis in self._row_axes()]
-        if not counts:
+        rows = size_product(axis.count for axis in self._row_axes())
+        if not self._row_axes():
             self.open("")
             self._row()
             self.close()
             return
         if self.split:
             self._open_split()
-        if parallel and prod(counts) > 1:
-            self.line("#pragma omp parallel for schedule(static)")
-        self.open(f"for (int64 r = 0; r < {prod(counts)}; r++)")
+        if parallel and may_exceed(rows, 1):
+            self.line(f"#pragma omp parallel for schedule(static){self._worthwhile()}")
+        self.open(f"for (int64 r = 0; r < {self.size(rows)}; r++)")
         self._decompose("r")
         self._row()
         self.close(1 + (self.split is not None))
@@ -83,32 +86,28 @@ class _Kernel(Passes):
         self.line("const int64 threads = omp_get_max_threads();")
         self.line(f"const int64 width = ({size} / threads + {SPLIT}) / {SPLIT} * {SPLIT};")
         self.line(f"const int64 parts = ({size} + width - 1) / width;")
-        self.line("#pragma omp parallel for schedule(static)")
+        self.line(f"#pragma omp parallel for schedule(static){self._worthwhile()}")
         self.open("for (int64 c = 0; c < parts; c++)")
         self.line(f"const int64 {name}_low = c * width;")
         self.line(f"const int64 {name}_high = {name}_low + width < {size} ? {name}_low + width : {size};")
 
     def _decompose(self, row: str) -> None:
         """Name the row's coordinates."""
-        rest = prod(math.ceil(axis.size / axis.tile) for axis in self._row_axes())
-        for axis in self._row_axes():
-            count = math.ceil(axis.size / axis.tile)
-            rest = rest // count if count else 0
-            place = row if rest == 1 else f"({row} / {max(rest, 1)})"
-            place = place if axis is self._row_axes()[0] else f"({place} % {max(count, 1)})"
+        axes = self._row_axes()
+        for number, axis in enumerate(axes):
+            rest = size_product(inner.count for inner in axes[number + 1 :])
+            place = row if rest in (0, 1) else f"({row} / {self.size(rest)})"
+            place = place if number == 0 else f"({place} % {self.size(axis.count or 1)})"
             if axis.tile == 1:
                 self.line(f"const int64 {axis.name} = {place};")
             else:
                 self.line(f"const int64 {axis.name}_low = {place} * {axis.tile};")
-                end = f"{axis.name}_low + {axis.tile}"
-                whole = axis.size % axis.tile == 0  # g++ then knows how long the loop is
-                self.line(
-                    f"const int64 {axis.name}_high = {end if whole else f'{end} < {axis.size} ? {end} : {axis.size}'};"
-                )
+                end, size = f"{axis.name}_low + {axis.tile}", self.size(axis.size)
+                end = end if axis.divides else f"{end} < {size} ? {end} : {size}"  # g++ then knows the loop's length
+                self.line(f"const int64 {axis.name}_high = {end};")
 
-    def _column_count(self, number: int) -> int:
-        buffer = self.table[self.nest.stores[number].buffer]
-        return buffer.nbytes // ITEMSIZE[buffer.dtype]
+    def _column_count(self, number: int) -> Size:
+        return self.table[self.nest.stores[number].buffer].extent
 
     def _identity(self, number: int) -> tuple[str, str]:
         """Type and identity of a column reduction."""
@@ -122,8 +121,8 @@ class _Kernel(Passes):
         target, count = self.argument(self.nest.stores[number].buffer), self._column_count(number)
         if self.in_place:
             if self.parallel:
-                self.line("#pragma omp parallel for schedule(static)")
-            self.line(f"for (int64 k = 0; k < {count}; k++) {target}[k] = {identity};")
+                self.line(f"#pragma omp parallel for schedule(static){self._worthwhile()}")
+            self.line(f"for (int64 k = 0; k < {self.size(count)}; k++) {target}[k] = {identity};")
             self.line(f"{kind}* const {name} = {target};")
 
     def _column_region(self) -> None:
@@ -133,11 +132,12 @@ class _Kernel(Passes):
         float32 in blocks of 64 were 1.2e-6 off, ten times eager's error.
         """
         axes = self._row_axes()
-        rows = prod(math.ceil(axis.size / axis.tile) for axis in axes)
-        block = max(min(max(64, math.isqrt(rows)), rows // 64), 1)
-        blocks = math.ceil(rows / block)
-        parallel = self.parallel and blocks > 1
-        self.line(f"const int64 threads = {'omp_get_max_threads()' if parallel else '1'};")
+        rows, block, blocks = self._row_blocks()
+        parallel = self.parallel and blocks != "1"
+        threads = "omp_get_max_threads()" if parallel else "1"
+        if parallel and self._worthwhile():
+            threads = f"{self._worthwhile().removeprefix(' if')} && {blocks} > 1 ? {threads} : 1"
+        self.line(f"const int64 threads = {threads};")
         for number, name in self.columns.items():
             kind, identity = self._identity(number)
             count = self._column_stride(number)
@@ -165,9 +165,24 @@ class _Kernel(Passes):
         for number, name in self.columns.items():
             self._collect(number, name)
 
+    def _row_blocks(self) -> tuple[str, str, str]:
+        """Number of rows, rows in a block, number of blocks."""
+        rows = size_product(axis.count for axis in self._row_axes())
+        if isinstance(rows, int):
+            block = max(min(max(64, math.isqrt(rows)), rows // 64), 1)
+            return str(rows), str(block), str(math.ceil(rows / block))
+        self.line(f"const int64 rows = {self.size(rows)};")
+        self.line("int64 root = 64;")
+        self.line("while (root * root < rows) root *= 2;")
+        self.line("const int64 block = rows < 128 ? 1 : root < rows / 64 ? root : rows / 64;")
+        self.line("const int64 blocks = (rows + block - 1) / block;")
+        return "rows", "block", "blocks"
+
     def _column_stride(self, number: int) -> int:
         """Elements from one partial result to the next: whole cache lines, so that threads do not share one."""
-        return (self._column_count(number) + 63) // 64 * 64
+        count = self._column_count(number)
+        assert isinstance(count, int), "results of symbolic size are collected in place"
+        return (count + 63) // 64 * 64
 
     def _flush(self, number: int, name: str) -> None:
         store, (_, identity), stride = self.nest.stores[number], self._identity(number), self._column_stride(number)

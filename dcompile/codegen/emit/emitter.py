@@ -12,7 +12,8 @@ from dcompile.ir.nodes import Buffer, Loop
 class KernelSource:
     """One kernel. Loops that differ only in names have equal text, and so one name: they share one compiled function.
 
-    `arguments` are the buffers to pass, in order. `checked` kernels return non-zero after an integer division by zero.
+    `arguments` are the buffers to pass, in order, and after them the size symbols in `sizes`, as 64-bit integers.
+    `checked` kernels return non-zero after an integer division by zero.
     """
 
     name: str
@@ -22,6 +23,7 @@ class KernelSource:
     """Number of operations, for balancing the compiler's work."""
     checked: bool
     origin: tuple[str, ...] = field(default=(), compare=False)
+    sizes: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

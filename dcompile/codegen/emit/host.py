@@ -2,6 +2,9 @@
 
 The text defines `make(run)`, which prepares kernels and arena memory through `run` (runtime/launch.py) and returns
 `call(args, buckets, sync)`. Names that begin with an underscore are ours, the others are buffers of the program.
+
+Where sizes are symbols, `sizes(args)` reads them off the arguments, `arena_bytes(*sizes)` says how much memory is
+needed, and `make(run, *sizes)` prepares a call for these sizes: calls with the same sizes find all of it prepared.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ import builtins
 import functools
 import keyword
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
-from dcompile.ir.index import Atom, Div, Index, Size, Var, as_index
+from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
     Arg,
@@ -31,6 +34,7 @@ from dcompile.ir.nodes import (
     Wait,
     views_of,
 )
+from dcompile.ir.symbols import late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
 """Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
@@ -71,6 +75,12 @@ class _Host:
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
         self.last = _last_uses(program)
+        found = sources(program)
+        used = symbols_of(program)
+        self.sources = {symbol: source for symbol, source in found.items() if used}
+        self.late = late_symbols(program)
+        """Size symbols that library calls tell."""
+        self.learnt: set[str] = set()
         loops = [step for step in program.steps if isinstance(step, Loop)]
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
         self.looks: dict[str, list[View]] = {}
@@ -87,15 +97,41 @@ class _Host:
         head = f'"""{loops} kernel calls, {externs} library calls, arena of {self.program.arena_bytes} bytes."""'
         prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
         body = [f"        {line}" for line in self.lines]
-        lines = [head, "", "import torch", "from torch import as_strided, empty_strided", "", "", "def make(run):"]
+        lines = [head, "", "import torch", "from torch import as_strided, empty_strided", "", ""]
+        lines += self._sizes()
+        lines += [f"def make({', '.join(('run', *map(self.name, self.sources)))}):"]
         lines += [*prepared, "", "    def call(args, buckets=None, sync=False):", *body, "", "    return call", ""]
         return "\n".join(lines)
+
+    def _sizes(self) -> list[str]:
+        """Functions that read the sizes off the arguments, and tell the memory needed."""
+        if not self.sources:
+            return []
+        names = ", ".join(map(self.name, self.sources))
+        lines = ["def sizes(args):"]
+        for symbol, source in self.sources.items():
+            given = f"args[{self.program.inputs.index(source.input)}]"
+            value = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
+            text = value[source.what]
+            if source.rest != as_index(0):
+                text = f"({text} - ({self._index(source.rest)}))"
+            if source.factor != as_index(1):
+                text = f"{text} // ({self._index(source.factor)})"
+            lines.append(f"    {self.name(symbol)} = {text}")
+        lines += [f"    return ({names},)", "", "", f"def arena_bytes({names}):"]
+        return [*lines, f"    return {self._index(self.program.arena_bytes)}", "", ""]
 
     def once(self, expression: str, prefix: str) -> str:
         """The name of a value that `make` computes."""
         if expression not in self.prepared:
             self.prepared[expression] = f"_{prefix}{len(self.prepared)}"
         return self.prepared[expression]
+
+    def _prepared(self, expression: str, prefix: str, sizes: Iterable[Size]) -> str:
+        """As `once`, for what depends on `sizes`: worked out in the call if one is known only there."""
+        if any(not self.late.isdisjoint(as_index(size).variables) for size in sizes):
+            return expression
+        return self.once(expression, prefix)
 
     def name(self, buffer: str) -> str:
         """A Python name for a buffer or a size symbol."""
@@ -128,25 +164,7 @@ class _Host:
         if names:
             self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
         self.lines.append("args.clear()")
-        for symbol, expression in self._symbols().items():
-            self.lines.append(f"{self.name(symbol)} = {expression}")
         self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
-
-    def _symbols(self) -> dict[str, str]:
-        """Size symbols that are no inputs themselves: read off the shapes of inputs."""
-        found: dict[str, str] = {}
-        for name in self.program.inputs:
-            for what, sizes in (
-                (("shape", self.table[name].shape), ("stride()", self.table[name].strides))
-                if name in self.table
-                else ()
-            ):
-                for dim, size in enumerate(sizes):
-                    index = as_index(size)
-                    (symbol,) = index.variables if len(index.variables) == 1 else ("",)
-                    if symbol and str(index) == symbol and symbol not in self.program.inputs:
-                        found.setdefault(symbol, f"{self.name(name)}.{what}[{dim}]")
-        return found
 
     def _drop(self, buffers: list[str]) -> None:
         """Release tensors after their last use, so that their memory can be used again."""
@@ -181,10 +199,13 @@ class _Host:
             return
         self.allocated.add(name)
         shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
-        dynamic = any(isinstance(size, Index) for size in (*buffer.shape, *buffer.strides))
-        if not dynamic and buffer.device == "cpu" and buffer.nbytes >= RECYCLE_BYTES:
-            fresh = self.once(f"run.fresh(torch.{buffer.dtype}, {shape}, {strides})  # {name}", "new")
-            self.lines.append(f"{self.name(name)} = {fresh}()")
+        layout = f"torch.{buffer.dtype}, {shape}, {strides}"
+        late = any(not self.late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
+        if buffer.device == "cpu" and not late and not isinstance(buffer.extent, int):
+            self.lines.append(f"{self.name(name)} = {self.once(f'run.recycled({name!r}, {layout})', 'new')}()")
+            return
+        if buffer.device == "cpu" and not late and buffer.nbytes >= RECYCLE_BYTES:
+            self.lines.append(f"{self.name(name)} = {self.once(f'run.fresh({layout})  # {name}', 'new')}()")
             return
         device = "" if buffer.device == "cpu" else f", device={buffer.device!r}"
         self.lines.append(f"{self.name(name)} = empty_strided({shape}, {strides}, dtype=torch.{buffer.dtype}{device})")
@@ -193,7 +214,7 @@ class _Host:
         """The address of a buffer, for a kernel."""
         buffer = self.table[name]
         if buffer.storage == "arena":
-            return self.once(f"run.address + {buffer.offset}", "at")
+            return self.once(f"run.address + {self._index(buffer.offset)}", "at")
         bucket = self._bucket_of(buffer)
         pointer = f"_p_{self.name(name)}" if bucket is None else f"_p{self._memory(bucket)}"
         if pointer not in self.pointers:
@@ -206,8 +227,10 @@ class _Host:
         for name in sorted(loop.writes):
             self._ensure(name)
         pointers = [self._pointer(name) for name in kernel.arguments]
-        function = self.once(f"run.kernel({kernel.name!r}, {len(pointers)})", "k")
-        call = f"{function}({', '.join(pointers)})"
+        sizes = [self.name(symbol) for symbol in kernel.sizes]
+        counts = ", ".join(map(str, (len(pointers), len(sizes)) if sizes else (len(pointers),)))
+        function = self.once(f"run.kernel({kernel.name!r}, {counts})", "k")
+        call = f"{function}({', '.join([*pointers, *sizes])})"
         if loop.origin:
             self.lines.append(f"# {', '.join(loop.origin)}")
         if kernel.checked:
@@ -233,9 +256,15 @@ class _Host:
         return " + ".join(terms) or "0"
 
     def _atom(self, atom: Atom) -> str:
-        if isinstance(atom, Var):
-            return self.name(atom.name)
-        return f"({self._index(atom.base)}) {'//' if isinstance(atom, Div) else '%'} {atom.divisor}"
+        match atom:
+            case Var(name):
+                return self.name(name)
+            case Extreme(kind, left, right):
+                return f"{kind}({self._index(left)}, {self._index(right)})"
+            case Div(base, divisor):
+                return f"(({self._index(base)}) // ({self._index(divisor)}))"
+            case Mod(base, divisor):
+                return f"(({self._index(base)}) % ({self._index(divisor)}))"
 
     def _view(self, view: View, fresh: bool = False) -> str:
         """An expression for a tensor; `fresh` where it is handed to the caller, who may keep it."""
@@ -243,14 +272,12 @@ class _Host:
         shape, strides = self._tuple(view.shape), self._tuple(view.strides)
         if buffer.storage == "arena":
             assert not fresh, f"output {view.buffer} lies in the arena"
-            at = (
-                f"{buffer.offset}"
-                if view.offset == 0
-                else f"{buffer.offset} + {view.offset} * {ITEMSIZE[buffer.dtype]}"
-            )
-            return self.once(f"run.view(torch.{buffer.dtype}, {shape}, {strides}, {at})", "v")
+            at = self._index(as_size(as_index(buffer.offset) + as_index(view.offset) * ITEMSIZE[buffer.dtype]))
+            text = f"run.view(torch.{buffer.dtype}, {shape}, {strides}, {at})"
+            return self._prepared(text, "v", (*view.shape, *view.strides, view.offset))
         bucket = self._bucket_of(buffer)
         if bucket is not None:
+            assert isinstance(buffer.offset, int), f"{view.buffer} has no fixed place in its bucket"
             at = self._index(as_index(view.offset) + buffer.offset // ITEMSIZE[buffer.dtype])
             flat = self._memory(bucket)
             if fresh:
@@ -325,9 +352,18 @@ class _Host:
             self.lines.append("del _")
         for out in filter(None, step.outs):
             self.allocated.add(out)
+            self._learn(out)
             self._fit(out)
             if out not in self.last:
                 self._drop([out])
+
+    def _learn(self, name: str) -> None:
+        """Sizes that a library result tells."""
+        for dim, size in enumerate(self.table[name].shape):
+            found = [symbol for symbol in as_index(size).variables if symbol in self.late and symbol not in self.learnt]
+            if len(found) == 1 and as_index(size) == var(found[0]):
+                self.learnt.add(found[0])
+                self.lines.append(f"{self.name(found[0])} = {self.name(name)}.shape[{dim}]")
 
     def _fit(self, name: str) -> None:
         """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ."""
@@ -335,6 +371,8 @@ class _Host:
         whole = View(name, buffer.shape, buffer.strides)
         if name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
             strides = self._tuple(buffer.strides)
+            if not all(isinstance(stride, int) for stride in buffer.strides):
+                strides = self._prepared(strides, "strides", buffer.strides)
             self.lines += [
                 f"if {self.name(name)}.stride() != {strides}:",
                 f"    {self.name(name)} = run.fit({self.name(name)}, {strides})",

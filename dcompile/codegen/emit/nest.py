@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
 
 from dcompile.ir.analysis import inner_names, is_row_store, operands, outer_names, runtime_refs
-from dcompile.ir.index import ZERO, Index, as_index, substitute, var
+from dcompile.ir.index import (
+    ZERO,
+    Index,
+    Size,
+    as_index,
+    as_size,
+    exact_quotient,
+    floordiv,
+    is_symbol,
+    size_product,
+    substitute,
+    typical,
+    var,
+)
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
 from dcompile.ir.ops import OPS
 
@@ -28,8 +40,18 @@ class Axis:
     """A loop variable that runs from 0 to `size`; a tiled one in steps of `tile`, continued by an axis inside."""
 
     name: str
-    size: int
+    size: Size
     tile: int = 1
+
+    @property
+    def count(self) -> Size:
+        """Steps that the variable takes."""
+        return self.size if self.tile == 1 else as_size(floordiv(as_index(self.size) + self.tile - 1, self.tile, {}))
+
+    @property
+    def divides(self) -> bool:
+        """Are all tiles complete?"""
+        return self.tile == 1 or exact_quotient(self.size, self.tile) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +75,8 @@ class Nest:
         return frozenset(axis.name for axis in self.elements)
 
     @property
-    def points(self) -> int:
-        return prod(axis.size for axis in self.axes)
+    def points(self) -> Size:
+        return size_product(axis.size for axis in self.axes)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -66,10 +88,9 @@ class Nest:
 
 def make_nest(loop: Loop) -> Nest:
     """The nest that runs `loop`."""
-    assert all(isinstance(size, int) for size in (*loop.outer, *loop.inner)), f"{loop.name} has dynamic sizes"
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
-    outer = [Axis(n, int(s)) for n, s in zip(outer_names(loop), loop.outer, strict=True)]  # type: ignore[arg-type]
-    inner = [Axis(n, int(s)) for n, s in zip(inner_names(loop), loop.inner, strict=True)]  # type: ignore[arg-type]
+    outer = [Axis(n, s) for n, s in zip(outer_names(loop), loop.outer, strict=True)]
+    inner = [Axis(n, s) for n, s in zip(inner_names(loop), loop.inner, strict=True)]
     body, stores = _expand(loop.body, loop.stores, inner)
     gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
     outer, inner = [a for a in outer if a.size != 1], [a for a in inner if a.size != 1]
@@ -83,7 +104,7 @@ def make_nest(loop: Loop) -> Nest:
         names = frozenset(axis.name for axis in inner)
         often = [(index, weight) for index, weight in _accesses(body, stores) if index.variables & names]
         score = {a.name: _unit_strides(a.name, often) for a in (outer[-1], inner[-1])}
-        if score[outer[-1].name] > score[inner[-1].name] and outer[-1].size >= 8:
+        if score[outer[-1].name] > score[inner[-1].name] and typical(outer[-1].size) >= 8:
             lane = outer.pop()
     return Nest(tuple(outer), tuple(inner), lane, body, stores, row_stores, late=len(body) != len(loop.body))
 
@@ -101,14 +122,20 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
     every = (False,) * len(stores)
     if not axes:
         return Nest((), (Axis("i0", 1),), None, body, stores, every)
-    scores = {axis.name: _unit_strides(axis.name, _accesses(body, stores)) - 100 * (axis.size < 8) for axis in axes}
+    scores = {
+        axis.name: _unit_strides(axis.name, _accesses(body, stores)) - 100 * (typical(axis.size) < 8) for axis in axes
+    }
     best = max(reversed(axes), key=lambda axis: scores[axis.name])
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
-    if other and min(other.size, best.size) >= 2 * TILE and _contiguous_only_along(other.name, best.name, body, stores):
+    if (
+        other
+        and min(typical(other.size), typical(best.size)) >= 2 * TILE
+        and _contiguous_only_along(other.name, best.name, body, stores)
+    ):
         rows = [replace(axis, tile=TILE) if axis is other else axis for axis in rest]
         return Nest((*rows, replace(best, tile=TILE)), (other, best), None, body, stores, every)
-    if best.size > 2 * CHUNK:
+    if may_exceed(best.size, 2 * CHUNK):
         return Nest((*rest, replace(best, tile=CHUNK)), (best,), None, body, stores, every)
     return Nest(tuple(rest), (best,), None, body, stores, every)
 
@@ -119,10 +146,16 @@ def _accesses(body: tuple[Value, ...], stores: tuple[Store, ...]) -> list[tuple[
     return loads + [(store.index, 3) for store in stores]
 
 
-def _stride(index: Index, name: str) -> int | None:
+def may_exceed(size: Size, limit: int) -> bool:
+    """Is a size above the limit, or not known to be below it?"""
+    return not isinstance(size, int) or size > limit
+
+
+def _stride(index: Index, name: str) -> Size | None:
     """Elements between neighbours along a variable; None if not constant. Indirect parts do not depend on it."""
     coefficient = index.coefficient(name)
-    return None if coefficient is None else coefficient.constant
+    constant = coefficient is not None and all(map(is_symbol, coefficient.variables))
+    return as_size(coefficient) if coefficient is not None and constant else None
 
 
 def _unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
@@ -131,7 +164,7 @@ def _unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
 
 def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> bool:
     accesses = [index for index, _ in _accesses(body, stores)]
-    return any(_stride(index, other) == 1 and (_stride(index, best) or 0) > 1 for index in accesses)
+    return any(_stride(index, other) == 1 and typical(_stride(index, best) or 0) > 1 for index in accesses)
 
 
 # --- rewriting --------------------------------------------------------------------------------------------------------
@@ -162,7 +195,7 @@ def _merge(
         first, second = axes[at : at + 2]
         indices = [v.index for v in body if isinstance(v, (Load, IndexOf))] + [store.index for store in stores]
         if all(_steps_through(index, first.name, second) for index in indices):
-            axes = [*axes[:at], Axis(second.name, first.size * second.size), *axes[at + 2 :]]
+            axes = [*axes[:at], Axis(second.name, size_product((first.size, second.size))), *axes[at + 2 :]]
             body, stores = _reindex(body, stores, {first.name: ZERO})
         at -= 1
     return axes, body, stores
@@ -184,8 +217,8 @@ def _expand(
     position = ZERO
     for axis in inner:
         position = position * axis.size + var(axis.name)
-    count = prod(axis.size for axis in inner)
-    kind = "int32" if count < 2**31 else "int64"
+    count = size_product(axis.size for axis in inner)
+    kind = "int64" if may_exceed(count, 2**31 - 1) else "int32"
 
     def put(value: Value) -> Ref:
         new.append(value)
@@ -200,7 +233,8 @@ def _expand(
             if dtype.startswith("float"):  # no element is NaN unless the largest is
                 hit = put(Apply("or", (hit, put(Apply("isnan", (value.arg,), "bool"))), "bool"))
             place = put(IndexOf(as_index(position), kind))
-            value = Reduce("min", put(Apply("where", (hit, place, put(Const(count, kind))), kind)), kind)
+            end = put(Const(count, kind) if isinstance(count, int) else IndexOf(count, kind))
+            value = Reduce("min", put(Apply("where", (hit, place, end), kind)), kind)
             if kind == "int32":
                 value = Apply("cast", (put(value),), "int64")
         number[ref] = put(value)

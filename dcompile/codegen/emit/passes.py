@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from math import prod
 
-from dcompile.codegen.emit.nest import LANES, Axis
+from dcompile.codegen.emit.nest import LANES, Axis, may_exceed
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
-from dcompile.codegen.emit.statements import Statements, store_refs
+from dcompile.codegen.emit.statements import LOCAL, Statements, store_refs
 from dcompile.ir.analysis import operands
-from dcompile.ir.index import ZERO, substitute
+from dcompile.ir.index import ZERO, Size, size_product, substitute
 from dcompile.ir.nodes import Const, Load, Reduce, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 PARTIAL = 4096
 """Longest run of float additions into one vector of accumulators; runs are added up in float64."""
+BLOCKS = 1024
+"""Blocks at most that threads take of one long row."""
 
 
 class Passes(Statements):
@@ -24,12 +25,24 @@ class Passes(Statements):
         """All passes over one row (over `LANES` rows, if there is a lane)."""
         for ref in self.kept:
             value = self.nest.body[ref]
-            count = prod(axis.size for axis in self.nest.elements)
-            self.line(f"alignas(64) {c_type(value.dtype)} r{self.number(ref)}[{max(count, 1)}];")
+            count = size_product(axis.size for axis in self.nest.elements)
+            self._open_kept(c_type(value.dtype), f"r{self.number(ref)}", count)
         for number in range(self._passes() + 1):
             self._between(number)
             if number < self._passes():
                 self._pass(number)
+        if not isinstance(size_product(axis.size for axis in self.nest.elements), int):
+            for ref in self.kept:
+                self.line(f"if (r{self.number(ref)} != r{self.number(ref)}_local) free(r{self.number(ref)});")
+
+    def _open_kept(self, kind: str, name: str, count: Size) -> None:
+        """The array of a value that is kept from pass to pass."""
+        if isinstance(count, int):
+            self.line(f"alignas(64) {kind} {name}[{max(count, 1)}];")
+            return
+        self.line(f"alignas(64) {kind} {name}_local[{LOCAL}];")
+        length = self.size(count)
+        self.line(f"{kind}* const {name} = {length} <= {LOCAL} ? {name}_local : scratch<{kind}>({length});")
 
     def _between(self, number: int) -> None:
         """Row values that become known after pass `number - 1`, and their stores."""
@@ -111,12 +124,13 @@ class Passes(Statements):
         self._point(number)
         for axis in self.nest.elements[:-1]:
             self._open_axis(axis)
-        blocked = bool(partial) and last.size > 2 * PARTIAL
+        blocked = bool(partial) and may_exceed(last.size, 2 * PARTIAL)
         if blocked:
-            self.open(f"for (int64 {last.name}_low = 0; {last.name}_low < {last.size}; {last.name}_low += {PARTIAL})")
+            end = self.size(last.size)
+            self.open(f"for (int64 {last.name}_low = 0; {last.name}_low < {end}; {last.name}_low += {PARTIAL})")
             self.line(
-                f"const int64 {last.name}_high = {last.name}_low + {PARTIAL} < {last.size} ? "
-                f"{last.name}_low + {PARTIAL} : {last.size};"
+                f"const int64 {last.name}_high = {last.name}_low + {PARTIAL} < {end} ? "
+                f"{last.name}_low + {PARTIAL} : {end};"
             )
         for ref in sorted(partial):
             self._accumulator(ref, "s", wide=False)
@@ -169,7 +183,7 @@ class Passes(Statements):
             self.line(f"alignas(64) {memory_type(load.dtype)} {x}[{across.tile * along.tile}];")
             corner = self.place(load.buffer, self.turned.corner(load.index))
             extents = f"{self.turned.extent(along)}, {self.turned.extent(across)}"
-            self.line(f"turn(&{corner}, {distance}, {x}, {along.tile}, {extents});")
+            self.line(f"turn(&{corner}, {self.size(distance)}, {x}, {along.tile}, {extents});")
         for number in self.turned.stores:
             dtype = memory_type(self.table[self.nest.stores[number].buffer].dtype)
             self.line(f"alignas(64) {dtype} y{number}[{across.tile * along.tile}];")
@@ -183,28 +197,29 @@ class Passes(Statements):
             store = self.nest.stores[number]
             corner = self.place(store.buffer, self.turned.corner(store.index))
             extents = f"{self.turned.extent(across)}, {self.turned.extent(along)}"
-            self.line(f"turn(y{number}, {along.tile}, &{corner}, {distance}, {extents});")
+            self.line(f"turn(y{number}, {along.tile}, &{corner}, {self.size(distance)}, {extents});")
 
     def _shares_elements(self) -> bool:
         """One long row: threads take blocks of its elements, whose results are combined in order."""
-        one = not self._row_axes() and len(self.nest.elements) == 1 and self.nest.elements[0].size > 2 * PARTIAL
+        one = not self._row_axes() and len(self.nest.elements) == 1
+        one = one and may_exceed(self.nest.elements[0].size, 2 * PARTIAL)
         return one and self.parallel and not self.kept and not self.columns
 
     def _shared_pass(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
         """A pass over one long row; the blocks depend on its length only, so the result on no number of threads."""
         (axis,) = self.nest.elements
-        block = PARTIAL * math.ceil(axis.size / (PARTIAL * 1024))
-        blocks = math.ceil(axis.size / block)
+        block, blocks, most = self._blocks(axis)
         wide = self._partial(reduces)
         for ref in reduces:
             kind = "int32" if self._reduce(ref).dtype == "bool" else c_type(self._reduce(ref).dtype)
-            self.line(f"{kind} p{self.number(ref)}[{blocks}];")
+            self.line(f"{kind} p{self.number(ref)}[{most}];")
             if watches_nan(self._reduce(ref)):
-                self.line(f"int32 m{self.number(ref)}[{blocks}];")
-        self.line("#pragma omp parallel for schedule(static)")
+                self.line(f"int32 m{self.number(ref)}[{most}];")
+        self.line(f"#pragma omp parallel for schedule(static){self._worthwhile()}")
         self.open(f"for (int64 b = 0; b < {blocks}; b++)")
         self.line(f"const int64 {axis.name}_low = b * {block};")
-        self.line(f"const int64 {axis.name}_high = b == {blocks - 1} ? {axis.size} : {axis.name}_low + {block};")
+        last = f"b == {blocks - 1 if isinstance(blocks, int) else f'{blocks} - 1'}"
+        self.line(f"const int64 {axis.name}_high = {last} ? {self.size(axis.size)} : {axis.name}_low + {block};")
         for ref in reduces:
             self._accumulator(ref, "s", wide=False)
         self._simd_pragma(reduces, [], simd=True)
@@ -226,16 +241,29 @@ class Passes(Statements):
                     self.line(f"n{self.number(ref)} |= m{self.number(ref)}[b];")
             self.close()
 
+    def _blocks(self, axis: Axis) -> tuple[int | str, int | str, int]:
+        """Length and number of blocks of one long row, and their greatest number."""
+        if isinstance(axis.size, int):
+            block = PARTIAL * math.ceil(axis.size / (PARTIAL * BLOCKS))
+            return block, math.ceil(axis.size / block), math.ceil(axis.size / block)
+        size = self.size(axis.size)
+        if "block" not in self.declared:
+            self.declared.add("block")
+            most = PARTIAL * BLOCKS
+            self.line(f"const int64 block = {size} <= {most} ? {PARTIAL} : ({size} + {most - 1}) / {most} * {PARTIAL};")
+            self.line(f"const int64 blocks = ({size} + block - 1) / block;")
+        return "block", "blocks", BLOCKS
+
     def _partial(self, reduces: list[Ref]) -> frozenset[Ref]:
         """Float sums too long, or too nested, for one vector of accumulators."""
-        long = len(self.nest.elements) > 1 or self.nest.elements[-1].size > 2 * PARTIAL
+        long = len(self.nest.elements) > 1 or may_exceed(self.nest.elements[-1].size, 2 * PARTIAL)
         return frozenset(
             r for r in reduces if long and self._reduce(r).op == "sum" and self._reduce(r).dtype == "float32"
         )
 
     def _open_axis(self, axis: Axis, bounded: bool = False) -> None:
         tiled = bounded or axis is self.split or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
-        low, high = (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", str(axis.size))
+        low, high = (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", self.size(axis.size))
         self.open(f"for (int64 {axis.name} = {low}; {axis.name} < {high}; {axis.name}++)")
 
     def _accumulator(self, ref: Ref, prefix: str, wide: bool) -> None:
@@ -291,7 +319,7 @@ class Passes(Statements):
         """Position of an element in its row."""
         text = ""
         for axis in self.nest.elements:
-            text = f"({text}) * {axis.size} + {axis.name}" if text else axis.name
+            text = f"({text}) * {self.size(axis.size)} + {axis.name}" if text else axis.name
         return text
 
     def _finish(self, ref: Ref) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
-from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels
+from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, literal
 from dcompile.codegen.emit.tiles import Turned, find_turned
 from dcompile.ir.analysis import operands
-from dcompile.ir.index import Atom, Div, Index, Var
+from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Store, Value
 from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
 
@@ -19,6 +18,9 @@ ROW_ARRAY_BYTES = 65536
 """Stack for values kept from pass to pass."""
 KEEP_COST = 10
 """Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
+LOCAL = 4096
+"""Elements of a kept value that lie on the stack where the length of rows is known at run time only; longer rows are
+kept on the heap."""
 ZEROS_BYTES = 16384
 """Length of the prelude's `zeros`: rows up to it are read from there where their mask is false."""
 SPLIT = 64
@@ -42,8 +44,12 @@ class Statements:
         self.computed: dict[Ref, int] = {}
         self.checked = False
         self.columns = {n: f"q{n}" for n, store in enumerate(nest.stores) if store.mode != "set"}
-        self.parallel = self._work() > PARALLEL_WORK
-        self.in_place = any(self._column_bytes(n) > SCRATCH_BYTES for n in self.columns)
+        self.symbols: dict[str, str] = {}
+        """Size symbols -> the arguments that they are."""
+        self.declared: set[str] = set()
+        """Names of the whole kernel that are declared already."""
+        self.parallel = may_exceed(self._work(), PARALLEL_WORK)
+        self.in_place = any(may_exceed(self._column_bytes(n), SCRATCH_BYTES) for n in self.columns)
         self.split = self._find_split()
         self.turned: Turned | None = find_turned(nest, table)
         self.pointed: set[Ref] = set()
@@ -52,12 +58,18 @@ class Statements:
 
     # --- decisions ---
 
-    def _work(self) -> int:
+    def _work(self) -> Size:
         cost = sum(OPS[v.op].cost if isinstance(v, Apply) else 1 for v in self.nest.body)
-        return self.nest.points * (cost + len(self.nest.stores))
+        return as_size(self.nest.points * (cost + len(self.nest.stores)))
 
-    def _column_bytes(self, store: int) -> int:
-        return self.table[self.nest.stores[store].buffer].nbytes
+    def _worthwhile(self) -> str:
+        """Whether there is work for several threads, where the sizes decide: a clause for the pragma."""
+        work = self._work()
+        return "" if isinstance(work, int) else f" if({self.size(work)} > {PARALLEL_WORK})"
+
+    def _column_bytes(self, store: int) -> Size:
+        buffer = self.table[self.nest.stores[store].buffer]
+        return as_size(buffer.extent * ITEMSIZE[buffer.dtype])
 
     def _roots(self, number: int) -> tuple[list[Ref], list[int]]:
         """Reductions and element stores of a pass."""
@@ -79,7 +91,7 @@ class Statements:
 
     def _plan_kept(self) -> None:
         """Which element values are kept from the pass that computes them to later ones."""
-        count = prod(axis.size for axis in self.nest.elements)
+        count = size_product(axis.size for axis in self.nest.elements)
         for number in range(self._passes()):
             stack, seen = self._targets(number), set[Ref]()
             while stack:
@@ -93,11 +105,12 @@ class Statements:
             for ref in seen:
                 self.computed.setdefault(ref, number)
 
-    def _keep(self, ref: Ref, count: int) -> bool:
+    def _keep(self, ref: Ref, count: Size) -> bool:
         value = self.nest.body[ref]
         if ref in self.kept:
             return True
-        size = count * ITEMSIZE[value.dtype if value.dtype not in MEMORY else "float32"]
+        itemsize = ITEMSIZE[value.dtype if value.dtype not in MEMORY else "float32"]
+        size = count * itemsize if isinstance(count, int) else LOCAL * itemsize
         if self.nest.lane or isinstance(value, Load) or self.kept_bytes + size > ROW_ARRAY_BYTES:
             return False
         if cone_cost(ref, self.nest.body, frozenset(self.kept)) < KEEP_COST:
@@ -112,18 +125,26 @@ class Statements:
         Then threads may share a result that is too large to have one each: the gradient of an embedding.
         """
         last, stores = self.nest.elements[-1], self.nest.stores
-        if not (self.in_place and self.parallel) or any(self.nest.row_stores) or last.size < 2 * SPLIT:
+        if not (self.in_place and self.parallel) or any(self.nest.row_stores):
+            return None
+        if not isinstance(last.size, int) or last.size < 2 * SPLIT:
             return None
         if any(row.name == last.name for row in self.nest.rows) or any(isinstance(v, Reduce) for v in self.nest.body):
             return None
         return last if all(self._keeps_apart(n, last) for n in range(len(stores))) else None
 
     def _keeps_apart(self, number: int, axis: Axis) -> bool:
-        index = self.nest.stores[number].index
+        index, size = self.nest.stores[number].index, axis.size
         others = [coefficient for monomial, coefficient in index.terms if monomial != (Var(axis.name),)]
         unit = index.coefficient(axis.name)
         fixed = self.nest.stores[number].mode == "set" or self._simd(number, axis.name)
-        return fixed and unit is not None and unit.constant == 1 and all(c % axis.size == 0 for c in others)
+        return (
+            fixed
+            and unit is not None
+            and unit.constant == 1
+            and isinstance(size, int)
+            and all(c % size == 0 for c in others)
+        )
 
     def _is_scalar_column(self, number: int, name: str) -> bool:
         """A column reduction that all elements of the innermost loop share."""
@@ -154,7 +175,7 @@ class Statements:
         load, last = self.nest.body[ref], self.nest.elements[-1]
         if not isinstance(load, Load) or load.mask is None or self.levels.element[load.mask]:
             return False
-        if self.nest.lane or len(self.nest.elements) > 1 or last.size * ITEMSIZE[load.dtype] > ZEROS_BYTES:
+        if self.nest.lane or len(self.nest.elements) > 1 or may_exceed(last.size, ZEROS_BYTES // ITEMSIZE[load.dtype]):
             return False
         unit = load.index.coefficient(last.name)
         varies = any(self.levels.element[int(v[1:])] for v in load.index.variables if v[0] == "v")
@@ -203,9 +224,28 @@ class Statements:
         return " + ".join(parts) or "0"
 
     def _atom(self, atom: Atom) -> str:
-        if isinstance(atom, Var):
-            return f"position({self.name(int(atom.name[1:]))})" if atom.name[0] == "v" else atom.name
-        return f"(({self.index(atom.base)}) {'/' if isinstance(atom, Div) else '%'} {atom.divisor})"
+        match atom:
+            case Var(name) if name[0] == "v":
+                return f"position({self.name(int(name[1:]))})"
+            case Var(name):
+                return self.symbol(name) if is_symbol(name) else name
+            case Extreme(kind, left, right):
+                return f"{kind}_<int64>({self.index(left)}, {self.index(right)})"
+            case Div(base, divisor):
+                return f"(({self.index(base)}) / {self.size(divisor)})"
+            case Mod(base, divisor):
+                return f"(({self.index(base)}) % {self.size(divisor)})"
+
+    def symbol(self, name: str) -> str:
+        """The argument that a size symbol is."""
+        return self.symbols.setdefault(name, f"n{len(self.symbols)}")
+
+    def size(self, size: Size) -> str:
+        """A length, in parentheses unless it is a number or a name."""
+        if isinstance(size, int):
+            return str(size)
+        text = self.index(size)
+        return text if text.isidentifier() else f"({text})"
 
     def place(self, buffer: str, index: Index) -> str:
         return f"{self.argument(buffer)}[{self.index(index)}]"

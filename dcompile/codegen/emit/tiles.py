@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dcompile.codegen.emit.nest import Axis, Nest
-from dcompile.ir.index import Index, substitute, var
+from dcompile.ir.index import Index, Size, as_size, is_symbol, substitute, typical, var
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Load, Ref
 
 ITEMSIZES = (2, 4)
@@ -27,8 +27,8 @@ class Turned:
 
     across: Axis
     along: Axis
-    loads: Mapping[Ref, int]
-    stores: Mapping[int, int]
+    loads: Mapping[Ref, Size]
+    stores: Mapping[int, Size]
 
     @property
     def place(self) -> str:
@@ -44,7 +44,7 @@ class Turned:
     @property
     def full(self) -> bool:
         """Every tile is complete."""
-        return self.across.size % self.across.tile == 0 and self.along.size % self.along.tile == 0
+        return self.across.divides and self.along.divides
 
     def extent(self, axis: Axis) -> str:
         """Elements of a tile along one of its variables."""
@@ -72,9 +72,10 @@ def find_turned(nest: Nest, table: Mapping[str, Buffer]) -> Turned | None:
     return Turned(across, along, loads, stores) if loads or stores else None
 
 
-def _distance(index: Index, across: str, along: str) -> int | None:
+def _distance(index: Index, across: str, along: str) -> Size | None:
     """Elements between neighbours along `along`, if `index` is contiguous across it only."""
     unit, step = index.coefficient(across), index.coefficient(along)
     if unit is None or step is None or any(name[0] == "v" for name in index.variables):
         return None
-    return step.constant if unit.constant == 1 and (step.constant or 0) > 1 else None
+    fixed = all(map(is_symbol, step.variables))
+    return as_size(step) if unit.constant == 1 and fixed and typical(step) > 1 else None

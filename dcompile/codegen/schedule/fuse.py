@@ -9,7 +9,8 @@ from dataclasses import replace
 from dcompile.codegen.schedule.dependences import edges
 from dcompile.codegen.schedule.merge import merge, without
 from dcompile.codegen.schedule.space import canonical
-from dcompile.ir.nodes import Buffer, Loop, Program, Step, View
+from dcompile.ir.index import typical
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
 
 MIN_SHARED_BYTES = 4096  # below this a shared read is in L1 anyway, and merging siblings only lengthens the kernel
 
@@ -172,7 +173,7 @@ class _Graph:
 
 
 def _nbytes(buffer: Buffer) -> int:
-    return buffer.nbytes
+    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
 
 
 def _bits(bits: int) -> Iterator[int]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dcompile.ir.analysis import can_overwrite
+from dcompile.ir.index import Size, as_index, as_size, floordiv, is_nonnegative, typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Extern, Loop, Program, View
+from dcompile.ir.symbols import late_symbols
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
@@ -30,8 +32,14 @@ def plan_memory(program: Program) -> Program:
     arena = [buffer for buffer in program.buffers if storages[buffer.name] == "arena"]
     groups = _in_place_groups(program, arena, lives)
     blocks = [_block(group, lives) for group in groups]
-    offsets, arena_bytes = place(blocks)
-    where = {buffer.name: offset for group, offset in zip(groups, offsets, strict=True) for buffer in group}
+    fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int)]
+    offsets: dict[int, Size] = {}
+    placed, static_bytes = place([blocks[n] for n in fixed])
+    offsets |= zip(fixed, placed, strict=True)
+    symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]
+    slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], static_bytes)
+    offsets |= zip(symbolic, slotted, strict=True)
+    where = {buffer.name: offsets[n] for n, group in enumerate(groups) for buffer in group}
     buffers = tuple(
         buffer
         if buffer.storage is not None
@@ -79,6 +87,7 @@ def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[st
         for name in step.outs
         if name is not None
     }
+    late = late_symbols(program)
     device: str | None = None
     storages: dict[str, str] = {}
     for buffer in program.buffers:
@@ -88,7 +97,7 @@ def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[st
             storages[buffer.name] = "input"
         elif buffer.name in library:
             storages[buffer.name] = "library"
-        elif buffer.name in escaping or not _is_static(buffer) or buffer.device != (device or buffer.device):
+        elif buffer.name in escaping or _is_late(buffer, late) or buffer.device != (device or buffer.device):
             storages[buffer.name] = "out"  # besides what escapes: sizes or devices that the one arena cannot serve
         else:
             device = buffer.device
@@ -96,8 +105,9 @@ def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[st
     return storages
 
 
-def _is_static(buffer: Buffer) -> bool:
-    return all(isinstance(size, int) for size in (*buffer.shape, *buffer.strides))
+def _is_late(buffer: Buffer, late: frozenset[str]) -> bool:
+    """Is the size known only in the middle of a call?"""
+    return any(not late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
 
 
 def _in_place_groups(program: Program, arena: Sequence[Buffer], lives: Mapping[str, Life]) -> list[list[Buffer]]:
@@ -123,7 +133,7 @@ def _in_place_groups(program: Program, arena: Sequence[Buffer], lives: Mapping[s
 
 
 def _fits(old: Buffer, new: Buffer) -> bool:
-    return ITEMSIZE[old.dtype] == ITEMSIZE[new.dtype] and 0 < old.nbytes == new.nbytes
+    return ITEMSIZE[old.dtype] == ITEMSIZE[new.dtype] and 0 != old.extent == new.extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +142,14 @@ class Block:
 
     first: int
     last: int
-    nbytes: int
+    nbytes: Size
 
 
 def _block(group: Sequence[Buffer], lives: Mapping[str, Life]) -> Block:
     spans = [lives.get(buffer.name, (0, 0)) for buffer in group]
-    return Block(min(first for first, _ in spans), max(last for _, last in spans), max(b.nbytes for b in group))
+    # all members have one extent: only an empty buffer could differ, and that joins no group
+    nbytes = as_size(group[0].extent * ITEMSIZE[group[0].dtype])
+    return Block(min(first for first, _ in spans), max(last for _, last in spans), nbytes)
 
 
 def place(blocks: Sequence[Block]) -> tuple[list[int], int]:
@@ -147,9 +159,10 @@ def place(blocks: Sequence[Block]) -> tuple[list[int], int]:
     what is saved for later, first-come for chains; the best of the three was within 10% of the peak of live bytes on
     random lifetimes (tests/codegen/schedule/test_memory.py holds it to 30%).
     """
+    sizes = [typical(block.nbytes) for block in blocks]
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
-        lambda n: (-blocks[n].nbytes, blocks[n].first, n),
-        lambda n: (-blocks[n].nbytes * (blocks[n].last - blocks[n].first + 1), blocks[n].first, n),
+        lambda n: (-sizes[n], blocks[n].first, n),
+        lambda n: (-sizes[n] * (blocks[n].last - blocks[n].first + 1), blocks[n].first, n),
         lambda n: (blocks[n].first, -blocks[n].last, n),
     )
     plans = [_place_in_order(blocks, sorted(range(len(blocks)), key=order)) for order in orders]
@@ -163,7 +176,7 @@ def _place_in_order(blocks: Sequence[Block], order: Sequence[int]) -> tuple[list
     offsets = [0] * count
     for done, number in enumerate(order):
         block = blocks[number]
-        size = -(-block.nbytes // ALIGNMENT) * ALIGNMENT
+        size = -(-typical(block.nbytes) // ALIGNMENT) * ALIGNMENT
         meets = (first[:done] <= block.last) & (last[:done] >= block.first)
         offsets[number] = _best_gap(start[:done][meets], end[:done][meets], size)
         first[done], last[done] = block.first, block.last
@@ -180,3 +193,46 @@ def _best_gap(start: np.ndarray, end: np.ndarray, size: int) -> int:
     if not len(gaps) or gaps.max() < max(size, 1):
         return int(reached[-1])
     return int(reached[np.argmin(fitting)])
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory that blocks of symbolic size take turns in, those of the largest size first."""
+
+    nbytes: Size
+    blocks: list[Block]
+
+    def takes(self, block: Block) -> bool:
+        """Is it free, and known to be large enough whatever the sizes are?"""
+        free = all(block.first > other.last or block.last < other.first for other in self.blocks)
+        return free and is_nonnegative(as_index(self.nbytes) - block.nbytes, {})
+
+
+def place_symbolic(blocks: Sequence[Block], start: Size) -> tuple[list[Size], Size]:
+    """Offsets of blocks of symbolic size behind `start`, and where the last one ends.
+
+    A block joins a slot whose size is provably enough; slots lie one after another, so that their offsets are sums of
+    sizes, which a call works out when it begins.
+    """
+    slots: list[_Slot] = []
+    member: dict[int, _Slot] = {}
+    order = sorted(range(len(blocks)), key=lambda n: (-typical(blocks[n].nbytes), blocks[n].first, n))
+    for number in order:
+        fitting = [slot for slot in slots if slot.takes(blocks[number])]
+        if fitting:
+            slot = min(fitting, key=lambda slot: typical(slot.nbytes))
+        else:
+            slot = _Slot(blocks[number].nbytes, [])
+            slots.append(slot)
+        slot.blocks.append(blocks[number])
+        member[number] = slot
+    offsets: dict[int, Size] = {}
+    for slot in slots:
+        offsets[id(slot)] = start
+        start = as_size(as_index(start) + _aligned(slot.nbytes))
+    return [offsets[id(member[number])] for number in range(len(blocks))], start
+
+
+def _aligned(nbytes: Size) -> Size:
+    """Rounded up to whole cache lines."""
+    return as_size(floordiv(as_index(nbytes) + ALIGNMENT - 1, ALIGNMENT, {}) * ALIGNMENT)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dcompile.codegen.schedule.space import (
+    Shape,
     coordinates,
     divisions,
     position,
@@ -18,10 +19,9 @@ from dcompile.codegen.schedule.space import (
     size_of,
     solve,
     space_ranges,
-    static,
 )
 from dcompile.ir.analysis import can_overwrite, is_row_store, operands, ranges, runtime_refs, store_operands
-from dcompile.ir.index import Index, substitute, var
+from dcompile.ir.index import Index, Size, as_size, substitute, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Value
 
 MAX_VALUES = 320  # a body beyond this spills registers and takes g++ over 0.2 s
@@ -47,16 +47,17 @@ def merge(first: Loop, second: Loop) -> Loop | None:
     return None
 
 
-def combinings(loop: Loop) -> dict[str, int]:
+def combinings(loop: Loop) -> dict[str, Size]:
     """How many values each combining store takes in: one per row if nothing in it varies within a row.
 
     A value that is taken over from the loop before may vary less than the load it replaces, and would then be counted
     too few times.
     """
-    counts: dict[str, int] = {}
+    counts: dict[str, Size] = {}
     for store in loop.stores:
         if store.mode != "set":
-            counts[store.buffer] = size_of(loop.outer) * (1 if is_row_store(loop, store) else size_of(loop.inner))
+            space = loop.outer if is_row_store(loop, store) else (*loop.outer, *loop.inner)
+            counts[store.buffer] = size_of(space)
     return counts
 
 
@@ -68,10 +69,10 @@ def _common_spaces(first: Loop, second: Loop) -> Iterator[tuple[Loop, Loop]]:
         if (rows, columns) == (rows2, columns2):
             yield first, _onto(second, first)
     elif first.inner:
-        if rows2 in (rows * columns, rows):
+        if rows2 in (as_size(rows * columns), rows):
             yield from ((first, moved) for moved in _retold(second, first))
     elif second.inner:
-        if rows in (rows2 * columns2, rows2):
+        if rows in (as_size(rows2 * columns2), rows2):
             yield from ((moved, second) for moved in _retold(first, second))
     elif rows == rows2:
         yield from ((moved, second) for moved in _retold(first, second))
@@ -80,15 +81,15 @@ def _common_spaces(first: Loop, second: Loop) -> Iterator[tuple[Loop, Loop]]:
 
 def _onto(loop: Loop, host: Loop) -> Loop:
     """A row loop told over the space of another with as many rows and columns."""
-    outer, inner, bounds = static(host.outer), static(host.inner), ranges(host)
-    values = coordinates("i", static(loop.outer), position("i", outer), bounds)
-    values |= coordinates("j", static(loop.inner), position("j", inner), bounds)
+    outer, inner, bounds = host.outer, host.inner, ranges(host)
+    values = coordinates("i", loop.outer, position("i", outer), bounds)
+    values |= coordinates("j", loop.inner, position("j", inner), bounds)
     return respace(loop, outer, inner, values)
 
 
 def _retold(loop: Loop, host: Loop) -> Iterator[Loop]:
     """A loop without inner space, told over the space of `host`: first so that shared elements meet, then in order."""
-    outer, inner, bounds, own = static(host.outer), static(host.inner), ranges(host), ranges(loop)
+    outer, inner, bounds, own = host.outer, host.inner, ranges(host), ranges(loop)
     for mine, theirs in _shared(loop, host):
         if len(theirs.variables & bounds.keys()) == 0:
             continue
@@ -97,10 +98,10 @@ def _retold(loop: Loop, host: Loop) -> Iterator[Loop]:
             yield respace(loop, outer, inner, values)
     rows = position("i", outer)
     flat = rows if size_of(loop.outer) == size_of(outer) else rows * size_of(inner) + position("j", inner)
-    yield respace(loop, outer, inner, coordinates("i", static(loop.outer), flat, bounds))
+    yield respace(loop, outer, inner, coordinates("i", loop.outer, flat, bounds))
 
 
-def _one_to_one(index: Index, points: int, outer: tuple[int, ...], inner: tuple[int, ...]) -> bool:
+def _one_to_one(index: Index, points: Size, outer: Shape, inner: Shape) -> bool:
     """Does `index` meet each of `points` elements once, over all rows or over all elements?"""
     spaces = (space_ranges(outer, ()), space_ranges(outer, inner))
     return any(solve(index, space, index, space) is not None for space in spaces if size_of(space.values()) == points)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 from dcompile.codegen.schedule.merge import without
-from dcompile.codegen.schedule.space import canonical, respace, static
+from dcompile.codegen.schedule.space import canonical, respace
 from dcompile.ir.analysis import is_row_store, operands
-from dcompile.ir.index import contiguous_strides, flatten, var
+from dcompile.ir.index import contiguous_strides, flatten, size_product, var
 from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
@@ -34,8 +33,9 @@ def reorient_columns(program: Program) -> Program:
 
 def wants_rows(loop: Loop) -> bool:
     """Is the reduction over a slow axis of everything it reads in full, with unit stride along the kept axis?"""
-    if len(loop.outer) != 1 or not 8 <= prod(static(loop.outer)) <= MAX_COLUMNS:
-        return False
+    columns = size_product(loop.outer)
+    if len(loop.outer) != 1 or not isinstance(columns, int) or not 8 <= columns <= MAX_COLUMNS:
+        return False  # also where the columns are symbolic: their number would be unbounded
     reduces = [value for value in loop.body if isinstance(value, Reduce)]
     if not reduces or any(REDUCTIONS[value.op].combine is None for value in reduces):
         return False
@@ -68,7 +68,7 @@ def depends_on_reduce(loop: Loop, ref: Ref) -> bool:
 
 def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     """The reductions as combining stores over rows, then one loop for what was done with their results."""
-    columns = prod(static(loop.outer))
+    columns = size_product(loop.outer)
     device = next(table[store.buffer].device for store in loop.stores)
     results: dict[Ref, str] = {}
     stores: list[Store] = []
@@ -124,7 +124,7 @@ def _harmless(value: Value) -> Value:
 
 def _rows_outside(loop: Loop) -> Loop:
     """Swap the spaces: the reduced axes become the rows, the kept axis the row itself."""
-    outer, inner = static(loop.outer), static(loop.inner)
+    outer, inner = loop.outer, loop.inner
     values = {f"i{k}": var(f"j{k}") for k in range(len(outer))} | {f"j{k}": var(f"i{k}") for k in range(len(inner))}
     moved = respace(loop, inner, outer, values)
     columns = flatten([var(f"j{k}") for k in range(len(outer))], contiguous_strides(outer))

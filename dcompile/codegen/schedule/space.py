@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import prod
 
 from dcompile.ir.analysis import ranges
 from dcompile.ir.index import (
     ZERO,
+    Div,
     Index,
+    Mod,
+    Ranges,
     Size,
     Var,
     as_index,
+    as_size,
     contiguous_strides,
+    exact_quotient,
     flatten,
     floordiv,
     modulo,
+    size_product,
     substitute,
+    typical,
     unflatten,
     var,
 )
 from dcompile.ir.nodes import IndexOf, Load, Loop, Value
 
-Shape = tuple[int, ...]
+Shape = tuple[Size, ...]
 
 
-def static(sizes: Iterable[Size]) -> Shape:
-    """Sizes as ints; loops with symbolic sizes are not scheduled."""
-    result = tuple(size for size in sizes if isinstance(size, int))
-    assert len(result) == len(tuple(sizes)), "a loop with symbolic sizes reached the scheduler"
-    return result
-
-
-def space_ranges(outer: Shape, inner: Shape) -> dict[str, int]:
+def space_ranges(outer: Shape, inner: Shape) -> dict[str, Size]:
     """Exclusive bound of every variable of a space."""
     return {f"i{k}": n for k, n in enumerate(outer)} | {f"j{k}": n for k, n in enumerate(inner)}
 
@@ -43,7 +42,7 @@ def position(letter: str, shape: Shape) -> Index:
     return flatten([var(f"{letter}{k}") for k in range(len(shape))], contiguous_strides(shape))
 
 
-def coordinates(letter: str, shape: Shape, flat: Index, bounds: Mapping[str, int]) -> dict[str, Index]:
+def coordinates(letter: str, shape: Shape, flat: Index, bounds: Ranges) -> dict[str, Index]:
     """Variables `letter0, ...` of `shape` at row-major position `flat`."""
     return {f"{letter}{k}": c for k, c in enumerate(unflatten(flat, shape, bounds))}
 
@@ -85,25 +84,27 @@ def refine(first: Loop, second: Loop) -> tuple[Loop, Loop]:
     return first, second
 
 
-def _wanted_split(loops: tuple[Loop, Loop], bounds: Mapping[str, int]) -> tuple[str, int] | None:
+def _wanted_split(loops: tuple[Loop, Loop], bounds: Ranges) -> tuple[str, Size] | None:
     """The variable, and the smallest divisor, that some index divides it by."""
-    found: list[tuple[str, int]] = []
+    found: dict[tuple[str, int, str], tuple[str, Size]] = {}
     for loop in loops:
         for index in indices(loop):
             for monomial, _ in index.terms:
                 for atom in monomial:
-                    if not isinstance(atom, Var):
-                        name = str(atom.base)
-                        if name in bounds and bounds[name] % atom.divisor == 0:
-                            found.append((name, atom.divisor))
-    return min(found) if found else None
+                    if isinstance(atom, Div | Mod):
+                        name, by = str(atom.base), atom.divisor
+                        if name in bounds and exact_quotient(bounds[name], by) is not None:
+                            found[name, typical(by), str(by)] = (name, by)
+    return found[min(found)] if found else None
 
 
-def _split_axis(loop: Loop, name: str, divisor: int) -> Loop:
+def _split_axis(loop: Loop, name: str, divisor: Size) -> Loop:
     letter, axis = name[0], int(name[1:])
-    shapes = {"i": static(loop.outer), "j": static(loop.inner)}
+    shapes = {"i": loop.outer, "j": loop.inner}
     shape = shapes[letter]
-    shapes[letter] = (*shape[:axis], shape[axis] // divisor, divisor, *shape[axis + 1 :])
+    rows = exact_quotient(shape[axis], divisor)
+    assert rows is not None, f"{name} cannot be split by {divisor}"
+    shapes[letter] = (*shape[:axis], rows, divisor, *shape[axis + 1 :])
     values = {f"{letter}{k}": var(f"{letter}{k + 1}") for k in range(axis + 1, len(shape))}
     values[name] = var(name) * divisor + var(f"{letter}{axis + 1}")
     return respace(loop, shapes["i"], shapes["j"], values)
@@ -114,13 +115,13 @@ def canonical(loop: Loop) -> Loop:
     if any(store.mode != "set" for store in loop.stores) and 1 in (*loop.outer, *loop.inner):
         return loop  # a combining store takes in one value per row or per element: its index says which, ones included
     loop = _drop_ones(loop)
-    outer, inner = static(loop.outer), static(loop.inner)
+    outer, inner = loop.outer, loop.inner
     used = indices(loop)
     keep_i, keep_j = _mergeable(used, "i", outer), _mergeable(used, "j", inner)
     if len(keep_i) == len(outer) and len(keep_j) == len(inner):
         return loop
-    new_outer = tuple(prod(outer[k] for k in group) for group in keep_i)
-    new_inner = tuple(prod(inner[k] for k in group) for group in keep_j)
+    new_outer = tuple(size_product(outer[k] for k in group) for group in keep_i)
+    new_inner = tuple(size_product(inner[k] for k in group) for group in keep_j)
     values: dict[str, Index] = {}
     for letter, groups in (("i", keep_i), ("j", keep_j)):
         for new, group in enumerate(groups):
@@ -131,7 +132,7 @@ def canonical(loop: Loop) -> Loop:
 
 
 def _drop_ones(loop: Loop) -> Loop:
-    outer, inner = static(loop.outer), static(loop.inner)
+    outer, inner = loop.outer, loop.inner
     if 1 not in outer and 1 not in inner:
         return loop
     values: dict[str, Index] = {}
@@ -158,52 +159,61 @@ def _mergeable(used: list[Index], letter: str, shape: Shape) -> list[list[int]]:
     return groups
 
 
-def _one_axis(index: Index, before: str, here: str, size: int) -> bool:
+def _one_axis(index: Index, before: str, here: str, size: Size) -> bool:
     if not {before, here} & index.variables:
         return True
     slow, fast = index.coefficient(before), index.coefficient(here)
     return slow is not None and fast is not None and slow == fast * size
 
 
-def radix(index: Index, bounds: Mapping[str, int]) -> list[tuple[str, int]] | None:
+def radix(index: Index, bounds: Ranges) -> list[tuple[str, Size]] | None:
     """(variable, coefficient) of a one-to-one index onto 0..n-1 over all variables of `bounds`, else None.
 
     That is a mixed-radix number: some order of the variables in which each coefficient is the product of the faster
     variables' sizes.
     """
-    digits: list[tuple[int, str]] = []
-    for monomial, coefficient in index.terms:
-        name = str(monomial[0]) if len(monomial) == 1 else ""
-        if name not in bounds:
+    digits: dict[str, Size] = {}
+    rest = index
+    for name in bounds:
+        factor, rest = rest.split(Var(name))
+        if factor is None:
             return None
-        digits.append((coefficient, name))
-    expected = 1
-    for coefficient, name in sorted(digits, key=lambda digit: (digit[0], bounds[digit[1]])):
-        if coefficient != expected:
-            return None
-        expected *= bounds[name]
-    if expected != prod(bounds.values()):
+        if factor != ZERO:
+            digits[name] = as_size(factor)
+    if rest != ZERO:
         return None
-    return [(name, coefficient) for coefficient, name in digits]
+    left = dict(digits)
+    expected: Size = 1
+    while left:
+        # a variable of size 1 has any coefficient's place: it must not stand for the one that steps over more
+        found = [name for name, factor in left.items() if factor == expected]
+        if not found:
+            return None
+        name = next((name for name in found if bounds[name] == 1), found[0])
+        del left[name]
+        expected = as_size(expected * bounds[name])
+    if expected != size_product(bounds.values()):
+        return None
+    return list(digits.items())
 
 
-def solve(index: Index, own: Mapping[str, int], target: Index, bounds: Mapping[str, int]) -> dict[str, Index] | None:
+def solve(index: Index, own: Ranges, target: Index, bounds: Ranges) -> dict[str, Index] | None:
     """Own variables at which `index` equals `target`; None unless `index` is one-to-one. `bounds`: target's ranges."""
     digits = radix(index, own)
     if digits is None:
         return None
     values = dict.fromkeys(own, ZERO)
-    total = prod(own.values())
+    total = size_product(own.values())
     for name, coefficient in digits:
         quotient = floordiv(target, coefficient, bounds)
-        last = coefficient * own[name] == total
+        last = as_size(coefficient * own[name]) == total
         values[name] = quotient if last else modulo(quotient, own[name], bounds)
     return values
 
 
-def size_of(space: Iterable[Size]) -> int:
+def size_of(space: Iterable[Size]) -> Size:
     """Number of points."""
-    return prod(static(tuple(space)))
+    return size_product(space)
 
 
 def constant(value: int) -> Index:

@@ -1,0 +1,169 @@
+"""Size symbols: where a call finds their values, which a program has, and the program with numbers in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from dcompile.ir.index import Index, Size, Var, as_index, is_symbol, substitute, substitute_size, var
+from dcompile.ir.nodes import Arg, Buffer, Extern, IndexOf, Load, Loop, Program, Step, Store, Value, View
+
+What: TypeAlias = Literal["value", "shape", "stride"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """How a symbol is worked out from an input: `(its value, or a size or stride of it, - rest) // factor`.
+
+    `rest` and `factor` are made of symbols that come before it.
+    """
+
+    input: str
+    what: What
+    dim: int
+    factor: Index
+    rest: Index
+
+
+def sources(program: Program) -> dict[str, Source]:
+    """Each symbol that the inputs tell, in the order in which they can be worked out."""
+    found: dict[str, Source] = {}
+    facts = list(_facts(program))
+    before = -1
+    while len(found) > before:
+        before = len(found)
+        for index, name, what, dim in facts:
+            unknown = [symbol for symbol in index.variables if symbol not in found]
+            if len(unknown) == 1:
+                factor, rest = index.split(Var(unknown[0]))
+                if factor is not None:
+                    found[unknown[0]] = Source(name, what, dim, factor, rest)
+    return found
+
+
+def _facts(program: Program) -> Iterator[tuple[Index, str, What, int]]:
+    """(expression, input, what of it, dimension) of all that the inputs say; what is read off at once comes first."""
+    table = program.table
+    tensors = [table[name] for name in program.inputs if name in table]
+    values = dict(program.sizes)
+    for name in program.inputs:
+        if name not in table and name not in values:
+            yield var(name), name, "value", 0
+    for buffer in tensors:
+        for dim, size in enumerate(buffer.shape):
+            yield as_index(size), buffer.name, "shape", dim
+    for name, value in values.items():
+        yield value, name, "value", 0
+    for buffer in tensors:
+        for dim, stride in enumerate(buffer.strides):
+            yield as_index(stride), buffer.name, "stride", dim
+
+
+def late_symbols(program: Program) -> frozenset[str]:
+    """Symbols that only a library call's result tells: how many elements are not zero, for example."""
+    return symbols_of(program) - sources(program).keys()
+
+
+def symbols_of(program: Program) -> frozenset[str]:
+    """All size symbols that occur."""
+    found: set[str] = set()
+    for size in _sizes_of(program):
+        found |= {name for name in as_index(size).variables if is_symbol(name)}
+    return frozenset(found)
+
+
+def _sizes_of(program: Program) -> Iterator[Size]:
+    yield program.arena_bytes
+    yield from (value for _, value in program.sizes)
+    for buffer in program.buffers:
+        yield from (*buffer.shape, *buffer.strides, buffer.offset)
+    for output in program.outputs:
+        yield from _sizes_of_arg(output)
+    for step in program.steps:
+        match step:
+            case Loop():
+                yield from (*step.outer, *step.inner, *(store.index for store in step.stores))
+                yield from (value.index for value in step.body if isinstance(value, Load | IndexOf))
+            case Extern():
+                for arg in (*step.args, *(value for _, value in step.kwargs)):
+                    yield from _sizes_of_arg(arg)
+
+
+def _sizes_of_arg(arg: Arg) -> Iterator[Size]:
+    if isinstance(arg, Index):
+        yield arg
+    elif isinstance(arg, View):
+        yield from (*arg.shape, *arg.strides, arg.offset)
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _sizes_of_arg(item)
+
+
+# --- numbers for symbols ----------------------------------------------------------------------------------------------
+
+
+def specialise(program: Program, numbers: Mapping[str, int]) -> Program:
+    """The program for these sizes; integer inputs stay where they are."""
+    values = {name: as_index(number) for name, number in numbers.items()}
+    return replace(
+        program,
+        outputs=tuple(_fixed(output, values) for output in program.outputs),  # type: ignore[misc]
+        buffers=tuple(_fixed_buffer(buffer, values) for buffer in program.buffers),
+        steps=tuple(_fixed_step(step, values) for step in program.steps),
+        arena_bytes=substitute_size(program.arena_bytes, values),
+        sizes=(),
+    )
+
+
+def _fixed_buffer(buffer: Buffer, values: Mapping[str, Index]) -> Buffer:
+    shape, strides = _all(buffer.shape, values), _all(buffer.strides, values)
+    return replace(buffer, shape=shape, strides=strides, offset=substitute_size(buffer.offset, values))
+
+
+def _all(sizes: tuple[Size, ...], values: Mapping[str, Index]) -> tuple[Size, ...]:
+    return tuple(substitute_size(size, values) for size in sizes)
+
+
+def _fixed(arg: Arg, values: Mapping[str, Index]) -> Arg:
+    match arg:
+        case View(buffer, shape, strides, offset):
+            return View(buffer, _all(shape, values), _all(strides, values), substitute_size(offset, values))
+        case Index():
+            return substitute_size(arg, values)
+        case tuple():
+            return tuple(_fixed(item, values) for item in arg)
+        case _:
+            return arg
+
+
+def _fixed_step(step: Step, values: Mapping[str, Index]) -> Step:
+    match step:
+        case Loop():
+            return _fixed_loop(step, values)
+        case Extern():
+            kwargs = tuple((name, _fixed(value, values)) for name, value in step.kwargs)
+            return replace(step, args=tuple(_fixed(arg, values) for arg in step.args), kwargs=kwargs)
+        case _:
+            return step
+
+
+def _fixed_loop(loop: Loop, values: Mapping[str, Index]) -> Loop:
+    outer, inner = _all(loop.outer, values), _all(loop.inner, values)
+    bounds = {f"i{k}": n for k, n in enumerate(outer)} | {f"j{k}": n for k, n in enumerate(inner)}
+
+    def fixed(value: Value) -> Value:
+        if isinstance(value, Load | IndexOf):
+            return replace(value, index=substitute(value.index, values, bounds))
+        return value
+
+    def stored(store: Store) -> Store:
+        return replace(store, index=substitute(store.index, values, bounds))
+
+    return replace(
+        loop,
+        outer=outer,
+        inner=inner,
+        body=tuple(map(fixed, loop.body)),
+        stores=tuple(map(stored, loop.stores)),
+    )

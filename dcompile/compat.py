@@ -356,6 +356,44 @@ def _lonely_storage_references() -> int:
     return sys.getrefcount(storage)
 
 
+# --- memory of CUDA graphs --------------------------------------------------------------------------------------------
+
+
+def storage_holders(storage: Any) -> int:
+    """How many tensors and storages refer to one memory; all Python code together counts as one."""
+    import torch
+
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def storage_at(address: int, nbytes: int, device: Any) -> Any:
+    """A storage over memory that somebody else owns."""
+    import torch
+
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+
+
+def addresses_are(args: Sequence[Any], addresses: Sequence[int], positions: Sequence[int]) -> bool:
+    """Whether the tensors at these positions lie at these addresses: 2 us for 300 tensors in C++, 20 in Python."""
+    import torch
+
+    quick = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # only in builds with CUDA
+    if quick is not None:
+        return bool(quick(args, addresses, positions))
+    return all(args[p].data_ptr() == address for p, address in zip(positions, addresses, strict=True))
+
+
+def is_static_input(tensor: torch.Tensor) -> bool:
+    """Whether Dynamo or the user has said that this tensor stays where it is (buffers, caches)."""
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
+
+
+def only_python_holds(tensor: torch.Tensor) -> bool:
+    """Whether no C++ code, such as an autograd graph that is retained, holds this tensor beside Python."""
+    count = getattr(tensor, "_use_count", None)
+    return count is not None and int(count()) <= 1
+
+
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 

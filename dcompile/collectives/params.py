@@ -62,6 +62,10 @@ class Report:
     graphs_uncacheable: int = 0
     """1 if it never can be; a note says why."""
     compile_seconds: float = 0.0
+    recordings: int = 0
+    """CUDA graphs that were made of it."""
+    replays: int = 0
+    """Calls that were replays of one of them."""
     notes: list[str] = field(default_factory=list)
     """Lines for the receipt: what was given up and why."""
 

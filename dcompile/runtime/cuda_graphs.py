@@ -1,0 +1,32 @@
+"""CUDA graphs as `runtime.graph_trees` wants them: a few pools and one capturing stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class CudaRecorder:
+    """Records on a stream of its own, with memory from pools of the caching allocator.
+
+    The default generator is registered by torch when a capture begins, so replays draw new random numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pools: dict[int, Any] = {}
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
+        """See `Recorder`. Other threads may go on using CUDA meanwhile (loaders, NCCL's watchdog)."""
+        graph = torch.cuda.CUDAGraph()
+        handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
+        with torch.cuda.graph(graph, pool=handle, stream=self._stream, capture_error_mode="thread_local"):
+            results = function()
+        return graph.replay, results
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Only tensors on this device."""
+        return tensor.device == self.device

@@ -1,0 +1,285 @@
+"""Replays compiled programs as CUDA graphs that share memory.
+
+The first call of a program runs as it is, so that libraries set themselves up; it counts as a step like any other. The
+second is recorded, and replayed from then on. Memory of the pool is used again as it falls free, also by later
+recordings, so a recording may be replayed only where that does no harm. The rule:
+
+    a recording may be replayed when every result that is alive now was alive when it was recorded.
+
+What was alive then was out of its reach, and it writes the same addresses each time. If the rule does not hold (two
+forwards before their backwards; gradients kept over a forward), the call is recorded once more in the state it is in.
+So the recordings of a model form a tree of paths, each path a sequence of states; training settles in one loop through
+it. A program that has been recorded `LIMIT` times runs without graphs from then on, and the receipt says so.
+
+A backward frees what its forward saved as it goes. When it is recorded, the saved tensors that nobody else holds are
+therefore handed to the allocator during the recording: gradients then take the place of activations, as they do in
+eager execution. While such memory is in use again, in a later step, the allocator would give it away; what is recorded
+then gets another pool.
+
+Results that users see may be kept by them for as long as they like. Small ones are handed out as copies; so are those
+of a program whose results were once found alive at a time when they stood in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dcompile import compat
+from dcompile.collectives.params import BucketSource, Executable
+from dcompile.runtime.recording import Kept, Memory, Recording, Result, Slot
+
+LIMIT = 8
+"""Recordings of one program. A loop over shapes has a program for each; what exceeds this is a caller who keeps every
+result, for which no number would do."""
+COPY_BYTES = 1 << 16
+"""Results up to this size are handed out as copies: losses and metrics, which callers keep over many steps."""
+POOLS = 3
+"""Pools of one model. The second and third are for what is recorded while memory of the first is in use unowned."""
+
+
+class Recorder(Protocol):
+    """What a device supplies: records the kernels that a function starts, with memory from a pool."""
+
+    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
+        """(replay, the function's result). Nothing has been computed yet. Raises RuntimeError if it cannot be done."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies where recorded kernels may read it."""
+
+
+class Tree:
+    """The recordings of one model on one device, and which of their results are alive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._handed: dict[Recording, None] = {}
+        """Recordings whose results may be alive."""
+        self._pairs: dict[tuple[Recording, Recording], tuple[Memory, ...]] = {}
+
+    def obstacle(self, recording: Recording) -> Memory | None:
+        """By the rule: something alive that was not alive when `recording` was made, if there is such a thing."""
+        for other in list(self._handed):
+            strange = self._strange(recording, other)
+            for memory in strange:
+                if memory.live:
+                    return memory
+            if len(strange) == len(other.memories):
+                del self._handed[other]
+        return None
+
+    def _strange(self, recording: Recording, other: Recording) -> tuple[Memory, ...]:
+        """What of another's memory `recording` might write to."""
+        found = self._pairs.get((recording, other))
+        if found is None:
+            apart = recording.pool != other.pool
+            found = () if apart else tuple(memory for memory in other.memories if memory not in recording.tolerates)
+            self._pairs[recording, other] = found
+        return found
+
+    def pool(self) -> int | None:
+        """A pool to record from: one where the allocator knows of everything that is alive."""
+        busy = {memory.pool for memory in self.alive() if not memory.owned}
+        return next((pool for pool in range(POOLS) if pool not in busy), None)
+
+    def ran(self, recording: Recording) -> None:
+        """Its results are with the caller now."""
+        self._handed[recording] = None
+
+    def alive(self) -> list[Memory]:
+        """All memory that somebody holds."""
+        return [memory for recording in self._handed for memory in recording.memories if memory.live]
+
+
+class Replayed:
+    """An executable that is recorded and replayed. See `collectives.params.Executable`.
+
+    `results`: how many of its first results the user sees; the others are saved tensors or gradients. `mutated`:
+    positions of the inputs that the program writes.
+    """
+
+    def __init__(
+        self,
+        program: Executable,
+        once: Callable[[list[Any]], list[Any]],
+        tree: Tree,
+        *,
+        results: int = 0,
+        mutated: Sequence[int] = (),
+    ) -> None:
+        self._program, self._once, self._tree = program, once, tree
+        self._results = results
+        self._mutated = frozenset(mutated)
+        self._kept = Kept()
+        self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
+        self._objection: str | None = None
+        self.report, self.buckets, self.source = program.report, program.buckets, program.source
+
+    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+        """Run the program, as a replay where one fits; `args` is emptied."""
+        if self._objection is None and buckets is not None:
+            self._decline("its gradients are reduced in buckets")
+        if self._objection is not None:
+            return self._program(args, buckets=buckets, sync=sync)
+        key = _key(args)
+        recordings = self._recordings.get(key)
+        if recordings is None:
+            self._recordings[key] = []
+            return self._program(args)
+        for recording in recordings:
+            if not recording.fits(args):
+                continue
+            obstacle = self._tree.obstacle(recording)
+            if obstacle is None:
+                return self._replay(recording, args)
+            if obstacle.kept is not None and not obstacle.kept.found:
+                obstacle.kept.found = True  # it may soon be gone, and what comes after it will be a copy
+                return self._program(args)
+        recording_now = self._record(args, recordings)
+        return self._program(args) if recording_now is None else self._replay(recording_now, args)
+
+    def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
+        results = recording.run(args)
+        self._tree.ran(recording)
+        self.report.replays += 1
+        return results
+
+    def _decline(self, reason: str) -> None:
+        self._objection = reason
+        self.report.notes.append(f"runs without a CUDA graph: {reason}")
+
+    # --- recording ---
+
+    def _record(self, args: list[Any], recordings: list[Recording]) -> Recording | None:
+        """A recording of this call, or None if it is to run as it is."""
+        strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
+        if strangers:
+            self._decline(f"it takes a tensor on {strangers[0].device}")
+            return None
+        if len(recordings) >= LIMIT:
+            self._decline(f"it was recorded {LIMIT} times, and its results or inputs are elsewhere each time")
+            return None
+        pool = self._tree.pool()
+        if pool is None:
+            return None
+        alive = self._tree.alive()
+        taken = {memory.address: memory for memory in alive}
+        fixed = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and _stays(a, taken))
+        slots = self._slots(args, frozenset(fixed))
+        addresses = tuple(args[i].data_ptr() for i in fixed)
+        try:
+            replay, results = self._tree.recorder.record(
+                lambda: self._once(self._recorded_args(args, slots, taken, pool)), pool
+            )
+        except RuntimeError as error:
+            self._decline(str(error).strip().splitlines()[0])
+            return None
+        made = _Results(args, fixed, slots, pool)
+        kept = tuple(
+            made.result(value, self._kept if number < self._results else None) for number, value in enumerate(results)
+        )
+        del results
+        made.settle()
+        recording = Recording(replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive))
+        recordings.append(recording)
+        self.report.recordings += 1
+        return recording
+
+    def _slots(self, args: Sequence[Any], fixed: frozenset[int]) -> tuple[Slot, ...]:
+        positions = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in fixed]
+        slots = tuple(Slot(i, _empty_like(args[i]), i in self._mutated) for i in positions)
+        for slot in slots:
+            slot.fill(args)
+        return slots
+
+    def _recorded_args(self, args: list[Any], slots: Sequence[Slot], taken: dict[int, Memory], pool: int) -> list[Any]:
+        """The inputs to record with. Saved tensors that only `args` holds are given up, so that they end in there."""
+        inside = list(args)
+        for slot in slots:
+            inside[slot.position] = slot.tensor
+        held: dict[int, int] = {}
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                address = arg.untyped_storage().data_ptr()
+                # a graph that is retained holds the same tensor: one holder of the storage, which must not be given up
+                held[address] = held.get(address, 0) + (1 if compat.only_python_holds(arg) else -len(args))
+        for address, count in held.items():
+            memory = taken.get(address)
+            if memory is not None and memory.pool == pool and memory.holders == count and not memory.pinned:
+                memory.give_up()
+        for position in range(len(args)):
+            if isinstance(args[position], torch.Tensor) and args[position].untyped_storage().data_ptr() in taken:
+                args[position] = _placeholder(args[position])
+        return inside
+
+
+class _Results:
+    """Sorts the results of a recorded run, and collects the memory they lie in."""
+
+    def __init__(self, args: Sequence[Any], fixed: Sequence[int], slots: Sequence[Slot], pool: int) -> None:
+        self._pool = pool
+        self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(fixed)}
+        self._args = args
+        self._by_address: dict[int, Memory] = {}
+        self._slots = {slot.tensor.untyped_storage().data_ptr() for slot in slots}
+
+        self._seen: dict[Memory, None] = {}
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """What the caller may come to hold."""
+        return tuple(self._seen)
+
+    def settle(self) -> None:
+        """Once no other holds the results of the recorded run any more."""
+        for memory in self._by_address.values():
+            memory.settle()
+
+    def result(self, value: Any, kept: Kept | None) -> Result:
+        if not isinstance(value, torch.Tensor):
+            return Result("value", value)
+        storage = value.untyped_storage()
+        position = self._inputs.get(storage.data_ptr())
+        if position is not None and storage.nbytes():
+            source = self._args[position]
+            offset = value.storage_offset() - source.storage_offset()
+            return Result("input", position, 0, tuple(value.shape), value.stride(), offset)
+        memory = self._by_address.get(storage.data_ptr())
+        if memory is None:
+            memory = Memory(storage, self._pool, pinned=storage.data_ptr() in self._slots)
+            self._by_address[storage.data_ptr()] = memory
+        if kept is not None and storage.nbytes() <= COPY_BYTES:
+            return Result("copy", memory, memory.add(value))
+        self._seen[memory] = None
+        memory.kept = memory.kept or kept
+        return Result("memory", memory, memory.add(value), kept=kept)
+
+
+def _key(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What a recording depends on beside addresses: numbers among the inputs, and with them all shapes."""
+    if all(isinstance(arg, torch.Tensor) for arg in args):
+        return ()
+    return tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+def _stays(tensor: torch.Tensor, taken: dict[int, Memory]) -> bool:
+    """Whether an input is expected at the same address each time."""
+    return (
+        isinstance(tensor, torch.nn.Parameter)
+        or compat.is_static_input(tensor)
+        or tensor.untyped_storage().data_ptr() in taken
+    )
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor at the same address that holds nothing: what is to be freed during the recording must not be held."""
+    storage = tensor.untyped_storage()
+    outside = compat.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(outside, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,174 @@
+"""One recorded run of a compiled program: where its inputs must lie, what it writes, and how it runs again.
+
+A recording replays kernels on the addresses it was made with. So each tensor among the inputs is `fixed` (parameters,
+and what another recording handed over: it must lie where it lay) or has a slot of its own, refilled before each replay.
+Results lie in memory of the pool at addresses that never change. Each replay hands out new tensors over them, and the
+number of holders of their storage tells whether the caller still has one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dcompile import compat
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """Whether the user of a program was found to keep its results: copies are handed out from there on."""
+
+    found: bool = False
+
+
+class Memory:
+    """One storage that results lie in, and a template of each result over it.
+
+    `owned` while the allocator knows that it is taken. That ends when a later recording takes the memory over: it frees
+    the memory as it goes, and from then on only the tree's rule keeps others off.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, pool: int, pinned: bool = False) -> None:
+        self.owned = True
+        self.pool = pool
+        self.kept: Kept | None = None
+        """Of memory with results that users see: whether they keep them."""
+        self.pinned = pinned
+        """Whether it is a slot, which is filled from outside and cannot be taken over."""
+        self.address, self.nbytes, self.device = storage.data_ptr(), storage.nbytes(), storage.device
+        self._storage = storage
+        self._templates: list[torch.Tensor] = []
+        self._own = (0, 0)
+
+    def add(self, like: torch.Tensor) -> int:
+        """Make a template like this tensor, which lies in this memory; its number."""
+        self._templates.append(self._over(like.dtype, like.shape, like.stride(), like.storage_offset()))
+        return len(self._templates) - 1
+
+    def _over(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=self.device).set_(self._storage, offset, shape, strides)
+
+    def settle(self) -> None:
+        """From here on, holders beyond those of this moment are the caller's."""
+        self._own = self._holders()
+
+    def _holders(self) -> tuple[int, int]:
+        # Python code shares one storage object, which counts once: its own reference count tells of the others
+        return compat.storage_holders(self._storage), sys.getrefcount(self._storage)
+
+    @property
+    def live(self) -> bool:
+        """Whether the caller still holds a tensor over it."""
+        return self._holders() != self._own
+
+    @property
+    def holders(self) -> int:
+        """Tensors of the caller over it."""
+        count, references = self._holders()
+        return count - self._own[0] + references - self._own[1]
+
+    def hand_out(self, template: int) -> torch.Tensor:
+        """A tensor for the caller."""
+        return self._templates[template].detach()
+
+    def copy(self, template: int) -> torch.Tensor:
+        """A copy for the caller, in memory of its own."""
+        return self._templates[template].clone()
+
+    def give_up(self) -> None:
+        """Let the allocator have the memory once nobody else holds it. The address stays known."""
+        self.owned = False
+        old = self._templates
+        self._storage = compat.storage_at(self.address, self.nbytes, self.device)
+        self._templates = [self._over(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in old]
+        del old
+        self.settle()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A copied input: its position, and the tensor that the recording reads instead."""
+
+    position: int
+    tensor: torch.Tensor
+    mutated: bool
+
+    def fill(self, args: Sequence[Any]) -> None:
+        """Copy the input of this call to where the recording reads it."""
+        copy_elements(self.tensor, args[self.position])
+
+    def copy_back(self, args: Sequence[Any]) -> None:
+        """Copy what the program left there to the caller's tensor."""
+        if self.mutated:
+            copy_elements(args[self.position], self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One result: a `value` that is no tensor; a look at an `input`; or `memory`, handed out as it is or as a copy."""
+
+    kind: Literal["value", "input", "memory", "copy"]
+    source: Any
+    """The value; the input's position; or the `Memory`."""
+    template: int = 0
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+    """Of a look at an input: in elements, from where the input begins."""
+    kept: Kept | None = None
+
+    def of(self, args: Sequence[Any]) -> Any:
+        """What the caller gets."""
+        match self.kind:
+            case "value":
+                return self.source
+            case "memory" if self.kept is None or not self.kept.found:
+                return self.source.hand_out(self.template)
+            case "memory" | "copy":
+                return self.source.copy(self.template)
+            case "input":
+                tensor = args[self.source]
+                if self.offset == 0 and tensor.shape == self.shape and tensor.stride() == self.strides:
+                    return tensor
+                return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recording:
+    """See the module. `tolerates` was alive when it was made: all else of its pool may lie where this one writes."""
+
+    replay: Callable[[], None]
+    fixed: tuple[int, ...]
+    addresses: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    results: tuple[Result, ...]
+    memories: tuple[Memory, ...]
+    pool: int
+    tolerates: frozenset[Memory]
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether the inputs lie where this recording reads them."""
+        return compat.addresses_are(args, self.addresses, self.fixed)
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """Replay with these inputs; `args` is emptied."""
+        for slot in self.slots:
+            slot.fill(args)
+        self.replay()
+        for slot in self.slots:
+            slot.copy_back(args)
+        results = [result.of(args) for result in self.results]
+        args.clear()
+        return results
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, where both have the same strides; expanded dimensions (stride 0) hold one element and are copied once."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source, non_blocking=True)

@@ -1,0 +1,93 @@
+"""A recorder for the CPU that does with memory the worst that a CUDA graph may do.
+
+Its replay computes what was recorded, then fills every result it ever saw with NaN: all but its own, and what was alive
+when it was recorded and not handed over to it. So a replay where the rule forbids one shows in the numbers.
+"""
+
+import torch
+
+from dcompile import compat
+from dcompile.collectives.params import Report
+from dcompile.runtime.graph_trees import Replayed, Tree
+
+
+class Worst:
+    def __init__(self):
+        self.tree = Tree(self)
+        self.kept = []
+        """All result memory, held so that its addresses stay ours."""
+        self.pending = None
+        self.fails = None
+
+    def takes(self, tensor):
+        return tensor.device.type == "cpu"
+
+    def record(self, function, pool):
+        if self.fails:
+            raise RuntimeError(self.fails)
+        alive = self.tree.alive()
+        results = function()
+        compute, own = self.pending
+        self.kept += [(pool, result) for result in own]
+        spared = {memory.address for memory in alive if memory.owned} | {result.data_ptr() for result in own}
+
+        def replay():
+            compute()
+            for other, kept in self.kept:
+                if other == pool and kept.data_ptr() not in spared:
+                    kept.fill_(torch.nan)
+
+        return replay, results
+
+
+class Program:
+    """An executable from a function of tensors."""
+
+    def __init__(self, recorder, function, **more):
+        self.recorder, self.function, self.plain = recorder, function, 0
+        self.report, self.buckets, self.source = Report(), (), ""
+        self.replayed = Replayed(self, self.once, recorder.tree, **more)
+
+    def __call__(self, args, *, buckets=None, sync=False):
+        self.plain += 1
+        results = self.function(*args)
+        args.clear()
+        return results
+
+    def once(self, args):
+        """What runs while recording: allocates results, computes nothing that lasts."""
+        looks = [at(arg) if tensor(arg) else arg for arg in args]
+        clones = [arg.clone() if tensor(arg) else arg for arg in args]
+        results = self.function(*clones)
+        for number, result in enumerate(results):
+            position = next((p for p, clone in enumerate(clones) if clone is result), None)
+            if position is not None:
+                results[number] = args[position]
+        args.clear()
+        fresh = {n: at(r) for n, r in enumerate(results) if tensor(r) and all(r is not look for look in results[:n])}
+
+        def compute():
+            values = self.function(*looks)
+            for number, out in fresh.items():
+                if all(values[number] is not look for look in looks):
+                    out.copy_(values[number])
+
+        own = [results[n].detach() for n in fresh if not self._passes(clones, n)]
+        self.recorder.pending = (compute, own)
+        return results
+
+    def _passes(self, clones, number):
+        """Whether a result is one of the inputs."""
+        copies = [clone.clone() if tensor(clone) else clone for clone in clones]
+        result = self.function(*copies)[number]
+        return any(result is copy for copy in copies)
+
+
+def tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+def at(value):
+    """The same memory, held by nobody."""
+    storage = compat.storage_at(value.untyped_storage().data_ptr(), value.untyped_storage().nbytes(), value.device)
+    return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())

@@ -1,0 +1,245 @@
+"""When a recording may be replayed, on a recorder that overwrites all memory it may."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from dcompile.runtime.graph_trees import LIMIT
+from tests.runtime.recorder import Program, Worst
+
+
+def forward(w, x):
+    """(loss, saved activation, saved inputs)."""
+    a = w * x
+    return [a.sin().sum(), a, w, x]
+
+
+def backward(a, w, x, tangent):
+    """(gradient of w, gradient of x)."""
+    g = tangent * a.cos()
+    return [g * x, g * w]
+
+
+class Training:
+    """A forward and a backward on one tree, compared with the functions themselves at each call."""
+
+    def __init__(self):
+        self.recorder = Worst()
+        self.forward = Program(self.recorder, forward, results=1)
+        self.backward = Program(self.recorder, backward)
+        self.w = Parameter(torch.randn(5))
+
+    def run_forward(self, x=None):
+        x = torch.randn(5) if x is None else x
+        with torch.no_grad():
+            loss, *saved = self.forward.replayed([self.w, x.clone()])
+            expected = forward(self.w, x)
+            assert torch.equal(loss, expected[0])
+            assert all(torch.equal(s, e) for s, e in zip(saved, expected[1:], strict=True))
+        return loss, saved, expected
+
+    def run_backward(self, state):
+        _, saved, expected = state
+        with torch.no_grad():
+            tangent = torch.randn(())
+            wanted = backward(*expected[1:], tangent)
+            args = [*saved, tangent]
+            saved.clear()
+            grads = self.backward.replayed(args)
+            assert args == [] and all(torch.equal(g, e) for g, e in zip(grads, wanted, strict=True))
+        return grads, wanted
+
+    def counts(self):
+        reports = self.forward.report, self.backward.report
+        return [(p.plain, r.recordings) for p, r in zip((self.forward, self.backward), reports, strict=True)]
+
+
+@pytest.fixture
+def training():
+    torch.manual_seed(0)
+    return Training()
+
+
+def same(pair):
+    values, wanted = pair
+    return all(torch.equal(value, expected) for value, expected in zip(values, wanted, strict=True))
+
+
+def test_a_loop_is_recorded_once(training):
+    for _ in range(6):
+        training.run_backward(training.run_forward())
+    assert training.counts() == [(1, 1), (1, 1)], "one plain step, which counts; one recording, replayed since"
+    assert training.forward.report.replays == training.backward.report.replays == 5
+    assert not training.forward.report.notes
+
+
+def test_a_backward_takes_over_what_was_saved(training):
+    for _ in range(2):
+        training.run_backward(training.run_forward())
+    (recording,) = training.forward.replayed._recordings[()]
+    assert [memory.owned for memory in recording.memories if not memory.pinned] == [False]
+    assert [memory.pinned for memory in recording.memories] == [False, True], "the saved input lies in a slot"
+
+
+def test_forwards_before_their_backwards(training):
+    for _ in range(5):
+        states = [training.run_forward() for _ in range(3)]
+        for state in reversed(states):
+            training.run_backward(state)
+    assert training.counts()[0][1] == 3 and training.counts()[1][1] <= 6
+    for _ in range(2):
+        training.run_backward(training.run_forward())
+
+
+def test_gradients_that_are_kept_over_a_forward(training):
+    kept = []
+    for step in range(8):
+        pair = training.run_backward(training.run_forward())
+        assert all(same(old) for old in kept)
+        kept.append(pair)
+        if step % 3 == 2:
+            kept.clear()
+
+
+def test_a_forward_without_backward_and_results_that_are_kept(training):
+    losses = []
+    for step in range(8):
+        state = training.run_forward()
+        losses.append((state[0], state[2][0]))
+        if step % 2:
+            training.run_backward(state)
+        del state
+        assert all(torch.equal(loss, expected) for loss, expected in losses), "small results are copies"
+    assert training.counts()[0][1] == 1
+
+
+def test_a_retained_graph(training):
+    """What autograd holds twice is not taken over."""
+    for _ in range(5):
+        _, saved, expected = training.run_forward()
+        again = [value.detach() for value in saved]
+        training.run_backward((None, saved, expected))
+        other = training.run_forward()
+        training.run_backward((None, again, expected))
+        training.run_backward(other)
+
+
+def test_a_parameter_that_moved_is_read_where_it_is(training):
+    for _ in range(3):
+        training.run_backward(training.run_forward())
+    training.w.data = torch.randn(5)
+    for _ in range(3):
+        training.run_backward(training.run_forward())
+    assert training.counts() == [(1, 2), (1, 2)]
+
+
+def test_what_is_recorded_while_memory_that_was_taken_over_is_in_use_gets_another_pool(training):
+    other = Program(training.recorder, lambda x: [x + 1])
+    for _ in range(3):
+        training.run_backward(training.run_forward())
+    state = training.run_forward()
+    for _ in range(4):
+        x = torch.randn(4)
+        (y,) = other.replayed([x])
+        assert torch.equal(y, x + 1)
+        del y
+    assert (other.plain, other.report.recordings) == (1, 1)
+    assert [r.pool for r in other.replayed._recordings[()]] == [1]
+    training.run_backward(state)
+
+
+def test_numbers_among_the_inputs_have_recordings_of_their_own():
+    recorder = Worst()
+    program = Program(recorder, lambda x, n: [x * n, n])
+    for n in (2, 3, 2, 3, 2, 3):
+        x = torch.randn(n)
+        y, number = program.replayed([x, n])
+        assert torch.equal(y, x * n) and number == n
+        del y
+    assert (program.plain, program.report.recordings) == (2, 2)
+
+
+def test_an_input_that_is_written_gets_its_new_value():
+    def function(x, w):
+        x.add_(w)
+        return [x * 2]
+
+    recorder, w = Worst(), Parameter(torch.ones(3))
+    program = Program(recorder, function, mutated=(0,))
+    for _ in range(4):
+        x, expected = (torch.arange(3.0) for _ in range(2))
+        with torch.no_grad():
+            (y,) = program.replayed([x, w])
+        assert torch.equal(y, (expected + 1) * 2) and torch.equal(x, expected + 1)
+        del y
+
+
+def test_expanded_inputs():
+    program = Program(Worst(), lambda x: [x + 1])
+    for value in range(4):
+        x = torch.tensor([float(value)]).expand(4)
+        assert torch.equal(program.replayed([x])[0], x + 1)
+    assert program.report.recordings == 1
+
+
+def test_what_cannot_be_recorded_is_named_and_runs():
+    program = Program(Worst(), lambda x: [x + 1])
+    program.recorder.fails = "operation not permitted when stream is capturing\nmore"
+    for _ in range(3):
+        assert torch.equal(program.replayed([torch.ones(2)])[0], torch.full((2,), 2.0))
+    assert program.report.notes == ["runs without a CUDA graph: operation not permitted when stream is capturing"]
+    assert program.plain == 3
+
+
+def test_a_tensor_elsewhere():
+    program = Program(Worst(), lambda x: [x])
+    for _ in range(2):
+        program.replayed([torch.ones(2, device="meta")])
+    assert program.report.notes == ["runs without a CUDA graph: it takes a tensor on meta"]
+
+
+LARGE = 1 << 15
+"""Elements: too many to be handed out as a copy at once."""
+
+
+@pytest.mark.parametrize("keeps", [1, 2, 100])
+def test_a_caller_who_keeps_results(keeps):
+    program = Program(Worst(), lambda x: [x + 1], results=1)
+    kept = []
+    for value in range(12):
+        x = torch.full((LARGE,), float(value))
+        kept.append((program.replayed([x])[0], value + 1.0))
+        del kept[:-keeps]
+        assert all(bool((y == expected).all()) for y, expected in kept)
+    assert program.report.recordings <= 2 and program.plain <= 3 and not program.report.notes
+
+
+def test_a_caller_who_keeps_all_gradients_ends_without_graphs():
+    program = Program(Worst(), lambda x: [x + 1])
+    kept = []
+    for value in range(LIMIT + 3):
+        kept.append((program.replayed([torch.full((4,), float(value))])[0], value + 1.0))
+        assert all(bool((y == expected).all()) for y, expected in kept)
+    assert program.report.recordings == LIMIT and f"recorded {LIMIT} times" in program.report.notes[0]
+
+
+def test_random_orders():
+    """Random programs of calls: forwards, backwards in any order, results dropped or kept."""
+    for seed in range(30):
+        training = Training()
+        generator = torch.Generator().manual_seed(seed)
+        states, kept = [], []
+        for _ in range(40):
+            choice = int(torch.randint(0, 5, (), generator=generator))
+            if choice <= 1:
+                states.append(training.run_forward())
+            elif choice <= 3 and states:
+                at = int(torch.randint(0, len(states), (), generator=generator))
+                kept.append(training.run_backward(states.pop(at)))
+            elif kept and choice == 4:
+                kept.pop(int(torch.randint(0, len(kept), (), generator=generator)))
+            if len(states) > 2:
+                states.pop(0)
+            for saved, expected in ((state[1], state[2][1:]) for state in states):
+                assert all(torch.equal(s, e) for s, e in zip(saved, expected, strict=True)), seed
+            assert all(same(pair) for pair in kept), seed

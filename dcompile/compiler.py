@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dcompile.artifacts import log
 from dcompile.collectives.params import Executable, Request
 from dcompile.compat import guard_count
@@ -16,10 +18,12 @@ from dcompile.runtime.graph_key import (
     NotCacheable,
     constants_of,
     device_numbers,
+    gpus,
     graph_key,
     with_numbers,
     without_numbers,
 )
+from dcompile.runtime.graph_trees import Replayed, Tree
 from dcompile.runtime.launch import HostProgram
 
 if TYPE_CHECKING:
@@ -31,6 +35,8 @@ class CachingCompiler:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._trees: dict[str, Tree] = {}
+        """One for each device that programs are replayed on."""
         if config.skip or config.until:
             self._pipeline()  # says now if there is no such pass
 
@@ -52,12 +58,26 @@ class CachingCompiler:
         began = time.perf_counter()
         cache = KernelCache.open(self.config)
         key, objection = self._key(gm, request)
-        executable = None if key is None or self._compiles_anew() else self._load(cache, key, gm, request)
-        if executable is None:
-            executable = self._compile(cache, key, objection, gm, request)
-        executable.report.compile_seconds = time.perf_counter() - began
-        log(self.config, "kernels", f"{request.name}: {executable.report}")
-        return executable
+        program = None if key is None or self._compiles_anew() else self._load(cache, key, gm, request)
+        if program is None:
+            program = self._compile(cache, key, objection, gm, request)
+        program.report.compile_seconds = time.perf_counter() - began
+        log(self.config, "kernels", f"{request.name}: {program.report}")
+        return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
+
+    def _replayed(self, program: HostProgram, gm: Any, request: Request) -> Executable:
+        """The program as one that is recorded and replayed, if it runs on a GPU."""
+        devices = gpus(gm)
+        if len(devices) != 1:
+            where = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
+            program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {where}")
+            return program
+        (device,) = devices
+        if device not in self._trees:
+            from dcompile.runtime.cuda_graphs import CudaRecorder
+
+            self._trees[device] = Tree(CudaRecorder(torch.device(device)))
+        return Replayed(program, self._trees[device], results=request.results)
 
     def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:
         try:

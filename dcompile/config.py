@@ -77,10 +77,9 @@ class Config:
     )
     triton_cudagraphs: bool = setting(
         False,
-        "Replay steps as CUDA graphs.",
+        "Replay programs on GPUs as CUDA graphs.",
         in_key=False,
         option="triton.cudagraphs",
-        idle="CUDA graphs are not recorded yet, and a CPU has none",
     )
 
     @classmethod

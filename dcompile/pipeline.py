@@ -94,7 +94,9 @@ class Pipeline:
         self._dump_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
         arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
-        graph = CompiledGraph(source, tuple(constants), program.buckets, arena_bytes, built.keys, report)
+        written = frozenset().union(*(step.writes for step in program.steps))
+        mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
+        graph = CompiledGraph(source, tuple(constants), program.buckets, arena_bytes, built.keys, report, mutated)
         return Loadable(graph, built.libraries, constants), built
 
     def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:

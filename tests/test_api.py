@@ -106,8 +106,8 @@ def test_options_that_torch_knows_by_these_names_are_accepted():
 
 def test_an_option_without_effect_says_so_once_it_is_changed():
     assert Config.make().idle() == Config.make(options={"epilogue_fusion": True}).idle() == ()
-    autotune, graphs = Config.make("max-autotune").idle()
-    assert autotune.startswith("option max_autotune=True has no effect: ") and "triton.cudagraphs=True" in graphs
+    (autotune,) = Config.make("max-autotune").idle()
+    assert autotune.startswith("option max_autotune=True has no effect: ")
     module = dcompile.compile(torch.nn.Linear(2, 2), options={"receipt": False, "shape_padding": False})
     module(torch.ones(1, 2))
     assert any("shape_padding=False has no effect" in note for note in dcompile.receipt(module).notes)

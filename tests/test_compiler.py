@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -49,6 +50,11 @@ def run(config, gm=None, name="inference0"):
     gm = gm or graph()[0]
     executable = CachingCompiler(config).compile_graph(gm, Request(name, "inference"))
     return executable(list(graph()[1])), executable.report
+
+
+def test_cuda_graphs_on_a_processor_say_that_there_are_none(config):
+    _, report = run(dataclasses.replace(config, triton_cudagraphs=True))
+    assert report.notes == ["a graph (inference) runs without a CUDA graph: it does not run on a GPU"]
 
 
 def entries(config):

@@ -36,7 +36,7 @@ def settings_page() -> str:
             "",
             "As in torch.compile, a mode stands for a set of options, so give one or the other.",
             "Where an option has no effect, a `note:` line of the receipt says so and why.",
-            "So far all modes but `lite` run the same program.",
+            "So far all modes but `lite` run the same program, on GPUs with or without CUDA graphs.",
             "",
             "| Mode | Options |",
             "|---|---|",

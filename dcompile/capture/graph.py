@@ -103,7 +103,7 @@ class Graph:
         return executable
 
     def _inference(self, gm: Any) -> Boxed:
-        run, model = self._build(gm, "inference"), self.model
+        run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
 
         def inference(args: list[Any]) -> list[Any]:
             model.ran(self)
@@ -113,7 +113,7 @@ class Graph:
 
     def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Boxed:
         position = take_token(gm)
-        run, model = self._build(gm, "forward"), self.model
+        run, model = self._build(gm, "forward", results=self._cut.results), self.model
 
         def forward(args: list[Any]) -> list[Any]:
             sync = model.ran(self)

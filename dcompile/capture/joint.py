@@ -21,16 +21,19 @@ among the saved tensors, the backward's caller takes it out again.
 
 @dataclass(frozen=True)
 class Cut:
-    """What partitioning found out: (position among the backward's outputs, position among the graph's inputs)."""
+    """What partitioning found out."""
 
     gradients: tuple[tuple[int, int], ...]
+    """(position among the backward's outputs, position among the graph's inputs)."""
+    results: int = 0
+    """Outputs of the forward before what it saves."""
 
 
 def partitioner(carries_sync: bool, found: Callable[[Cut], None]) -> Callable[..., tuple[Any, Any]]:
     """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it."""
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
-        found(Cut(gradient_positions(joint, num_fwd_outputs)))
+        found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         forward, backward = compat.min_cut_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
         if carries_sync:
             add_token(forward, backward, num_fwd_outputs, compat.detect_fake_mode(joint_inputs))

@@ -44,6 +44,8 @@ class Request:
     params: tuple[ParamInfo, ...] = ()
     rule: BucketRule | None = None
     """Bucket boundaries; None puts no collectives into the graph."""
+    results: int = 0
+    """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
 
 
 @dataclass(slots=True)

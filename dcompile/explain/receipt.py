@@ -39,6 +39,9 @@ class Receipt:
     graphs_cached: int = 0
     """Graphs loaded from the cache, of all that were compiled or loaded: nothing was lowered or emitted for them."""
     graphs_uncacheable: int = 0
+    recordings: int = 0
+    """CUDA graphs that were recorded, and how many calls were replays."""
+    replays: int = 0
     reasons: tuple[str, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -89,6 +92,8 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         built=sum(report.built for report in every),
         graphs_cached=sum(report.graphs_cached for report in every),
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
+        recordings=sum(report.recordings for report in every),
+        replays=sum(report.replays for report in every),
         reasons=tuple(model.adapter.reasons),
         fallbacks=_fallbacks(reports),
         notes=tuple(

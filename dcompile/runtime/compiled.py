@@ -26,6 +26,8 @@ class CompiledGraph:
     """Name of each kernel -> its key in the kernel cache."""
     report: Report
     """Counts, as far as they do not depend on what was in the cache."""
+    mutated: tuple[int, ...] = ()
+    """Positions of the inputs that the program writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ def from_record(record: Mapping[str, Any]) -> CompiledGraph:
         arena_bytes=record["arena_bytes"],
         kernels=record["kernels"],
         report=Report(**record["report"]),
+        mutated=tuple(record["mutated"]),
     )
 
 

@@ -17,7 +17,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pools: dict[int, Any] = {}
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
 
     def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
         """See `Recorder`. Other threads may go on using CUDA meanwhile (loaders, NCCL's watchdog)."""

@@ -56,6 +56,12 @@ def device_numbers(gm: GraphModule) -> dict[str, int]:
     return {kind: numbers.pop() for kind, numbers in found.items() if len(numbers) == 1}
 
 
+def gpus(gm: GraphModule) -> set[str]:
+    """The GPUs that values of the graph lie on: "cuda:0", ..."""
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    return {str(value.device) for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
+
+
 def _environment() -> Iterator[str]:
     yield f"dcompile {own_version()} {own_source()}"
     yield f"torch {torch.__version__} {torch.version.git_version}"

@@ -50,6 +50,19 @@ class Recorder(Protocol):
         """Whether the tensor lies where recorded kernels may read it."""
 
 
+class Recordable(Executable, Protocol):
+    """A program that can be recorded."""
+
+    mutated: tuple[int, ...]
+    """Positions of the inputs that it writes."""
+
+    def once(self, args: list[Any]) -> list[Any]:
+        """Run with temporaries that end with the call."""
+
+    def release(self) -> None:
+        """Let go of temporaries that earlier calls have left."""
+
+
 class Tree:
     """The recordings of one model on one device, and which of their results are alive."""
 
@@ -96,22 +109,12 @@ class Tree:
 class Replayed:
     """An executable that is recorded and replayed. See `collectives.params.Executable`.
 
-    `results`: how many of its first results the user sees; the others are saved tensors or gradients. `mutated`:
-    positions of the inputs that the program writes.
+    `results`: how many of its first results the user sees; the others are saved tensors or gradients.
     """
 
-    def __init__(
-        self,
-        program: Executable,
-        once: Callable[[list[Any]], list[Any]],
-        tree: Tree,
-        *,
-        results: int = 0,
-        mutated: Sequence[int] = (),
-    ) -> None:
-        self._program, self._once, self._tree = program, once, tree
-        self._results = results
-        self._mutated = frozenset(mutated)
+    def __init__(self, program: Recordable, tree: Tree, *, results: int = 0) -> None:
+        self._program, self._tree, self._results = program, tree, results
+        self._mutated = frozenset(program.mutated)
         self._kept = Kept()
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         self._objection: str | None = None
@@ -171,7 +174,7 @@ class Replayed:
         addresses = tuple(args[i].data_ptr() for i in fixed)
         try:
             replay, results = self._tree.recorder.record(
-                lambda: self._once(self._recorded_args(args, slots, taken, pool)), pool
+                lambda: self._program.once(self._recorded_args(args, slots, taken, pool)), pool
             )
         except RuntimeError as error:
             self._decline(str(error).strip().splitlines()[0])
@@ -184,6 +187,7 @@ class Replayed:
         made.settle()
         recording = Recording(replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive))
         recordings.append(recording)
+        self._program.release()
         self.report.recordings += 1
         return recording
 

@@ -41,6 +41,7 @@ class HostProgram:
         self.report = dataclasses.replace(graph.report, notes=[*graph.report.notes])
         self.buckets = graph.buckets
         self.source = graph.source
+        self.mutated = graph.mutated
         self._arena_bytes = graph.arena_bytes
         self._libraries = loadable.libraries
         self._constants = [loadable.constants[constant] for constant in graph.constants]
@@ -70,6 +71,18 @@ class HostProgram:
         finally:
             if lasting:
                 self._idle.append(workspace)
+
+    def once(self, args: list[Any]) -> list[Any]:
+        """Run with an arena that ends with the call: to be recorded, with memory of the recorder's pool."""
+        args.extend(self._constants)
+        sizes = () if self._sizes is None else self._sizes(args)
+        with torch.no_grad():
+            return _Workspace(self._text, self._arena_bytes, self._libraries).call(sizes)(args, None, False)
+
+    def release(self) -> None:
+        """Let go of the arenas of earlier calls; a later call makes one anew."""
+        self._idle.clear()
+        self._prepared = False
 
 
 class _Workspace:

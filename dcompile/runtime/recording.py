@@ -46,7 +46,7 @@ class Memory:
 
     def add(self, like: torch.Tensor) -> int:
         """Make a template like this tensor, which lies in this memory; its number."""
-        self._templates.append(self._over(like.dtype, like.shape, like.stride(), like.storage_offset()))
+        self._templates.append(self._over(like.dtype, like.shape, like.stride(), int(like.storage_offset())))
         return len(self._templates) - 1
 
     def _over(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Memory:
         self.owned = False
         old = self._templates
         self._storage = compat.storage_at(self.address, self.nbytes, self.device)
-        self._templates = [self._over(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in old]
+        self._templates = [self._over(t.dtype, t.shape, t.stride(), int(t.storage_offset())) for t in old]
         del old
         self.settle()
 

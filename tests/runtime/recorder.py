@@ -43,16 +43,20 @@ class Worst:
 class Program:
     """An executable from a function of tensors."""
 
-    def __init__(self, recorder, function, **more):
+    def __init__(self, recorder, function, mutated=(), **more):
         self.recorder, self.function, self.plain = recorder, function, 0
         self.report, self.buckets, self.source = Report(), (), ""
-        self.replayed = Replayed(self, self.once, recorder.tree, **more)
+        self.mutated, self.released = mutated, 0
+        self.replayed = Replayed(self, recorder.tree, **more)
 
     def __call__(self, args, *, buckets=None, sync=False):
         self.plain += 1
         results = self.function(*args)
         args.clear()
         return results
+
+    def release(self):
+        self.released += 1
 
     def once(self, args):
         """What runs while recording: allocates results, computes nothing that lasts."""

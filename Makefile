@@ -1,5 +1,5 @@
 # `make train` sets everything up and trains; `make test` sets everything up and tests.
-# Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS.
+# Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS, SECONDS.
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); if [ "$$gpus" -gt 0 ]; then echo $$gpus; else echo 2; fi)
@@ -7,6 +7,7 @@ BACKEND ?= dcompile
 STEPS ?=
 ARGS ?=
 TESTS ?=
+SECONDS ?= 600
 # A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file.
 WORKERS ?= 2
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -14,7 +15,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test ops-sweep lint format clean
+.PHONY: train test ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -27,6 +28,10 @@ test: $(if $(VENV),$(VENV)/.has-test)
 # Every operator of torch's table, about an hour; writes the list of what falls back to ATen.
 ops-sweep: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m tests.ops.sweep --update $(ARGS)
+
+# Random programs against the interpreter; failures are shrunk and kept in tests/fuzz/kept, which the test suite replays.
+fuzz: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 lint: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from dcompile.ir.index import Index, Size
-from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
 
 
 def outer_names(loop: Loop) -> tuple[str, ...]:
@@ -120,3 +120,10 @@ def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
             tainted.add(ref)
     needed += [max(known[ref] for ref in refs) for s in loop.stores if tainted & set(refs := store_operands(s))]
     return needed
+
+
+def of_one_element(value: Value) -> Value:
+    """What a value is where every row has one element: a reduction is that element, and its position is 0."""
+    if not isinstance(value, Reduce):
+        return value
+    return Const(0, value.dtype) if value.op.startswith("arg") else Apply("cast", (value.arg,), value.dtype)

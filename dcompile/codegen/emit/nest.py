@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dcompile.ir.analysis import inner_names, is_row_store, operands, outer_names, runtime_refs
+from dcompile.ir.analysis import inner_names, is_row_store, of_one_element, operands, outer_names, runtime_refs
 from dcompile.ir.index import (
     ZERO,
     Index,
@@ -98,7 +98,7 @@ def make_nest(loop: Loop) -> Nest:
     outer, body, stores = _merge(outer, body, stores)
     inner, body, stores = _merge(inner, body, stores)
     if not inner:
-        return _pointwise(outer, tuple(_without_reduce(value) for value in body), stores)
+        return _pointwise(outer, tuple(of_one_element(value) for value in body), stores)
     lane = None
     if outer and any(isinstance(value, Reduce) for value in body):
         names = frozenset(axis.name for axis in inner)
@@ -107,11 +107,6 @@ def make_nest(loop: Loop) -> Nest:
         if score[outer[-1].name] > score[inner[-1].name] and typical(outer[-1].size) >= 8:
             lane = outer.pop()
     return Nest(tuple(outer), tuple(inner), lane, body, stores, row_stores, late=len(body) != len(loop.body))
-
-
-def _without_reduce(value: Value) -> Value:
-    """A reduction over a space of one element is the element itself."""
-    return Apply("cast", (value.arg,), value.dtype) if isinstance(value, Reduce) else value
 
 
 # --- pointwise loops --------------------------------------------------------------------------------------------------

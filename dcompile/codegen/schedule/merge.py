@@ -13,6 +13,7 @@ from dcompile.codegen.schedule.space import (
     Shape,
     coordinates,
     divisions,
+    elementwise,
     position,
     refine,
     respace,
@@ -89,6 +90,7 @@ def _onto(loop: Loop, host: Loop) -> Loop:
 
 def _retold(loop: Loop, host: Loop) -> Iterator[Loop]:
     """A loop without inner space, told over the space of `host`: first so that shared elements meet, then in order."""
+    loop = elementwise(loop)
     outer, inner, bounds, own = host.outer, host.inner, ranges(host), ranges(loop)
     for mine, theirs in _shared(loop, host):
         if len(theirs.variables & bounds.keys()) == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dcompile.ir.analysis import ranges
+from dcompile.ir.analysis import of_one_element, ranges
 from dcompile.ir.index import (
     ZERO,
     Div,
@@ -27,7 +27,7 @@ from dcompile.ir.index import (
     unflatten,
     var,
 )
-from dcompile.ir.nodes import IndexOf, Load, Loop, Value
+from dcompile.ir.nodes import IndexOf, Load, Loop, Reduce, Value
 
 Shape = tuple[Size, ...]
 
@@ -114,7 +114,7 @@ def canonical(loop: Loop) -> Loop:
     """Without axes of size 1, and with neighbouring axes merged wherever every index allows it."""
     if any(store.mode != "set" for store in loop.stores) and 1 in (*loop.outer, *loop.inner):
         return loop  # a combining store takes in one value per row or per element: its index says which, ones included
-    loop = _drop_ones(loop)
+    loop = elementwise(_drop_ones(loop))
     outer, inner = loop.outer, loop.inner
     used = indices(loop)
     keep_i, keep_j = _mergeable(used, "i", outer), _mergeable(used, "j", inner)
@@ -145,6 +145,16 @@ def _drop_ones(loop: Loop) -> Loop:
     if inner and not new_inner:
         new_inner = (1,)  # a row of one element is still a row: Reduce needs an inner space
     return respace(loop, tuple(n for n in outer if n != 1), new_inner, values)
+
+
+def elementwise(loop: Loop) -> Loop:
+    """A loop without inner space, less its reductions: a row of one element is reduced to that element, at position 0.
+
+    Told over rows of many elements, they would reduce those instead.
+    """
+    if loop.inner or not any(isinstance(value, Reduce) for value in loop.body):
+        return loop
+    return replace(loop, body=tuple(of_one_element(value) for value in loop.body))
 
 
 def _mergeable(used: list[Index], letter: str, shape: Shape) -> list[list[int]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.schedule.merge import merge
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.interpret import interpret
@@ -282,3 +285,28 @@ def test_random_programs_after_reorientation_stay_close(seed):
 def test_fusion_is_the_same_every_time():
     program, _ = random_program(7, size=16)
     assert repr(fuse(program)) == repr(fuse(program))
+
+
+@pytest.mark.parametrize("op", ["sum", "argmax"])
+def test_a_row_of_one_element_is_not_reduced_over_the_rows_it_joins(op):
+    """The mean of a number is that number: fused into a loop over rows, it would be summed once for each column."""
+    kind = "int64" if op == "argmax" else F
+    alone = Loop("alone", (R,), (), (Load("x", i0, F), Reduce(op, 0, kind)), (Store("m", i0, 1),))
+    rows = Loop(
+        "rows",
+        (R,),
+        (D,),
+        (Load("m", i0, kind), Apply("cast", (0,), F), Load("z", at(i0, j0, shape=(R, D)), F), Apply("mul", (1, 2), F),
+         Reduce("sum", 3, F)),
+        (Store("y", i0, 4),),
+    )  # fmt: skip
+    one = Buffer("m", kind, (R,), (1,))
+    buffers = (buffer("x", R), one, buffer("z", R, D), buffer("y", R))
+    program = Program("p", ("x", "z"), (whole("y", R),), buffers, (alone, rows))
+    after = fuse(program)
+    assert len(loops(after)) == 1 and sum(isinstance(v, Reduce) for v in loops(after)[0].body) == 1
+    for a, b in zip(run(program), run(after), strict=True):
+        np.testing.assert_array_equal(a, b)
+    joined = merge(alone, rows)  # also where nobody has brought the loops into canonical form
+    for a, b in zip(run(program), run(replace(program, steps=(joined,))), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,199 @@
+"""What is compared for one random program: the interpreter with every pass, and with every target's kernels.
+
+A check takes programs with their inputs and says of each what differs first, or None. A new target joins by a row in
+`targets()`: a function that runs programs of loops and returns their outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.schedule.dependences import drop_dead
+from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.reorient import reorient_columns
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Apply, Loop, Program, Reduce
+from dcompile.ir.ops import DTYPES
+from dcompile.ir.verify import verify
+from tests.codegen.emit.harness import call, compiled, placed, read
+
+Inputs = Mapping[str, np.ndarray]
+Case = tuple[Program, Inputs]
+Outputs = list[np.ndarray]
+Runner = Callable[[Sequence[Case]], list[Outputs]]
+"""Runs programs of loops, planned or not, and returns the outputs of each."""
+
+CHOICES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "sign", "not", "floor", "ceil", "round", "trunc", "mod"))
+"""Operations whose result may jump where their arguments differ by a rounding."""
+
+
+def run_cpp(cases: Sequence[Case]) -> list[Outputs]:
+    """All kernels built at once; then each program over memory of its own, with guards behind every buffer."""
+    functions = compiled([program for program, _ in cases])
+    return [_run_one(program, inputs, functions) for program, inputs in cases]
+
+
+def _run_one(program: Program, inputs: Inputs, functions: dict[str, object]) -> Outputs:
+    table = program.table
+    arena = np.full(program.arena_bytes + 64, 0xA5, np.uint8)
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers if b.storage != "arena"}
+    own = dict(memory)
+    memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in program.buffers if b.name not in memory}
+    for step in program.steps:
+        code = call(cpp.emit(step, table), functions, memory)
+        assert code == 0, f"{step.name} returned {code}"
+    for name, flat in (*own.items(), ("the arena", arena)):
+        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+    return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]
+
+
+def targets() -> dict[str, Runner]:
+    """Name -> how programs of loops run on it here."""
+    return {"cpp": run_cpp}
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """`run` looks at many programs at once, so that their kernels are built together."""
+
+    name: str
+    exact: bool
+    """Whether it is for programs whose values no correct implementation may change by a bit."""
+    size: int
+    """Loops of a program."""
+    run: Callable[[Sequence[Case]], list[str | None]]
+
+
+def checks() -> Iterator[Check]:
+    """Every check there is."""
+    yield Check("passes", True, 10, lambda cases: [_passes(*case) for case in cases])
+    yield Check("fusion", False, 10, lambda cases: [_fusion(*case) for case in cases])
+    for name, runner in targets().items():
+        yield Check(f"{name} bit for bit", True, 10, _against_interpreter(runner, planned))
+        yield Check(f"{name} alone", True, 6, _against_interpreter(runner, lambda program: program))
+        yield Check(f"{name} in shared memory", True, 10, _against_interpreter(runner, plan_memory))
+        yield Check(f"{name} fused", False, 5, _fused_or_not(runner))
+        yield Check(f"{name} up to rounding", False, 2, _up_to_rounding(runner))
+
+
+def planned(program: Program) -> Program:
+    """What the pipeline makes of a program of loops."""
+    return plan_memory(fuse(reorient_columns(drop_dead(program))))
+
+
+def _passes(program: Program, inputs: Inputs) -> str | None:
+    verify(program)
+    want = _outputs(program, inputs)
+    for run in (drop_dead, reorient_columns, fuse, plan_memory):
+        program = run(program)
+        verify(program)
+        if (found := first_difference(program, want, _outputs(program, inputs))) is not None:
+            return f"after {run.__name__}: {found}"
+    return None
+
+
+def _fusion(program: Program, inputs: Inputs) -> str | None:
+    fused = fuse(program)
+    verify(fused)
+    return first_difference(program, _outputs(program, inputs), _outputs(fused, inputs))
+
+
+def _outputs(program: Program, inputs: Inputs) -> Outputs:
+    return [np.asarray(output) for output in interpret(program, {n: np.copy(a) for n, a in inputs.items()})]
+
+
+def _against_interpreter(runner: Runner, prepare: Callable[[Program], Program]) -> Callable[..., list[str | None]]:
+    def run(cases: Sequence[Case]) -> list[str | None]:
+        results = runner([(prepare(program), inputs) for program, inputs in cases])
+        return [
+            first_difference(program, _outputs(program, inputs), found)
+            for (program, inputs), found in zip(cases, results, strict=True)
+        ]
+
+    return run
+
+
+def _fused_or_not(runner: Runner) -> Callable[..., list[str | None]]:
+    """Fusion changes no bit of what kernels compute, but for the order in which floats are summed.
+
+    Column sums go block by block of a loop's rows, which fusion chooses; and g++ sums a row in as many lanes as suit
+    all that the loop does. Programs with such sums are left out.
+    """
+
+    def run(cases: Sequence[Case]) -> list[str | None]:
+        alike = [number for number, (program, _) in enumerate(cases) if not _sums(program)]
+        chosen = [cases[number] for number in alike]
+        both = runner([*chosen, *((fuse(program), inputs) for program, inputs in chosen)])
+        found: list[str | None] = [None] * len(cases)
+        for number, one, two in zip(alike, both[: len(alike)], both[len(alike) :], strict=True):
+            found[number] = first_difference(cases[number][0], one, two)
+        return found
+
+    return run
+
+
+def _sums(program: Program) -> bool:
+    """Are floats summed (or multiplied) in an order that is the kernel's?"""
+    table = program.table
+    combined = {table[s.buffer].dtype for step in program.steps for s in step.stores if s.mode in ("sum", "prod")}
+    values = [value for step in program.steps for value in step.body]
+    combined |= {v.dtype for v in values if isinstance(v, Reduce) and v.op in ("sum", "prod")}
+    return any(DTYPES[dtype] == "float" for dtype in combined)
+
+
+def _up_to_rounding(runner: Runner) -> Callable[..., list[str | None]]:
+    """Only programs without jumps: elsewhere a last bit may decide between two right answers."""
+
+    def run(cases: Sequence[Case]) -> list[str | None]:
+        smooth = [number for number, (program, _) in enumerate(cases) if not _jumps(program)]
+        found: list[str | None] = [None] * len(cases)
+        for number, got in zip(smooth, runner([cases[n] for n in smooth]), strict=True):
+            program, inputs = cases[number]
+            found[number] = first_difference(program, _outputs(program, inputs), got, rtol=1e-4, atol=1e-4)
+        return found
+
+    return run
+
+
+def _jumps(program: Program) -> bool:
+    for step in program.steps:
+        assert isinstance(step, Loop)
+        for value in step.body:
+            match value:
+                case Apply("cast", (arg,), dtype):
+                    if DTYPES[dtype] != "float" and DTYPES[step.body[arg].dtype] == "float":
+                        return True
+                case Apply(op) if op in CHOICES:
+                    return True
+                case Reduce("argmax" | "argmin" | "any" | "all"):
+                    return True
+    return False
+
+
+def first_difference(
+    program: Program, want: Sequence[np.ndarray], got: Sequence[np.ndarray], rtol: float = 0.0, atol: float = 0.0
+) -> str | None:
+    """Where two lists of outputs differ first; 16-bit outputs may differ by a rounding where others may."""
+    for view, one, two in zip(program.outputs, map(np.asarray, want), map(np.asarray, got), strict=True):
+        assert one.shape == two.shape, f"{view}: {one.shape}, {two.shape}"
+        coarse = program.table[view.buffer].dtype in ("bfloat16", "float16")
+        wide = np.asarray(one, np.float64), np.asarray(two, np.float64)
+        relative = 2e-2 if rtol and coarse else rtol
+        same = np.isclose(*wide, rtol=relative, atol=atol, equal_nan=True) if rtol else _equal(one, two)
+        if not same.all():
+            at = tuple(int(n) for n in np.argwhere(~same)[0]) if same.shape else ()
+            wrong = int((~same).sum())
+            return f"{view.buffer}{list(at)} is {two[at]!r}, not {one[at]!r} ({wrong} of {same.size} differ)"
+    return None
+
+
+def _equal(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    return (one == two) | ((one != one) & (two != two))

@@ -1,0 +1,39 @@
+"""Programs that once failed, as files: their own text and inputs, so that no seed has to go on meaning the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import inf, nan
+from pathlib import Path
+
+import numpy as np
+
+import dcompile.ir.index
+import dcompile.ir.nodes
+from dcompile.ir.text import show
+from tests.fuzz.checks import Case
+
+KEPT = Path(__file__).parent / "kept"
+NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.nodes), "inf": inf, "nan": nan}
+"""What the repr of a program is made of."""
+
+
+def keep(check: str, seed: int, case: Case) -> Path:
+    """Write a failing case; returns the file."""
+    program, inputs = case
+    saved = {name: [str(a.dtype), list(a.shape), a.ravel().tolist()] for name, a in inputs.items()}
+    record = {"check": check, "seed": seed, "shown": show(program), "program": repr(program), "inputs": saved}
+    KEPT.mkdir(exist_ok=True)
+    path = KEPT / f"{re.sub(r'[^a-z]+', '_', check)}_{seed}.json"
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    path.write_text(f"{{\n{lines}\n}}\n")
+    return path
+
+
+def kept_case(path: Path) -> tuple[str, Case]:
+    """The check that failed, and the case."""
+    record = json.loads(path.read_text())
+    saved = record["inputs"].items()
+    inputs = {name: np.asarray(values, dtype).reshape(shape) for name, (dtype, shape, values) in saved}
+    return record["check"], (eval(record["program"], dict(NAMES)), inputs)

@@ -1,0 +1,73 @@
+"""Programs that once failed pass now; the search finds a planted fault and shrinks it to what it is about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Apply, Buffer, Program, View
+from tests.fuzz import keep as keeping
+from tests.fuzz.__main__ import failure, search, smallest
+from tests.fuzz.checks import Check, checks, first_difference
+from tests.fuzz.keep import KEPT, keep, kept_case
+
+CHECKS = {check.name: check for check in checks()}
+
+
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
+def test_what_once_failed(path):
+    name, case = kept_case(path)
+    assert failure(CHECKS[name], case) is None
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_check_passes_on_a_few_programs(name):
+    assert search(CHECKS[name], range(3)) == []
+
+
+def with_tanh_for_exp(program: Program) -> Program:
+    """A pass that is wrong."""
+    steps = []
+    for step in program.steps:
+        wrong = [replace(v, op="tanh") if isinstance(v, Apply) and v.op == "exp" else v for v in step.body]
+        steps.append(replace(step, body=tuple(wrong)))
+    return replace(program, steps=tuple(steps))
+
+
+def raising(program: Program) -> Program:
+    if any(isinstance(v, Apply) and v.op == "exp" for step in program.steps for v in step.body):
+        raise KeyError("exp")
+    return program
+
+
+@pytest.mark.parametrize("wrong", [with_tanh_for_exp, raising])
+def test_a_planted_fault_is_found_and_shrunk_to_one_loop(wrong, tmp_path, monkeypatch):
+    def run(cases):
+        return [first_difference(p, interpret(p, inputs), interpret(wrong(p), inputs)) for p, inputs in cases]
+
+    check = Check("planted", False, 8, run)
+    (seed, text), *_ = search(check, range(40))
+    program, inputs = smallest(check, seed, text)
+    assert len(program.steps) == len(program.outputs) == 1
+    assert len(program.steps[0].body) <= 4 and any(
+        isinstance(v, Apply) and v.op == "exp" for v in program.steps[0].body
+    )
+    monkeypatch.setattr(keeping, "KEPT", tmp_path)
+    name, (again, arrays) = kept_case(keep("planted", seed, (program, inputs)))
+    assert (name, again) == ("planted", program) and arrays.keys() == inputs.keys()
+    assert all(np.array_equal(arrays[n], inputs[n]) and arrays[n].dtype == inputs[n].dtype for n in inputs)
+    assert failure(check, (again, arrays)) is not None
+
+
+def test_differences_are_said_and_nan_is_equal_to_nan():
+    program = Program("p", (), (View("y", (2, 3), (3, 1)),), (Buffer("y", "float64", (2, 3), (3, 1)),), ())
+    one, two = np.zeros((2, 3)), np.zeros((2, 3))
+    one[1, 2] = two[1, 2] = np.nan
+    assert first_difference(program, [one], [two]) is None
+    two[1, 1] = 0.5
+    text = "y[1, 1] is np.float64(0.5), not np.float64(0.0) (1 of 6 differ)"
+    assert first_difference(program, [one], [two]) == text
+    assert first_difference(program, [one], [two], rtol=1, atol=1) is None

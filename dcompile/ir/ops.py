@@ -67,6 +67,15 @@ def _trunc_div(a: Any, b: Any) -> Any:
     return quotient + ((np.remainder(a, b) != 0) & ((a < 0) != (b < 0)))
 
 
+def _pow(a: Any, b: Any) -> Any:
+    """NumPy's power, which refuses negative powers of integers, with torch's answer for those."""
+    a, b = np.asarray(a), np.asarray(b)
+    if a.dtype.kind == "f":
+        return np.power(a, b)
+    inverse = np.where(a == 1, 1, np.where(a == -1, 1 - 2 * (b % 2), 0)).astype(a.dtype)
+    return np.where(b < 0, inverse, np.power(a, np.where(b < 0, 0, b)))
+
+
 def _sign(x: Any) -> Any:
     """-1, 0 or 1; 0 for NaN, as torch."""
     return np.greater(x, 0).astype(x.dtype) - np.less(x, 0).astype(x.dtype)
@@ -89,7 +98,7 @@ OPS: Mapping[str, Op] = {
         Op("fmod", 2, "same", _NUMBER, np.fmod, 8),  # sign of the dividend, as C
         Op("min", 2, "same", _ANY, np.minimum),  # NaN wins
         Op("max", 2, "same", _ANY, np.maximum),  # NaN wins
-        Op("pow", 2, "same", _FLOAT, np.power, 20),
+        Op("pow", 2, "same", _NUMBER, _pow, 20),  # integers wrap around; to a negative power they are 1, -1 or 0
         Op("atan2", 2, "same", _FLOAT, np.arctan2, 20),
         Op("neg", 1, "same", _NUMBER, np.negative),
         Op("abs", 1, "same", _NUMBER, np.abs),
@@ -119,6 +128,7 @@ OPS: Mapping[str, Op] = {
         Op("asinh", 1, "same", _FLOAT, np.arcsinh, 20),
         Op("acosh", 1, "same", _FLOAT, np.arccosh, 20),
         Op("atanh", 1, "same", _FLOAT, np.arctanh, 20),
+        Op("gcd", 2, "same", frozenset(("int",)), np.gcd, 40),
         Op("hypot", 2, "same", _FLOAT, np.hypot, 10),
         Op("nextafter", 2, "same", _FLOAT, np.nextafter, 4),  # from the first towards the second
         Op("floor", 1, "same", _FLOAT, np.floor),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -11,21 +11,28 @@ from typing import Any
 import torch
 
 DTYPES = ("float32", "bfloat16", "float16", "int64", "bool")
-KINDS = ("plain", "inplace", "dynamic")
-LIMIT = 2
-"""Sample inputs of one case; some entries have over a thousand, and each costs a kernel or two to compile."""
+KINDS = ("plain", "inplace", "dynamic", "special")
+LIMITS = {"float32": 6, "dynamic": 2}
+LIMIT = 3
+"""Sample inputs of a case, by its dtype or kind, beside the variants made of them; most entries have about seven.
+With symbolic sizes each costs seconds: Dynamo then reasons about every size."""
 LARGEST = 1 << 20
 """Elements of a sample input; larger ones show nothing that smaller ones do not."""
 EAGER_CRASHES = frozenset(
     ("nn.functional.pdist", "native_batch_norm", "_segment_reduce.offsets", "_segment_reduce.lengths")
 )
 """Entries that, in eager itself, end the process on empty inputs (torch 2.13)."""
+SPECIAL = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e30, -1e30, 1e-30)
+"""What every input of a case of kind `special` holds somewhere."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """`entry` is the operator's name and variant; `kind`: called as it is (with a backward where there is one), in
-    place on an input of the graph, or with dynamic=True."""
+    """`entry` is the operator's name and variant; `kind` is one of KINDS.
+
+    plain: called as it is, with a backward where there is one; inplace: on an input of the graph, which it changes;
+    dynamic: with dynamic=True; special: on infinities, NaN and signed zeros.
+    """
 
     entry: str
     dtype: str
@@ -37,6 +44,14 @@ class Case:
     @staticmethod
     def parse(text: str) -> Case:
         return Case(*text.split("|"))
+
+
+def grouped(cases: Iterable[Case]) -> list[tuple[Case, ...]]:
+    """Cases that one graph may hold: those of one entry, with fixed sizes or with symbolic ones; in the order given."""
+    groups: dict[tuple[str, bool], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.entry, case.kind == "dynamic"), []).append(case)
+    return list(map(tuple, groups.values()))
 
 
 @cache
@@ -56,11 +71,19 @@ def all_cases() -> Iterator[Case]:
             if getattr(torch, dtype) not in op.supported_dtypes("cpu"):
                 continue
             yield Case(entry, dtype)
-            if op.inplace_variant is not None and dtype in ("float32", "int64"):
+            if op.inplace_variant is not None:
                 yield Case(entry, dtype, "inplace")
-            # every third entry: with symbolic sizes the graph runs on ATen's kernels, so capture is what is tried
-            if dtype == "float32" and random.Random(entry).randrange(3) == 0:
+            if dtype in ("float32", "int64") and random.Random(f"{entry} {dtype}").randrange(3) == 0:
                 yield Case(entry, dtype, "dynamic")
+            if dtype in ("float32", "bfloat16") and _is_elementary(op):
+                yield Case(entry, dtype, "special")
+
+
+def _is_elementary(op: Any) -> bool:
+    """One element, or the elements of one row, at a time: what infinities and NaN give is defined."""
+    import torch.testing._internal.opinfo.core as core
+
+    return isinstance(op, (core.UnaryUfuncInfo, core.BinaryUfuncInfo, core.ReductionOpInfo))
 
 
 def has_backward(case: Case) -> bool:
@@ -71,8 +94,9 @@ def has_backward(case: Case) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One way to call the operator; `label` says where it comes from."""
+    """One way to call the operator of a case; `label` says where it comes from."""
 
+    case: Case
     label: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -80,28 +104,38 @@ class Sample:
     """What torch's table does with the result before it can be compared: signs of singular vectors, for example."""
 
 
-def samples(case: Case, limit: int = LIMIT) -> list[Sample]:
-    """Up to `limit` of the table's sample inputs, chosen by a seed, then one strided and one empty variant."""
+def samples(case: Case, limit: int | None = None) -> list[Sample]:
+    """Up to `limit` of the table's sample inputs, chosen by a seed; then one of them strided, empty, channels-last."""
     op = operators()[case.entry]
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
     found = list(op.sample_inputs("cpu", dtype, requires_grad=has_backward(case)))
     numbered = [(n, s) for n, s in enumerate(found) if _numel(s) <= LARGEST]
     random.Random(str(case)).shuffle(numbered)
+    if limit is None:
+        limit = LIMITS.get(case.kind, LIMITS.get(case.dtype, LIMIT))
     chosen = sorted(numbered[:limit], key=lambda pair: pair[0])
-    result = [_sample(f"sample {n}", s) for n, s in chosen]
-    if case.kind != "plain":
+    result = [_sample(case, f"sample {n}", s) for n, s in chosen]
+    if case.kind == "special":
+        return [_spoilt(sample) for sample in result]
+    if case.kind == "dynamic":
         return result
     largest = max(chosen, key=lambda pair: _numel(pair[1]), default=None)
-    if largest is not None:
-        result.append(_sample(f"sample {largest[0]}, strided", largest[1].noncontiguous()))
-        if case.entry not in EAGER_CRASHES:
-            result.append(_emptied(_sample(f"sample {largest[0]}, empty", largest[1])))
-    return result
+    return result if largest is None else [*result, *_variants(case, *largest)]
 
 
-def _sample(label: str, given: Any) -> Sample:
-    return Sample(label, (given.input, *given.args), dict(given.kwargs), given.output_process_fn_grad)
+def _variants(case: Case, number: int, given: Any) -> Iterator[Sample]:
+    """Other layouts and sizes of one sample."""
+    sample = _sample(case, f"sample {number}", given)
+    yield _sample(case, f"sample {number}, strided", given.noncontiguous())
+    if case.entry not in EAGER_CRASHES:
+        yield _emptied(replace(sample, label=f"{sample.label}, empty"))
+    if any(t.dim() == 4 for t in tensors_in(sample.args)):
+        yield mapped(replace(sample, label=f"{sample.label}, channels last"), _channels_last)
+
+
+def _sample(case: Case, label: str, given: Any) -> Sample:
+    return Sample(case, label, (given.input, *given.args), dict(given.kwargs), given.output_process_fn_grad)
 
 
 def _numel(sample: Any) -> int:
@@ -114,7 +148,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
 
 
-def mapped(sample: Sample, function: Any) -> Sample:
+def mapped(sample: Sample, function: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
     """The sample with a function applied to each of its tensors."""
     args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, function, (sample.args, sample.kwargs))
     return replace(sample, args=args, kwargs=kwargs)
@@ -130,3 +164,31 @@ def _emptied(sample: Sample) -> Sample:
         return t.detach()[:0].clone().requires_grad_(t.requires_grad)
 
     return mapped(sample, cut)
+
+
+def _channels_last(t: torch.Tensor) -> torch.Tensor:
+    if t.dim() != 4 or t.layout != torch.strided:
+        return t
+    return t.detach().clone(memory_format=torch.channels_last).requires_grad_(t.requires_grad)
+
+
+def _spoilt(sample: Sample) -> Sample:
+    """Special values spread over the floating-point inputs, at places that differ from one input to the next."""
+    starts = iter(range(len(SPECIAL) ** 2))
+
+    def spoil(t: torch.Tensor) -> torch.Tensor:
+        if not t.dtype.is_floating_point or t.layout != torch.strided:
+            return t
+        t = t.detach().clone()
+        if t.is_contiguous():
+            put_round(t.view(-1), SPECIAL, next(starts))
+        return t
+
+    return mapped(replace(sample, label=f"{sample.label}, special"), spoil)
+
+
+def put_round(flat: torch.Tensor, values: Sequence[float], start: int) -> None:
+    """Every third element becomes the next of `values`, going round."""
+    places = range(start % 3, flat.numel(), 3)
+    for count, place in enumerate(places):
+        flat[place] = values[(start + count) % len(values)]

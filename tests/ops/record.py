@@ -1,21 +1,29 @@
-"""The committed list of what falls back to ATen and what still fails: it may only shrink."""
+"""The committed list of what falls back to ATen, what fails and what is not captured: it may only shrink."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.ops.cases import Case
 
 FILE = Path(__file__).with_name("counts.json")
+LISTS = {"fail": "failures", "torch": "torch", "uncaptured": "uncaptured"}
+"""Status of a case -> the list of such cases in the file."""
 
 
 def load() -> dict[str, Any]:
-    """`fallbacks`: ATen op -> entries of torch's table that need it; `count` of those; `failures`: case -> why."""
-    return json.loads(FILE.read_text()) if FILE.exists() else {"count": 0, "fallbacks": {}, "failures": {}}
+    """What the file holds.
+
+    `fallbacks`: ATen op -> entries of torch's table that need it; `count` of those. `failures`, `torch` (torch's own
+    tracing gives something else than eager), `uncaptured`: case -> why. `cases`: how many cases ended how.
+    """
+    return json.loads(FILE.read_text())  # type: ignore[no-any-return]
 
 
 def fallbacks_of(answers: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
@@ -27,7 +35,7 @@ def fallbacks_of(answers: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
     return {op: sorted(entries) for op, entries in sorted(found.items())}
 
 
-def grown(answers: list[dict[str, Any]]) -> list[str]:
+def grown(answers: Sequence[dict[str, Any]]) -> list[str]:
     """What these answers hold that the list does not."""
     known = load()
     news = [
@@ -36,13 +44,22 @@ def grown(answers: list[dict[str, Any]]) -> list[str]:
         for entry in entries
         if entry not in known["fallbacks"].get(op, ())
     ]
-    failed = [a for a in answers if a["status"] == "fail" and a["case"] not in known["failures"]]
-    return news + [f"new failure: {a['case']}: {a['detail']}" for a in failed]
+    for answer in answers:
+        name = LISTS.get(answer["status"])
+        if name is not None and answer["case"] not in known[name]:
+            news.append(f"new in {name}: {answer['case']}: {answer['detail']}")
+    return news
 
 
-def rewrite(answers: list[dict[str, Any]]) -> None:
+def rewrite(answers: Sequence[dict[str, Any]]) -> None:
     """Write the list anew, from a full sweep."""
     fallbacks = fallbacks_of(answers)
-    failures = {a["case"]: a["detail"][:160] for a in sorted(answers, key=lambda a: a["case"]) if a["status"] == "fail"}
-    data = {"count": sum(map(len, fallbacks.values())), "fallbacks": fallbacks, "failures": failures}
+    ordered = sorted(answers, key=lambda answer: answer["case"])
+    data = {
+        "torch_version": torch.__version__,
+        "cases": dict(sorted(Counter(answer["status"] for answer in answers).items())),
+        "count": sum(map(len, fallbacks.values())),
+        "fallbacks": fallbacks,
+        **{name: {a["case"]: a["detail"][:160] for a in ordered if a["status"] == s} for s, name in LISTS.items()},
+    }
     FILE.write_text(json.dumps(data, indent=1) + "\n")

@@ -133,6 +133,17 @@ template <class T> INLINE T floordiv_(T a, T b) {
   const T q = truncdiv_(a, b), r = fmod_(a, b);
   return T(q - (r != 0 && (r < 0) != (b < 0)));
 }
+template <class T> INLINE T pow_(T a, T b) {
+  if (b < 0) return a == T(1) ? T(1) : a == T(-1) ? (b % 2 ? T(-1) : T(1)) : T(0);
+  T result = 1;
+  for (; b; b /= 2, a = T(a * a)) if (b % 2) result = T(result * a);
+  return result;
+}
+template <class T> INLINE T gcd_(T a, T b) {
+  a = abs_(a), b = abs_(b);
+  while (b) { const T r = b == T(-1) ? T(0) : T(a % b); a = b; b = r; }
+  return a;
+}
 INLINE float fmod_(float a, float b) { return __builtin_fmodf(a, b); }
 INLINE double fmod_(double a, double b) { return __builtin_fmod(a, b); }
 template <class F> INLINE F mod_float(F a, F b) {

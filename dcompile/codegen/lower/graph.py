@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from dcompile.codegen.lower.body import Body, Coords
-from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, ranges_of, variables
+from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
 from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as
 from dcompile.ir.index import Index, flatten
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
@@ -59,10 +59,10 @@ class Lowering:
         self.steps.append(Loop(kept[0].buffer, outer, inner, values, kept, self.origin))
 
     def store(self, tensor: T, strides: Shape | None = None, name: str | None = None) -> T:
-        """`tensor` computed into a new buffer, with its own strides if they are dense."""
-        wanted = tensor.strides if strides is None else strides
-        if not is_dense(tensor.shape, wanted):
-            wanted = contiguous(tensor.shape)
+        """`tensor` computed into a new buffer, with `strides`, else with its own if they are dense."""
+        wanted = strides
+        if wanted is None:
+            wanted = tensor.strides if is_dense(tensor.shape, tensor.strides) else contiguous(tensor.shape)
         view = self.buffer(tensor.shape, tensor.dtype, wanted, name)
         self.store_into(tensor, view)
         return replace(from_view(view, tensor.dtype), strides=tensor.strides)
@@ -92,8 +92,8 @@ class Lowering:
     def exact(self, tensor: T) -> View:
         """`tensor` in memory with the strides that torch gave it: what a library call expects."""
         stored = self.memory(tensor)
-        if not laid_out_as(stored, tensor.strides) and is_dense(tensor.shape, tensor.strides):
-            stored = self.store(tensor)
+        if not laid_out_as(stored, tensor.strides) and is_distinct(tensor.shape, tensor.strides):
+            stored = self.store(tensor, tensor.strides)
         assert stored.view is not None
         return stored.view
 

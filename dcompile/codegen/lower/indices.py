@@ -106,6 +106,18 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
     return True
 
 
+def is_distinct(shape: Shape, strides: Shape) -> bool:
+    """No two elements share a place; there may be gaps between them."""
+    if 0 in shape:
+        return True
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
 def same_layout(shape: Shape, left: Shape, right: Shape) -> bool:
     """Equal strides wherever there is more than one element to step over."""
     if 0 in shape:

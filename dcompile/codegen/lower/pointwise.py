@@ -356,6 +356,9 @@ def _table() -> dict[str, Pointwise]:
     table |= {f"prims.{name}.default": table[f"aten.{name}.default"] for name in _PRIMS}
     return table | {
         "aten.angle.default": Pointwise(_angle, 1, ops=3),
+        "aten.gcd.default": Pointwise(_simple("gcd"), 2, heavy=True),
+        "aten.lcm.default": Pointwise(_lcm, 2, heavy=True, ops=4),
+        "aten.round.decimals": Pointwise(_round_to, 1, heavy=True, ops=3),
         "aten.hypot.default": Pointwise(_simple("hypot"), 2, heavy=True),
         "aten.atan.default": Pointwise(_atan, 1, heavy=True),
         "aten.fmax.default": Pointwise(_ignoring_nan("max"), 2, ops=3),
@@ -409,11 +412,24 @@ def _hardtanh(low: Lowering, value: torch.Tensor, /, x: T, a: float = -1.0, b: f
 
 
 def _power(low: Lowering, value: torch.Tensor, /, base: Any, exponent: Any) -> Result:
-    """Integer powers beyond the cube are left to the library: the op table has only a floating-point power."""
-    if not value.is_floating_point() and (isinstance(exponent, T) or exponent not in (0, 1, 2, 3)):
-        return NotImplemented
     cheap = not isinstance(exponent, T) and exponent in (0, 1, 2, 3)
     return Pointwise(_pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent)
+
+
+def _round_to(body: Body, x: Ref, decimals: int) -> Ref:
+    """To so many decimals, or to a power of ten, as torch computes it: scale, round, scale back."""
+    if decimals == 0 or DTYPES[body.dtype(x)] != "float":
+        return _rounded("round")(body, x)
+    ten = body.const(10.0 ** abs(decimals), body.dtype(x))
+    there, back = ("mul", "div") if decimals > 0 else ("div", "mul")
+    return body.apply(back, body.apply("round", body.apply(there, x, ten)), ten)
+
+
+def _lcm(body: Body, a: Ref, b: Ref) -> Ref:
+    zero, one = body.const(0, body.dtype(a)), body.const(1, body.dtype(a))
+    common = body.apply("gcd", a, b)
+    whole = body.apply("truncdiv", a, body.apply("where", body.apply("eq", common, zero), one, common))
+    return body.apply("abs", body.apply("mul", whole, b))
 
 
 def _where(_: Lowering, value: torch.Tensor, /, condition: T, a: Any, b: Any) -> T:

@@ -15,7 +15,7 @@ from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.shapes import below, both, not_below
 from dcompile.codegen.lower.tensor import T, computed
-from dcompile.ir.index import Index, as_index, floordiv, modulo
+from dcompile.ir.index import Index, floordiv, modulo
 from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
 
@@ -23,7 +23,7 @@ MAX_WINDOW = 27
 """Elements of a window that are written out one by one (3 x 3 x 3); larger windows are left to the library."""
 
 
-def _each(value: Any, rank: int, default: Sequence[int] | None = None) -> tuple[int, ...]:
+def each(value: Any, rank: int, default: Sequence[int] | None = None) -> tuple[int, ...]:
     """One number for each dimension; one given stands for all."""
     given = list(value) if isinstance(value, (list, tuple)) else [value]
     if not given and default is not None:
@@ -42,9 +42,9 @@ class _Window:
     def __init__(self, size: tuple[int, ...], kernel: Any, stride: Any, padding: Any, include: bool, by: Any) -> None:
         rank = len(size)
         self.size = size
-        self.kernel = _each(kernel, rank)
-        self.stride = _each(stride, rank, self.kernel)
-        self.padding = _each(padding, rank)
+        self.kernel = each(kernel, rank)
+        self.stride = each(stride, rank, self.kernel)
+        self.padding = each(padding, rank)
         self.include, self.by = include, by
 
     def divisor(self, body: Body, at: Coords, compute: str) -> Ref:
@@ -86,7 +86,7 @@ def _average(rank: int) -> Callable[..., Any]:
                 )
                 inside = [f(body, p, n) for p, size in zip(place, window.size, strict=True)
                           for f, n in ((not_below, 0), (below, size))]  # fmt: skip
-                given = _where(body, both(body, *inside), x, (*coords[:-rank], *place), compute)
+                given = element_where(body, both(body, *inside), x, (*coords[:-rank], *place), compute)
                 total = given if offsets == (0,) * rank else body.apply("add", total, given)
             return to_dtype(body, body.apply("div", total, window.divisor(body, coords[-rank:], compute)), dtype)
 
@@ -95,13 +95,13 @@ def _average(rank: int) -> Callable[..., Any]:
     return rule
 
 
-def _where(body: Body, inside: Ref | bool, x: T, place: Coords, compute: str) -> Ref:
-    """The element in the compute dtype, 0 outside."""
+def element_where(body: Body, inside: Ref | bool, x: T, place: Coords, compute: str, other: float = 0) -> Ref:
+    """The element in the compute dtype, `other` outside."""
     if isinstance(inside, bool):
-        return to_dtype(body, body.trace(x, place), compute) if inside else body.const(0, compute)
+        return to_dtype(body, body.trace(x, place), compute) if inside else body.const(other, compute)
     with body.masked(inside):
         element = to_dtype(body, body.trace(x, place), compute)
-    return body.apply("where", inside, element, body.const(0, compute))
+    return body.apply("where", inside, element, body.const(other, compute))
 
 
 def _average_backward(rank: int) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def _average_backward(rank: int) -> Callable[..., Any]:
                     place.append(start)
                     inside += [not_below(body, start, 0), below(body, start, size), below(body, within, k)]
                 covered = both(body, *inside)
-                given = _where(body, covered, grad, (*coords[:-rank], *place), compute)
+                given = element_where(body, covered, grad, (*coords[:-rank], *place), compute)
                 share = body.apply("div", given, window.divisor(body, tuple(place), compute))
                 total = body.apply("add", total, share)
             return to_dtype(body, total, dtype)
@@ -139,47 +139,9 @@ def _average_backward(rank: int) -> Callable[..., Any]:
     return rule
 
 
-def _adaptive(rank: int) -> Callable[..., Any]:
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, _: Any) -> Result:
-        """Where sizes divide, an ordinary average."""
-        kernel = _even(x.shape[-rank:], shape_of(value)[-rank:])
-        return NotImplemented if kernel is None else _average(rank)(low, value, x, kernel)
-
-    return rule
-
-
-def _adaptive_backward(rank: int) -> Callable[..., Any]:
-    def rule(low: Lowering, value: torch.Tensor, /, grad: T, x: T) -> Result:
-        kernel = _even(x.shape[-rank:], grad.shape[-rank:])
-        if kernel is None:
-            return NotImplemented
-        dtype, count = dtype_name(value.dtype), prod(kernel)
-        compute = opmath(dtype)
-
-        def at(body: Body, coords: Coords) -> Ref:
-            place = (floordiv(c, k, body.ranges) for c, k in zip(coords[-rank:], kernel, strict=True))
-            given = to_dtype(body, body.trace(grad, (*coords[:-rank], *map(as_index, place))), compute)
-            return to_dtype(body, body.apply("div", given, body.const(count, compute)), dtype)
-
-        return computed(shape_of(value), dtype, at, (grad,), ops=2, heavy=True)
-
-    return rule
-
-
-def _even(size: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The window, if all windows are equally large."""
-    if 0 in result or 0 in size or any(n % m for n, m in zip(size, result, strict=True)):
-        return None
-    return tuple(n // m for n, m in zip(size, result, strict=True))
-
-
 RULES: dict[str, Rule] = {
     "aten.avg_pool2d.default": Rule(_average(2)),
     "aten.avg_pool3d.default": Rule(_average(3)),
     "aten.avg_pool2d_backward.default": Rule(_average_backward(2)),
     "aten.avg_pool3d_backward.default": Rule(_average_backward(3)),
-    "aten._adaptive_avg_pool2d.default": Rule(_adaptive(2)),
-    "aten._adaptive_avg_pool3d.default": Rule(_adaptive(3)),
-    "aten._adaptive_avg_pool2d_backward.default": Rule(_adaptive_backward(2)),
-    "aten._adaptive_avg_pool3d_backward.default": Rule(_adaptive_backward(3)),
 }

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.lower import creation, indexing, pointwise, pooling, reductions, rows, scatter, shapes, views
+from dcompile.codegen.lower import (
+    creation,
+    indexing,
+    pointwise,
+    pooling,
+    reductions,
+    rows,
+    scatter,
+    shapes,
+    views,
+    windows,
+)
 from dcompile.codegen.lower.rule import Rule
 
 RULES: dict[str, Rule] = {
@@ -14,5 +25,6 @@ RULES: dict[str, Rule] = {
     **indexing.RULES,
     **scatter.RULES,
     **pooling.RULES,
+    **windows.RULES,
     **creation.RULES,
 }

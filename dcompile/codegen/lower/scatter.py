@@ -210,8 +210,8 @@ def _index_put(
     accumulate: bool = False,
     *_: Any,
 ) -> Result:
-    if any(i is not None and (DTYPES[i.dtype] != "int" or i.dtype == "uint8") for i in indices):
-        return NotImplemented
+    if any(i is not None and i.dtype in ("bool", "uint8") for i in indices):
+        return _put_where(x, indices, values, accumulate)
     if 0 in x.shape or 0 in values.shape:
         return fresh(x) if 0 in x.shape or values.numel == 0 else NotImplemented
     space = indexed_space(low, x, indices)
@@ -219,6 +219,31 @@ def _index_put(
         return fresh(x)
     source = broadcast(values, space.shape)
     return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
+
+
+def _put_where(x: T, indices: Sequence[T | None], values: T, accumulate: bool) -> Result:
+    """One mask, and values that are the same for all its places."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    (dim, mask), rank, dtype = given[0], len(x.shape), x.dtype
+    after = rank - dim - len(mask.shape)
+    lead = len(values.shape) - after - 1  # where in `values` the dimension is that counts the places
+    if len(given) > 1 or x.shape[dim : rank - after] != mask.shape or (lead >= 0 and values.shape[lead] != 1):
+        return NotImplemented
+    if 0 in x.shape or values.numel == 0:
+        return fresh(x) if 0 in x.shape else NotImplemented
+    before = x.shape[:dim]
+    flat = broadcast(values, (*before, 1, *x.shape[rank - after :]))
+    compute = opmath(dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        hit = body.cast(body.trace(mask, coords[dim : rank - after]), "bool")
+        old = body.cast(body.trace(x, coords), compute)
+        new = body.trace(flat, (*coords[:dim], Index(), *coords[rank - after :]))
+        new = body.cast(to_dtype(body, new, dtype), compute)
+        new = _accumulate(body, old, new) if accumulate else new
+        return to_dtype(body, body.apply("where", hit, new, old), dtype)
+
+    return computed(x.shape, dtype, at, (x, mask, flat), ops=2)
 
 
 def _embedding_backward(

@@ -170,6 +170,26 @@ def _select_scatter(low: Lowering, value: torch.Tensor, /, x: T, source: T, dim:
     return _slice_scatter(low, value, x, source, dim, position, position + 1)
 
 
+def _diagonal_scatter(
+    _: Lowering, value: torch.Tensor, /, x: T, source: T, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    row, column = dim1 % len(shape), dim2 % len(shape)
+    others = [d for d in range(len(shape)) if d not in (row, column)]
+
+    def at(body: Body, coords: Coords) -> Ref:
+        along = coords[row] - max(-offset, 0)
+        inside = body.apply("eq", body.index(along), body.index(coords[column] - max(offset, 0)))
+        inside_ = both(body, inside, not_below(body, along, 0), below(body, along, source.shape[-1]))
+        place = (*(coords[d] for d in others), along)
+        chosen = _choose(
+            body, inside_, lambda: _value(body, source, place, dtype), lambda: _value(body, x, coords, dtype)
+        )
+        return to_dtype(body, chosen, dtype)
+
+    return fresh(x) if 0 in source.shape else computed(shape, dtype, at, (x, source), ops=3)
+
+
 def _triangle(keep_below: bool) -> Callable[..., T]:
     """tril and triu: zero on the other side of a diagonal."""
 
@@ -217,6 +237,7 @@ RULES: dict[str, Rule] = {
     "aten.constant_pad_nd.default": Rule(_pad),
     "aten.slice_scatter.default": Rule(_slice_scatter),
     "aten.select_scatter.default": Rule(_select_scatter),
+    "aten.diagonal_scatter.default": Rule(_diagonal_scatter),
     "aten.narrow_copy.default": Rule(_narrow),
     "aten.tril.default": Rule(_triangle(True)),
     "aten.triu.default": Rule(_triangle(False)),

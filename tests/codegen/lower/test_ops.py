@@ -104,7 +104,8 @@ BINARY = {
     "maximum": (F32, BF16, I64, BOOL), "minimum": (F32, BF16, I64, BOOL), "remainder": (F32, I64), "fmod": (F32, I64),
     "floor_divide": (F32, I64), "eq": (F32, BF16, I64, BOOL), "lt": (F32, I64), "ge": (F32, BF16), "atan2": (F32,),
     "logical_and": (F32, I64, BOOL), "logical_xor": (I64, BOOL), "bitwise_and": (I64, BOOL), "bitwise_or": (I64, BOOL),
-    "pow": (F32,), "hypot": FLOATS, "nextafter": (F32,), "bitwise_left_shift": (I64,), "bitwise_right_shift": (I64,),
+    "gcd": (I64,), "lcm": (I64,), "pow": (F32, I64),
+    "hypot": FLOATS, "nextafter": (F32,), "bitwise_left_shift": (I64,), "bitwise_right_shift": (I64,),
 }  # fmt: skip
 
 
@@ -155,7 +156,17 @@ def test_powers() -> None:
         check(lambda x, e=exponent: x**e, tensor(4, 5, positive=True))
     check(lambda x: x**2, tensor(4, 5, dtype=I64))
     check(lambda x: 2**x, tensor(4, 5))
-    check(lambda x: x**5, tensor(4, 5, dtype=I64), library=1)
+    for base in (-2, -1, 0, 1, 3):  # integers to negative powers are 1, -1 or 0
+        x = torch.full((4, 5), base)
+        check(lambda x: x**5, x)
+        if base:
+            check(torch.pow, x, tensor(4, 5, dtype=I64))
+
+
+def test_rounding_to_decimals() -> None:
+    for decimals in (0, 2, -1):
+        for dtype in (F32, BF16):
+            check(lambda x, d=decimals: torch.round(x, decimals=d), 10 * tensor(4, 5, dtype=dtype))
 
 
 def test_infinities_and_nan() -> None:

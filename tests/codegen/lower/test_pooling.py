@@ -30,12 +30,5 @@ def test_divisor_and_three_dimensions() -> None:
     check(lambda x: aten.avg_pool3d(x, [2, 3, 2], [2, 2, 1], [1, 0, 1], False, True, None), x)
 
 
-def test_adaptive() -> None:
-    x, y = tensor(2, 3, 8, 6), tensor(2, 3, 4, 2)
-    check(lambda x: aten._adaptive_avg_pool2d(x, [4, 2]), x)
-    check(lambda g, x: aten._adaptive_avg_pool2d_backward(g, x), y, x)
-    check(lambda x: aten._adaptive_avg_pool2d(x, [3, 4]), x, library=1)  # windows of several sizes
-
-
 def test_a_large_window_is_the_librarys() -> None:
     check(lambda x: aten.avg_pool2d(x, [6, 6], [1, 1]), tensor(2, 8, 8), library=1)

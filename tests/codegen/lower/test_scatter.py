@@ -37,6 +37,18 @@ def test_index_put(accumulate: bool) -> None:
     check(lambda x, r, c, v: put(x, [r, None, c], v, accumulate), x, rows, columns, tensor(2, 4, 4))
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_index_put_where_a_mask_holds(accumulate: bool) -> None:
+    put = aten.index_put.default
+    for dtype in (F32, I64):
+        x, mask = tensor(5, 4, 6, dtype=dtype), tensor(5, 4) > 0
+        check(lambda x, m, v: put(x, [m], v, accumulate), x, mask, tensor(dtype=dtype))
+        check(lambda x, m, v: put(x, [m], v, accumulate), x, mask, tensor(1, 6, dtype=dtype))
+        check(lambda x, m, v: put(x, [None, m], v, accumulate), x, mask[0], tensor(5, 1, 1, dtype=dtype))
+        count = int(mask.sum())  # as many values as places: which goes where depends on how many came before
+        check(lambda x, m, v: put(x, [m], v, accumulate), x, mask, tensor(count, 6, dtype=dtype), library=1)
+
+
 def test_embedding_backward() -> None:
     where = torch.tensor([[0, 3, 3], [6, 1, 3]])
     for padding in (-1, 3):

@@ -1,10 +1,15 @@
-"""What all tests share: `--update-golden`, and no setting of the developer's own shell."""
+"""What all tests share: stored texts and `--update-golden`, and no setting of the developer's own shell."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,6 +20,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether stored texts are to be rewritten."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest, update_golden: bool) -> Callable[[str], None]:
+    """Compare a text with `tests/golden/<file>/<test>.txt`; `--update-golden` writes it, and you review the diff."""
+    name = re.sub(r"\W+", "_", request.node.name.removeprefix("test_")).strip("_")
+    path = GOLDEN / request.path.stem / f"{name}.txt"
+
+    def compare(text: str) -> None:
+        if update_golden:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"{path} is missing: run this test with --update-golden, and read what it wrote"
+        assert text == path.read_text(), "if the new text is as it should be: --update-golden, then review the diff"
+
+    return compare
 
 
 def pytest_configure() -> None:

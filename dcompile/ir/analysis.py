@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from dcompile.ir.index import Index, Size
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
 
 
 def outer_names(loop: Loop) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def operands(value: Value) -> tuple[Ref, ...]:
             return runtime_refs(index)
         case Apply(_, args, _):
             return args
-        case Reduce(_, arg, _):
+        case Reduce(_, arg, _) | Scan(_, arg, _):
             return (arg,)
         case _:
             return ()
@@ -56,11 +56,11 @@ def store_operands(store: Store) -> tuple[Ref, ...]:
 
 @lru_cache(maxsize=512)
 def row_values(loop: Loop) -> tuple[bool, ...]:
-    """For each value of the body: does it belong to the row, having no inner variable except through a `Reduce`?"""
+    """For each value: does it belong to the row, having no inner variable and no `Scan` except through a `Reduce`?"""
     inner = frozenset(inner_names(loop))
     rows: list[bool] = []
     for value in loop.body:
-        direct = isinstance(value, (Load, IndexOf)) and bool(value.index.variables & inner)
+        direct = isinstance(value, Scan) or (isinstance(value, (Load, IndexOf)) and bool(value.index.variables & inner))
         rows.append(isinstance(value, Reduce) or (not direct and all(rows[ref] for ref in operands(value))))
     return tuple(rows)
 
@@ -124,6 +124,6 @@ def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
 
 def of_one_element(value: Value) -> Value:
     """What a value is where every row has one element: a reduction is that element, and its position is 0."""
-    if not isinstance(value, Reduce):
+    if not isinstance(value, (Reduce, Scan)):
         return value
     return Const(0, value.dtype) if value.op.startswith("arg") else Apply("cast", (value.arg,), value.dtype)

@@ -31,13 +31,14 @@ from dcompile.ir.nodes import (
     Loop,
     Program,
     Reduce,
+    Scan,
     Store,
     Value,
     View,
     Wait,
     views_of,
 )
-from dcompile.ir.ops import OPS, REDUCTIONS
+from dcompile.ir.ops import OPS, REDUCTIONS, SCANS
 from dcompile.ir.symbols import sources
 
 Array = np.ndarray[Any, Any]
@@ -274,6 +275,8 @@ class _Machine:
                 return result.astype(_numpy(dtype), copy=False)
             case Reduce(op, arg, dtype):
                 return space.reduce(op, space.values[arg], dtype)
+            case Scan(op, arg, dtype):
+                return space.scan(op, space.values[arg], dtype)
 
     def _load(self, load: Load, space: _Space) -> Array:
         flat, index = self.memory[load.buffer], space.at(load.index)
@@ -323,12 +326,20 @@ class _Space:
 
     def reduce(self, op: str, values: Array, dtype: str) -> Array:
         """Over the whole inner space, one result for each row; the order of summation depends on the space alone."""
-        rows = values.shape[: len(self.outer)]
-        columns = prod(self.inner)
-        flat = np.ascontiguousarray(np.broadcast_to(values, rows + self.inner)).reshape(*rows, columns)
-        reduction = REDUCTIONS[op]
-        result = reduction.meaning(flat, axis=-1) if columns else np.full(rows, reduction.identity(dtype))
+        flat, reduction = self._rows(values), REDUCTIONS[op]
+        rows = flat.shape[:-1]
+        result = reduction.meaning(flat, axis=-1) if flat.shape[-1] else np.full(rows, reduction.identity(dtype))
         return np.asarray(result, _numpy(dtype)).reshape((*rows, *(1 for _ in self.inner)))
+
+    def scan(self, op: str, values: Array, dtype: str) -> Array:
+        """Over the inner space, one result for each element, combined one after another."""
+        flat = self._rows(values)
+        return np.asarray(SCANS[op].meaning(flat, axis=-1), _numpy(dtype)).reshape((*flat.shape[:-1], *self.inner))
+
+    def _rows(self, values: Array) -> Array:
+        """Each row's values in order, along the last axis."""
+        rows = values.shape[: len(self.outer)]
+        return np.ascontiguousarray(np.broadcast_to(values, rows + self.inner)).reshape(*rows, prod(self.inner))
 
 
 def _has_runtime(index: Index) -> bool:

@@ -2,8 +2,8 @@
 
 A `Program` is a list of steps over named buffers. A `Loop` is one fused kernel: a row space (`outer`), a space inside
 each row (`inner`), and one body in SSA form. A value of the body belongs to the row if it depends on no inner variable
-except through a `Reduce`, and to the element otherwise; that is all an emitter needs to split the body into passes over
-the row. There is no separate form for pointwise kernels, reductions and row programs.
+and no `Scan` except through a `Reduce`, and to the element otherwise; that is all an emitter needs to split the body
+into passes over the row. There is no separate form for pointwise kernels, reductions and row programs.
 
 Loop variables are `i0, i1, ...` over `outer` and `j0, j1, ...` over `inner`. An index counts elements from the start of
 its buffer. A variable `v7` in an index is the run-time integer computed by value 7 of the same body.
@@ -65,7 +65,20 @@ class Reduce:
     dtype: str
 
 
-Value: TypeAlias = Const | IndexOf | Load | Apply | Reduce
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """`op` (a key of `ir.ops.SCANS`) over the elements of the current row up to this one, this one included.
+
+    The inner space counts in row-major order. The result belongs to the element, whatever `arg` is. Values are combined
+    one after another in `dtype`, so that the result depends on nothing but the row.
+    """
+
+    op: str
+    arg: Ref
+    dtype: str
+
+
+Value: TypeAlias = Const | IndexOf | Load | Apply | Reduce | Scan
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,7 @@ OPS: Mapping[str, Op] = {
         Op("atanh", 1, "same", _FLOAT, np.arctanh, 20),
         Op("gcd", 2, "same", frozenset(("int",)), np.gcd, 40),
         Op("hypot", 2, "same", _FLOAT, np.hypot, 10),
+        Op("logaddexp", 2, "same", _FLOAT, np.logaddexp, 30),  # log(exp(a) + exp(b))
         Op("nextafter", 2, "same", _FLOAT, np.nextafter, 4),  # from the first towards the second
         Op("floor", 1, "same", _FLOAT, np.floor),
         Op("ceil", 1, "same", _FLOAT, np.ceil),
@@ -193,3 +194,15 @@ REDUCTIONS: Mapping[str, Reduction] = {
         Reduction("argmin", None, np.argmin, lambda _: 0),
     )
 }
+
+SCANS: Mapping[str, Reduction] = {
+    r.name: r
+    for r in (
+        Reduction("sum", "add", np.add.accumulate, lambda _: 0),
+        Reduction("prod", "mul", np.multiply.accumulate, lambda _: 1),
+        Reduction("max", "max", np.maximum.accumulate, _lowest),  # NaN wins
+        Reduction("min", "min", np.minimum.accumulate, _highest),  # NaN wins
+        Reduction("logsumexp", "logaddexp", np.logaddexp.accumulate, _lowest),
+    )
+}
+"""Ways to combine all values up to each: `meaning` over an axis gives as many as there are."""

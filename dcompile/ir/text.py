@@ -21,6 +21,7 @@ from dcompile.ir.nodes import (
     Program,
     Reduce,
     Ref,
+    Scan,
     Step,
     Value,
     View,
@@ -102,6 +103,8 @@ def _show_value(value: Value, words: list[str]) -> str:
             return f"{op}({', '.join([*arguments, dtype] if op == 'cast' else arguments)})"
         case Reduce(op, arg, _):
             return f"row_{op}({_word(words, arg)})"
+        case Scan(op, arg, _):
+            return f"scan_{op}({_word(words, arg)})"
 
 
 def _word(words: list[str], ref: Ref) -> str:

@@ -1,7 +1,7 @@
 """What a well-formed program is: few rules, each stated once. `verify` raises with the step and its neighbours.
 
 The rules:
-  1. values refer to earlier values; arity, kinds and dtypes follow `OPS` and `REDUCTIONS`;
+  1. values refer to earlier values; arity, kinds and dtypes follow `OPS`, `REDUCTIONS` and `SCANS`;
   2. bfloat16 and float16 are only loaded, stored and cast;
   3. an index uses the loop's variables, size symbols and integers computed earlier, and stays inside its buffer;
   4. a `set` store writes no element twice, and covers its buffer unless that is an input;

@@ -11,8 +11,8 @@ import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, outer_names, runtime_refs, sizes
 from dcompile.ir.index import Index, as_index, evaluate_on, upper_bound
-from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
-from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS, REDUCTIONS
+from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
+from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS, REDUCTIONS, SCANS
 
 Known: TypeAlias = Mapping[str, int]
 """The length of each loop variable whose length is a number."""
@@ -78,6 +78,10 @@ def _check_value(
         case Reduce(op, arg, dtype):
             require(op in REDUCTIONS, f"unknown reduction {op}")
             _check_reduce(op, dtype_of(arg), dtype)
+        case Scan(op, arg, dtype):
+            require(op in SCANS, f"unknown scan {op}")
+            require(bool(loop.inner), "a scan needs an inner space")
+            _check_scan(op, dtype_of(arg), dtype)
 
 
 def _check_apply(op: str, args: tuple[str, ...], dtype: str) -> None:
@@ -101,6 +105,12 @@ def _check_reduce(op: str, arg: str, dtype: str) -> None:
         return
     kinds = frozenset(("bool",)) if op in ("any", "all") else OPS[combine].kinds
     require(dtype == arg and DTYPES[arg] in kinds, f"{op} over {arg} cannot give {dtype}")
+
+
+def _check_scan(op: str, arg: str, dtype: str) -> None:
+    combine = SCANS[op].combine
+    require(arg in COMPUTE_DTYPES, f"a scan over {arg}: cast to float32 first")
+    require(dtype == arg and combine is not None and DTYPES[arg] in OPS[combine].kinds, f"{op} over {arg} in a scan")
 
 
 def _check_index(index: Index, allowed: frozenset[str] | set[str], ref: Ref, loop: Loop) -> None:

@@ -23,6 +23,7 @@ from dcompile.ir.nodes import (
     Loop,
     Program,
     Reduce,
+    Scan,
     Store,
     Value,
     View,
@@ -159,6 +160,7 @@ class _Maker:
                 self._rows,
                 self._rows,
                 self._normalise,
+                self._scans,
                 self._columns,
                 self._gather,
                 self._scatter,
@@ -191,6 +193,23 @@ class _Maker:
                 self._set(point, ref, shape, point.where)
         if self.rng.random() < 0.5:
             self._set(point, self._reduce(point, ref), shape[:split], point.where[:split])
+        self._set(point, ref, shape, point.where)
+        self._finish(point)
+
+    def _scans(self, shape: tuple[int, ...]) -> None:
+        """Running sums and their kind, of elements, of rows' results and of one another; elements and rows use them."""
+        split = self.rng.randint(0, len(shape) - 1)
+        point = self._point(shape, split)
+        ref = self._expression(point, self.rng.randint(0, 2))
+        if self.rng.random() < 0.3:
+            ref = self._binary(point, ref, self._reduce(point, ref))
+        for _ in range(self.rng.randint(1, 2)):
+            scanned = self._scan(point, ref)
+            ref = self._binary(point, scanned, self._choice(point, ref, scanned))
+        if self.rng.random() < 0.5:
+            self._set(point, self._reduce(point, ref), shape[:split], point.where[:split])
+        if self.rng.random() < 0.3:
+            ref = self._binary(point, ref, self._reduce(point, ref))
         self._set(point, ref, shape, point.where)
         self._finish(point)
 
@@ -432,6 +451,17 @@ class _Maker:
             ref = self._cast(point, ref, "int64")
         bound = point.bounds[ref] * (prod(point.inner) if op == "sum" else 1)
         return point.add(Reduce(op, ref, point.dtype(ref)), max(bound, 1))
+
+    def _scan(self, point: _Point, ref: int) -> int:
+        ref = self._number(point, ref)
+        names = ("sum", "sum", "prod", "max", "min")
+        op = self.rng.choice(names if self.exact or DTYPES[point.dtype(ref)] != "float" else (*names, "logsumexp"))
+        if op in ("sum", "prod") and DTYPES[point.dtype(ref)] != "float":
+            ref = self._cast(point, ref, "int64")
+        if op == "prod":
+            ref = self._tame(point, ref, 1)
+        bound = point.bounds[ref] * (prod(point.inner) if op == "sum" else 1) + 8 * (op == "logsumexp")
+        return self._tame(point, point.add(Scan(op, ref, point.dtype(ref)), max(bound, 1)))
 
 
 def _runtime(index: Size) -> bool:

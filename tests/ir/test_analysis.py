@@ -1,6 +1,6 @@
 from dcompile.ir.analysis import can_overwrite, is_row_store, operands, passes, ranges, row_values, sizes
 from dcompile.ir.index import flatten, var
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Store
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Scan, Store
 
 I0, J0 = var("i0"), var("j0")
 AT = flatten((I0, J0), (8, 1))
@@ -30,6 +30,14 @@ def test_rows_passes_and_operands():
     assert [is_row_store(step, store) for store in step.stores] == [True, False, False]
 
 
+def test_a_scan_belongs_to_the_element_and_to_the_pass_of_its_argument():
+    body = (Load("n", I0, "int64"), Scan("sum", 0, "int64"), Reduce("max", 1, "int64"), Scan("sum", 2, "int64"))
+    step = loop(body, Store("y", AT, 3))
+    assert row_values(step) == (True, False, True, False)
+    assert passes(step) == (0, 0, 1, 1)
+    assert operands(body[1]) == (0,)
+
+
 def test_sizes():
     step = Loop("k", (4, var("s0")), (8,), (), ())
     assert sizes(step) == {"i0": 4, "i1": var("s0"), "j0": 8}
@@ -43,6 +51,14 @@ def test_pointwise_overwrites():
     assert can_overwrite(loop([A, NEG], Store("y", AT, 1)), "a", "y")
     assert not can_overwrite(loop([A, NEG], Store("y", 31 - AT, 1)), "a", "y")
     assert not can_overwrite(loop([A, NEG, Load("a", J0, "float32")], Store("y", AT, 1)), "a", "y")
+
+
+def test_a_scan_of_the_source_overwrites_it():
+    scan = Scan("sum", 0, "float32")
+    assert can_overwrite(loop([A, scan], Store("y", AT, 1)), "a", "y")
+    body = [A, scan, Reduce("max", 1, "float32"), Apply("sub", (1, 2), "float32")]
+    assert can_overwrite(loop(body, Store("y", AT, 3)), "a", "y")
+    assert not can_overwrite(loop(body, Store("y", AT, 1), Store("z", AT, 3)), "a", "y")
 
 
 def test_a_column_reduction_does_not():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcompile.ir.interpret import execute
-from dcompile.ir.nodes import Apply, Load, Reduce
+from dcompile.ir.nodes import Apply, Load, Reduce, Scan
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 
@@ -46,9 +46,12 @@ def test_every_kind_of_thing_turns_up():
                     seen[value.op] += 1
                 elif isinstance(value, Reduce):
                     seen[f"reduce {value.op}"] += 1
+                elif isinstance(value, Scan):
+                    seen[f"scan {value.op}"] += 1
             seen.update(f"store {store.mode}" for store in step.stores)
         seen["mutated"] += len(mutated)
     names = [f"load {d}" for d in ("bool", "int8", "int64", "uint8", "float16", "bfloat16", "float32", "float64")]
     names += ["masked", "runtime", "divided", "mutated", "where", "cast", "exp", "div", "store sum", "store max"]
     names += [f"reduce {op}" for op in ("sum", "max", "min", "argmax", "argmin", "any", "all")]
+    names += [f"scan {op}" for op in ("sum", "prod", "max", "min", "logsumexp")]
     assert not [name for name in names if seen[name] < 3]

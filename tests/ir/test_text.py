@@ -16,6 +16,7 @@ from dcompile.ir.nodes import (
     Loop,
     Program,
     Reduce,
+    Scan,
     Store,
     View,
     Wait,
@@ -32,6 +33,13 @@ def test_a_pointwise_loop_is_one_line_per_value():
     body = (Load("h", AT, "float32"), Load("w", J0, "float32"), Apply("mul", (0, 1), "float32"))
     loop = Loop("k0", (32,), (768,), body, (Store("y", AT, 2),), ("layers.0.mlp",))
     assert show_loop(loop) == "loop k0 [32] x [768]  # layers.0.mlp\n  y[j0 + 768*i0] = mul(h[j0 + 768*i0], w[j0])"
+
+
+def test_a_scan():
+    body = (Load("h", AT, "float32"), Scan("sum", 0, "float32"))
+    assert show_loop(Loop("k0", (32,), (768,), body, (Store("y", AT, 1),))).endswith(
+        "y[j0 + 768*i0] = scan_sum(h[j0 + 768*i0])"
+    )
 
 
 def test_everything_a_loop_can_hold():

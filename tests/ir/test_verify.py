@@ -18,6 +18,7 @@ from dcompile.ir.nodes import (
     Loop,
     Program,
     Reduce,
+    Scan,
     Store,
     View,
     Wait,
@@ -94,6 +95,10 @@ X = Load("x", AT, "float32")
         ([X, Reduce("argmax", 0, "float32")], "gives int64"),
         ([X, Reduce("sum", 0, "float64")], "cannot give"),
         ([X, Reduce("any", 0, "float32")], "cannot give"),
+        ([X, Scan("median", 0, "float32")], "unknown scan"),
+        ([X, Scan("sum", 0, "float64")], "in a scan"),
+        ([X, Apply("lt", (0, 0), "bool"), Scan("sum", 1, "bool")], "in a scan"),
+        ([X, Apply("cast", (0,), "bfloat16"), Scan("sum", 1, "bfloat16")], "cast to float32 first"),
         ([Load("z", AT, "float32")], "z is read before"),
         ([Load("x", AT, "float64")], "as float64"),
         ([X, Load("x", AT, "float32", mask=0)], "not a truth value"),
@@ -109,6 +114,11 @@ def test_values(body, words):
     number = len(body)
     extra = [X, Apply("neg", (number,), "float32")]  # so that the loop stores something valid in any case
     rejects(program(loop([*body, *extra], Store("y", AT, number + 1))), words)
+
+
+def test_a_scan_needs_a_row():
+    body = [Load("x", I0, "float32"), Scan("sum", 0, "float32")]
+    rejects(program(loop(body, Store("y", I0, 1), outer=(32,), inner=())), "needs an inner space")
 
 
 def test_masked_loads_may_point_outside():

@@ -20,8 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 LOSS, TENSOR = 1e-5, 1e-4
 LR = 1e-3
-# Left to ATen: a running count over attention masks, and the scattered sum of an embedding's gradient
-FALLBACKS = {"aten.cumsum.default"}
+FALLBACKS: set[str] = set()
 OPTIONS = {"options": {"receipt": False}} if IS_DCOMPILE else {}
 
 

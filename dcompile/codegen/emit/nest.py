@@ -24,7 +24,7 @@ from dcompile.ir.index import (
     typical,
     var,
 )
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import OPS
 
 LANES = 128
@@ -33,6 +33,8 @@ TILE = 16
 """Side of the tiles of a transposing loop: 32x32 float32 of two buffers lie in L1."""
 CHUNK = 4096
 """Elements of a pointwise row that one thread takes at a time."""
+SCAN_COST = 10
+"""Additions that a step of a scan costs: no two steps run at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def make_nest(loop: Loop) -> Nest:
     if not inner:
         return _pointwise(outer, tuple(of_one_element(value) for value in body), stores)
     lane = None
-    if outer and any(isinstance(value, Reduce) for value in body):
+    if outer and any(isinstance(value, (Reduce, Scan)) for value in body):
         names = frozenset(axis.name for axis in inner)
         often = [(index, weight) for index, weight in _accesses(body, stores) if index.variables & names]
         score = {a.name: _unit_strides(a.name, often) for a in (outer[-1], inner[-1])}
@@ -246,7 +248,7 @@ def renumber(value: Value, number: dict[Ref, Ref]) -> Value:
             return replace(value, index=_renumbered(index, number))
         case Apply(_, args, _):
             return replace(value, args=tuple(number[arg] for arg in args))
-        case Reduce(_, arg, _):
+        case Reduce(_, arg, _) | Scan(_, arg, _):
             return replace(value, arg=number[arg])
         case _:
             return value
@@ -276,7 +278,8 @@ def levels(nest: Nest) -> Levels:
     for value in nest.body:
         used = operands(value)
         direct = isinstance(value, (Load, IndexOf)) and bool(value.index.variables & nest.element_names)
-        element.append(not isinstance(value, Reduce) and (direct or any(element[ref] for ref in used)))
+        varies = direct or isinstance(value, Scan) or any(element[ref] for ref in used)
+        element.append(varies and not isinstance(value, Reduce))
         known.append(max((known[ref] for ref in used), default=0) + isinstance(value, Reduce))
     uses = [(store.value, *runtime_refs(store.index)) for store in nest.stores]
     live: set[Ref] = {ref for refs in uses for ref in refs}
@@ -304,5 +307,7 @@ def cone_cost(ref: Ref, body: tuple[Value, ...], stop: frozenset[Ref]) -> int:
         value = body[at]
         if isinstance(value, Apply):
             total += OPS[value.op].cost
+        elif isinstance(value, Scan):
+            total += SCAN_COST
         stack += [] if isinstance(value, Reduce) else operands(value)
     return total

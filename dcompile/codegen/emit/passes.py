@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from dcompile.codegen.emit.nest import LANES, Axis, may_exceed
+from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds, Scans
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
-from dcompile.codegen.emit.statements import LOCAL, Statements, store_refs
+from dcompile.codegen.emit.statements import LOCAL, store_refs
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute
-from dcompile.ir.nodes import Const, Load, Reduce, Ref
+from dcompile.ir.nodes import Const, Load, Reduce, Ref, Scan
 from dcompile.ir.ops import REDUCTIONS
 
 PARTIAL = 4096
@@ -18,7 +19,7 @@ BLOCKS = 1024
 """Blocks at most that threads take of one long row."""
 
 
-class Passes(Statements):
+class Passes(Scans):
     """Writes what happens within a row, or within `LANES` rows side by side."""
 
     def _row(self) -> None:
@@ -94,17 +95,6 @@ class Passes(Statements):
             if not self.levels.element[ref] and not isinstance(value, Const):
                 self.line(f"const {c_type(value.dtype)} {self.name(ref)} = l{self.number(ref)}[l];")
 
-    def _needed(self, number: int) -> list[Ref]:
-        """Element values that a pass computes, in order; kept ones of earlier passes end the search."""
-        stack, seen = self._targets(number), set[Ref]()
-        while stack:
-            ref = stack.pop()
-            if ref not in seen and self.levels.element[ref]:
-                seen.add(ref)
-                if self.kept.get(ref, number) == number:
-                    stack += operands(self.nest.body[ref])
-        return sorted(seen)
-
     def _pass(self, number: int) -> None:
         """One pass over the elements of the row."""
         reduces, stores = self._roots(number)
@@ -119,19 +109,22 @@ class Passes(Statements):
         partial = self._partial(reduces)
         for ref in reduces:
             self._accumulator(ref, "w" if ref in partial else "s", wide=ref in partial)
-        last = self.nest.elements[-1]
+        last, rounds = self.nest.elements[-1], self._rounds(number)
+        self._open_scans(rounds, last.size)
         self._turn_in()
         self._point(number)
         for axis in self.nest.elements[:-1]:
             self._open_axis(axis)
-        blocked = bool(partial) and may_exceed(last.size, 2 * PARTIAL)
+        block = SCAN_BLOCK if rounds.held else PARTIAL
+        long = may_exceed(last.size, SCAN_BLOCK if rounds.held else 2 * PARTIAL)
+        blocked = long and bool(partial or rounds.held)
         if blocked:
             end = self.size(last.size)
-            self.open(f"for (int64 {last.name}_low = 0; {last.name}_low < {end}; {last.name}_low += {PARTIAL})")
+            self.open(f"for (int64 {last.name}_low = 0; {last.name}_low < {end}; {last.name}_low += {block})")
             self.line(
-                f"const int64 {last.name}_high = {last.name}_low + {PARTIAL} < {end} ? "
-                f"{last.name}_low + {PARTIAL} : {end};"
+                f"const int64 {last.name}_high = {last.name}_low + {block} < {end} ? {last.name}_low + {block} : {end};"
             )
+        ready = self._run_rounds(number, rounds, last, blocked)
         for ref in sorted(partial):
             self._accumulator(ref, "s", wide=False)
         scalars = [n for n in stores if self._is_scalar_column(n, last.name)]
@@ -139,9 +132,12 @@ class Passes(Statements):
             store = self.nest.stores[n]
             dtype = self.table[store.buffer].dtype
             self.line(f"{c_type(dtype)} c{n} = {literal(REDUCTIONS[store.mode].identity(dtype), dtype)};")
-        self._simd_pragma(reduces, scalars, all(self._simd(n, last.name) for n in stores))
+        simd = not rounds.serial and all(self._simd(n, last.name) for n in stores)
+        self._simd_pragma(reduces, scalars, simd)
         self._open_axis(last, bounded=blocked)
-        self._elements(number, reduces, [n for n in stores if n not in scalars])
+        at = f"{last.name} - {last.name}_low" if blocked else last.name
+        self._values(number, self._targets(number), rounds, ready, at)
+        self._combine_elements(reduces, [n for n in stores if n not in scalars])
         for n in scalars:
             store = self.nest.stores[n]
             self.line(self._combine(store.mode, f"c{n}", self.name(store.value), self.table[store.buffer].dtype))
@@ -160,7 +156,7 @@ class Passes(Statements):
     def _point(self, number: int) -> None:
         """Decide once a row, rather than at each element, whether a load reads memory or zeros."""
         last = self.nest.elements[-1]
-        for ref in self._needed(number):
+        for ref in self._needed(number, self._targets(number)):
             load = self.nest.body[ref]
             if ref in self.pointed or not self._may_point(ref) or self.kept.get(ref, number) < number:
                 continue
@@ -203,7 +199,8 @@ class Passes(Statements):
         """One long row: threads take blocks of its elements, whose results are combined in order."""
         one = not self._row_axes() and len(self.nest.elements) == 1
         one = one and may_exceed(self.nest.elements[0].size, 2 * PARTIAL)
-        return one and self.parallel and not self.kept and not self.columns
+        serial = any(isinstance(value, Scan) for value in self.nest.body)
+        return one and self.parallel and not self.kept and not self.columns and not serial
 
     def _shared_pass(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
         """A pass over one long row; the blocks depend on its length only, so the result on no number of threads."""
@@ -224,7 +221,8 @@ class Passes(Statements):
             self._accumulator(ref, "s", wide=False)
         self._simd_pragma(reduces, [], simd=True)
         self._open_axis(axis, bounded=True)
-        self._elements(number, reduces, stores)
+        self._values(number, self._targets(number), Rounds(), frozenset(), "")
+        self._combine_elements(reduces, stores)
         self.close()
         for ref in reduces:
             self.line(f"p{self.number(ref)}[b] = s{self.number(ref)};")
@@ -261,11 +259,6 @@ class Passes(Statements):
             r for r in reduces if long and self._reduce(r).op == "sum" and self._reduce(r).dtype == "float32"
         )
 
-    def _open_axis(self, axis: Axis, bounded: bool = False) -> None:
-        tiled = bounded or axis is self.split or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
-        low, high = (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", self.size(axis.size))
-        self.open(f"for (int64 {axis.name} = {low}; {axis.name} < {high}; {axis.name}++)")
-
     def _accumulator(self, ref: Ref, prefix: str, wide: bool) -> None:
         reduce = self._reduce(ref)
         identity = literal(REDUCTIONS[reduce.op].identity(reduce.dtype), reduce.dtype)
@@ -289,16 +282,8 @@ class Passes(Statements):
             clauses.append(f"reduction({COMPOUND[self.nest.stores[n].mode]}:c{n})")
         self.line(" ".join(("#pragma omp simd", *clauses)))
 
-    def _elements(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
-        """The statements for one element: values, then reductions, then stores."""
-        place = self._row_place()
-        for ref in self._needed(number):
-            if self.kept.get(ref, number) < number:
-                self.line(f"const {c_type(self.nest.body[ref].dtype)} {self.name(ref)} = r{self.number(ref)}[{place}];")
-                continue
-            self.declare(ref)
-            if ref in self.kept:
-                self.line(f"r{self.number(ref)}[{place}] = {self.name(ref)};")
+    def _combine_elements(self, reduces: list[Ref], stores: list[int]) -> None:
+        """What becomes of an element: reductions, then stores."""
         for ref in reduces:
             value = self.name(self._reduce(ref).arg)
             self._combine_partial(ref, value)
@@ -314,13 +299,6 @@ class Passes(Statements):
             self.line(f"{s} = {value} {'>' if how == 'max' else '<'} {s} ? {value} : {s};")
         else:
             self.line(f"{s} {how}= {value};")
-
-    def _row_place(self) -> str:
-        """Position of an element in its row."""
-        text = ""
-        for axis in self.nest.elements:
-            text = f"({text}) * {self.size(axis.size)} + {axis.name}" if text else axis.name
-        return text
 
     def _finish(self, ref: Ref) -> None:
         """Name the result of a reduction, after its pass."""
@@ -338,14 +316,15 @@ class Passes(Statements):
             self.line(f"alignas(64) {'float64' if wide else c_type(reduce.dtype)} s{self.number(ref)}[{LANES}];")
             identity = literal(REDUCTIONS[reduce.op].identity(reduce.dtype), reduce.dtype)
             self.line(f"for (int64 l = 0; l < {LANES}; l++) s{self.number(ref)}[l] = {identity};")
+        needed = self._needed(number, self._targets(number))
+        scans = self._open_lane_scans(needed)
         for axis in self.nest.elements:
             self._open_axis(axis)
         self._open_lane(simd=all(self._simd(n, lane.name) for n in stores))
-        needed = self._needed(number)
         used = {ref for value in needed for ref in operands(self.nest.body[value])} | set(self._targets(number))
         self._fetch(used)
         for ref in needed:
-            self.declare(ref)
+            self._advance(ref, f"u{self.number(ref)}[l]") if ref in scans else self.declare(ref)
         for ref in reduces:
             reduce, place = self._reduce(ref), f"s{self.number(ref)}[l]"
             wide = reduce.op == "sum" and reduce.dtype == "float32"

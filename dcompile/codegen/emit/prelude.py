@@ -284,6 +284,10 @@ LIBM2(asinh, asinh) LIBM2(acosh, acosh) LIBM2(atanh, atanh)
   INLINE float name##_(float a, float b) { return __builtin_##name##f(a, b); } \
   INLINE double name##_(double a, double b) { return __builtin_##name(a, b); }
 LIBM_PAIR(pow) LIBM_PAIR(atan2) LIBM_PAIR(hypot) LIBM_PAIR(nextafter)
+template <class F> INLINE F logaddexp_(F a, F b) {
+  const F low = min_(a, b), high = max_(a, b);
+  return low == high && low - low != 0 ? high : high + log1p_(exp_(low - high));
+}
 INLINE bool signbit_(float x) { return bits(x) >> 31; }
 INLINE bool signbit_(double x) { return __builtin_signbit(x); }
 """

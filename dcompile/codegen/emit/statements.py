@@ -9,7 +9,7 @@ from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, literal
 from dcompile.codegen.emit.tiles import Turned, find_turned
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
-from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Store, Value
+from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
 
 PARALLEL_WORK = 32768
@@ -54,6 +54,8 @@ class Statements:
         self.turned: Turned | None = find_turned(nest, table)
         self.pointed: set[Ref] = set()
         """Loads that read through a pointer of their row: to the row, or to zeros where the row's mask is false."""
+        self.opened: set[str] = set()
+        """Variables of scans that the row has already."""
         self._plan_kept()
 
     # --- decisions ---
@@ -129,7 +131,9 @@ class Statements:
             return None
         if not isinstance(last.size, int) or last.size < 2 * SPLIT:
             return None
-        if any(row.name == last.name for row in self.nest.rows) or any(isinstance(v, Reduce) for v in self.nest.body):
+        if any(row.name == last.name for row in self.nest.rows):
+            return None
+        if any(isinstance(value, (Reduce, Scan)) for value in self.nest.body):
             return None
         return last if all(self._keeps_apart(n, last) for n in range(len(stores))) else None
 
@@ -269,8 +273,8 @@ class Statements:
                 return self.name(arg)
             case Apply(op, args, dtype):
                 return self.apply(op, args, dtype)
-            case Reduce():
-                raise AssertionError("a reduction has no expression of its own")
+            case Reduce() | Scan():
+                raise AssertionError("a reduction or a scan has no expression of its own")
 
     def _is_zero_anyway(self, mask: Ref, arg: Ref, other: Ref) -> bool:
         """Does a masked load give the zero that is to be taken where its mask is false?"""

@@ -14,7 +14,7 @@ import numpy as np
 
 from dcompile.codegen.lower.indices import lower_bound, simplify
 from dcompile.ir.index import Index, as_index, substitute, upper_bound, var
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS
 
 if TYPE_CHECKING:
@@ -88,9 +88,16 @@ class Body:
 
     def reduce(self, op: str, arg: Ref, dtype: str | None = None) -> Ref:
         """A reduction over the row; over a row of one element it is that element, at position 0."""
-        if all(size == 1 for name, size in self.ranges.items() if name[0] == "j"):
+        if self._single():
             return self.const(0, "int64") if op.startswith("arg") else arg
         return self._add(Reduce(op, arg, dtype or self.dtype(arg)))
+
+    def scan(self, op: str, arg: Ref) -> Ref:
+        """A scan over the row; over a row of one element it is that element."""
+        return arg if self._single() else self._add(Scan(op, arg, self.dtype(arg)))
+
+    def _single(self) -> bool:
+        return all(size == 1 for name, size in self.ranges.items() if name[0] == "j")
 
     def cast(self, ref: Ref, dtype: str) -> Ref:
         """Rounds to `dtype`; a widening is undone for free, a narrowing round trip is kept."""
@@ -231,7 +238,7 @@ def _refs_of(value: Value) -> tuple[Ref, ...]:
     match value:
         case Apply():
             return value.args
-        case Reduce():
+        case Reduce() | Scan():
             return (value.arg,)
         case Load():
             refs = _runtime_refs(value.index)
@@ -253,7 +260,7 @@ def _renumber(
         match value:
             case Apply():
                 return replace(value, args=tuple(new[arg] for arg in value.args))
-            case Reduce():
+            case Reduce() | Scan():
                 return replace(value, arg=new[value.arg])
             case Load():
                 mask = None if value.mask is None else new[value.mask]

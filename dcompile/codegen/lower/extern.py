@@ -35,7 +35,7 @@ LIBRARY = frozenset(
         "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
         "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
         "repeat_interleave",
-        # places that depend on how many came before: loops have no values that one iteration hands to the next
+        # places that depend on how many came before: a scan over the whole tensor, on one thread
         "masked_scatter", "masked_scatter_backward",
         # random generators, as eager draws from them
         "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal",

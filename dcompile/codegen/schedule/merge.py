@@ -23,7 +23,7 @@ from dcompile.codegen.schedule.space import (
 )
 from dcompile.ir.analysis import can_overwrite, is_row_store, operands, ranges, runtime_refs, store_operands
 from dcompile.ir.index import Index, Size, as_size, substitute, var
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Value
 
 MAX_VALUES = 320  # a body beyond this spills registers and takes g++ over 0.2 s
 MAX_BUFFERS = 28  # more streams than this defeat the hardware prefetchers
@@ -174,7 +174,7 @@ def _moved(
             return Apply("where", (mask, stored[value.buffer], zero), value.dtype)
         case Apply():
             return replace(value, args=tuple(refs[arg] for arg in value.args))
-        case Reduce():
+        case Reduce() | Scan():
             return replace(value, arg=refs[value.arg])
 
 

@@ -8,7 +8,7 @@ from dcompile.codegen.schedule.merge import without
 from dcompile.codegen.schedule.space import canonical, respace
 from dcompile.ir.analysis import is_row_store, operands
 from dcompile.ir.index import contiguous_strides, flatten, size_product, var
-from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Step, Store, Value
+from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
 MAX_COLUMNS = 1 << 16  # every thread keeps one partial result for each column: 256 KB of float32, an L2 share
@@ -38,6 +38,8 @@ def wants_rows(loop: Loop) -> bool:
         return False  # also where the columns are symbolic: their number would be unbounded
     reduces = [value for value in loop.body if isinstance(value, Reduce)]
     if not reduces or any(REDUCTIONS[value.op].combine is None for value in reduces):
+        return False
+    if any(isinstance(value, Scan) for value in loop.body):
         return False
     if any(depends_on_reduce(loop, value.arg) for value in reduces):
         return False

@@ -27,7 +27,7 @@ from dcompile.ir.index import (
     unflatten,
     var,
 )
-from dcompile.ir.nodes import IndexOf, Load, Loop, Reduce, Value
+from dcompile.ir.nodes import IndexOf, Load, Loop, Reduce, Scan, Value
 
 Shape = tuple[Size, ...]
 
@@ -152,7 +152,7 @@ def elementwise(loop: Loop) -> Loop:
 
     Told over rows of many elements, they would reduce those instead.
     """
-    if loop.inner or not any(isinstance(value, Reduce) for value in loop.body):
+    if loop.inner or not any(isinstance(value, (Reduce, Scan)) for value in loop.body):
         return loop
     return replace(loop, body=tuple(of_one_element(value) for value in loop.body))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dcompile.ir.index import Index, as_index, contiguous_strides, var
-from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Store, Value, View
+from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Scan, Store, Value, View
 
 I0, J0 = var("i0"), var("j0")
 
@@ -32,6 +32,9 @@ class Body:
 
     def reduce(self, name: str, arg: int, dtype: str = "float32") -> int:
         return self.put(Reduce(name, arg, dtype))
+
+    def scan(self, name: str, arg: int, dtype: str = "float32") -> int:
+        return self.put(Scan(name, arg, dtype))
 
     def narrow(self, ref: int, dtype: str) -> int:
         return ref if dtype == "float32" else self.op("cast", ref, dtype=dtype)
@@ -173,3 +176,34 @@ def binary(op: str, n: int, dtype: str = "float32", out: str | None = None) -> P
 def arange(n: int, dtype: str = "int64") -> Program:
     b = Body()
     return program(b, (n,), (), [Store("y", I0, b.put(IndexOf(as_index(I0) * 3 + 1, dtype)))], y=(dtype, (n,)))
+
+
+def scanned_softmax(rows: int, n: int) -> Program:
+    """z = x * (sum over k <= j of softmax(x)[k]), and the running largest of z."""
+    b = Body()
+    x = b.load("x", I0 * n + J0)
+    exp = b.op("exp", b.op("sub", x, b.reduce("max", x)))
+    share = b.op("div", exp, b.reduce("sum", exp))
+    total = b.op("cast", b.scan("sum", b.op("cast", share, dtype="float64"), "float64"))
+    z = b.op("mul", x, total)
+    stores = [Store("z", I0 * n + J0, z), Store("m", I0 * n + J0, b.scan("max", z))]
+    shape = ("float32", (rows, n))
+    return program(b, (rows,), (n,), stores, x=shape, z=shape, m=shape)
+
+
+def centred_scan(rows: int, n: int, columns: bool = False) -> Program:
+    """y = s - (sum of s) of the running sums s of x: the scan is needed in two passes."""
+    b = Body()
+    at = J0 * rows + I0 if columns else I0 * n + J0
+    s = b.scan("sum", b.load("x", at))
+    shape = ("float32", (n, rows) if columns else (rows, n))
+    return program(b, (rows,), (n,), [Store("y", at, b.op("sub", s, b.reduce("sum", s)))], x=shape, y=shape)
+
+
+def scan(rows: int, n: int, op: str = "sum", dtype: str = "float32", columns: bool = False) -> Program:
+    """y = scan of x along the columns of (rows, n), or down the rows of (n, rows)."""
+    b = Body()
+    at = J0 * rows + I0 if columns else I0 * n + J0
+    shape = (dtype, (n, rows) if columns else (rows, n))
+    stores = [Store("y", at, b.scan(op, b.load("x", at, dtype), dtype))]
+    return program(b, (rows,), (n,), stores, x=shape, y=shape)

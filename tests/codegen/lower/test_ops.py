@@ -425,7 +425,7 @@ def test_products_take_strided_operands_as_they_are() -> None:
 def test_library_calls_see_the_layout_that_torch_promised() -> None:
     x = tensor(2, 3, 4, 4).to(memory_format=torch.channels_last)
     check(lambda x: torch.sort(x * 2, 1)[0], x, library=1)
-    check(lambda x: torch.cumsum(x.permute(0, 2, 3, 1).exp(), 1), x, library=1)
+    check(lambda x: torch.sort(x.permute(0, 2, 3, 1).exp(), 1)[0], x, library=1)
     check(lambda x: torch.nn.functional.conv2d(x.relu(), x[:, :, :2, :2].contiguous()), x, library=1)
     check(lambda x: x.relu() + 1, x)
 

@@ -42,6 +42,9 @@ class Config:
     """All settings. Each is an option of `dcompile.compile` and an environment variable, `DCOMPILE_` and its name."""
 
     kernels: Literal["auto", "aten"] = setting("auto", "aten leaves every kernel to ATen: for debugging communication.")
+    matmul: Literal["auto", "aten", "own"] = setting(
+        "auto", "Who multiplies float32 matrices on CPU; auto is own where ATen's library leaves AVX-512 idle (AMD)."
+    )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves DDP's own reducer on.")
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
     log: str = setting("", "Log channels, comma-separated: passes,overlap,kernels,memory.", in_key=False)

@@ -26,6 +26,7 @@ from dcompile.ir.diagram import draw
 from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
+from dcompile.machine import own_products_pay
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 
@@ -84,7 +85,7 @@ class Pipeline:
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: lower(gm, request.name, request.grads, aten=reason is not None))
         program = self._schedule(lowered.program, request)
-        kernels = self._timed(request, "emit", lambda: cpp.emit_all(program))
+        kernels = self._timed(request, "emit", lambda: cpp.emit_all(program, own_products=self._own_products()))
         source = self._timed(request, "host", lambda: host.emit(program, kernels))
         built = self._timed(request, "build", lambda: build.build(kernels.sources, self.config, cache))
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
@@ -119,6 +120,9 @@ class Pipeline:
             dump(self.config, f"{program.name}/graph.py", gm.print_readable(print_output=False))
         if self.config.trace_graph_diagram:
             dump(self.config, f"{program.name}/graph_diagram.svg", draw(program))
+
+    def _own_products(self) -> bool:
+        return self.config.matmul == "own" or (self.config.matmul == "auto" and own_products_pay())
 
     def _why_aten(self, gm: Any) -> str | None:
         """Why this graph is left to ATen altogether, if it is."""
@@ -182,8 +186,8 @@ def _report(program: Program, kernels: Kernels) -> Report:
             fallbacks[step.op] = fallbacks.get(step.op, 0) + 1
     return Report(
         kernels=len(kernels.sources),
-        kernel_calls=len(loops),
-        library_calls=sum(not step.fallback for step in externs),
+        kernel_calls=len(loops) + len(kernels.products),
+        library_calls=sum(not step.fallback for step in externs) - len(kernels.products),
         fallbacks=fallbacks,
         collectives=len(program.buckets),
     )

@@ -161,6 +161,11 @@ class _Run:
         return function
 
     @staticmethod
+    def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
+        """Integers in memory, for a kernel that takes their address."""
+        return (ctypes.c_int64 * len(values))(*values)
+
+    @staticmethod
     def function(op: str) -> Callable[..., Any]:
         """A function that is not in `torch.ops`."""
         return checks.function(op)

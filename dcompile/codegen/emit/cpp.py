@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 
+from dcompile.codegen.emit import gemm
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource
 from dcompile.codegen.emit.nest import make_nest, may_exceed
 from dcompile.codegen.emit.passes import Passes
@@ -41,10 +42,11 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     return KernelSource(name, text, tuple(writer.arguments), cost, writer.checked, loop.origin, tuple(writer.symbols))
 
 
-def emit_all(program: Program) -> Kernels:
-    """The kernels of a program, one for each of its loops."""
+def emit_all(program: Program, *, own_products: bool = False) -> Kernels:
+    """The kernels of a program, one for each of its loops; with `own_products` also for matrix products."""
     table = program.table
-    return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
+    calls = tuple(emit(step, table) for step in program.steps if isinstance(step, Loop))
+    return Kernels(calls, gemm.products(program) if own_products else {})
 
 
 EMITTER = Emitter("c++", SPELLING, emit)

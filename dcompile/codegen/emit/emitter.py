@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dcompile.ir.nodes import Buffer, Loop
+from dcompile.ir.index import Size
+from dcompile.ir.nodes import Buffer, Loop, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,29 @@ class KernelSource:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product by a kernel of ours. `views` are left, right, result and what is added (or None).
+
+    `sizes` is what the kernel is told beside addresses.
+    """
+
+    kernel: KernelSource
+    views: tuple[View, View, View, View | None]
+    sizes: tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """All kernels of a program: one for each of its loops, in order, and each different one once."""
 
     calls: tuple[KernelSource, ...]
+    products: Mapping[int, Product] = field(default_factory=dict)
+    """Library calls, by their position among the steps, that a kernel of ours does instead."""
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:
-        return tuple({kernel.name: kernel for kernel in self.calls}.values())
+        used = (*self.calls, *(product.kernel for product in self.products.values()))
+        return tuple({kernel.name: kernel for kernel in used}.values())
 
 
 @dataclass(frozen=True, slots=True)

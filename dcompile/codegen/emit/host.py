@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dcompile.codegen.emit.emitter import Kernels, KernelSource
+from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -66,7 +66,7 @@ class _Host:
 
     def __init__(self, program: Program, kernels: Kernels) -> None:
         self.program, self.table = program, program.table
-        self.calls = kernels.calls
+        self.calls, self.products = kernels.calls, kernels.products
         self.prepared: dict[str, str] = {}
         """Expression -> name of what `make` computes once."""
         self.lines: list[str] = []
@@ -83,6 +83,7 @@ class _Host:
         self.learnt: set[str] = set()
         loops = [step for step in program.steps if isinstance(step, Loop)]
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
+        self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
         for view in _all_views(program):
@@ -154,7 +155,10 @@ class _Host:
         for name, position in self.last.items():
             dying.setdefault(position, []).append(name)
         for position, step in enumerate(self.program.steps):
-            self._step(step, calls)
+            if position in self.products:
+                self._product(step, self.products[position])
+            else:
+                self._step(step, calls)
             self._drop(dying.get(position, []))
         outputs = ", ".join(self._output(output) for output in self.program.outputs)
         self.lines.append(f"return [{outputs}]")
@@ -237,6 +241,25 @@ class _Host:
             self.lines += [f"if {call}:", "    run.division_by_zero()"]
         else:
             self.lines.append(call)
+
+    def _product(self, step: Step, product: Product) -> None:
+        """A matrix product by a kernel of ours, which takes sizes and strides as numbers in memory."""
+        for name in sorted(step.writes):
+            self._ensure(name)
+        sizes = self._prepared(f"run.numbers({', '.join(map(self._index, product.sizes))})", "n", product.sizes)
+        pointers = [sizes, *(self._address(view) if view else "None" for view in product.views)]
+        function = self.once(f"run.kernel({product.kernel.name!r}, {len(pointers)})", "k")
+        origin = step.origin if isinstance(step, Extern) else ()
+        if origin:
+            self.lines.append(f"# {', '.join(origin)}")
+        self.lines.append(f"{function}({', '.join(pointers)})")
+
+    def _address(self, view: View) -> str:
+        """Where a view begins."""
+        pointer, buffer = self._pointer(view.buffer), self.table[view.buffer]
+        if as_index(view.offset) == as_index(0):
+            return pointer
+        return f"{pointer} + {self._index(as_index(view.offset) * ITEMSIZE[buffer.dtype])}"
 
     # --- tensors ---
 

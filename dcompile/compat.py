@@ -373,8 +373,11 @@ def storage_at(address: int, nbytes: int, device: Any) -> Any:
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
-def addresses_are(args: Sequence[Any], addresses: Sequence[int], positions: Sequence[int]) -> bool:
-    """Whether the tensors at these positions lie at these addresses: 2 us for 300 tensors in C++, 20 in Python."""
+def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -> bool:
+    """Whether the tensors at these positions lie at these addresses: 20 us for 300 tensors in Python, so in C++.
+
+    Lists, since the C++ function takes nothing else.
+    """
     import torch
 
     quick = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # only in builds with CUDA

@@ -169,9 +169,9 @@ class Replayed:
             return None
         alive = self._tree.alive()
         taken = {memory.address: memory for memory in alive}
-        fixed = tuple(i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and _stays(a, taken))
+        fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and _stays(a, taken)]
         slots = self._slots(args, frozenset(fixed))
-        addresses = tuple(args[i].data_ptr() for i in fixed)
+        addresses = [args[i].data_ptr() for i in fixed]
         try:
             replay, results = self._tree.recorder.record(
                 lambda: self._program.once(self._recorded_args(args, slots, taken, pool)), pool

@@ -142,15 +142,15 @@ class Recording:
     """See the module. `tolerates` was alive when it was made: all else of its pool may lie where this one writes."""
 
     replay: Callable[[], None]
-    fixed: tuple[int, ...]
-    addresses: tuple[int, ...]
+    fixed: list[int]
+    addresses: list[int]
     slots: tuple[Slot, ...]
     results: tuple[Result, ...]
     memories: tuple[Memory, ...]
     pool: int
     tolerates: frozenset[Memory]
 
-    def fits(self, args: Sequence[Any]) -> bool:
+    def fits(self, args: list[Any]) -> bool:
         """Whether the inputs lie where this recording reads them."""
         return compat.addresses_are(args, self.addresses, self.fixed)
 

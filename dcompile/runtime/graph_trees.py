@@ -171,15 +171,15 @@ class Replayed:
         taken = {memory.address: memory for memory in alive}
         fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and _stays(a, taken)]
         slots = self._slots(args, frozenset(fixed))
-        addresses = [args[i].data_ptr() for i in fixed]
+        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         try:
-            replay, results = self._tree.recorder.record(
-                lambda: self._program.once(self._recorded_args(args, slots, taken, pool)), pool
-            )
+            inside = [self._recorded_args(args, slots, taken, pool)]  # popped: what ends in there must not be held here
+            replay, results = self._tree.recorder.record(lambda: self._program.once(inside.pop()), pool)
         except RuntimeError as error:
             self._decline(str(error).strip().splitlines()[0])
             return None
-        made = _Results(args, fixed, slots, pool)
+        gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
+        made = _Results([i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool)
         kept = tuple(
             made.result(value, self._kept if number < self._results else None) for number, value in enumerate(results)
         )
@@ -220,11 +220,14 @@ class Replayed:
 
 
 class _Results:
-    """Sorts the results of a recorded run, and collects the memory they lie in."""
+    """Sorts the results of a recorded run, and collects the memory they lie in.
 
-    def __init__(self, args: Sequence[Any], fixed: Sequence[int], slots: Sequence[Slot], pool: int) -> None:
+    `stay`: positions of the fixed inputs whose memory was not freed during the run; what was may hold a result now.
+    """
+
+    def __init__(self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[Slot], pool: int) -> None:
         self._pool = pool
-        self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(fixed)}
+        self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
         self._args = args
         self._by_address: dict[int, Memory] = {}
         self._slots = {slot.tensor.untyped_storage().data_ptr() for slot in slots}

@@ -144,6 +144,7 @@ class Recording:
     replay: Callable[[], None]
     fixed: list[int]
     addresses: list[int]
+    """Of all inputs; only those of the fixed ones count."""
     slots: tuple[Slot, ...]
     results: tuple[Result, ...]
     memories: tuple[Memory, ...]

@@ -16,7 +16,10 @@ class Worst:
         self.tree = Tree(self)
         self.kept = []
         """All result memory, held so that its addresses stay ours."""
+        self.programs = []
         self.pending = None
+        self.free = []
+        """Memory that the allocator has back, and gives out again."""
         self.fails = None
 
     def takes(self, tensor):
@@ -26,6 +29,9 @@ class Worst:
         if self.fails:
             raise RuntimeError(self.fails)
         alive = self.tree.alive()
+        memories = [m for p in self.programs for rs in p.replayed._recordings.values() for r in rs for m in r.memories]
+        owned = {memory.address for memory in memories if memory.owned}
+        self.free = [memory for memory in memories if memory.pool == pool and memory.address not in owned]
         results = function()
         compute, own = self.pending
         self.kept += [(pool, result) for result in own]
@@ -45,6 +51,7 @@ class Program:
 
     def __init__(self, recorder, function, mutated=(), **more):
         self.recorder, self.function, self.plain = recorder, function, 0
+        recorder.programs.append(self)
         self.report, self.buckets, self.source = Report(), (), ""
         self.mutated, self.released = mutated, 0
         self.replayed = Replayed(self, recorder.tree, **more)
@@ -67,6 +74,7 @@ class Program:
             position = next((p for p, clone in enumerate(clones) if clone is result), None)
             if position is not None:
                 results[number] = args[position]
+        results = [self._placed(result, args) for result in results]
         args.clear()
         fresh = {n: at(r) for n, r in enumerate(results) if tensor(r) and all(r is not look for look in results[:n])}
 
@@ -79,6 +87,17 @@ class Program:
         own = [results[n].detach() for n in fresh if not self._passes(clones, n)]
         self.recorder.pending = (compute, own)
         return results
+
+    def _placed(self, result, args):
+        """A result where memory has fallen free, if it fits."""
+        if not tensor(result) or any(result is arg for arg in args):
+            return result
+        for memory in self.recorder.free:
+            if memory.nbytes == result.untyped_storage().nbytes():
+                self.recorder.free = [other for other in self.recorder.free if other.address != memory.address]
+                kept = next(kept for _, kept in self.recorder.kept if kept.data_ptr() == memory.address)
+                return torch.empty(0).set_(kept.untyped_storage(), 0, result.shape, result.stride())
+        return result
 
     def _passes(self, clones, number):
         """Whether a result is one of the inputs."""

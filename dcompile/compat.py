@@ -513,6 +513,26 @@ def ddp_rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
 # --- process groups ---------------------------------------------------------------------------------------------------
 
 
+def before_groups_end(callback: Callable[[], None]) -> None:
+    """Call a bound method before torch.distributed.destroy_process_group does its work, if its object still lives.
+
+    NCCL waits, when a communicator ends, for every CUDA graph that has collectives of it.
+    """
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    stock, weakly = c10d.destroy_process_group, weakref.WeakMethod(callback)
+
+    @functools.wraps(stock)
+    def destroy(*args: Any, **kwargs: Any) -> Any:
+        alive = weakly()
+        if alive is not None:
+            alive()
+        return stock(*args, **kwargs)
+
+    dist.destroy_process_group = c10d.destroy_process_group = destroy
+
+
 def group_store(group: Any) -> Any:
     """The key-value store through which this process group was set up: works while collectives do not."""
     import torch.distributed.distributed_c10d as c10d

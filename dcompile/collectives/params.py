@@ -84,6 +84,12 @@ class BucketSource(Protocol):
     def wait(self, bucket: str, memory: Any) -> None:
         """Wait for the all-reduce that `start` began."""
 
+    def accumulated(self) -> bool:
+        """Whether a p.grad holds something that `start` would add: what it does then is not the same each time."""
+
+    def replayed(self, bucket: str, memory: Any) -> None:
+        """The all-reduce of this memory has happened by a replay, without `start` and `wait`."""
+
 
 class Executable(Protocol):
     """A compiled graph. Calling it empties `args` (AOTAutograd's boxed convention)."""

@@ -110,6 +110,15 @@ class Buckets:
             raise
         self._reduced[bucket] = memory
 
+    def accumulated(self) -> bool:
+        """Whether a parameter holds a gradient already."""
+        params = (self._param(number) for bucket in self.buckets for number in bucket.params)
+        return any(param is not None and param.grad is not None for param in params)
+
+    def replayed(self, bucket: str, memory: BucketMemory) -> None:
+        """The all-reduce of this memory was part of a replay."""
+        self._reduced[bucket] = memory
+
     def _view(self, number: int, memory: BucketMemory) -> torch.Tensor:
         """A parameter's place in its bucket, in the parameter's shape."""
         offset, param = self._places[number][1], self._param(number)

@@ -22,6 +22,7 @@ of a program whose results were once found alive at a time when they stood in th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ import torch
 
 from dcompile import compat
 from dcompile.collectives.params import BucketSource, Executable
+from dcompile.ir.nodes import Bucket
 from dcompile.runtime.recording import Kept, Memory, Recording, Result, Slot
 
 LIMIT = 8
@@ -56,7 +58,7 @@ class Recordable(Executable, Protocol):
     mutated: tuple[int, ...]
     """Positions of the inputs that it writes."""
 
-    def once(self, args: list[Any]) -> list[Any]:
+    def once(self, args: list[Any], buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         """Run with temporaries that end with the call."""
 
     def release(self) -> None:
@@ -70,6 +72,8 @@ class Tree:
         self.recorder = recorder
         self._handed: dict[Recording, None] = {}
         """Recordings whose results may be alive."""
+        self._programs: weakref.WeakSet[Replayed] = weakref.WeakSet()
+        self._ends_with_groups = False
         self._pairs: dict[tuple[Recording, Recording], tuple[Memory, ...]] = {}
 
     def obstacle(self, recording: Recording) -> Memory | None:
@@ -97,6 +101,23 @@ class Tree:
         busy = {memory.pool for memory in self.alive() if not memory.owned}
         return next((pool for pool in range(POOLS) if pool not in busy), None)
 
+    def add(self, program: Replayed) -> None:
+        """A program whose recordings belong here."""
+        self._programs.add(program)
+
+    def has_collectives(self) -> None:
+        """See that recordings end before the process groups do whose collectives are in them."""
+        if not self._ends_with_groups:
+            self._ends_with_groups = True
+            compat.before_groups_end(self.forget)
+
+    def forget(self) -> None:
+        """Let go of all recordings."""
+        self._handed.clear()
+        self._pairs.clear()
+        for program in self._programs:
+            program.forget()
+
     def ran(self, recording: Recording) -> None:
         """Its results are with the caller now."""
         self._handed[recording] = None
@@ -119,32 +140,37 @@ class Replayed:
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         self._objection: str | None = None
         self.report, self.buckets, self.source = program.report, program.buckets, program.source
+        tree.add(self)
 
     def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         """Run the program, as a replay where one fits; `args` is emptied."""
-        if self._objection is None and buckets is not None:
-            self._decline("its gradients are reduced in buckets")
-        if self._objection is not None:
+        if self._objection is not None or (sync and buckets is not None and buckets.accumulated()):
             return self._program(args, buckets=buckets, sync=sync)
-        key = _key(args)
+        call = _Call(self.buckets, buckets, sync)
+        key = (*_key(args), *call.key)
         recordings = self._recordings.get(key)
         if recordings is None:
             self._recordings[key] = []
-            return self._program(args)
+            return self._program(args, buckets=buckets, sync=sync)
         for recording in recordings:
             if not recording.fits(args):
                 continue
             obstacle = self._tree.obstacle(recording)
             if obstacle is None:
-                return self._replay(recording, args)
+                return self._replay(recording, args, call)
             if obstacle.kept is not None and not obstacle.kept.found:
                 obstacle.kept.found = True  # it may soon be gone, and what comes after it will be a copy
-                return self._program(args)
-        recording_now = self._record(args, recordings)
-        return self._program(args) if recording_now is None else self._replay(recording_now, args)
+                return self._program(args, buckets=buckets, sync=sync)
+        made = self._record(args, recordings, call)
+        return self._program(args, buckets=buckets, sync=sync) if made is None else self._replay(made, args, call)
 
-    def _replay(self, recording: Recording, args: list[Any]) -> list[Any]:
-        results = recording.run(args)
+    def forget(self) -> None:
+        """Drop what was recorded; later calls record anew."""
+        self._recordings.clear()
+
+    def _replay(self, recording: Recording, args: list[Any], call: _Call) -> list[Any]:
+        results = recording.run(args, call.memories)
+        call.happened()
         self._tree.ran(recording)
         self.report.replays += 1
         return results
@@ -155,7 +181,7 @@ class Replayed:
 
     # --- recording ---
 
-    def _record(self, args: list[Any], recordings: list[Recording]) -> Recording | None:
+    def _record(self, args: list[Any], recordings: list[Recording], call: _Call) -> Recording | None:
         """A recording of this call, or None if it is to run as it is."""
         strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
         if strangers:
@@ -174,12 +200,16 @@ class Replayed:
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         try:
             inside = [self._recorded_args(args, slots, taken, pool)]  # popped: what ends in there must not be held here
-            replay, results = self._tree.recorder.record(lambda: self._program.once(inside.pop()), pool)
+            replay, results = self._tree.recorder.record(
+                lambda: self._program.once(inside.pop(), call if call.source else None, call.sync), pool
+            )
         except RuntimeError as error:
             self._decline(str(error).strip().splitlines()[0])
             return None
+        if call.sync and call.memories:
+            self._tree.has_collectives()
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
-        made = _Results([i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool)
+        made = _Results([i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call)
         kept = tuple(
             made.result(value, self._kept if number < self._results else None) for number, value in enumerate(results)
         )
@@ -219,14 +249,50 @@ class Replayed:
         return inside
 
 
+class _Call:
+    """The gradient buckets of one call, with the memory that they have in it: a `BucketSource` to record with."""
+
+    def __init__(self, buckets: Sequence[Bucket], source: BucketSource | None, sync: bool) -> None:
+        self.source, self.sync = source, sync
+        self.memories = {} if source is None else {bucket.name: source.acquire(bucket.name) for bucket in buckets}
+        self.key: tuple[Any, ...] = ()
+        """A recording is made for these addresses."""
+        if source is not None:
+            self.key = (sync, *(memory.flat.data_ptr() for memory in self.memories.values()))
+
+    def acquire(self, bucket: str) -> Any:
+        return self.memories[bucket]
+
+    def start(self, bucket: str, memory: Any) -> None:
+        assert self.source is not None, "only a program with buckets starts collectives"
+        self.source.start(bucket, memory)
+
+    def wait(self, bucket: str, memory: Any) -> None:
+        assert self.source is not None, "only a program with buckets waits for collectives"
+        self.source.wait(bucket, memory)
+
+    def accumulated(self) -> bool:
+        return False
+
+    def replayed(self, bucket: str, memory: Any) -> None:
+        raise AssertionError("a recording is no replay")
+
+    def happened(self) -> None:
+        """A replay has carried out the collectives."""
+        if self.source is not None and self.sync:
+            for bucket, memory in self.memories.items():
+                self.source.replayed(bucket, memory)
+
+
 class _Results:
     """Sorts the results of a recorded run, and collects the memory they lie in.
 
     `stay`: positions of the fixed inputs whose memory was not freed during the run; what was may hold a result now.
     """
 
-    def __init__(self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[Slot], pool: int) -> None:
+    def __init__(self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[Slot], pool: int, call: _Call) -> None:
         self._pool = pool
+        self._buckets = {memory.flat.untyped_storage().data_ptr(): name for name, memory in call.memories.items()}
         self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
         self._args = args
         self._by_address: dict[int, Memory] = {}
@@ -253,6 +319,9 @@ class _Results:
             source = self._args[position]
             offset = value.storage_offset() - source.storage_offset()
             return Result("input", position, 0, tuple(value.shape), value.stride(), offset)
+        bucket = self._buckets.get(storage.data_ptr())
+        if bucket is not None:
+            return Result("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
         memory = self._by_address.get(storage.data_ptr())
         if memory is None:
             memory = Memory(storage, self._pool, pinned=storage.data_ptr() in self._slots)

@@ -72,12 +72,12 @@ class HostProgram:
             if lasting:
                 self._idle.append(workspace)
 
-    def once(self, args: list[Any]) -> list[Any]:
+    def once(self, args: list[Any], buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         """Run with an arena that ends with the call: to be recorded, with memory of the recorder's pool."""
         args.extend(self._constants)
         sizes = () if self._sizes is None else self._sizes(args)
         with torch.no_grad():
-            return _Workspace(self._text, self._arena_bytes, self._libraries).call(sizes)(args, None, False)
+            return _Workspace(self._text, self._arena_bytes, self._libraries).call(sizes)(args, buckets, sync)
 
     def release(self) -> None:
         """Let go of the arenas of earlier calls; a later call makes one anew."""

@@ -9,7 +9,7 @@ number of holders of their storage tells whether the caller still has one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,19 +109,19 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One result: a `value` that is no tensor; a look at an `input`; or `memory`, handed out as it is or as a copy."""
+    """One result: a `value` that is no tensor; a look at an `input` or `bucket`; or `memory`, itself or as a copy."""
 
-    kind: Literal["value", "input", "memory", "copy"]
+    kind: Literal["value", "input", "bucket", "memory", "copy"]
     source: Any
-    """The value; the input's position; or the `Memory`."""
+    """The value; the input's position; the bucket's name; or the `Memory`."""
     template: int = 0
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     offset: int = 0
-    """Of a look at an input: in elements, from where the input begins."""
+    """Of a look at an input or bucket: in elements, from where that begins."""
     kept: Kept | None = None
 
-    def of(self, args: Sequence[Any]) -> Any:
+    def of(self, args: Sequence[Any], buckets: Mapping[str, Any]) -> Any:
         """What the caller gets."""
         match self.kind:
             case "value":
@@ -135,6 +135,8 @@ class Result:
                 if self.offset == 0 and tensor.shape == self.shape and tensor.stride() == self.strides:
                     return tensor
                 return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+            case "bucket":
+                return buckets[self.source].flat.as_strided(self.shape, self.strides, self.offset)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -155,14 +157,14 @@ class Recording:
         """Whether the inputs lie where this recording reads them."""
         return compat.addresses_are(args, self.addresses, self.fixed)
 
-    def run(self, args: list[Any]) -> list[Any]:
-        """Replay with these inputs; `args` is emptied."""
+    def run(self, args: list[Any], buckets: Mapping[str, Any]) -> list[Any]:
+        """Replay with these inputs and this memory of gradient buckets; `args` is emptied."""
         for slot in self.slots:
             slot.fill(args)
         self.replay()
         for slot in self.slots:
             slot.copy_back(args)
-        results = [result.of(args) for result in self.results]
+        results = [result.of(args, buckets) for result in self.results]
         args.clear()
         return results
 

@@ -10,6 +10,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 CASES = "tests.distributed.cases:"
+GRAPHS = {"kernels": "aten", "triton.cudagraphs": True}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,10 @@ def ranks():
         {"name": "mlp", "static_graph": True},
         {"name": "mlp", "bucket_cap_mb": 0.002},
         {"name": "llama"},
+        {"name": "mlp", "options": GRAPHS},
+        {"name": "mlp", "options": GRAPHS, "accumulate": True},
+        {"name": "mlp", "options": GRAPHS, "bucket_cap_mb": 0.002},
+        {"name": "llama", "options": GRAPHS},
     ],
     ids=lambda how: ", ".join(map(str, how.values())),
 )
@@ -34,6 +39,8 @@ def test_training_equals_stock_ddp(ranks, how):
     for found in ranks.run(CASES + "against_stock", 150, **how):
         assert found["receipt"].eligible and found["receipt"].collectives >= 1
         assert found["ranks"] == 0
+        if how.get("options") == GRAPHS:
+            assert found["receipt"].recordings >= 2 and found["receipt"].replays >= 2, str(found["receipt"])
         # atomics in CUDA's embedding backward add in another order from run to run
         assert max(found["loss"], found["grad"]) <= (1e-5 if how["name"] == "llama" else 0)
 

@@ -65,7 +65,7 @@ class Program:
     def release(self):
         self.released += 1
 
-    def once(self, args):
+    def once(self, args, buckets=None, sync=False):
         """What runs while recording: allocates results, computes nothing that lasts."""
         looks = [at(arg) if tensor(arg) else arg for arg in args]
         clones = [arg.clone() if tensor(arg) else arg for arg in args]

@@ -1,11 +1,15 @@
 """When a recording may be replayed, on a recorder that overwrites all memory it may."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 from torch.nn import Parameter
 
+from dcompile.compat import storage_use_count
 from dcompile.runtime.graph_trees import LIMIT
-from tests.runtime.recorder import Program, Worst
+from tests.runtime.recorder import Program, Worst, at
 
 
 def forward(w, x):
@@ -243,3 +247,88 @@ def test_random_orders():
             for saved, expected in ((state[1], state[2][1:]) for state in states):
                 assert all(torch.equal(s, e) for s, e in zip(saved, expected, strict=True)), seed
             assert all(same(pair) for pair in kept), seed
+
+
+class Source:
+    """Bucket memory that is used again once nobody looks at it, and a log of what happens to it."""
+
+    def __init__(self):
+        self.kept, self.log, self.held = [], [], False
+
+    def acquire(self, bucket):
+        for memory in self.kept:
+            if storage_use_count(memory.flat) == 1:
+                return memory
+        self.kept.append(SimpleNamespace(flat=torch.zeros(4)))
+        return self.kept[-1]
+
+    def start(self, bucket, memory):
+        self.log.append("start")
+
+    def wait(self, bucket, memory):
+        self.log.append("wait")
+
+    def accumulated(self):
+        return self.held
+
+    def replayed(self, bucket, memory):
+        self.log.append("replayed")
+
+
+class Bucketed(Program):
+    """Writes its input, doubled, into a bucket."""
+
+    def __init__(self, recorder):
+        super().__init__(recorder, None)
+        self.replayed.buckets = (SimpleNamespace(name="b"),)
+
+    def __call__(self, args, *, buckets=None, sync=False):
+        self.plain += 1
+        return self._run(args, buckets, sync)
+
+    def _run(self, args, buckets, sync):
+        memory = buckets.acquire("b")
+        memory.flat.copy_(args[0] * 2)
+        if sync:
+            buckets.start("b", memory)
+            buckets.wait("b", memory)
+        args.clear()
+        return [memory.flat.as_strided((2, 2), (2, 1), 0)]
+
+    def once(self, args, buckets=None, sync=False):
+        look, flat = at(args[0]), at(buckets.acquire("b").flat)
+        self.recorder.pending = (lambda: flat.copy_(look * 2), [])
+        return self._run(args, buckets, sync)
+
+
+def test_gradient_buckets_are_recorded_at_their_address():
+    program, source = Bucketed(Worst()), Source()
+    for step in range(10):
+        x = torch.randn(4)
+        (gradient,) = program.replayed([x.clone()], buckets=source, sync=True)
+        assert torch.equal(gradient, x.view(2, 2) * 2)
+        kept = [gradient] if step % 2 else []  # every other step, the last gradient is still looked at
+        del gradient
+    del kept
+    assert len(source.kept) == 2 == program.report.recordings and program.plain == 2
+    assert source.log.count("replayed") == program.report.replays == 8
+
+
+def test_gradients_that_are_there_already_are_added_without_a_graph():
+    program, source = Bucketed(Worst()), Source()
+    source.held = True
+    for _ in range(3):
+        program.replayed([torch.randn(4)], buckets=source, sync=True)
+    assert program.plain == 3 and source.log == ["start", "wait"] * 3
+
+
+def test_recordings_with_collectives_end_before_the_process_groups(monkeypatch):
+    ended = []
+    monkeypatch.setattr(c10d, "destroy_process_group", lambda: ended.append(len(program.replayed._recordings)))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", None)
+    program, source = Bucketed(Worst()), Source()
+    for _ in range(3):
+        program.replayed([torch.randn(4)], buckets=source, sync=True)
+    assert program.report.recordings == 1
+    torch.distributed.destroy_process_group()
+    assert ended == [0]

@@ -297,6 +297,13 @@ def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
     return {**core(), **decomp.get_decompositions(also)}
 
 
+def suggest_memory_format(x: torch.Tensor) -> torch.memory_format:
+    """The layout that eager's kernels give to results of `x`: channels last if its strides look so."""
+    import torch._prims_common as prims
+
+    return prims.suggest_memory_format(x)
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 

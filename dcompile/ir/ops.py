@@ -62,6 +62,39 @@ def _lgamma_of(x: float) -> float:
     return math.inf if math.isinf(x) or (x <= 0 and x % 1 == 0) else math.lgamma(x)
 
 
+def _zeta(x: Any, q: Any) -> Any:
+    return np.vectorize(_zeta_of, otypes=[np.asarray(x).dtype])(x, q)
+
+
+def _zeta_of(x: float, q: float) -> float:
+    """By the formula of Euler and Maclaurin, after as many terms as bring q beyond 9."""
+    x, q = float(x), float(q)
+    if not x > 1 or math.isnan(q) or (q <= 0 and q % 1 == 0):
+        return math.inf if x == 1 or (x > 1 and q <= 0 and q % 1 == 0) else math.nan
+    if q <= 0 and x % 1:
+        return math.nan
+    if math.isinf(q) or math.isinf(x):
+        return 0.0 if q > 1 else 1.0 if q == 1 else math.inf
+    terms = max(9, math.ceil(10 - q))
+    total = sum((q + k) ** -x for k in range(terms + 1))
+    w = q + terms
+    term = w**-x
+    total += term * w / (x - 1) - term / 2
+    factor, k = 1.0, 0.0
+    for divisor in _ZETA:
+        factor, term = factor * (x + k), term / w
+        total += factor * term / divisor
+        factor, term, k = factor * (x + k + 1), term / w, k + 2
+    return total
+
+
+_ZETA = (
+    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10, -2.950130727918164224e12,
+    1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17, -7.1661652561756670113e18,
+)  # fmt: skip
+"""(2k)! over the Bernoulli number 2k."""
+
+
 def _trunc_div(a: Any, b: Any) -> Any:
     quotient = np.floor_divide(a, b)
     return quotient + ((np.remainder(a, b) != 0) & ((a < 0) != (b < 0)))
@@ -128,6 +161,7 @@ OPS: Mapping[str, Op] = {
         Op("asinh", 1, "same", _FLOAT, np.arcsinh, 20),
         Op("acosh", 1, "same", _FLOAT, np.arccosh, 20),
         Op("atanh", 1, "same", _FLOAT, np.arctanh, 20),
+        Op("zeta", 2, "same", _FLOAT, _zeta, 200),  # Hurwitz: the sum of (q + k) ** -x
         Op("gcd", 2, "same", frozenset(("int",)), np.gcd, 40),
         Op("hypot", 2, "same", _FLOAT, np.hypot, 10),
         Op("logaddexp", 2, "same", _FLOAT, np.logaddexp, 30),  # log(exp(a) + exp(b))

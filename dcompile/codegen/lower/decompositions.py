@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.codegen.lower import foreach
+from dcompile.codegen.lower import foreach, rewrites
 
 _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
@@ -18,7 +18,7 @@ _ALSO = (
     "log_sigmoid_forward", "mish", "mish_backward", "glu", "sgn", "heaviside", "nan_to_num", "dist",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
     "nll_loss2d_forward", "nll_loss2d_backward", "linspace", "logspace", "eye", "std_mean", "nansum", "count_nonzero",
-    "upsample_nearest2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "rot90", "xlogy", "diag_embed",
+    "upsample_nearest2d", "pixel_shuffle", "rot90", "xlogy", "diag_embed",
     "special_xlog1py", "erfc", "index_fill", "copysign", "dot", "mv", "addmv", "addr", "split_with_sizes_copy",
     # in parts, the partitioner saves a row's largest element and sum rather than all logits once more
     "_log_softmax",
@@ -44,7 +44,7 @@ def _table() -> dict[Any, Any]:
     whole = {getattr(torch.ops.aten, name) for name in _WHOLE if hasattr(torch.ops.aten, name)}
     names = [name for name in _ALSO if hasattr(torch.ops.aten, name)]
     found = compat.decompositions([getattr(torch.ops.aten, name) for name in names])
-    own = {torch.ops.aten.native_dropout.default: native_dropout, **foreach.table()}
+    own = {torch.ops.aten.native_dropout.default: native_dropout, **foreach.table(), **rewrites.table()}
     return {op: rule for op, rule in found.items() if getattr(op, "overloadpacket", op) not in whole} | own
 
 

@@ -12,6 +12,7 @@ from dcompile.codegen.lower import (
     scans,
     scatter,
     shapes,
+    special,
     views,
     windows,
 )
@@ -28,5 +29,6 @@ RULES: dict[str, Rule] = {
     **scatter.RULES,
     **pooling.RULES,
     **windows.RULES,
+    **special.RULES,
     **creation.RULES,
 }

@@ -1,0 +1,68 @@
+"""Decompositions of our own: where torch has none, or one that gives other strides or shapes than eager does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcompile import compat
+
+aten = torch.ops.aten
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Op to decomposition, for AOTAutograd."""
+    return {
+        aten.channel_shuffle.default: channel_shuffle,
+        aten.native_channel_shuffle.default: channel_shuffle,
+        aten.pixel_unshuffle.default: pixel_unshuffle,
+        aten.put.default: put,
+        aten.take.default: take,
+        aten.replication_pad1d_backward.default: replication_pad_backward,
+        aten.replication_pad2d_backward.default: replication_pad_backward,
+        aten.replication_pad3d_backward.default: replication_pad_backward,
+    }
+
+
+def channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    """Channels of `groups` groups, dealt out in turn; laid out as `x` is."""
+    if x.numel() == 0:
+        return x.clone()
+    split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    return split.transpose(1, 2).reshape(x.shape).clone(memory_format=compat.suggest_memory_format(x))
+
+
+def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
+    """Every `factor` x `factor` square becomes channels; without elements the shape stays, as it does in eager."""
+    if x.numel() == 0:
+        return x.clone()
+    *lead, channels, height, width = x.shape
+    n = len(lead)
+    split = x.reshape(*lead, channels, height // factor, factor, width // factor, factor)
+    moved = split.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3)
+    shape = (*lead, channels * factor**2, height // factor, width // factor)
+    return moved.reshape(shape).clone(memory_format=compat.suggest_memory_format(x))
+
+
+def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """Writes at positions of the flattened tensor."""
+    flat = aten.index_put(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return aten.copy(torch.empty_like(x), flat.reshape(x.shape))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Reads at positions of the flattened tensor."""
+    return aten.index(x.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+
+
+def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """What was repeated beyond an edge is added to the edge, one dimension after the other."""
+    for n in range(len(padding) // 2):
+        dim, before = x.dim() - 1 - n, padding[2 * n]
+        places = (torch.arange(grad.shape[dim], device=grad.device) - before).clamp(0, x.shape[dim] - 1)
+        total = grad.new_zeros((*grad.shape[:dim], x.shape[dim], *grad.shape[dim + 1 :]))
+        grad = total.index_add(dim, places, grad)
+    return grad

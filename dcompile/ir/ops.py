@@ -63,28 +63,30 @@ def _lgamma_of(x: float) -> float:
 
 
 def _zeta(x: Any, q: Any) -> Any:
-    return np.vectorize(_zeta_of, otypes=[np.asarray(x).dtype])(x, q)
+    with np.errstate(all="ignore"):
+        return np.vectorize(_zeta_of, otypes=[np.asarray(x).dtype])(x, q)
 
 
-def _zeta_of(x: float, q: float) -> float:
+def _zeta_of(given: float, start: float) -> np.float64:
     """By the formula of Euler and Maclaurin, after as many terms as bring q beyond 9."""
-    x, q = float(x), float(q)
-    if not x > 1 or math.isnan(q) or (q <= 0 and q % 1 == 0):
-        return math.inf if x == 1 or (x > 1 and q <= 0 and q % 1 == 0) else math.nan
-    if q <= 0 and x % 1:
-        return math.nan
-    if math.isinf(q) or math.isinf(x):
-        return 0.0 if q > 1 else 1.0 if q == 1 else math.inf
-    terms = max(9, math.ceil(10 - q))
-    total = sum((q + k) ** -x for k in range(terms + 1))
-    w = q + terms
-    term = w**-x
+    x, q = np.float64(given), np.float64(start)
+    if x == 1 or (not x < 1 and q <= 0 and q == np.floor(q)):
+        return np.float64(np.inf)
+    if x < 1 or (q <= 0 and x != np.floor(x)):
+        return np.float64(np.nan)
+    total, count, w, least = q**-x, 0, q, np.float64(2.0**-53)
+    while count < 9 or w <= 9:
+        count, w = count + 1, w + 1
+        term = w**-x
+        total += term
+        if -least * total < term < least * total:
+            return total
     total += term * w / (x - 1) - term / 2
-    factor, k = 1.0, 0.0
-    for divisor in _ZETA:
-        factor, term = factor * (x + k), term / w
+    factor = np.float64(1)
+    for number, divisor in enumerate(_ZETA):
+        factor, term = factor * (x + 2 * number), term / w
         total += factor * term / divisor
-        factor, term, k = factor * (x + k + 1), term / w, k + 2
+        factor, term = factor * (x + 2 * number + 1), term / w
     return total
 
 

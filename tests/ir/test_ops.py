@@ -23,6 +23,7 @@ TORCH = {
     "not": torch.bitwise_not,
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
+    "zeta": torch.special.zeta,
 }
 SKIPPED = {"where", "cast"}  # tests/ir/test_interpret.py
 

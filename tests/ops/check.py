@@ -260,8 +260,10 @@ def _compiled(usable: Usable, *, fullgraph: bool) -> Found:
     try:
         step = dcompile.compile(_function(given), dynamic=dynamic, fullgraph=fullgraph, options={"receipt": False})
         actual = _call(step, given)
-    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as refusal:
-        return Found([] if fullgraph else [f"{label}: {_short(refusal)}"], missed=[_reason(refusal)])
+    except torch._dynamo.exc.TorchDynamoException as refusal:
+        if fullgraph and not isinstance(refusal, torch._dynamo.exc.BackendCompilerFailed):
+            return Found(missed=[_reason(refusal)])
+        return Found([f"{label}: {_short(refusal)}"])
     except Exception as error:
         return Found([f"{label}: {_short(error)}"])
     pairs = zip(usable, actual, strict=True)

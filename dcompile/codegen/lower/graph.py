@@ -15,6 +15,7 @@ from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, is_disti
 from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as
 from dcompile.ir.index import Index, flatten
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
+from dcompile.ir.ops import DTYPES
 
 
 class Lowering:
@@ -92,7 +93,8 @@ class Lowering:
     def exact(self, tensor: T) -> View:
         """`tensor` in memory with the strides that torch gave it: what a library call expects."""
         stored = self.memory(tensor)
-        if not laid_out_as(stored, tensor.strides) and is_distinct(tensor.shape, tensor.strides):
+        fits = tensor.dtype not in DTYPES or laid_out_as(stored, tensor.strides)
+        if not fits and is_distinct(tensor.shape, tensor.strides):
             stored = self.store(tensor, tensor.strides)
         assert stored.view is not None
         return stored.view

@@ -152,6 +152,10 @@ class _Walk:
             result = rule.lower(self.low, value, *self._small(args), **kwargs)
             if result is not NotImplemented:
                 return result
+        elif rule is not None and rule.kind == "view" and _is_strided(value):
+            result = rule.lower(self.low, value, *args, **kwargs)
+            if result is not NotImplemented and _in_memory(result):
+                return result  # a look at memory asks for no loop, so the dtype may be any
         return call_library(self.low, node, args, kwargs)
 
     def _small(self, args: list[Any]) -> list[Any]:
@@ -215,6 +219,14 @@ def _replaced(item: Any, old: T, new: T) -> Any:
     if isinstance(item, list):
         return [_replaced(part, old, new) for part in item]
     return new if item is old else item
+
+
+def _is_strided(value: Any) -> bool:
+    return all(v.layout == torch.strided for v in (value if isinstance(value, (tuple, list)) else [value]))
+
+
+def _in_memory(result: T | Sequence[T]) -> bool:
+    return all(t.view is not None for t in (result if isinstance(result, Sequence) else [result]))
 
 
 def _fits_a_loop(value: Any) -> bool:

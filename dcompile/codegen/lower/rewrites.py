@@ -50,12 +50,14 @@ def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     """Writes at positions of the flattened tensor."""
     flat = aten.index_put(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
-    return aten.copy(torch.empty_like(x), flat.reshape(x.shape))
+    result: Tensor = aten.copy(torch.empty_like(x), flat.reshape(x.shape))
+    return result
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Reads at positions of the flattened tensor."""
-    return aten.index(x.reshape(-1), [index.reshape(-1)]).reshape(index.shape)
+    found: Tensor = aten.index(x.reshape(-1), [index.reshape(-1)])
+    return found.reshape(index.shape)
 
 
 def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:

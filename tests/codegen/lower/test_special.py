@@ -1,0 +1,43 @@
+"""Special functions against eager: on both sides of every seam, at poles, at infinities, and outside their domain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.codegen.lower.test_ops import BF16, F32, F64, I64, check
+
+aten = torch.ops.aten
+INF, NAN = float("inf"), float("nan")
+LINE = torch.linspace(-12, 12, 97)
+EDGES = torch.tensor([0.0, -0.0, 1.0, -1.0, 7.9999, 8.0, 8.0001, 10.0, 0.5, 0.7, 0.7001, 30.0, INF, -INF, NAN, -3.0])
+
+
+@pytest.mark.parametrize("name", ["i0", "special_i0e", "special_i1", "special_i1e", "digamma"])
+def test_on_the_whole_line(name: str) -> None:
+    op = getattr(aten, name).default
+    for x in (LINE, EDGES, LINE.to(BF16), LINE.double(), EDGES.double(), torch.arange(5, dtype=I64)):
+        check(op, x)
+
+
+@pytest.mark.parametrize("name", ["erfinv", "special_ndtri"])
+def test_between_bounds(name: str) -> None:
+    op = getattr(aten, name).default
+    for dtype in (F32, F64) if name == "special_ndtri" else (F32, F64, BF16):
+        check(op, torch.linspace(0.01, 0.99, 50).to(dtype))
+        check(op, EDGES.to(dtype))
+    check(op, torch.tensor([1e-6, 1e-20, 1e-35, 0.135, 0.136, 0.864, 0.865]))
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 5])
+def test_polygamma(order: int) -> None:
+    for x in (LINE[49:] + 0.1, LINE[:48] - 0.1, LINE.double() + 0.05, torch.tensor([1.0, 30.0, 1e6])):
+        check(lambda x: aten.polygamma(order, x), x)
+
+
+def test_zeta() -> None:
+    for dtype in (F32, F64):
+        x, q = torch.linspace(1.1, 12, 40).to(dtype), torch.linspace(0.2, 20, 40).to(dtype)
+        check(aten.special_zeta.default, x, q)
+        check(aten.special_zeta.default, EDGES.to(dtype)[:, None], EDGES.to(dtype)[None])
+    check(lambda q: aten.special_zeta.self_scalar(3.0, q), torch.linspace(-5.3, 5, 40))

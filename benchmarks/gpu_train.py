@@ -1,0 +1,217 @@
+"""Whole training steps on one GPU: eager, torch.compile and dcompile on the same Hugging Face Llama, in one process.
+
+    python -m benchmarks.gpu_train --only 160M --json
+
+A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. All peers are built first, then
+timed in turn, round after round, by CUDA events. Memory, kernels and idle time are of one step of each peer: the most
+the allocator had handed out beyond what parameters and optimizer hold, kernels as torch.profiler counts them, and the
+part of the step in which none of them ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import dcompile
+from benchmarks.common import environment, finish, table
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama and its batch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    inner: int
+    rows: int
+    length: int
+    vocabulary: int = 32000
+
+
+SHAPES = {
+    "1B": Shape(16, 2048, 32, 8, 8192, rows=4, length=2048),
+    "160M": Shape(12, 768, 12, 12, 3072, rows=4, length=1024),
+    "tiny": Shape(2, 64, 4, 2, 128, rows=2, length=64, vocabulary=256),
+}
+"""`tiny` is there to try the benchmark itself."""
+PEERS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda model: model,
+    "torch.compile": torch.compile,
+    "torch.compile reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
+    "dcompile": lambda model: dcompile.compile(model, options={"receipt": False}),
+    "dcompile reduce-overhead": lambda model: dcompile.compile(
+        model, options={"receipt": False, "triton.cudagraphs": True}
+    ),
+}
+
+
+def make(shape: Shape) -> Any:
+    """The model, in bfloat16 on the GPU, with the same parameters each time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        max_position_embeddings=shape.length,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+class Training:
+    """One peer: its model, its optimizer, and what a step of it takes."""
+
+    def __init__(self, name: str, shape: Shape) -> None:
+        model = make(shape)
+        self.call = PEERS[name](model)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.tokens = torch.randint(0, shape.vocabulary, (shape.rows, shape.length), device="cuda")
+        self.name, self.losses = name, list[float]()
+        began = time.perf_counter()
+        for _ in range(4):  # compiles, warms up, records
+            self.losses.append(float(self.step()))
+        torch.cuda.synchronize()
+        self.warm_up = time.perf_counter() - began
+
+    def step(self) -> torch.Tensor:
+        """One step; the loss."""
+        loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def time(self, steps: int) -> float:
+        """Milliseconds a step, over `steps` of them."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            self.step()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / steps
+
+    def look(self) -> dict[str, Any]:
+        """Memory, kernels and idle time of a step."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step()
+            torch.cuda.synchronize()
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+        busy, reached = 0.0, spans[0][0] if spans else 0.0
+        for start, end in spans:
+            busy += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        whole = reached - spans[0][0] if spans else 0.0
+        return {
+            "peak_mib": peak / 2**20,
+            "kernels": len(events),
+            "busy_ms": busy / 1e3,
+            "idle_ms": (whole - busy) / 1e3,
+        }
+
+
+def measure(label: str, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
+    """All peers on one model."""
+    shape, line = SHAPES[label], {}
+    peers = []
+    for name in names:
+        torch._dynamo.reset()
+        try:
+            peers.append(Training(name, shape))
+        except Exception as error:  # a peer that fails is a result, and no reason to lose the others
+            line[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        gc.collect()
+    samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for turn in range(rounds):
+        for place in range(len(peers)):
+            peer = peers[(turn + place) % len(peers)]
+            samples[peer.name].append(peer.time(steps))
+    for peer in peers:
+        taken = sorted(samples[peer.name])
+        line[peer.name] = {
+            "ms": statistics.median(taken),
+            "spread": (taken[-1] - taken[0]) / statistics.median(taken),
+            "warm_up_s": peer.warm_up,
+            "losses": peer.losses,
+            **peer.look(),
+        }
+        if peer.name.startswith("dcompile"):
+            receipt = dcompile.receipt(peer.call)
+            line[peer.name] |= {"notes": list(receipt.notes), "own_kernels": receipt.kernel_calls}
+    return line
+
+
+def show(label: str, line: dict[str, Any]) -> None:
+    """A table of one model."""
+    base = line.get("torch.compile", {}).get("ms")
+    rows = []
+    for name, found in line.items():
+        if "error" in found:
+            rows.append([name, found["error"], *[""] * 7])
+            continue
+        ratio = f"{found['ms'] / base:.2f}" if base else ""
+        rows.append(
+            [
+                name, f"{found['ms']:.2f}", f"{found['spread']:.0%}", ratio, f"{found['peak_mib']:.0f}",
+                str(found["kernels"]), f"{found['busy_ms']:.1f}", f"{found['idle_ms']:.1f}",
+                f"{found['warm_up_s']:.0f}",
+            ]
+        )  # fmt: skip
+    head = [label, "ms", "spread", "of torch.compile", "peak MiB", "kernels", "busy ms", "idle ms", "warm-up s"]
+    print(table(head, rows), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="1B,160M", help=f"models, of {', '.join(SHAPES)}")
+    parser.add_argument("--peers", default=",".join(PEERS), help="what to time, comma-separated")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA GPU")
+    lines: dict[str, Any] = {}
+    for label in arguments.only.split(","):
+        lines[label] = measure(label, arguments.peers.split(","), arguments.rounds, arguments.steps)
+        show(label, lines[label])
+        gc.collect()
+        torch.cuda.empty_cache()
+    device = torch.cuda.get_device_name().replace(" ", "-").lower()
+    result = {
+        "benchmark": "gpu_train",
+        "device": torch.cuda.get_device_name(),
+        "environment": {**environment(torch.get_num_threads()), "cuda": torch.version.cuda},
+        "lines": lines,
+        "complete": all("error" not in found for line in lines.values() for found in line.values()),
+    }
+    return finish("gpu_train", device, result, keep=arguments.save, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -31,7 +31,7 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
     def function(x):
         return x + 1
 
-    context = compat.optimize(lambda gm, _: gm, fullgraph=False, dynamic=None, guard_filter_fn=None)
+    context = compat.optimize(lambda gm, _: gm, fullgraph=False, dynamic=None, guard_filter_fn=None, limits={})
     compat.wrap_frame_callback(context, around)
     compiled = context(function)
     assert compiled(torch.zeros(1)).item() == 1

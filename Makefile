@@ -29,6 +29,7 @@ test: $(if $(VENV),$(VENV)/.has-test)
 # It goes on where it was cut off. ARGS="--shard 2/8" runs a part; join the parts' build/ops-sweep.jsonl and run it again.
 ops-sweep: $(if $(VENV),$(VENV)/.has-test)
 	@mkdir -p build
+	$(py) -m tests.ops.large
 	$(py) -m tests.ops.sweep --json build/ops-sweep.jsonl --update $(ARGS)
 
 # Random programs against the interpreter; failures are shrunk and kept in tests/fuzz/kept, which the test suite replays.

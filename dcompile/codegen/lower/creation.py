@@ -86,6 +86,7 @@ RULES: dict[str, Rule] = {
     "aten.fill.Tensor": Rule(_full),
     "aten.new_full.default": Rule(_new_full),
     "aten.scalar_tensor.default": Rule(_scalar_tensor),
+    "prims.scalar_tensor.default": Rule(_scalar_tensor),
     "aten.arange.default": Rule(_arange),
     "aten.arange.start": Rule(_arange_start),
     "aten.arange.start_step": Rule(_arange_start),

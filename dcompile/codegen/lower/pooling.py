@@ -11,16 +11,17 @@ import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.indices import is_dense, ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.shapes import below, both, not_below
-from dcompile.codegen.lower.tensor import T, computed
-from dcompile.ir.index import Index, floordiv, modulo
-from dcompile.ir.nodes import Ref
+from dcompile.codegen.lower.tensor import T, computed, constant, from_view
+from dcompile.ir.index import Index, as_index, flatten, floordiv, modulo
+from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
 
 MAX_WINDOW = 27
-"""Elements of a window that are written out one by one (3 x 3 x 3); larger windows are left to the library."""
+"""Elements of a window that are written out one by one (3 x 3 x 3); larger windows are reductions in a loop."""
 
 
 def each(value: Any, rank: int, default: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -69,30 +70,56 @@ def _average(rank: int) -> Callable[..., Any]:
         low: Lowering, value: torch.Tensor, /, x: T, kernel: Any, stride: Any = (), padding: Any = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> Result:  # fmt: skip
-        shape, dtype = shape_of(value), dtype_name(value.dtype)
         window = _Window(x.shape[-rank:], kernel, stride, padding, count_include_pad, divisor_override)
-        if prod(window.kernel) > MAX_WINDOW or DTYPES[dtype] != "float":
-            return NotImplemented
-        compute = opmath(dtype)
+        compute = opmath(dtype_name(value.dtype))
+        division = "div" if DTYPES[compute] == "float" else "truncdiv"
 
-        def at(body: Body, coords: Coords) -> Ref:
-            total = body.const(0, compute)
-            for offsets in product(*map(range, window.kernel)):
-                place = tuple(
-                    c * stride - pad + offset
-                    for c, stride, pad, offset in zip(
-                        coords[-rank:], window.stride, window.padding, offsets, strict=True
-                    )
-                )
-                inside = [f(body, p, n) for p, size in zip(place, window.size, strict=True)
-                          for f, n in ((not_below, 0), (below, size))]  # fmt: skip
-                given = element_where(body, both(body, *inside), x, (*coords[:-rank], *place), compute)
-                total = given if offsets == (0,) * rank else body.apply("add", total, given)
-            return to_dtype(body, body.apply("div", total, window.divisor(body, coords[-rank:], compute)), dtype)
+        def element(body: Body, coords: Coords, offsets: Coords) -> Ref:
+            steps = zip(coords[-rank:], window.stride, window.padding, offsets, strict=True)
+            place = tuple(c * stride - pad + offset for c, stride, pad, offset in steps)
+            inside = [f(body, p, n) for p, size in zip(place, window.size, strict=True)
+                      for f, n in ((not_below, 0), (below, size))]  # fmt: skip
+            return element_where(body, both(body, *inside), x, (*coords[:-rank], *place), compute)
 
-        return computed(shape, dtype, at, (x,), ops=prod(window.kernel) * 3, heavy=True)
+        def finish(body: Body, total: Ref, coords: Coords) -> Ref:
+            return body.apply(division, total, window.divisor(body, coords[-rank:], compute))
+
+        return summed(low, value, window.kernel, (x,), element, finish)
 
     return rule
+
+
+def summed(
+    low: Lowering,
+    value: torch.Tensor,
+    counts: tuple[int, ...],
+    args: tuple[T, ...],
+    element: Callable[[Body, Coords, Coords], Ref],
+    finish: Callable[[Body, Ref, Coords], Ref],
+) -> T:
+    """Sums of `element(body, coordinates, offsets)` over all offsets below `counts`, in the compute dtype.
+
+    A few terms are written out where the sum is used; many are a reduction in a loop of its own.
+    """
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    if prod(counts) <= MAX_WINDOW or 0 in shape:
+
+        def at(body: Body, coords: Coords) -> Ref:
+            total: Ref | None = None
+            for offsets in product(*map(range, counts)):
+                given = element(body, coords, tuple(map(as_index, offsets)))
+                total = given if total is None else body.apply("add", total, given)
+            total = body.const(0, opmath(dtype)) if total is None else total
+            return to_dtype(body, finish(body, total, coords), dtype)
+
+        return computed(shape, dtype, at, args, ops=3 * prod(counts), heavy=True)
+    body, coords = low.body({**ranges_of("i", shape), **ranges_of("j", counts)}), variables("i", shape)
+    total = body.reduce("sum", element(body, coords, variables("j", counts)))
+    strides = tuple(int(stride) for stride in value.stride())
+    view = low.buffer(shape, dtype, strides if is_dense(shape, strides) else None)
+    result = to_dtype(body, finish(body, total, coords), dtype)
+    low.loop(shape, counts, body, [Store(view.buffer, flatten(coords, view.strides), result)])
+    return from_view(view, dtype)
 
 
 def element_where(body: Body, inside: Ref | bool, x: T, place: Coords, compute: str, other: float = 0) -> Ref:
@@ -109,32 +136,27 @@ def _average_backward(rank: int) -> Callable[..., Any]:
         low: Lowering, value: torch.Tensor, /, grad: T, x: T, kernel: Any, stride: Any, padding: Any,
         ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
     ) -> Result:  # fmt: skip
-        shape, dtype = shape_of(value), dtype_name(value.dtype)
+        dtype = dtype_name(value.dtype)
         window = _Window(x.shape[-rank:], kernel, stride, padding, count_include_pad, divisor_override)
         reach = tuple(-(-k // s) for k, s in zip(window.kernel, window.stride, strict=True))
-        if prod(reach) > MAX_WINDOW or DTYPES[dtype] != "float" or 0 in grad.shape:
-            return NotImplemented
         compute = opmath(dtype)
+        if 0 in grad.shape or DTYPES[dtype] != "float":
+            return constant(0, shape_of(value), dtype) if 0 in grad.shape else NotImplemented
 
-        def at(body: Body, coords: Coords) -> Ref:
+        def element(body: Body, coords: Coords, back: Coords) -> Ref:
             """The windows over an element start at (c + pad) // stride and go back."""
-            total = body.const(0, compute)
-            for back in product(*map(range, reach)):
-                place, inside = [], []
-                for c, size, k, s, pad, b in zip(
-                    coords[-rank:], grad.shape[-rank:], window.kernel, window.stride, window.padding, back, strict=True
-                ):
-                    start = floordiv(c + pad, s, body.ranges) - b
-                    within = modulo(c + pad, s, body.ranges) + b * s
-                    place.append(start)
-                    inside += [not_below(body, start, 0), below(body, start, size), below(body, within, k)]
-                covered = both(body, *inside)
-                given = element_where(body, covered, grad, (*coords[:-rank], *place), compute)
-                share = body.apply("div", given, window.divisor(body, tuple(place), compute))
-                total = body.apply("add", total, share)
-            return to_dtype(body, total, dtype)
+            place, inside = [], []
+            for c, size, k, s, pad, b in zip(
+                coords[-rank:], grad.shape[-rank:], window.kernel, window.stride, window.padding, back, strict=True
+            ):
+                start = floordiv(c + pad, s, body.ranges) - b
+                within = modulo(c + pad, s, body.ranges) + b * s
+                place.append(start)
+                inside += [not_below(body, start, 0), below(body, start, size), below(body, within, k)]
+            given = element_where(body, both(body, *inside), grad, (*coords[:-rank], *place), compute)
+            return body.apply("div", given, window.divisor(body, tuple(place), compute))
 
-        return computed(shape, dtype, at, (grad,), ops=prod(reach) * 6, heavy=True)
+        return summed(low, value, reach, (grad,), element, lambda body, total, _: total)
 
     return rule
 

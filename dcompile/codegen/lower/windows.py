@@ -17,10 +17,10 @@ from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.indices import contiguous, is_dense, ranges_of, same_layout, variables
 from dcompile.codegen.lower.pointwise import to_dtype
-from dcompile.codegen.lower.pooling import MAX_WINDOW, each, element_where
+from dcompile.codegen.lower.pooling import MAX_WINDOW, each, element_where, summed
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.shapes import below, both, not_below
-from dcompile.codegen.lower.tensor import T, computed, from_view
+from dcompile.codegen.lower.tensor import T, constant, from_view
 from dcompile.ir.index import Index, as_index, flatten, floordiv, modulo
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES, REDUCTIONS
@@ -36,17 +36,18 @@ class Fixed:
     padding: int
     dilation: int
 
-    def places(self, body: Body, o: Index) -> list[tuple[Index, Ref | bool]]:
-        """Where the elements of window `o` lie, and whether they are there."""
-        found = []
-        for number in range(self.count):
-            place = o * self.stride + (number * self.dilation - self.padding)
-            found.append((place, both(body, not_below(body, place, 0), below(body, place, self.size))))
-        return found
+    def start(self, body: Body, o: Index) -> Index:
+        """Where window `o` begins, perhaps before the first element."""
+        return o * self.stride - self.padding
+
+    def place(self, body: Body, o: Index, offset: Index) -> tuple[Index, Ref | bool]:
+        """An element of window `o`, and whether it is there."""
+        place = self.start(body, o) + offset * self.dilation
+        return place, both(body, not_below(body, place, 0), below(body, place, self.size))
 
     def first(self, body: Body, o: Index) -> Ref:
         """The first element that is there."""
-        start = o * self.stride - self.padding
+        start = self.start(body, o)
         early = not_below(body, start, 0)
         if isinstance(early, bool):
             return body.index(start if early else modulo(start, self.dilation, body.ranges))
@@ -66,31 +67,35 @@ class Adaptive:
         """Elements of the largest window."""
         return max(-(-(o + 1) * self.size // self.windows) - o * self.size // self.windows for o in range(self.windows))
 
-    def _start(self, body: Body, o: Index) -> Index:
+    def start(self, body: Body, o: Index) -> Index:
+        """Where window `o` begins."""
         return floordiv(o * self.size, self.windows, body.ranges)
 
     def _end(self, body: Body, o: Index) -> Index:
         return floordiv(o * self.size + (self.size + self.windows - 1), self.windows, body.ranges)
 
-    def places(self, body: Body, o: Index) -> list[tuple[Index, Ref | bool]]:
-        start, end = self._start(body, o), self._end(body, o)
-        smallest = self.size // self.windows
-        return [(start + n, True if n < smallest else _less(body, start + n, end)) for n in range(self.count)]
-
     def first(self, body: Body, o: Index) -> Ref:
-        return body.index(self._start(body, o))
+        return body.index(self.start(body, o))
+
+    def place(self, body: Body, o: Index, offset: Index) -> tuple[Index, Ref | bool]:
+        """An element of window `o`, and whether it is there."""
+        place, known = self.start(body, o) + offset, offset.constant
+        if known is not None and known < max(self.size // self.windows, 1):
+            return place, True  # every window is as large
+        return place, _less(body, place, self._end(body, o))
 
     def elements(self, body: Body, o: Index) -> Ref:
         """How many elements window `o` has."""
-        return body.apply("sub", body.index(self._end(body, o)), body.index(self._start(body, o)))
+        return body.apply("sub", body.index(self._end(body, o)), body.index(self.start(body, o)))
 
-    def over(self, body: Body, p: Index, windows: int) -> list[tuple[Index, Ref | bool]]:
-        """The windows that hold element `p`, the first first, and whether they are there."""
-        first = floordiv(p * windows, self.size, body.ranges)
-        last = floordiv(p * windows + (windows + self.size - 1), self.size, body.ranges)
-        ends = range(self.size)
-        reach = max(-(-(n + 1) * windows // self.size) - n * windows // self.size for n in ends)
-        return [(first + n, True if n == 0 else _less(body, first + n, last)) for n in range(reach)]
+    @property
+    def reach(self) -> int:
+        """Windows that may hold one element."""
+        return Adaptive(self.windows, self.size).count
+
+    def over(self, body: Body, p: Index, offset: Index) -> tuple[Index, Ref | bool]:
+        """A window that holds element `p`, counted from the first of them, and whether there are so many."""
+        return Adaptive(self.windows, self.size).place(body, p, offset)
 
 
 Windows = Fixed | Adaptive
@@ -102,15 +107,35 @@ def _less(body: Body, left: Index, right: Index) -> Ref:
 
 def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: T, windows: Sequence[Windows]) -> Result:
     """(largest element of each window, its position in the plane): the first of equals, and NaN wins."""
-    shapes = [shape_of(value) for value in values if value is not None]
-    if not shapes or 0 in shapes[0] or prod(w.count for w in windows) > MAX_WINDOW:
+    shape = next(shape_of(value) for value in values if value is not None)
+    counts = tuple(w.count for w in windows)
+    inner = counts if prod(counts) > MAX_WINDOW else ()
+    if 0 in shape:
         return NotImplemented
-    rank, shape, compute = len(windows), shapes[0], opmath(x.dtype)
-    body, coords = low.body(ranges_of("i", shape)), variables("i", shape)
+    body, coords = low.body({**ranges_of("i", shape), **ranges_of("j", inner)}), variables("i", shape)
+    found = _reduced(body, x, windows, coords, variables("j", inner)) if inner else _chosen(body, x, windows, coords)
+    stores: list[Store] = []
+    results: list[T | None] = []
+    for value, ref in zip(values, found, strict=True):
+        if value is None:
+            results.append(None)
+            continue
+        dtype, strides = dtype_name(value.dtype), tuple(int(stride) for stride in value.stride())
+        view = low.buffer(shape, dtype, strides if is_dense(shape, strides) else None)
+        stores.append(Store(view.buffer, flatten(coords, view.strides), to_dtype(body, ref, dtype)))
+        results.append(from_view(view, dtype))
+    low.loop(shape, inner, body, stores)
+    return tuple(results)
+
+
+def _chosen(body: Body, x: T, windows: Sequence[Windows], coords: Coords) -> tuple[Ref, Ref]:
+    """One element after the other, written out."""
+    rank, compute, sizes = len(windows), opmath(x.dtype), [w.size for w in windows]
     lead, at = coords[:-rank], coords[-rank:]
     best = body.const(REDUCTIONS["max"].identity(compute), compute)
-    where = _flat(body, [w.first(body, o) for w, o in zip(windows, at, strict=True)], [w.size for w in windows])
-    for places in product(*(w.places(body, o) for w, o in zip(windows, at, strict=True))):
+    where = _flat(body, [w.first(body, o) for w, o in zip(windows, at, strict=True)], sizes)
+    for offsets in product(*(range(w.count) for w in windows)):
+        places = [w.place(body, o, as_index(n)) for w, o, n in zip(windows, at, offsets, strict=True)]
         place = tuple(p for p, _ in places)
         inside = both(body, *(there for _, there in places))
         if inside is False:
@@ -120,20 +145,23 @@ def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: T, windows
         if DTYPES[compute] == "float":
             more = body.apply("or", more, body.apply("isnan", element))
         best = body.apply("where", more, element, best)
-        flat = flatten(place, _strides([w.size for w in windows]))
-        where = body.apply("where", more, body.index(flat), where)
-    stores: list[Store] = []
-    results: list[T | None] = []
-    for value, ref in zip(values, (best, where), strict=True):
-        if value is None:
-            results.append(None)
-            continue
-        dtype, strides = dtype_name(value.dtype), tuple(int(stride) for stride in value.stride())
-        view = low.buffer(shape, dtype, strides if is_dense(shape, strides) else None)
-        stores.append(Store(view.buffer, flatten(coords, view.strides), to_dtype(body, ref, dtype)))
-        results.append(from_view(view, dtype))
-    low.loop(shape, (), body, stores)
-    return tuple(results)
+        where = body.apply("where", more, body.index(flatten(place, _strides(sizes))), where)
+    return best, where
+
+
+def _reduced(body: Body, x: T, windows: Sequence[Windows], coords: Coords, offsets: Coords) -> tuple[Ref, Ref]:
+    """A reduction over the window."""
+    rank, compute = len(windows), opmath(x.dtype)
+    places = [w.place(body, o, n) for w, o, n in zip(windows, coords[-rank:], offsets, strict=True)]
+    inside = both(body, *(there for _, there in places))
+    place = (*coords[:-rank], *(p for p, _ in places))
+    element = element_where(body, inside, x, place, compute, REDUCTIONS["max"].identity(compute))
+    number, starts = body.reduce("argmax", element, "int64"), []
+    for w, o, step in zip(windows, coords[-rank:], _strides([w.count for w in windows]), strict=True):
+        offset = body.apply("floordiv", number, body.const(step, "int64"))
+        offset = body.apply("mod", offset, body.const(w.count, "int64"))
+        starts.append(body.apply("add", body.index(w.start(body, o)), offset))
+    return body.reduce("max", element), _flat(body, starts, [w.size for w in windows])
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -147,28 +175,20 @@ def _flat(body: Body, places: Sequence[Ref], sizes: Sequence[int]) -> Ref:
     return total
 
 
-def _gathered(value: torch.Tensor, grad: T, indices: T, windows: Sequence[Adaptive]) -> Result:
+def _gathered(low: Lowering, value: torch.Tensor, grad: T, indices: T, windows: Sequence[Adaptive]) -> Result:
     """The gradients of the windows that chose each element."""
-    shape, dtype, rank = shape_of(value), dtype_name(value.dtype), len(windows)
-    if 0 in grad.shape or 0 in shape:
-        return NotImplemented
-    compute, strides = opmath(dtype), _strides(shape[-rank:])
+    rank, compute = len(windows), opmath(dtype_name(value.dtype))
+    strides = _strides([w.size for w in windows])
 
-    def at(body: Body, coords: Coords) -> Ref:
-        total = body.const(0, compute)
+    def element(body: Body, coords: Coords, offsets: Coords) -> Ref:
+        chosen = [w.over(body, p, n) for w, p, n in zip(windows, coords[-rank:], offsets, strict=True)]
+        place, inside = (*coords[:-rank], *(o for o, _ in chosen)), both(body, *(there for _, there in chosen))
+        position = element_where(body, inside, indices, place, "int64", -1)
         here = body.index(flatten(coords[-rank:], strides))
-        spaces = zip(windows, coords[-rank:], grad.shape[-rank:], strict=True)
-        for chosen in product(*(w.over(body, p, count) for w, p, count in spaces)):
-            place = (*coords[:-rank], *(o for o, _ in chosen))
-            inside = both(body, *(there for _, there in chosen))
-            if inside is False:
-                continue
-            position = element_where(body, inside, indices, place, "int64", -1)
-            hit = both(body, inside, body.apply("eq", position, here))
-            total = body.apply("add", total, element_where(body, hit, grad, place, compute, 0))
-        return to_dtype(body, total, dtype)
+        return element_where(body, body.apply("eq", position, here), grad, place, compute)
 
-    return computed(shape, dtype, at, (grad, indices), ops=8, heavy=True)
+    counts = tuple(w.reach for w in windows)
+    return summed(low, value, counts, (grad, indices), element, lambda body, total, _: total)
 
 
 def _max_pool(rank: int) -> Callable[..., Any]:
@@ -181,6 +201,8 @@ def _max_pool(rank: int) -> Callable[..., Any]:
         if 0 in x.shape or not same_layout(x.shape, x.strides, contiguous(x.shape)):
             return NotImplemented
         kernel = each(kernel, rank)
+        if prod(kernel) > MAX_WINDOW:
+            return NotImplemented
         settings = (x.shape[-rank:], kernel, each(stride, rank, kernel), each(padding, rank), each(dilation, rank))
         return _largest(low, values, x, [Fixed(*one) for one in zip(*settings, strict=True)])
 
@@ -198,34 +220,35 @@ def _adaptive_max(rank: int) -> Callable[..., Any]:
 
 def _adaptive_max_backward(rank: int) -> Callable[..., Any]:
     def rule(low: Lowering, value: torch.Tensor, /, grad: T, x: T, indices: T) -> Result:
-        pairs = zip(x.shape[-rank:], grad.shape[-rank:], strict=True)
-        windows = [Adaptive(n, m) for n, m in pairs if n and m]
-        return _gathered(value, grad, indices, windows) if len(windows) == rank else NotImplemented
+        windows = _windows(x.shape[-rank:], grad.shape[-rank:])
+        if windows is None or 0 in grad.shape:
+            return constant(0, shape_of(value), dtype_name(value.dtype))
+        return _gathered(low, value, grad, indices, windows)
 
     return rule
 
 
+def _windows(size: Sequence[int], result: Sequence[int]) -> list[Adaptive] | None:
+    """None if there are no elements, or no windows."""
+    return None if 0 in (*size, *result) else [Adaptive(n, m) for n, m in zip(size, result, strict=True)]
+
+
 def _adaptive_average(rank: int) -> Callable[..., Any]:
     def rule(low: Lowering, value: torch.Tensor, /, x: T, size: Sequence[int]) -> Result:
-        shape, dtype = shape_of(value), dtype_name(value.dtype)
-        if 0 in x.shape or 0 in shape or DTYPES[dtype] != "float":
-            return NotImplemented
-        windows = [Adaptive(n, m) for n, m in zip(x.shape[-rank:], shape[-rank:], strict=True)]
-        if prod(w.count for w in windows) > MAX_WINDOW:
+        dtype, windows = dtype_name(value.dtype), _windows(x.shape[-rank:], shape_of(value)[-rank:])
+        if windows is None or DTYPES[dtype] != "float":
             return NotImplemented
         compute = opmath(dtype)
 
-        def at(body: Body, coords: Coords) -> Ref:
-            total: Ref | None = None
-            for places in product(*(w.places(body, o) for w, o in zip(windows, coords[-rank:], strict=True))):
-                inside = both(body, *(there for _, there in places))
-                place = (*coords[:-rank], *(p for p, _ in places))
-                given = element_where(body, inside, x, place, compute, 0)
-                total = given if total is None else body.apply("add", total, given)
-            assert total is not None, "a window without elements"
-            return to_dtype(body, _shared(body, total, windows, coords[-rank:], compute), dtype)
+        def element(body: Body, coords: Coords, offsets: Coords) -> Ref:
+            places = [w.place(body, o, n) for w, o, n in zip(windows, coords[-rank:], offsets, strict=True)]
+            inside = both(body, *(there for _, there in places))
+            return element_where(body, inside, x, (*coords[:-rank], *(p for p, _ in places)), compute)
 
-        return computed(shape, dtype, at, (x,), ops=3 * prod(w.count for w in windows), heavy=True)
+        def finish(body: Body, total: Ref, coords: Coords) -> Ref:
+            return _shared(body, total, windows, coords[-rank:], compute)
+
+        return summed(low, value, tuple(w.count for w in windows), (x,), element, finish)
 
     return rule
 
@@ -239,23 +262,19 @@ def _shared(body: Body, ref: Ref, windows: Sequence[Adaptive], at: Coords, compu
 
 def _adaptive_average_backward(rank: int) -> Callable[..., Any]:
     def rule(low: Lowering, value: torch.Tensor, /, grad: T, x: T) -> Result:
-        shape, dtype = shape_of(value), dtype_name(value.dtype)
-        if 0 in grad.shape or 0 in shape:
-            return NotImplemented
-        compute = opmath(dtype)
-        windows = [Adaptive(n, m) for n, m in zip(shape[-rank:], grad.shape[-rank:], strict=True)]
+        windows = _windows(x.shape[-rank:], grad.shape[-rank:])
+        if windows is None or 0 in grad.shape:
+            return constant(0, shape_of(value), dtype_name(value.dtype))
+        compute = opmath(dtype_name(value.dtype))
 
-        def at(body: Body, coords: Coords) -> Ref:
-            total = body.const(0, compute)
-            spaces = zip(windows, coords[-rank:], grad.shape[-rank:], strict=True)
-            for chosen in product(*(w.over(body, p, count) for w, p, count in spaces)):
-                o = tuple(as_index(o) for o, _ in chosen)
-                inside = both(body, *(there for _, there in chosen))
-                given = element_where(body, inside, grad, (*coords[:-rank], *o), compute, 0)
-                total = body.apply("add", total, _shared(body, given, windows, o, compute))
-            return to_dtype(body, total, dtype)
+        def element(body: Body, coords: Coords, offsets: Coords) -> Ref:
+            chosen = [w.over(body, p, n) for w, p, n in zip(windows, coords[-rank:], offsets, strict=True)]
+            o, inside = tuple(o for o, _ in chosen), both(body, *(there for _, there in chosen))
+            given = element_where(body, inside, grad, (*coords[:-rank], *o), compute)
+            return _shared(body, given, windows, o, compute)
 
-        return computed(shape, dtype, at, (grad,), ops=8, heavy=True)
+        counts = tuple(w.reach for w in windows)
+        return summed(low, value, counts, (grad,), element, lambda body, total, _: total)
 
     return rule
 

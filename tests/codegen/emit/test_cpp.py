@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.nest import make_nest
+from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
@@ -274,6 +276,15 @@ def test_integer_constants_read_back_exactly(value):
     body = loops.Body()
     program = loops.program(body, (3,), (), [Store("y", loops.I0, body.const(value, "int64"))], y=("int64", (3,)))
     assert run(program, {})[0].tolist() == [value] * 3
+
+
+def test_beyond_two_to_the_31_indices_have_64_bits():
+    """What runs them is `make ops-sweep` (tests/ops/large.py): it takes 5 GB."""
+    rows, columns = 2**16 + 1, 2**15 + 3
+    for program in (loops.row_sum(rows, columns, "sum"), loops.row_sum(1, rows * columns, "max")):
+        found = re.findall(r"(?:for \(|const )(\w+) (?:[ijrbk]\d*|[ij]\d+_(?:low|high)|part\w*) =", text(program))
+        assert found and set(found) == {"int64"}, text(program)
+    assert "typedef long int64;" in PRELUDE
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "argmax"])

@@ -30,5 +30,12 @@ def test_divisor_and_three_dimensions() -> None:
     check(lambda x: aten.avg_pool3d(x, [2, 3, 2], [2, 2, 1], [1, 0, 1], False, True, None), x)
 
 
-def test_a_large_window_is_the_librarys() -> None:
-    check(lambda x: aten.avg_pool2d(x, [6, 6], [1, 1]), tensor(2, 8, 8), library=1)
+def test_large_windows_and_none() -> None:
+    x = tensor(2, 9, 9)
+    for rest in ([[6, 6], [1, 1], [3, 2]], [[7, 5], [2, 3], [0, 0]]):
+        y = aten.avg_pool2d(x, *rest)
+        check(lambda x, r=rest: aten.avg_pool2d(x, *r), x)
+        check(lambda g, x, r=rest: aten.avg_pool2d_backward(g, x, *r, False, True, None), y, x)
+    check(lambda x: aten.avg_pool2d(x, [2, 2]), torch.arange(-20, 16).view(1, 6, 6))
+    none = tensor(0, 2, 6, 6)
+    check(lambda g, x: aten.avg_pool2d_backward(g, x, [2, 2], [2, 2], 0, False, True, None), none[..., :3, :3], none)

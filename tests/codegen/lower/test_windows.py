@@ -30,15 +30,16 @@ def test_channels_last_is_the_librarys() -> None:
     check(lambda x: aten.max_pool2d_with_indices(x, 2), x, library=1)
 
 
-@pytest.mark.parametrize("size", [(4, 5), (13, 3), (3, 8), (1, 1)])
+@pytest.mark.parametrize("size", [(4, 5), (13, 3), (3, 8), (1, 1), (2, 1)])
 def test_adaptive(size: tuple[int, int]) -> None:
-    x = tensor(2, 3, 9, 8)
-    y, indices = aten.adaptive_max_pool2d(x, size)
-    check(lambda x: aten.adaptive_max_pool2d(x, size), tensor(2, 3, 9, 8) if size[0] * size[1] > 1 else x[..., :5, :5])
-    check(lambda g, x, i: aten.adaptive_max_pool2d_backward(g, x, i), y, x, indices)
-    check(lambda g, x: aten._adaptive_avg_pool2d_backward(g, x), y, x)
-    if size != (1, 1):
-        check(lambda x: aten._adaptive_avg_pool2d(x, size), x)
+    for x in (tensor(2, 3, 9, 8), tensor(2, 3, 9, 8).to(BF16)):  # windows of 72 elements are reductions
+        y, indices = aten.adaptive_max_pool2d(x, size)
+        check(lambda x: aten.adaptive_max_pool2d(x, size), x, bitwise=True)
+        expected = aten.adaptive_max_pool2d_backward(y.float(), x.float(), indices).to(x.dtype)
+        check(lambda g, x, i: aten.adaptive_max_pool2d_backward(g, x, i), y, x, indices, expected=expected)
+        check(lambda x: aten._adaptive_avg_pool2d(x, size), x) if size != (1, 1) else None
+        expected = aten._adaptive_avg_pool2d_backward(y.float(), x.float()).to(x.dtype)
+        check(lambda g, x: aten._adaptive_avg_pool2d_backward(g, x), y, x, expected=expected)
 
 
 def test_adaptive_in_three_dimensions() -> None:

@@ -337,6 +337,24 @@ def is_compiled_backward(node: Any) -> bool:
     return bool(type(node).__name__ == "CompiledFunctionBackward")
 
 
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def raw_stream(device: int) -> int:
+    """The current stream of a GPU, as the CUDA driver takes it."""
+    import torch
+
+    fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(fast(device) if fast is not None else torch.cuda.current_stream(device).cuda_stream)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Stop with `message` unless `condition` holds, without waiting for the GPU to find out."""
+    import torch
+
+    torch._assert_async(condition, message)
+
+
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 

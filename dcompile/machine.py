@@ -66,6 +66,14 @@ def openmp_library() -> str | None:
     return None
 
 
+def triton_version() -> str | None:
+    """The installed Triton, without importing it."""
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
 @functools.cache
 def own_version() -> str:
     """dcompile's version."""

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
+
 from dcompile.artifacts import dump, log
-from dcompile.codegen.emit import build, cpp, host
+from dcompile.codegen.emit import build, cpp, host, triton, triton_build
 from dcompile.codegen.emit.build import Built
-from dcompile.codegen.emit.emitter import Kernels
+from dcompile.codegen.emit.emitter import Kernels, KernelSource
 from dcompile.codegen.lower.program import is_static, lower
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.reorient import reorient_columns
+from dcompile.codegen.schedule.spread import on_gpu, spread_columns, spread_rows
 from dcompile.collectives.insert import insert_buckets
 from dcompile.collectives.params import Report, Request
 from dcompile.config import Config
@@ -26,7 +29,8 @@ from dcompile.ir.diagram import draw
 from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
-from dcompile.machine import own_products_pay
+from dcompile.machine import own_products_pay, triton_version
+from dcompile.runtime import gpu
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 
@@ -48,6 +52,9 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: drop_dead(program), "drop_dead"),
     Pass(lambda program, _: reorient_columns(program), "reorient_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
+    # after fusion, which decides how many rows and columns a kernel has
+    Pass(lambda program, _: spread_columns(program), "spread_columns", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: spread_rows(program), "spread_rows", reorders_sums=True, needs_loops=True),
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
     Pass(lambda program, request: _bucketed(program, request), "insert_buckets", required=True),
     Pass(lambda program, _: start_early_wait_late(program), "start_early_wait_late"),
@@ -85,9 +92,9 @@ class Pipeline:
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: lower(gm, request.name, request.grads, aten=reason is not None))
         program = self._schedule(lowered.program, request)
-        kernels = self._timed(request, "emit", lambda: cpp.emit_all(program, own_products=self._own_products()))
+        kernels = self._timed(request, "emit", lambda: _emit(program, self._own_products()))
         source = self._timed(request, "host", lambda: host.emit(program, kernels))
-        built = self._timed(request, "build", lambda: build.build(kernels.sources, self.config, cache))
+        built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache))
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         report = _report(program, kernels)
         if reason and self.config.kernels != "aten":
@@ -97,7 +104,8 @@ class Pipeline:
         arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
         written = frozenset().union(*(step.writes for step in program.steps))
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
-        graph = CompiledGraph(source, tuple(constants), program.buckets, arena_bytes, built.keys, report, mutated)
+        device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+        graph = CompiledGraph(source, tuple(constants), program.buckets, arena_bytes, built.keys, report, mutated, device)
         return Loadable(graph, built.libraries, constants), built
 
     def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:
@@ -130,9 +138,7 @@ class Pipeline:
             return 'options={"kernels": "aten"}'
         if not is_static(gm):
             return "sizes are symbolic, and our kernels are made for fixed sizes"
-        if any(device != "cpu" for device in _devices(gm)):
-            return "it is on a GPU, for which there is no emitter yet"
-        return None
+        return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
 
     def _schedule(self, program: Program, request: Request) -> Program:
         config = self.config
@@ -172,9 +178,56 @@ def _bucketed(program: Program, request: Request) -> Program:
     return insert_buckets(program, request.params, request.rule)
 
 
-def _devices(gm: Any) -> set[str]:
-    values = (node.meta.get("val") for node in gm.graph.nodes)
-    return {value.device.type for value in values if hasattr(value, "device")}
+def _devices(gm: Any) -> set[torch.device]:
+    found = (_tensors(node.meta.get("val")) for node in gm.graph.nodes)
+    return {value.device for values in found for value in values}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _why_not_gpu(devices: set[torch.device]) -> str | None:
+    """Why a graph on these devices, beside the CPU, can have no kernels of ours."""
+    if not devices:
+        return None
+    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+        return f"it is on {', '.join(sorted(map(str, devices)))}; kernels are made for one CUDA GPU"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
+        return "its GPU is none of NVIDIA's from compute capability 8.0 on"
+    if triton_version() is None:
+        return "it is on a GPU, and Triton, which compiles kernels for it, is not installed"
+    return None
+
+
+def _emit(program: Program, own_products: bool) -> Kernels:
+    """The kernel of each loop, for the device whose memory it writes; on the CPU also of matrix products, if wanted."""
+    table = program.table
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    if not any(buffer.device != "cpu" for buffer in program.buffers):
+        return cpp.emit_all(program, own_products=own_products)
+    return Kernels(tuple((triton if on_gpu(loop, table) else cpp).emit(loop, table) for loop in loops))
+
+
+def _build(kernels: Kernels, gm: Any, config: Config, cache: KernelCache) -> Built:
+    """All kernels, by the compilers they are for."""
+    host_side = [source for source in kernels.sources if not source.launches]
+    gpu_side = [source for source in kernels.sources if source.launches]
+    if not gpu_side:
+        return build.build(host_side, config, cache)
+    (device,) = _devices(gm) - {torch.device("cpu")}
+    major, minor = torch.cuda.get_device_capability(device)
+    launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
+    ours = build.build([*host_side, launcher], config, cache)
+    theirs = triton_build.build(gpu_side, 10 * major + minor, config, cache)
+    return Built(
+        {**ours.libraries, **theirs.libraries},
+        ours.built + theirs.built,
+        ours.cache_hits + theirs.cache_hits,
+        {**ours.keys, **theirs.keys},
+    )
 
 
 def _report(program: Program, kernels: Kernels) -> Report:

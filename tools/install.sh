@@ -27,7 +27,7 @@ fi
 
 python=$venv/bin/python constraints=$venv/constraints.txt index=()
 if found=$(usable_torch "$python") && [ -n "$found" ]; then
-    { grep -v '^torch==' constraints.txt; echo "torch==${found%% *}"; } > "$constraints"
+    { grep -v -e '^torch==' -e '^triton==' constraints.txt; echo "torch==${found%% *}"; } > "$constraints"
 else
     cp constraints.txt "$constraints"
     # PyPI's wheel for Linux brings several GB of CUDA libraries, so without a GPU torch's own CPU index is tried first.

@@ -14,11 +14,15 @@ RECYCLE_BYTES = 1 << 18
 class Arena:
     """One aligned block for the temporaries of one call at a time; offsets into it were planned at compile time."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: str | torch.device = "cpu") -> None:
         self.nbytes = nbytes
-        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
         self._start = -self._memory.data_ptr() % ALIGNMENT
         self.address = self._memory.data_ptr() + self._start
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory, once it is given back, until what `stream` does with it is done."""
+        self._memory.record_stream(stream)
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
         """A tensor over the arena from byte `offset` on."""
@@ -77,6 +81,6 @@ def _over(
     memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], start: int
 ) -> torch.Tensor:
     """A tensor of its own (no view, with its own version counter) over another one's storage, from byte `start`."""
-    empty = torch.empty(0, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype, device=memory.device)
     assert start % empty.itemsize == 0, f"{dtype} at byte {start} is not aligned"
     return empty.set_(memory.untyped_storage(), start // empty.itemsize, shape, strides)

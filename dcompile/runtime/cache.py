@@ -30,6 +30,8 @@ from dcompile.runtime.compiled import CompiledGraph, from_record, to_record
 Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
 """A graph, and the library of each of its kernels."""
 
+KINDS = (".so", ".gpu")
+"""What libraries may be: shared objects, and archives of cubins (`runtime.gpu`)."""
 STALE_S = 3600
 """Age from which a temporary folder belongs to a process that was killed: no compilation takes so long."""
 
@@ -110,7 +112,10 @@ class KernelCache:
         digest = record["sha256"]
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise _Damaged(entry, "not a valid entry")
-        library = self.directory / f"{digest}.so"
+        kind = record.get("kind", ".so")
+        if kind not in KINDS:
+            raise _Damaged(entry, "not a valid entry")
+        library = self.directory / f"{digest}{kind}"
         if library not in self._checked:
             self._check(library, digest)
         return library
@@ -128,13 +133,16 @@ class KernelCache:
 
     def put(self, keys: Sequence[str], built: Path) -> Path:
         """Publish a library, then one entry per kernel that it holds. Returns its place; raises BuildError."""
+        assert built.suffix in KINDS, f"{built} is neither a library nor an archive of cubins"
         try:
             digest = hashlib.sha256(built.read_bytes()).hexdigest()
-            library = self.directory / f"{digest}.so"
+            library = self.directory / f"{digest}{built.suffix}"
             _sync(built)
             built.rename(library)  # of the same content, if it replaces anything
             for key in keys:
-                self._write(self.directory / f"{key}.json", json.dumps({"key": key, "sha256": digest}))
+                self._write(
+                    self.directory / f"{key}.json", json.dumps({"key": key, "sha256": digest, "kind": built.suffix})
+                )
         except OSError as error:
             free = shutil.disk_usage(self.directory).free / 1e6 if self.directory.exists() else 0.0
             raise BuildError(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dcompile.compat import assert_on_device
+
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
     """Raise IndexError, as eager does, unless low <= position < high for every one; returns a copy of `positions`.
@@ -17,7 +19,10 @@ def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
     A copy, for the memory plan takes what a library call returns for memory of its own: `positions` may lie in an arena
     buffer that is reused from here on, or in an input that a later step writes to.
     """
-    if positions.numel():
+    if positions.numel() and positions.is_cuda:
+        inside = ((positions >= low) & (positions < high)).all()
+        assert_on_device(inside, f"index out of bounds: positions must be from {low} to {high - 1}")
+    elif positions.numel():
         smallest, largest = (int(value) for value in torch.aminmax(positions))
         if smallest < low or largest >= high:
             wrong = smallest if smallest < low else largest

@@ -28,6 +28,8 @@ class CompiledGraph:
     """Counts, as far as they do not depend on what was in the cache."""
     mutated: tuple[int, ...] = ()
     """Positions of the inputs that the program writes."""
+    device: str = "cpu"
+    """The type of the devices that it runs on: where its arena lies, and what its kernels are launched by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ def from_record(record: Mapping[str, Any]) -> CompiledGraph:
         kernels=record["kernels"],
         report=Report(**record["report"]),
         mutated=tuple(record["mutated"]),
+        device=record["device"],
     )
 
 

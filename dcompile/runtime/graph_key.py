@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile.collectives.params import Request
 from dcompile.config import Config
-from dcompile.machine import compiler_stamp, cpu_features, openmp_library, own_source, own_version
+from dcompile.machine import compiler_stamp, cpu_features, openmp_library, own_source, own_version, triton_version
 
 _PYTHON = ("operator", "math", "builtins", "torch")
 """Modules whose functions a name and the versions in the key tell apart."""
@@ -33,7 +33,7 @@ class NotCacheable(Exception):
 
 def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
     """The name of a graph's cache entry. Raises NotCacheable."""
-    lines = (*_environment(), config.key(), *_request(request), *_nodes(gm))
+    lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_nodes(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -68,6 +68,19 @@ def _environment() -> Iterator[str]:
     yield compiler_stamp()
     yield cpu_features()
     yield (openmp_library() or "").rpartition("/")[2]
+
+
+def _gpus(gm: GraphModule) -> Iterator[str]:
+    """What kernels for GPUs depend on: Triton, and each GPU's compute capability."""
+    found = {value.device for value in map(_value, gm.graph.nodes) if isinstance(value, torch.Tensor)}
+    gpus = sorted(str(device) for device in found if device.type == "cuda")
+    if gpus:
+        yield f"{len(gpus)} GPUs, triton {triton_version()}"
+        yield from sorted({f"sm {torch.cuda.get_device_capability(device)}" for device in gpus})
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val")
 
 
 def _request(request: Request) -> Iterator[str]:

@@ -9,7 +9,6 @@ import hashlib
 import linecache
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from dcompile.collectives.params import BucketSource
 from dcompile.errors import BuildError
-from dcompile.runtime import checks
+from dcompile.runtime import checks, gpu
 from dcompile.runtime.arena import Arena, Fresh, Recycled
 from dcompile.runtime.compiled import Loadable
 
@@ -45,12 +44,14 @@ class HostProgram:
         self._arena_bytes = graph.arena_bytes
         self._libraries = loadable.libraries
         self._constants = [loadable.constants[constant] for constant in graph.constants]
+        self._gpu = graph.device != "cpu"
         for symbol, path in self._libraries.items():
-            kernel(path, symbol)  # a library that cannot be loaded shows now, not in the first step
+            if path.suffix == ".so":
+                kernel(path, symbol)  # a library that cannot be loaded shows now, not in the first step
         self._text = _load(graph.source, name)
         self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = self._text.get("sizes")
-        self._idle: list[_Workspace] = []
-        self._prepared = False
+        self._idle: dict[int, list[_Workspace]] = {}
+        """For each GPU; -1 is none."""
 
     def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         """Run the program; `args` is emptied."""
@@ -58,37 +59,48 @@ class HostProgram:
             with torch.no_grad():
                 return self(args, buckets=buckets, sync=sync)
         args.extend(self._constants)
+        device = self._device(args)
+        if device < 0 or device == torch.cuda.current_device():
+            return self._run(args, buckets, sync, device)
+        with torch.cuda.device(device):
+            return self._run(args, buckets, sync, device)
+
+    def _device(self, args: list[Any]) -> int:
+        return gpu.device_of(args) if self._gpu else -1
+
+    def _run(self, args: list[Any], buckets: BucketSource | None, sync: bool, device: int) -> list[Any]:
         sizes = () if self._sizes is None else self._sizes(args)
+        lasting = True
         try:
-            workspace = self._idle.pop()
-            lasting = True
-        except IndexError:
-            lasting = not self._prepared
-            self._prepared = True
-            workspace = _Workspace(self._text, self._arena_bytes, self._libraries)
+            workspace = self._idle[device].pop()
+        except (KeyError, IndexError):
+            lasting = device not in self._idle
+            self._idle.setdefault(device, [])
+            workspace = _Workspace(self._text, self._arena_bytes, self._libraries, device)
         try:
             return workspace.call(sizes)(args, buckets, sync)
         finally:
             if lasting:
-                self._idle.append(workspace)
+                self._idle.setdefault(device, []).append(workspace)
 
     def once(self, args: list[Any], buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         """Run with an arena that ends with the call: to be recorded, with memory of the recorder's pool."""
         args.extend(self._constants)
         sizes = () if self._sizes is None else self._sizes(args)
         with torch.no_grad():
-            return _Workspace(self._text, self._arena_bytes, self._libraries).call(sizes)(args, buckets, sync)
+            workspace = _Workspace(self._text, self._arena_bytes, self._libraries, self._device(args))
+            return workspace.call(sizes)(args, buckets, sync)
 
     def release(self) -> None:
         """Let go of the arenas of earlier calls; a later call makes one anew."""
         self._idle.clear()
-        self._prepared = False
 
 
 class _Workspace:
     """An arena, and the calls prepared in it: one, or where sizes vary, one for each of the sizes met last."""
 
-    def __init__(self, text: Mapping[str, Any], arena_bytes: int, libraries: Mapping[str, Path]) -> None:
+    def __init__(self, text: Mapping[str, Any], arena_bytes: int, libraries: Mapping[str, Path], device: int) -> None:
+        self._device = device
         self._make = text["make"]
         self._needed: Callable[..., int] = text.get("arena_bytes", lambda: arena_bytes)
         self._libraries = libraries
@@ -112,7 +124,7 @@ class _Workspace:
                 self._calls.clear()  # before the arena goes to which they point
                 recycled = {} if self._run is None else self._run.results
                 self._run = None
-                self._run = _Run(needed, self._libraries, recycled)
+                self._run = _Run(needed, self._libraries, recycled, self._device)
             call: Call = self._make(self._run, *sizes)
         self._calls[sizes] = call
         if len(self._calls) > SIZES_KEPT:
@@ -120,19 +132,57 @@ class _Workspace:
         return call
 
 
-@dataclass(frozen=True, eq=False)
 class _Run:
     """What a host program asks for while it prepares itself, and for rare cases while it runs."""
 
-    arena: Arena
-    libraries: Mapping[str, Path]
-    results: dict[str, Recycled]
-    """Memory of results whose size varies, by name."""
+    def __init__(
+        self, arena_bytes: int, libraries: Mapping[str, Path], results: dict[str, Recycled], device: int
+    ) -> None:
+        self.device = device
+        self.arena = Arena(arena_bytes, "cpu" if device < 0 else f"cuda:{device}")
+        self.libraries = libraries
+        self.results = results
+        """Memory of results whose size varies, by name."""
+        self._stream: torch.cuda.Stream | None = None
 
-    def __init__(self, arena_bytes: int, libraries: Mapping[str, Path], results: dict[str, Recycled]) -> None:
-        object.__setattr__(self, "arena", Arena(arena_bytes))
-        object.__setattr__(self, "libraries", libraries)
-        object.__setattr__(self, "results", results)
+    def at(self, offset: int) -> gpu.Address:
+        """An address in the arena, for a launch table."""
+        return gpu.Address(self.arena.address + offset)
+
+    def launches(self, count: int, kernels: list[tuple[str, str, int, tuple[int, ...]]]) -> gpu.Launches:
+        """A run of kernels: each its name, function, grid and arguments, which are addresses or one of `count`."""
+        found = [(self.libraries[name], function, grid, arguments) for name, function, grid, arguments in kernels]
+        launcher = gpu.launcher(library(self.libraries[gpu.LAUNCHER]))
+        return gpu.Launches(launcher, self.device, count, found)
+
+    def stream(self) -> int:
+        """The stream to launch on. The arena follows: what another stream still does with it is waited for."""
+        now = gpu.stream_of(self.device)
+        if self._stream is None or self._stream.cuda_stream != now:
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self._stream)
+                self.arena.used_on(stream)
+            self._stream = stream
+        return now
+
+    @staticmethod
+    def realigned(call: Call, args: list[Any], written: tuple[int, ...], buckets: Any, sync: bool) -> list[Any]:
+        """Call again with copies of those arguments that do not start at whole 16 bytes, as kernels expect.
+
+        Arguments at the positions `written` get what the program wrote back.
+        """
+        given = [*args]
+        for place, arg in enumerate(given):
+            if isinstance(arg, torch.Tensor) and arg.is_cuda and arg.data_ptr() % 16:
+                args[place] = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device).copy_(
+                    arg
+                )
+        copies = {place: args[place] for place in written if args[place] is not given[place]}
+        results = call(args, buckets, sync)
+        for place, copy in copies.items():
+            given[place].copy_(copy)
+        return results
 
     @property
     def address(self) -> int:
@@ -185,7 +235,8 @@ class _Run:
     def fit(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         """A library result with the strides that kernels were made for; strides of single elements do not matter."""
         pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-        if tensor.numel() == 0 or all(size == 1 or actual == planned for size, actual, planned in pairs):
+        fits = tensor.numel() == 0 or all(size == 1 or actual == planned for size, actual, planned in pairs)
+        if fits and not (tensor.is_cuda and tensor.data_ptr() % 16):
             return tensor
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -196,7 +247,7 @@ class _Run:
 
 
 @cache
-def _library(path: Path) -> ctypes.CDLL:
+def library(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -208,7 +259,7 @@ def _library(path: Path) -> ctypes.CDLL:
 def kernel(path: Path, name: str) -> Any:
     """A function of a compiled library, returning an integer."""
     try:
-        function = getattr(_library(path), name)
+        function = getattr(library(path), name)
     except AttributeError:
         raise BuildError(f"dcompile: {path} has no kernel {name}; delete it to build it again") from None
     function.restype = ctypes.c_long

@@ -71,7 +71,7 @@ def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Buil
     keys = {name: _key(source, compiler) for name, source in unique.items()}
     libraries = {name: path for name, key in keys.items() if (path := cache.find(key)) is not None}
     missing = [source for name, source in unique.items() if name not in libraries]
-    parts = balance(missing, _workers())
+    parts = balance(missing, workers())
     with ThreadPoolExecutor(max(len(parts), 1)) as pool:
         jobs = [pool.submit(_compile, compiler, part, config.compile_timeout_s, cache, keys) for part in parts]
         for part, job in zip(parts, jobs, strict=True):
@@ -88,7 +88,7 @@ def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSour
     return parts
 
 
-def _workers() -> int:
+def workers() -> int:
     """Compilers to run at once: this process's share of the cores, with one rank on each of LOCAL_WORLD_SIZE."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -128,9 +128,9 @@ def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -
 
 
 def _version(command: tuple[str, ...], timeout_s: int) -> str:
-    code, _, output = _run((*command, "--version"), "", min(timeout_s, 30), dict(os.environ))
+    code, _, output = run_process((*command, "--version"), "", min(timeout_s, 30), dict(os.environ))
     if code:
-        raise BuildError(f"dcompile: `{shlex.join(command)} --version` {_failure(code)}: {_tail(output)}\n{ADVICE}")
+        raise BuildError(f"dcompile: `{shlex.join(command)} --version` {failure(code)}: {tail(output)}\n{ADVICE}")
     return output.strip().splitlines()[0] if output.strip() else "unknown"
 
 
@@ -174,23 +174,25 @@ def _compile(
         command = (*compiler.command, *compiler.flags, "-x", "c++", "-", *libraries, "-o", str(output))
         # the compiler's own temporary files go where the output goes
         environment = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
-        code, hung, said = _run(command, text, timeout_s, environment)
+        code, hung, said = run_process(command, text, timeout_s, environment)
         if not hung and (code < 0 or "signal terminated program" in said):  # killed, perhaps for want of memory
-            code, hung, said = _run(command, text, timeout_s, environment)
+            code, hung, said = run_process(command, text, timeout_s, environment)
         name = shlex.join(compiler.command)
         if hung:
             raise BuildError(f"dcompile: {name} did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")
         if code or not output.is_file() or not output.stat().st_size:
             if _is_space(said, code) or not _can_write(folder):
-                raise _no_space(cache.directory, _tail(said))
-            what = _failure(code) if code else "reports success but wrote no library"
-            raise BuildError(f"dcompile: {name} {what} on {len(sources)} kernels:\n{_tail(said)}\n{ADVICE}")
+                raise _no_space(cache.directory, tail(said))
+            what = failure(code) if code else "reports success but wrote no library"
+            raise BuildError(f"dcompile: {name} {what} on {len(sources)} kernels:\n{tail(said)}\n{ADVICE}")
         return cache.put([keys[source.name] for source in ordered], output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: Sequence[str], text: str, timeout_s: int, environment: dict[str, str]) -> tuple[int, bool, str]:
+def run_process(
+    command: Sequence[str], text: str, timeout_s: int, environment: dict[str, str]
+) -> tuple[int, bool, str]:
     """(exit code, whether it ran too long, all it printed). Children are ended with it."""
     try:
         process = subprocess.Popen(
@@ -215,11 +217,11 @@ def _run(command: Sequence[str], text: str, timeout_s: int, environment: dict[st
             process.communicate()
 
 
-def _failure(code: int) -> str:
+def failure(code: int) -> str:
     return f"was ended by signal {-code}" if code < 0 else f"failed (exit status {code})"
 
 
-def _tail(text: str) -> str:
+def tail(text: str) -> str:
     """The end of what a compiler printed: enough to see the cause."""
     return "\n".join(text.strip().splitlines()[-12:])[-2000:]
 

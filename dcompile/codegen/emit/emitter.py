@@ -10,11 +10,26 @@ from dcompile.ir.nodes import Buffer, Loop, View
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """How a GPU runs one function of a kernel's text: `grid` programs of `warps` times 32 threads.
+
+    `arguments` are positions in the kernel's list of buffers; `types` their element types, as the language spells them.
+    """
+
+    function: str
+    grid: int
+    warps: int
+    arguments: tuple[int, ...]
+    types: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KernelSource:
     """One kernel. Loops that differ only in names have equal text, and so one name: they share one compiled function.
 
     `arguments` are the buffers to pass, in order, and after them the size symbols in `sizes`, as 64-bit integers.
-    `checked` kernels return non-zero after an integer division by zero.
+    `checked` kernels return non-zero after an integer division by zero. `launches` is what runs it on a GPU, in order;
+    a C++ kernel is called and has none.
     """
 
     name: str
@@ -25,6 +40,7 @@ class KernelSource:
     checked: bool
     origin: tuple[str, ...] = field(default=(), compare=False)
     sizes: tuple[str, ...] = field(default=(), compare=False)
+    launches: tuple[Launch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

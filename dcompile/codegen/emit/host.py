@@ -52,6 +52,7 @@ _TAKEN = frozenset(
         "sync",
         "call",
         "make",
+        "stream",
     )
 )
 
@@ -84,6 +85,11 @@ class _Host:
         loops = [step for step in program.steps if isinstance(step, Loop)]
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
         self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
+        self.waiting: list[tuple[KernelSource, list[str]]] = []
+        """GPU kernels to be launched together, each with what its arguments are called."""
+        self.dying: list[str] = []
+        """Tensors to be released behind that launch."""
+        self.on_gpu = any(kernel.launches for kernel in self.calls)
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
         for view in _all_views(program):
@@ -155,11 +161,17 @@ class _Host:
         for name, position in self.last.items():
             dying.setdefault(position, []).append(name)
         for position, step in enumerate(self.program.steps):
+            if not isinstance(step, Loop):
+                self._launch()
             if position in self.products:
                 self._product(step, self.products[position])
             else:
                 self._step(step, calls)
-            self._drop(dying.get(position, []))
+            if self.waiting:
+                self.dying += dying.get(position, [])
+            else:
+                self._drop(dying.get(position, []))
+        self._launch()
         outputs = ", ".join(self._output(output) for output in self.program.outputs)
         self.lines.append(f"return [{outputs}]")
 
@@ -167,8 +179,23 @@ class _Host:
         names = [self.name(name) for name in self.program.inputs]
         if names:
             self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        if self.on_gpu:
+            self._check_alignment()
         self.lines.append("args.clear()")
         self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
+
+    def _check_alignment(self) -> None:
+        """Kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""
+        used = [name for name in self.program.inputs if name in self.in_kernels and self.table[name].device != "cpu"]
+        pointers = [self._pointer(name) for name in used]
+        if pointers:
+            written = {name for step in self.program.steps for name in step.writes}
+            places = tuple(place for place, name in enumerate(self.program.inputs) if name in written)
+            self.lines += [
+                f"if ({' | '.join(pointers)}) & 15:",
+                f"    return run.realigned(call, args, {places!r}, buckets, sync)",
+            ]
+        self.lines.append("stream = run.stream()")
 
     def _drop(self, buffers: list[str]) -> None:
         """Release tensors after their last use, so that their memory can be used again."""
@@ -230,6 +257,9 @@ class _Host:
     def _loop(self, loop: Loop, kernel: KernelSource) -> None:
         for name in sorted(loop.writes):
             self._ensure(name)
+        if kernel.launches:
+            self.waiting.append((kernel, [self._place(name) for name in kernel.arguments]))
+            return
         pointers = [self._pointer(name) for name in kernel.arguments]
         sizes = [self.name(symbol) for symbol in kernel.sizes]
         counts = ", ".join(map(str, (len(pointers), len(sizes)) if sizes else (len(pointers),)))
@@ -260,6 +290,33 @@ class _Host:
         if as_index(view.offset) == as_index(0):
             return pointer
         return f"{pointer} + {self._index(as_index(view.offset) * ITEMSIZE[buffer.dtype])}"
+
+    # --- launches ---
+
+    def _place(self, name: str) -> str:
+        """A kernel's argument in a launch table: an address in the arena, or the name of one known at each call."""
+        buffer = self.table[name]
+        return f"run.at({buffer.offset})" if buffer.storage == "arena" else self._pointer(name)
+
+    def _launch(self) -> None:
+        """Start the waiting kernels, then release what only they needed."""
+        if self.waiting:
+            given = {a: None for _, addresses in self.waiting for a in addresses if not a.startswith("run.")}
+            slots = {address: str(place) for place, address in enumerate(given)}
+            lines = []
+            for kernel, addresses in self.waiting:
+                lines += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
+                for launch in kernel.launches:
+                    chosen = [slots.get(addresses[n], addresses[n]) for n in launch.arguments]
+                    arguments = f"({', '.join(chosen)},)"
+                    if launch.grid:
+                        lines.append(f"({kernel.name!r}, {launch.function!r}, {launch.grid}, {arguments}),")
+            table = "".join(f"\n        {line}" for line in lines)
+            run = self.once(f"run.launches({len(slots)}, [{table}\n    ])", "launch")
+            self.lines.append(f"{run}({', '.join(['stream', *slots])})")
+        self.waiting = []
+        self._drop(self.dying)
+        self.dying = []
 
     # --- tensors ---
 

@@ -93,19 +93,19 @@ def make_nest(loop: Loop) -> Nest:
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
     outer = [Axis(n, s) for n, s in zip(outer_names(loop), loop.outer, strict=True)]
     inner = [Axis(n, s) for n, s in zip(inner_names(loop), loop.inner, strict=True)]
-    body, stores = _expand(loop.body, loop.stores, inner)
+    body, stores = expand(loop.body, loop.stores, inner)
     gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
     outer, inner = [a for a in outer if a.size != 1], [a for a in inner if a.size != 1]
-    body, stores = _reindex(body, stores, gone)
-    outer, body, stores = _merge(outer, body, stores)
-    inner, body, stores = _merge(inner, body, stores)
+    body, stores = reindex(body, stores, gone)
+    outer, body, stores = merge(outer, body, stores)
+    inner, body, stores = merge(inner, body, stores)
     if not inner:
         return _pointwise(outer, tuple(of_one_element(value) for value in body), stores)
     lane = None
     if outer and any(isinstance(value, (Reduce, Scan)) for value in body):
         names = frozenset(axis.name for axis in inner)
-        often = [(index, weight) for index, weight in _accesses(body, stores) if index.variables & names]
-        score = {a.name: _unit_strides(a.name, often) for a in (outer[-1], inner[-1])}
+        often = [(index, weight) for index, weight in accesses(body, stores) if index.variables & names]
+        score = {a.name: unit_strides(a.name, often) for a in (outer[-1], inner[-1])}
         if score[outer[-1].name] > score[inner[-1].name] and typical(outer[-1].size) >= 8:
             lane = outer.pop()
     return Nest(tuple(outer), tuple(inner), lane, body, stores, row_stores, late=len(body) != len(loop.body))
@@ -120,7 +120,7 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
     if not axes:
         return Nest((), (Axis("i0", 1),), None, body, stores, every)
     scores = {
-        axis.name: _unit_strides(axis.name, _accesses(body, stores)) - 100 * (typical(axis.size) < 8) for axis in axes
+        axis.name: unit_strides(axis.name, accesses(body, stores)) - 100 * (typical(axis.size) < 8) for axis in axes
     }
     best = max(reversed(axes), key=lambda axis: scores[axis.name])
     rest = [axis for axis in axes if axis is not best]
@@ -137,7 +137,7 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
     return Nest(tuple(rest), (best,), None, body, stores, every)
 
 
-def _accesses(body: tuple[Value, ...], stores: tuple[Store, ...]) -> list[tuple[Index, int]]:
+def accesses(body: tuple[Value, ...], stores: tuple[Store, ...]) -> list[tuple[Index, int]]:
     """Indices and weights: a scattered store costs more than a gathered load."""
     loads = [(value.index, 2) for value in body if isinstance(value, Load)]
     return loads + [(store.index, 3) for store in stores]
@@ -148,26 +148,26 @@ def may_exceed(size: Size, limit: int) -> bool:
     return not isinstance(size, int) or size > limit
 
 
-def _stride(index: Index, name: str) -> Size | None:
+def stride(index: Index, name: str) -> Size | None:
     """Elements between neighbours along a variable; None if not constant. Indirect parts do not depend on it."""
     coefficient = index.coefficient(name)
     constant = coefficient is not None and all(map(is_symbol, coefficient.variables))
     return as_size(coefficient) if coefficient is not None and constant else None
 
 
-def _unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
-    return sum(weight for index, weight in accesses if _stride(index, name) == 1)
+def unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
+    return sum(weight for index, weight in accesses if stride(index, name) == 1)
 
 
 def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> bool:
-    accesses = [index for index, _ in _accesses(body, stores)]
-    return any(_stride(index, other) == 1 and typical(_stride(index, best) or 0) > 1 for index in accesses)
+    indices = [index for index, _ in accesses(body, stores)]
+    return any(stride(index, other) == 1 and typical(stride(index, best) or 0) > 1 for index in indices)
 
 
 # --- rewriting --------------------------------------------------------------------------------------------------------
 
 
-def _reindex(
+def reindex(
     body: Iterable[Value], stores: Iterable[Store], values: dict[str, Index]
 ) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
     """Substitute loop variables in every index."""
@@ -183,7 +183,7 @@ def _reindex(
     )
 
 
-def _merge(
+def merge(
     axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, ...]
 ) -> tuple[list[Axis], tuple[Value, ...], tuple[Store, ...]]:
     """Make one variable of two neighbours wherever every index steps through them as through one."""
@@ -193,7 +193,7 @@ def _merge(
         indices = [v.index for v in body if isinstance(v, (Load, IndexOf))] + [store.index for store in stores]
         if all(_steps_through(index, first.name, second) for index in indices):
             axes = [*axes[:at], Axis(second.name, size_product((first.size, second.size))), *axes[at + 2 :]]
-            body, stores = _reindex(body, stores, {first.name: ZERO})
+            body, stores = reindex(body, stores, {first.name: ZERO})
         at -= 1
     return axes, body, stores
 
@@ -203,7 +203,7 @@ def _steps_through(index: Index, first: str, second: Axis) -> bool:
     return a is not None and b is not None and a == b * second.size
 
 
-def _expand(
+def expand(
     body: tuple[Value, ...], stores: tuple[Store, ...], inner: list[Axis]
 ) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
     """Write argmax as two plain reductions, which vectorise: the largest value, then the first place that holds it."""
@@ -243,9 +243,9 @@ def renumber(value: Value, number: dict[Ref, Ref]) -> Value:
     """The same value, with its operands under their new numbers."""
     match value:
         case Load(_, index, _, mask):
-            return replace(value, index=_renumbered(index, number), mask=None if mask is None else number[mask])
+            return replace(value, index=renumbered(index, number), mask=None if mask is None else number[mask])
         case IndexOf(index, _):
-            return replace(value, index=_renumbered(index, number))
+            return replace(value, index=renumbered(index, number))
         case Apply(_, args, _):
             return replace(value, args=tuple(number[arg] for arg in args))
         case Reduce(_, arg, _) | Scan(_, arg, _):
@@ -254,7 +254,7 @@ def renumber(value: Value, number: dict[Ref, Ref]) -> Value:
             return value
 
 
-def _renumbered(index: Index, number: dict[Ref, Ref]) -> Index:
+def renumbered(index: Index, number: dict[Ref, Ref]) -> Index:
     return substitute(index, {f"v{ref}": var(f"v{number[ref]}") for ref in runtime_refs(index)}, {})
 
 

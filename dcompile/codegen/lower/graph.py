@@ -41,18 +41,27 @@ class Lowering:
         self.checked: dict[tuple[View, int, int], T] = {}
         """Positions whose bounds were checked: where they lie, and against what."""
         self._stored: dict[int, tuple[T, T]] = {}
+        self._brought: dict[tuple[View, str], T] = {}
+        """Copies of tensors that lie on another device."""
 
     # --- buffers and loops ---
 
-    def buffer(self, shape: Shape, dtype: str, strides: Shape | None = None, name: str | None = None) -> View:
-        """A new buffer, named after the FX node, as a view of all of it."""
+    def buffer(
+        self,
+        shape: Shape,
+        dtype: str,
+        strides: Shape | None = None,
+        name: str | None = None,
+        device: str | None = None,
+    ) -> View:
+        """A new buffer, named after the FX node and on its device, as a view of all of it."""
         base = name or self.node
         unique, number = base, 0
         while unique in self.buffers:
             number += 1
             unique = f"{base}_{number}"
         strides = contiguous(shape) if strides is None else strides
-        self.buffers[unique] = Buffer(unique, dtype, shape, strides, self.device)
+        self.buffers[unique] = Buffer(unique, dtype, shape, strides, device or self.device)
         return View(unique, shape, strides)
 
     def loop(self, outer: Shape, inner: Shape, body: Body, stores: Sequence[Store]) -> None:
@@ -64,7 +73,7 @@ class Lowering:
         wanted = strides
         if wanted is None:
             wanted = tensor.strides if is_dense(tensor.shape, tensor.strides) else contiguous(tensor.shape)
-        view = self.buffer(tensor.shape, tensor.dtype, wanted, name)
+        view = self.buffer(tensor.shape, tensor.dtype, wanted, name, self.device_of(tensor))
         self.store_into(tensor, view)
         return replace(from_view(view, tensor.dtype), strides=tensor.strides)
 
@@ -75,6 +84,25 @@ class Lowering:
         ref = body.trace(_or_nothing(tensor), coords)
         index = flatten(coords, view.strides) + view.offset
         self.loop(tensor.shape, (), body, [Store(view.buffer, index, ref)])
+
+    def device_of(self, tensor: T) -> str | None:
+        """The type of the device that a tensor is computed on; None if it reads no memory."""
+        return next((self.buffers[name].device for name in sorted(tensor.reads)), None)
+
+    def brought(self, tensor: T, device: str) -> T:
+        """`tensor` where loops on `device` can read it: itself, or a copy that the library makes."""
+        here = self.device_of(tensor)
+        if here is None or here == device:
+            return tensor
+        stored = self.memory(tensor)
+        assert stored.view is not None
+        key = (stored.view, device)
+        if key not in self._brought:
+            copy = self.buffer(stored.shape, stored.dtype, device=device)
+            to = {"device": Literally(f"torch.device({device!r})"), "memory_format": torch.contiguous_format}
+            self.extern("aten._to_copy.default", [stored.view], [copy.buffer], kwargs=to)
+            self._brought[key] = from_view(copy, stored.dtype)
+        return replace(self._brought[key], strides=tensor.strides)
 
     def memory(self, tensor: T) -> T:
         """`tensor` in memory, whatever the strides: itself, a view of its stored base, or a copy."""

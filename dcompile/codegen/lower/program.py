@@ -145,11 +145,12 @@ class _Walk:
             return args[0][args[1]]
         args = _in_order(node.target, args, kwargs)
         value: Any = node.meta.get("val")
+        self.low.device = _device_of(value) or self.low.device
         if str(node.target) in OVERWRITES:
-            return overwrite_input(self.low, value, *args)
+            return overwrite_input(self.low, value, args[0], *map(self._brought, args[1:]))
         rule = RULES.get(str(node.target))
         if rule is not None and _fits_a_loop(value) and all(map(_fits_a_loop, args)):
-            result = rule.lower(self.low, value, *self._small(args), **kwargs)
+            result = rule.lower(self.low, value, *self._small([self._brought(arg) for arg in args]), **kwargs)
             if result is not NotImplemented:
                 return result
         elif rule is not None and rule.kind == "view" and _is_strided(value):
@@ -157,6 +158,12 @@ class _Walk:
             if result is not NotImplemented and _in_memory(result):
                 return result  # a look at memory asks for no loop, so the dtype may be any
         return call_library(self.low, node, args, kwargs)
+
+    def _brought(self, arg: Any) -> Any:
+        """An argument of a loop on the device of its result."""
+        if isinstance(arg, list):
+            return [self._brought(item) for item in arg]
+        return self.low.brought(arg, self.low.device) if isinstance(arg, T) else arg
 
     def _small(self, args: list[Any]) -> list[Any]:
         """The arguments, the largest of them stored until what is inlined into one body stays within limits."""
@@ -202,6 +209,15 @@ class _Walk:
         if uses.memory:
             return True
         return not tensor.is_cheap and (uses.count > 1 or uses.numel > tensor.numel)
+
+
+def _device_of(value: Any) -> str | None:
+    """The type of the device of a tensor, or of the first of several."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, (tuple, list)):
+        return next(filter(None, map(_device_of, value)), None)
+    return None
 
 
 def _in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:

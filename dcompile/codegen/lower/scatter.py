@@ -33,6 +33,20 @@ REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multip
 """What torch calls them -> the mode of a store."""
 
 
+def meets(low: Lowering, dtype: str, how: str) -> bool:
+    """Can values of `dtype` be combined in memory in any order, to one result?
+
+    On the CPU their order is fixed. On a GPU it is not: float sums are left to the library, whose kernels know about
+    `torch.use_deterministic_algorithms`, and so is what the hardware has no atomic operation for.
+    """
+    if low.device == "cpu":
+        return True
+    mode, compute = REDUCTIONS[how], opmath(dtype)
+    return (mode in ("sum", "max", "min") and compute in ("int32", "int64")) or (
+        mode in ("max", "min") and compute == "float32" and how != "mean"
+    )
+
+
 def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> T:
     """A tensor of `shape` in which the values of `space` are combined where they fall."""
     view = low.buffer(shape, dtype, name=f"{low.node}_{mode}")
@@ -118,6 +132,8 @@ def scatter(
 ) -> Result:
     """scatter in full: replace, or with `reduce` combine."""
     shape = x.shape
+    if reduce and not meets(low, x.dtype, reduce):
+        return NotImplemented
     lined, _, index, space = _lines(low, x, dim, index)
     if space is None:
         return fresh(x)
@@ -171,6 +187,8 @@ def _accumulate(body: Body, old: Ref, new: Ref) -> Ref:
 def _scatter_reduce(
     low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
 ) -> Result:
+    if not meets(low, x.dtype, how):
+        return NotImplemented
     lined, _, _, space = _lines(low, x, dim, index)
     if space is None:
         return fresh(x)
@@ -182,6 +200,8 @@ def _index_reduce(
     low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
 ) -> Result:
     given = x.shape
+    if not meets(low, x.dtype, how):
+        return NotImplemented
     x, index, source = (t if t.shape else reshape(t, (1,)) for t in (x, index, source))
     dim %= len(x.shape)
     shape = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
@@ -214,6 +234,8 @@ def _index_put(
         return _put_where(x, indices, values, accumulate)
     if 0 in x.shape or 0 in values.shape:
         return fresh(x) if 0 in x.shape or values.numel == 0 else NotImplemented
+    if accumulate and not meets(low, x.dtype, "sum"):
+        return NotImplemented
     space = indexed_space(low, x, indices)
     if 0 in space.shape:
         return fresh(x)
@@ -251,7 +273,7 @@ def _embedding_backward(
 ) -> Result:
     """The sum of the gradients of every row. The forward has checked the indices: one outside would add nothing."""
     shape, dtype = shape_of(value), dtype_name(value.dtype)
-    if by_frequency:
+    if by_frequency or not meets(low, dtype, "sum"):
         return NotImplemented
     if 0 in grad.shape or 0 in shape:
         return constant(0, shape, dtype)

@@ -88,7 +88,7 @@ def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[st
         if name is not None
     }
     late = late_symbols(program)
-    device: str | None = None
+    device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
     storages: dict[str, str] = {}
     for buffer in program.buffers:
         if buffer.storage is not None:
@@ -97,10 +97,9 @@ def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[st
             storages[buffer.name] = "input"
         elif buffer.name in library:
             storages[buffer.name] = "library"
-        elif buffer.name in escaping or _is_late(buffer, late) or buffer.device != (device or buffer.device):
+        elif buffer.name in escaping or _is_late(buffer, late) or buffer.device != device:
             storages[buffer.name] = "out"  # besides what escapes: sizes or devices that the one arena cannot serve
         else:
-            device = buffer.device
             storages[buffer.name] = "arena"
     return storages
 

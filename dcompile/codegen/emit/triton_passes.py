@@ -1,0 +1,219 @@
+"""The order of a Triton kernel's statements: passes over rows, and what column reductions keep between rows."""
+
+from __future__ import annotations
+
+from dcompile.codegen.emit.triton_text import Class, Text
+from dcompile.codegen.emit.triton_tiles import Dim
+from dcompile.ir.analysis import operands, store_operands
+from dcompile.ir.nodes import Reduce, Ref
+
+PID = "tl.program_id(0)"
+
+
+class Passes(Text):
+    """Writes the body of a kernel."""
+
+    def run(self) -> None:
+        """All statements, in `lines`."""
+        match self.plan.kind:
+            case "flat":
+                (x,) = self.plan.dims
+                self.position(x, f"{PID} * {x.block}")
+                self._straight()
+            case "turn":
+                self._turn()
+                self._straight()
+            case "rows":
+                x, r = self.plan.dims
+                self.position(x, PID if x.block == 1 else f"{PID} * {x.block}")
+                if self.plan.looped:
+                    self._looped(r)
+                else:
+                    self.position(r, "0")
+                    self._straight()
+            case "columns":
+                self._columns()
+
+    # --- everything at once ---
+
+    def _turn(self) -> None:
+        """Where a two-dimensional tile lies: neighbours along the contiguous direction run side by side."""
+        y, x = self.plan.dims
+        self.line(f"pid = {PID}")
+        self.position(x, f"(pid % {x.blocks}) * {x.block}")
+        self.position(y, f"(pid // {x.blocks} % {y.blocks}) * {y.block}")
+        if self.plan.batch:
+            self.line(f"batch = pid // {x.blocks * y.blocks}" + (".to(tl.int64)" if self.wide else ""))
+            self.coordinates("batch", self.plan.batch)
+
+    def _straight(self) -> None:
+        """Each value once, then the stores."""
+        for ref in sorted(self.levels.live):
+            self._value(ref)
+        self._barrier()
+        for number in range(len(self.nest.stores)):
+            self.store(number)
+
+    def _value(self, ref: Ref) -> None:
+        value = self.nest.body[ref]
+        if not isinstance(value, Reduce):
+            self.declare(ref)
+            return
+        result = self.reduced(value.op, value.dtype, self._inside(value, self.plan.dims[1]), self._along)
+        self.line(f"{self.name(ref)} = {result}{self._column}")
+
+    @property
+    def _along(self) -> int:
+        """The axis of a tile's elements."""
+        return 0 if self.flat_rows else 1
+
+    @property
+    def _column(self) -> str:
+        """What makes a reduced tensor broadcast over elements again."""
+        return "" if self.flat_rows else "[:, None]"
+
+    def _inside(self, reduce: Reduce, r: Dim) -> str:
+        """What is reduced, as a tensor that holds the identity where it reaches beyond the row."""
+        kept: Class = self.classes[reduce.arg] | {"r"}
+        value = self.whole(reduce.arg, kept)
+        return f"tl.where(rm, {value}, {self.identity(reduce.op, reduce.dtype)})" if self.has_mask(r) else value
+
+    def _barrier(self) -> None:
+        if self.overlaps:
+            self.line("tl.debug_barrier()")
+
+    # --- rows in pieces ---
+
+    def _looped(self, r: Dim) -> None:
+        last = max(self.levels.store_at) + 1
+        for number in range(last + 1):
+            self._between(number)
+            if number < last:
+                self._pass(number, r)
+
+    def _between(self, number: int) -> None:
+        """Row values that become known after a pass, and their stores."""
+        for ref in sorted(self.levels.live):
+            reduces = isinstance(self.nest.body[ref], Reduce)
+            if not self.levels.element[ref] and self.levels.known[ref] == number and not reduces:
+                self.declare(ref)
+        for store, row in enumerate(self.nest.row_stores):
+            if row and self.levels.store_at[store] == number:
+                self.store(store)
+
+    def _pass(self, number: int, r: Dim) -> None:
+        """One loop over the pieces of a row."""
+        body, known = self.nest.body, self.levels.known
+        reduces = [n for n in sorted(self.levels.live) if isinstance(body[n], Reduce) and known[n] == number + 1]
+        stores = [n for n, row in enumerate(self.nest.row_stores) if not row and self.levels.store_at[n] == number]
+        if not reduces and not stores:
+            return
+        shape = self.shape(self.everything)
+        for ref in reduces:
+            reduce = self._reduce(ref)
+            self.line(f"s{self.number(ref)} = tl.broadcast_to({self.identity(reduce.op, reduce.dtype)}, {shape})")
+        self.line(f"for r0 in range(0, {r.size}, {r.block}):")
+        self.depth += 1
+        self.position(r, "r0")
+        roots = {self._reduce(ref).arg for ref in reduces} | {
+            v for n in stores for v in store_operands(self.nest.stores[n])
+        }
+        for ref in self._elements_below(roots):
+            self.declare(ref)
+        for ref in reduces:
+            reduce, s = self._reduce(ref), f"s{self.number(ref)}"
+            self.line(f"{s} = {self.combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
+        if stores:
+            self._barrier()
+        for n in stores:
+            self.store(n)
+        self.depth -= 1
+        for ref in reduces:
+            reduce = self._reduce(ref)
+            total = self.reduced(reduce.op, reduce.dtype, f"s{self.number(ref)}", self._along)
+            self.line(f"{self.name(ref)} = {total}{self._column}")
+
+    def _elements_below(self, roots: set[Ref]) -> list[Ref]:
+        """Element values that `roots` are computed from, in order: each pass computes them again."""
+        stack, seen = list(roots), set[Ref]()
+        while stack:
+            ref = stack.pop()
+            if ref not in seen and self.levels.element[ref]:
+                seen.add(ref)
+                stack += operands(self.nest.body[ref])
+        return sorted(seen)
+
+    def _reduce(self, ref: Ref) -> Reduce:
+        value = self.nest.body[ref]
+        assert isinstance(value, Reduce)
+        return value
+
+    # --- columns ---
+
+    def _columns(self) -> None:
+        """Walk over some rows, keeping what column reductions have collected."""
+        x, r = self.plan.dims
+        pieces = r.blocks
+        self.line(f"part = {PID}" + (f" // {pieces}" if pieces > 1 else ""))
+        self.line(f"first = part * {self.plan.chunk}")
+        self.line(f"last = tl.minimum(first + {self.plan.chunk}, {x.size})")
+        self.position(r, f"({PID} % {pieces}) * {r.block}" if pieces > 1 else "0")
+        live = sorted(self.levels.live)
+        for ref in live:
+            if "x" not in self.classes[ref]:
+                self._value(ref)
+        columns = [n for n, store in enumerate(self.nest.stores) if store.mode != "set"]
+        for n in columns:
+            store = self.nest.stores[n]
+            identity = self.identity(store.mode, self.table[store.buffer].dtype)
+            shape = self.shape(self._space(n))
+            self.line(f"q{n} = {f'tl.broadcast_to({identity}, {shape})' if self._space(n) & self._tile else identity}")
+        self.line(f"for x0 in range(first, last, {x.block}):")
+        self.depth += 1
+        self.position(x, "x0")
+        for ref in live:
+            if "x" in self.classes[ref]:
+                self._value(ref)
+        for n in columns:
+            self._collect(n)
+        sets = [n for n, store in enumerate(self.nest.stores) if store.mode == "set"]
+        if sets:
+            self._barrier()
+        for n in sets:
+            self.store(n)
+        self.depth -= 1
+        for n in columns:
+            self._finish_column(n)
+
+    @property
+    def _tile(self) -> Class:
+        """The directions of the tile that are directions of its tensors."""
+        return frozenset(("r",)) if self.flat_rows else self.everything
+
+    def _space(self, number: int) -> Class:
+        """The directions over which a combining store happens."""
+        return frozenset(("x",)) if self.nest.row_stores[number] else self.everything
+
+    def _collect(self, number: int) -> None:
+        """Take a tile's values into those of a column reduction."""
+        store, space = self.nest.stores[number], self._space(number)
+        dtype = self.table[store.buffer].dtype
+        value = self.whole(store.value, space) if space & self._tile else self.name(store.value)
+        mask = self.mask(space)
+        if mask:
+            value = f"tl.where({mask}, {value}, {self.identity(store.mode, dtype)})"
+        self.line(f"q{number} = {self.combine(store.mode, f'q{number}', value, dtype)}")
+
+    def _finish_column(self, number: int) -> None:
+        """Reduce over the rows of the tile, and store this program's part."""
+        store, space = self.nest.stores[number], self._space(number)
+        dtype = self.table[store.buffer].dtype
+        spread = self.class_of(store.index) & {"r"}
+        q = f"q{number}"
+        if not spread and space & self._tile:
+            q = self.reduced(store.mode, dtype, q, 0 if self.flat_rows else 1)
+        if not self.flat_rows:
+            q = self.reduced(store.mode, dtype, q, 0) + ("[None, :]" if spread else "")
+        packed = f"({q}).to(tl.{dtype})" if dtype in ("bfloat16", "float16") else q
+        mask = self.mask(spread)
+        self.line(f"tl.store({self._pointer(store)}, {packed}{f', {mask}' if mask else ''})")

@@ -1,0 +1,275 @@
+"""How Triton spells operations, types and constants, and the functions that a kernel's text brings along.
+
+A kernel is a file of its own: the functions it uses are copied into it. They compute as eager's CUDA kernels do:
+division and square root are correctly rounded, the rest is CUDA's own library, without flushing denormals.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from dcompile.ir.ops import DTYPES
+
+HEADER = """\
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+"""
+
+SPELLING: Mapping[str, str] = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "div_({0}, {1})",
+    "floordiv": "floordiv_({0}, {1})", "truncdiv": "{0} // {1}", "mod": "mod_({0}, {1})", "fmod": "fmod_({0}, {1})",
+    "min": "min_({0}, {1})", "max": "max_({0}, {1})", "pow": "libdevice.pow({0}, {1})",
+    "atan2": "libdevice.atan2({0}, {1})", "neg": "-{0}", "abs": "tl.abs({0})", "sign": "sign_({0})",
+    "reciprocal": "reciprocal_({0})", "sqrt": "sqrt_({0})", "rsqrt": "libdevice.rsqrt({0})",
+    "exp": "libdevice.exp({0})", "exp2": "libdevice.exp2({0})", "expm1": "libdevice.expm1({0})",
+    "log": "libdevice.log({0})", "log1p": "libdevice.log1p({0})", "log2": "libdevice.log2({0})",
+    "log10": "libdevice.log10({0})", "sin": "libdevice.sin({0})", "cos": "libdevice.cos({0})",
+    "tan": "libdevice.tan({0})", "tanh": "libdevice.tanh({0})", "sigmoid": "sigmoid_({0})",
+    "erf": "libdevice.erf({0})", "erfc": "libdevice.erfc({0})", "lgamma": "libdevice.lgamma({0})",
+    "asin": "libdevice.asin({0})", "acos": "libdevice.acos({0})", "sinh": "libdevice.sinh({0})",
+    "cosh": "libdevice.cosh({0})", "asinh": "libdevice.asinh({0})", "acosh": "libdevice.acosh({0})",
+    "atanh": "libdevice.atanh({0})", "hypot": "libdevice.hypot({0}, {1})",
+    "nextafter": "libdevice.nextafter({0}, {1})", "floor": "libdevice.floor({0})", "ceil": "libdevice.ceil({0})",
+    "trunc": "libdevice.trunc({0})", "round": "libdevice.rint({0})", "isnan": "{0} != {0}", "isinf": "isinf_({0})",
+    "signbit": "signbit_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}",
+    "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}",
+    "not": "not_({0})", "shl": "shl_({0}, {1})", "shr": "shr_({0}, {1})", "where": "tl.where({0}, {1}, {2})",
+    "cast": "to_{dtype}({0})",
+}  # fmt: skip
+
+TYPES: Mapping[str, str] = {
+    "bool": "int1", "uint8": "uint8", "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64",
+    "float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float64",
+}  # fmt: skip
+POINTERS: Mapping[str, str] = {
+    "bool": "*i1", "uint8": "*u8", "int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64",
+    "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
+}  # fmt: skip
+"""The type of a pointer to elements of each dtype, in a kernel's signature."""
+
+
+def register_type(dtype: str) -> str:
+    """The Triton type in which values of a dtype are computed: 16-bit floats are float32 values that they can hold."""
+    return "float32" if dtype in ("bfloat16", "float16") else TYPES[dtype]
+
+
+def literal(value: bool | int | float, dtype: str) -> str:
+    """A constant as an expression of exactly this value and type."""
+    kind = DTYPES[dtype]
+    if kind == "bool":
+        text = str(bool(value))
+    elif kind == "int":
+        text = str(int(value))
+    else:
+        with np.errstate(over="ignore"):
+            number = float(np.float32(value)) if dtype != "float64" else float(value)
+        text = repr(number) if math.isfinite(number) else f'float("{number}")'
+    return f"tl.full([], {text}, tl.{register_type(dtype)})"
+
+
+_FUNCTIONS = """
+@triton.jit
+def div_(a, b):
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b
+
+
+@triton.jit
+def reciprocal_(a):
+    return div_(tl.full(a.shape, 1.0, a.dtype), a)
+
+
+@triton.jit
+def sqrt_(a):
+    if a.dtype == tl.float32:
+        return tl.sqrt_rn(a)
+    else:
+        return libdevice.sqrt(a)
+
+
+@triton.jit
+def sigmoid_(a):
+    return reciprocal_(1.0 + libdevice.exp(-a))
+
+
+@triton.jit
+def fmod_(a, b):
+    if a.dtype.is_floating():
+        return libdevice.fmod(a, b)
+    else:
+        return a % b
+
+
+@triton.jit
+def mod_(a, b):
+    r = fmod_(a, b)
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def floordiv_(a, b):
+    if a.dtype.is_floating():
+        r = libdevice.fmod(a, b)
+        q = div_(a - r, b)
+        q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1.0, q)
+        whole = libdevice.floor(q)
+        whole = tl.where(q - whole > 0.5, whole + 1.0, whole)
+        zero = tl.where((a < 0) != (b < 0), -0.0, 0.0).to(a.dtype)
+        return tl.where(b == 0, div_(a, b), tl.where(q == 0, zero, whole))
+    else:
+        r = a % b
+        return a // b - ((r != 0) & ((r < 0) != (b < 0))).to(a.dtype)
+
+
+@triton.jit
+def min_(a, b):
+    if a.dtype.is_floating():
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif a.dtype == tl.int1:
+        return a & b
+    else:
+        return tl.minimum(a, b)
+
+
+@triton.jit
+def max_(a, b):
+    if a.dtype.is_floating():
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif a.dtype == tl.int1:
+        return a | b
+    else:
+        return tl.maximum(a, b)
+
+
+@triton.jit
+def mul_(a, b):
+    return a * b
+
+
+@triton.jit
+def sign_(a):
+    return (a > 0).to(a.dtype) - (a < 0).to(a.dtype)
+
+
+@triton.jit
+def isinf_(a):
+    return tl.abs(a) == float("inf")
+
+
+@triton.jit
+def signbit_(a):
+    if a.dtype == tl.float32:
+        return a.to(tl.int32, bitcast=True) < 0
+    else:
+        return a.to(tl.int64, bitcast=True) < 0
+
+
+@triton.jit
+def not_(a):
+    if a.dtype == tl.int1:
+        return a == 0
+    else:
+        return ~a
+
+
+@triton.jit
+def shl_(a, b):
+    inside = (b >= 0) & (b < a.dtype.primitive_bitwidth)
+    return tl.where(inside, a << tl.where(inside, b, 0), 0).to(a.dtype)
+
+
+@triton.jit
+def shr_(a, b):
+    most = a.dtype.primitive_bitwidth - 1
+    inside = (b >= 0) & (b <= most)
+    beyond = tl.where(a < 0, -1, 0).to(a.dtype)
+    return tl.where(inside, a >> tl.where(inside, b, 0).to(a.dtype), beyond)
+
+
+@triton.jit
+def to_bool(a):
+    return a != 0
+
+
+@triton.jit
+def to_uint8(a):
+    if a.dtype.is_floating():
+        return a.to(tl.int64).to(tl.uint8)
+    else:
+        return a.to(tl.uint8)
+
+
+@triton.jit
+def to_int8(a):
+    if a.dtype.is_floating():
+        return a.to(tl.int32).to(tl.int8)
+    else:
+        return a.to(tl.int8)
+
+
+@triton.jit
+def to_int16(a):
+    if a.dtype.is_floating():
+        return a.to(tl.int32).to(tl.int16)
+    else:
+        return a.to(tl.int16)
+
+
+@triton.jit
+def to_int32(a):
+    return a.to(tl.int32)
+
+
+@triton.jit
+def to_int64(a):
+    return a.to(tl.int64)
+
+
+@triton.jit
+def to_float32(a):
+    return a.to(tl.float32)
+
+
+@triton.jit
+def to_float64(a):
+    return a.to(tl.float64)
+
+
+@triton.jit
+def to_bfloat16(a):
+    return a.to(tl.float32).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def to_float16(a):
+    return a.to(tl.float32).to(tl.float16).to(tl.float32)
+"""
+
+
+@lru_cache(maxsize=1)
+def functions() -> Mapping[str, str]:
+    """Name -> text of each function that kernels may use."""
+    texts = [f"@triton.jit{text.rstrip()}\n" for text in _FUNCTIONS.split("@triton.jit")[1:]]
+    return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
+
+
+def used_functions(text: str) -> str:
+    """The functions that `text` calls, and those that they call, each after what it needs."""
+    found: dict[str, str] = {}
+
+    def visit(where: str) -> None:
+        for name in re.findall(r"\b([a-z]\w*)\b", where):
+            if name in functions() and name not in found and functions()[name] is not where:
+                visit(functions()[name])
+                found.setdefault(name, functions()[name])
+
+    visit(text)
+    return "\n\n".join(found.values())

@@ -1,0 +1,286 @@
+"""The statements of a Triton kernel: coordinates and masks of a tile, values, loads and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dcompile.codegen.emit.nest import Axis, Levels, levels
+from dcompile.codegen.emit.triton_prelude import SPELLING, literal, register_type
+from dcompile.codegen.emit.triton_tiles import Dim, Plan, row_number
+from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.index import Atom, Div, Index, Var, bounds
+from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Store
+from dcompile.ir.ops import REDUCTIONS
+
+LIMIT = 2**31 - 2**20
+"""Elements from which positions are computed in 64 bits; a tile may reach a little beyond its loop."""
+Class = frozenset[str]
+"""The directions of the tile along which a value varies."""
+
+
+class Text:
+    """Collects lines, and knows along which directions of the tile each value varies."""
+
+    def __init__(self, plan: Plan, table: Mapping[str, Buffer]) -> None:
+        self.plan, self.nest, self.table = plan, plan.nest, table
+        self.levels: Levels = levels(plan.nest)
+        self.lines: list[str] = []
+        self.depth = 1
+        self.arguments: dict[str, str] = {}
+        self.numbers: dict[Ref, int] = {}
+        self.names = {axis.name: dim.name for dim in plan.dims for axis in dim.axes}
+        self.classes = self._classes()
+        self.wide = self._is_wide()
+        self.overlaps = self._overlaps()
+
+    # --- analysis ---
+
+    def _classes(self) -> list[Class]:
+        found: list[Class] = []
+        for value in self.nest.body:
+            own: Class = self.class_of(value.index, found) if isinstance(value, (Load, IndexOf)) else frozenset()
+            own = own.union(*(found[ref] for ref in operands(value)))
+            found.append(own - {"r"} if isinstance(value, Reduce) else own)
+        return found
+
+    def class_of(self, index: Index, classes: list[Class] | None = None) -> Class:
+        """The directions along which an index varies."""
+        known = self.classes if classes is None else classes
+        direct = frozenset(self.names[name] for name in index.variables if name in self.names)
+        return direct.union(*(known[ref] for ref in runtime_refs(index)))
+
+    def extent(self, buffer: str) -> int:
+        """Elements from the first to the last of a buffer."""
+        return self.table[buffer].nbytes // ITEMSIZE[self.table[buffer].dtype]
+
+    def _is_wide(self) -> bool:
+        """Do positions need 64 bits?"""
+        ranges = {axis.name: axis.size for axis in self.nest.axes}
+        buffers = {value.buffer for value in self.nest.body if isinstance(value, Load)}
+        buffers |= {store.buffer for store in self.nest.stores}
+        if self.nest.points >= LIMIT or any(self.extent(name) >= LIMIT for name in buffers):
+            return True
+        for value in self.nest.body:
+            if isinstance(value, IndexOf) and not runtime_refs(value.index):
+                low, high = bounds(value.index, ranges)
+                if low is None or high is None or low <= -LIMIT or high >= LIMIT:
+                    return True
+        return False
+
+    def _overlaps(self) -> bool:
+        """Does the kernel write memory that it reads? Threads that hold an element may not be those that read it."""
+        reads = {value.buffer for value in self.nest.body if isinstance(value, Load)}
+        return any(_overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
+
+    # --- text ---
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self.depth + text)
+
+    def argument(self, buffer: str) -> str:
+        return self.arguments.setdefault(buffer, f"a{len(self.arguments)}")
+
+    def number(self, ref: Ref) -> int:
+        return self.numbers.setdefault(ref, len(self.numbers))
+
+    def name(self, ref: Ref) -> str:
+        return f"t{self.number(ref)}"
+
+    def index(self, index: Index) -> str:
+        parts = []
+        for monomial, coefficient in index.terms:
+            factors = [self._atom(atom) for atom in monomial]
+            if coefficient != 1 or not factors:
+                factors.append(str(coefficient))
+            parts.append(" * ".join(factors))
+        return " + ".join(parts) or "0"
+
+    def _atom(self, atom: Atom) -> str:
+        if isinstance(atom, Var):
+            if atom.name[0] != "v":
+                return atom.name
+            ref = int(atom.name[1:])
+            if self.wide:
+                return f"{self.name(ref)}.to(tl.int64)"
+            narrow = self.nest.body[ref].dtype in ("int64", "uint8")
+            return f"{self.name(ref)}.to(tl.int32)" if narrow else self.name(ref)
+        chunked = self.plan.chunk and isinstance(atom, Div) and atom.divisor == self.plan.chunk
+        if chunked and atom.base == row_number(self.plan.dims[0].axes):
+            return "part"
+        return f"(({self.index(atom.base)}) {'//' if isinstance(atom, Div) else '%'} {atom.divisor})"
+
+    # --- the tile ---
+
+    @property
+    def flat_rows(self) -> bool:
+        """One row at a time: row values are scalars, and a tile has one direction."""
+        return self.plan.kind in ("rows", "columns") and self.plan.dims[0].block == 1
+
+    def shape(self, of: Iterable[str]) -> str:
+        """The shape of a tensor that varies along some directions."""
+        kept = set(of)
+        dims = self.plan.dims[1:] if self.flat_rows else self.plan.dims
+        return "[" + ", ".join(str(dim.block) if dim.name in kept else "1" for dim in dims) + "]"
+
+    @property
+    def everything(self) -> Class:
+        return frozenset(dim.name for dim in self.plan.dims)
+
+    def arange(self, dim: Dim) -> str:
+        """Positions within a tile along one of its directions."""
+        text = f"tl.arange(0, {dim.block})"
+        if len(self.plan.dims) > 1 and not self.flat_rows:
+            text += "[:, None]" if dim is self.plan.dims[0] else "[None, :]"
+        return text
+
+    def position(self, dim: Dim, start: str) -> None:
+        """Name the positions along `dim`, from `start` on, their mask, and the loop variables there."""
+        scalar = dim.block == 1 and self.flat_rows and dim is self.plan.dims[0]
+        start = f"{start}.to(tl.int64)" if self.wide and start != "0" else start
+        steps = self.arange(dim) + (".to(tl.int64)" if self.wide else "")
+        self.line(f"{dim.name} = {start if scalar else steps if start == '0' else f'{start} + {steps}'}")
+        if self.has_mask(dim):
+            self.line(f"{dim.name}m = {dim.name} < {self.end(dim)}")
+        self.coordinates(dim.name, dim.axes)
+
+    def end(self, dim: Dim) -> str:
+        return "last" if self.plan.kind == "columns" and dim is self.plan.dims[0] else str(dim.size)
+
+    def coordinates(self, place: str, axes: tuple[Axis, ...]) -> None:
+        """Name the loop variables that make up a position."""
+        inner = 1
+        for axis in reversed(axes):
+            text = place if inner == 1 else f"({place} // {inner})"
+            inner *= axis.size
+            self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {axis.size}'}")
+
+    def has_mask(self, dim: Dim) -> bool:
+        """Does the last tile reach beyond the loop?"""
+        if self.plan.kind == "columns" and dim is self.plan.dims[0]:
+            return dim.block > 1 and bool(self.plan.chunk % dim.block or dim.size % self.plan.chunk)
+        return bool(dim.size % dim.block) or not dim.size
+
+    def mask(self, of: Iterable[str]) -> str:
+        """Where a tile that varies along some directions lies inside the loop; empty if everywhere."""
+        kept = set(of)
+        return " & ".join(f"{dim.name}m" for dim in self.plan.dims if dim.name in kept and self.has_mask(dim))
+
+    # --- values ---
+
+    def declare(self, ref: Ref) -> None:
+        self.line(f"{self.name(ref)} = {self.expression(ref)}")
+
+    def expression(self, ref: Ref) -> str:
+        """The right-hand side of a value's declaration."""
+        match self.nest.body[ref]:
+            case Const(value, dtype):
+                return literal(value, dtype)
+            case IndexOf(index, dtype):
+                constant = index.constant
+                return literal(constant, dtype) if constant is not None else f"({self.index(index)}).to(tl.{dtype})"
+            case Load() as load:
+                return self._load(load)
+            case Apply("cast", (arg,), dtype):
+                source = self.nest.body[arg].dtype
+                exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
+                return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
+            case Apply(op, args, dtype):
+                text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
+                # Triton computes 8 and 16 bits in 32
+                return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
+            case Reduce():
+                raise AssertionError("a reduction has no expression of its own")
+
+    def _load(self, load: Load) -> str:
+        place = self.class_of(load.index)
+        index = self.index(load.index)
+        masks = [self.mask(place)] if self.mask(place) else []
+        if load.mask is not None:
+            if not self.classes[load.mask] <= place:  # the address has to have the shape of the mask
+                place |= self.classes[load.mask]
+                index = self.spread(load.index, place)
+                masks = [self.mask(place)] if self.mask(place) else []
+            masks.append(self.name(load.mask))
+        pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
+        options = f", mask={' & '.join(masks)}" if masks else ""
+        options += ", other=0" if load.mask is not None else ""
+        wide = ".to(tl.float32)" if load.dtype in ("bfloat16", "float16") else ""
+        return f"tl.load({pointer}{options}){wide}"
+
+    def spread(self, index: Index, of: Class) -> str:
+        """An index as a tensor of the shape of `of`."""
+        text = self.index(index) if index.variables else literal(index.constant or 0, "int32")
+        return f"tl.broadcast_to({text}, {self.shape(of)})"
+
+    def packed(self, ref: Ref, dtype: str) -> str:
+        """A value as it lies in memory."""
+        name = self.name(ref)
+        return f"{name}.to(tl.{dtype})" if dtype in ("bfloat16", "float16") else name
+
+    def store(self, number: int) -> None:
+        """Write one store's value to its place, or combine it with what is there."""
+        store = self.nest.stores[number]
+        dtype = self.table[store.buffer].dtype
+        if store.mode != "set":
+            self._atomic(number, store, dtype)
+            return
+        mask = self.mask(self.class_of(store.index))
+        pointer = self._pointer(store)
+        self.line(f"tl.store({pointer}, {self.packed(store.value, dtype)}{f', {mask}' if mask else ''})")
+
+    def _pointer(self, store: Store) -> str:
+        index = self.index(store.index)
+        return self.argument(store.buffer) if index == "0" else f"{self.argument(store.buffer)} + ({index})"
+
+    def _atomic(self, number: int, store: Store, dtype: str) -> None:
+        space = self.everything - ({"r"} if self.nest.row_stores[number] else frozenset())
+        value, mask = self.name(store.value), self.mask(space)
+        if dtype.startswith("float") and store.mode in ("max", "min"):  # a NaN's sign would decide
+            value = f'tl.where({value} == {value}, {value}, float("nan"))'
+        shape = self.shape(space)
+        if self.flat_rows and space == {"x"}:
+            shape = ""
+        place = self.index(store.index)
+        if shape and self.class_of(store.index) != space:
+            place = self.spread(store.index, space)
+        if shape and self.classes[store.value] != space:
+            value = f"tl.broadcast_to({value}, {shape})"
+        how = {"sum": "add", "max": "max", "min": "min"}[store.mode]
+        options = f", mask={mask}" if mask else ""
+        self.line(f'tl.atomic_{how}({self.argument(store.buffer)} + ({place}), {value}{options}, sem="relaxed")')
+
+    # --- reductions ---
+
+    def identity(self, op: str, dtype: str) -> str:
+        return literal(REDUCTIONS[op].identity(dtype), dtype)
+
+    def reduced(self, op: str, dtype: str, value: str, axis: int) -> str:
+        """All of a tensor along one axis, combined."""
+        kind = register_type(dtype)
+        if dtype == "bool":
+            how = "max" if op in ("max", "any") else "min"
+            return f"(tl.{how}({value}.to(tl.int32), {axis}) != 0)"
+        if op == "prod" or (op in ("max", "min") and dtype.startswith("float")):
+            return f"tl.reduce({value}, {axis}, {'mul_' if op == 'prod' else f'{op}_'})"
+        return f"tl.{op}({value}, {axis}).to(tl.{kind})"
+
+    def combine(self, op: str, a: str, b: str, dtype: str) -> str:
+        """Two partial results as one."""
+        if dtype == "bool":
+            return f"{a} {'|' if op in ('max', 'any') else '&'} {b}"
+        how = REDUCTIONS[op].combine
+        assert how is not None
+        text = SPELLING[how].format(a, b, dtype=dtype)
+        return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
+
+    def whole(self, ref: Ref, of: Class) -> str:
+        """A value as a tensor of the full shape of the tile along `of`, whatever it varies along."""
+        return self.name(ref) if self.classes[ref] == of else f"tl.broadcast_to({self.name(ref)}, {self.shape(of)})"
+
+
+def _overlap(a: Buffer, b: Buffer) -> bool:
+    if a.name == b.name:
+        return True
+    if a.storage != b.storage or a.storage is None or not (a.storage == "arena" or a.storage.startswith("bucket:")):
+        return False
+    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes

@@ -1,0 +1,286 @@
+"""How a loop is cut into the tiles that GPU programs work on: which variables a tile spans, how far, by how many warps.
+
+Everything here follows from the loop's sizes and strides alone, so that a kernel is the same on every rank and for
+every device of one kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from dcompile.codegen.emit.nest import (
+    Axis,
+    Nest,
+    accesses,
+    expand,
+    merge,
+    reindex,
+    stride,
+    unit_strides,
+    without_reduce,
+)
+from dcompile.ir.analysis import inner_names, is_row_store, outer_names, runtime_refs
+from dcompile.ir.index import ZERO, Div, Index, Var, flatten
+from dcompile.ir.nodes import Loop, Reduce, Store
+
+FLAT = 1024
+"""Elements of a pointwise tile: 8 for each of 128 threads, 16 bytes of a 16-bit dtype in one access."""
+ROW = 2048
+"""Elements of a tile of rows, where rows are short: 16 for each of 128 threads."""
+PERSISTENT = 16384
+"""Longest row that a program holds in registers (32 elements for each of 512 threads) rather than reading it again."""
+PIECE = 4096
+"""Elements of a longer row that are read at a time."""
+TURN = (32, 64)
+"""Sides of a transposing tile."""
+LANES = 64
+"""Rows of a tile, where their neighbours, not their elements, are contiguous."""
+COLUMN_ROWS, COLUMNS = 8, 256
+"""Tile of a column reduction whose rows need not be seen whole."""
+MULTIPROCESSORS = 132
+"""For which tiles are cut; on a GPU with fewer or more of them the same kernels run, a little less evenly."""
+PROGRAMS = 2 * MULTIPROCESSORS
+"""Programs of a kernel that walk over many rows each, and how many a kernel should have at least."""
+
+Kind = Literal["flat", "turn", "rows", "columns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One direction of a tile: the loop variables that run along it, row-major, and how many of their positions."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    block: int
+
+    @property
+    def size(self) -> int:
+        return prod(axis.size for axis in self.axes)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.size // self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a loop runs.
+
+    flat: elements in order. turn: two-dimensional tiles, `batch` variables outside. rows: `dims` are rows and elements;
+    a program has whole rows, at once or, if `looped`, in pieces. columns: a program walks over `chunk` rows and keeps
+    what its column reductions have collected.
+    """
+
+    kind: Kind
+    nest: Nest
+    dims: tuple[Dim, ...]
+    warps: int
+    batch: tuple[Axis, ...] = ()
+    looped: bool = False
+    chunk: int = 0
+    atomic: bool = False
+    """Stores that combine do so in memory."""
+
+    @property
+    def grid(self) -> int:
+        match self.kind:
+            case "columns":
+                return (
+                    max(-(-self.dims[0].size // self.chunk), 1) * self.dims[1].blocks
+                )  # sums of no rows are stored too
+            case "rows":
+                return self.dims[0].blocks
+            case _:
+                return prod(axis.size for axis in self.batch) * prod(dim.blocks for dim in self.dims)
+
+
+def make_plan(loop: Loop) -> Plan:
+    """The tiles of a loop with fixed sizes."""
+    assert all(isinstance(size, int) for size in (*loop.outer, *loop.inner)), f"{loop.name} has dynamic sizes"
+    row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
+    outer = [Axis(n, int(s)) for n, s in zip(outer_names(loop), loop.outer, strict=True)]  # type: ignore[arg-type]
+    inner = [Axis(n, int(s)) for n, s in zip(inner_names(loop), loop.inner, strict=True)]  # type: ignore[arg-type]
+    body, stores = expand(loop.body, loop.stores, inner)
+    late = len(body) != len(loop.body)
+    gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
+    outer, inner = [a for a in outer if a.size != 1], [a for a in inner if a.size != 1]
+    body, stores = reindex(body, stores, gone)
+    outer, body, stores = merge(outer, body, stores)
+    inner, body, stores = merge(inner, body, stores)
+    if not inner:
+        body = tuple(without_reduce(value) for value in body)
+    nest = Nest(tuple(outer), tuple(inner), None, body, stores, row_stores, late)
+    combining = [n for n, store in enumerate(stores) if store.mode != "set"]
+    chunk = _chunk(nest, combining)
+    if combining and chunk:
+        return _columns(nest, chunk)
+    plan = _rows(nest) if inner and _needs_rows(nest) else _pointwise(nest)
+    return replace(plan, atomic=bool(combining))
+
+
+def _needs_rows(nest: Nest) -> bool:
+    return any(nest.row_stores) or any(isinstance(value, Reduce) for value in nest.body)
+
+
+# --- element by element -----------------------------------------------------------------------------------------------
+
+
+def _pointwise(nest: Nest) -> Plan:
+    axes = (*nest.rows, *nest.elements)
+    nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
+    used = accesses(nest.body, nest.stores)
+    scores = {axis.name: unit_strides(axis.name, used) - 100 * (axis.size < 8) for axis in axes}
+    best = max(reversed(axes), key=lambda axis: scores[axis.name], default=None)
+    rest = [axis for axis in axes if axis is not best]
+    other = max(rest, key=lambda axis: scores[axis.name], default=None)
+    if best and other and min(best.size, other.size) >= 16 and _both_ways(nest, best.name, other.name):
+        y, x = Dim("y", (other,), _side(other, TURN[0])), Dim("x", (best,), _side(best, TURN[1]))
+        batch = tuple(axis for axis in rest if axis is not other)
+        return Plan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
+    size = prod(axis.size for axis in axes)
+    block = FLAT
+    while block > 128 and size < block * PROGRAMS:
+        block //= 2
+    block = min(block, power_of_two(size))
+    ordered = (*rest, best) if best else ()
+    return Plan("flat", nest, (Dim("x", ordered, block),), max(block // 256, 1))
+
+
+def _both_ways(nest: Nest, best: str, other: str) -> bool:
+    """Are some accesses contiguous along one variable and others only along the other?"""
+    indices = [index for index, _ in accesses(nest.body, nest.stores)]
+    return any(stride(index, other) == 1 and (stride(index, best) or 0) > 1 for index in indices)
+
+
+def _side(axis: Axis, most: int) -> int:
+    return min(most, power_of_two(axis.size))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(nest: Nest) -> Plan:
+    rows, size = prod(axis.size for axis in nest.rows), prod(axis.size for axis in nest.elements)
+    if _is_lane(nest):
+        x = min(LANES, power_of_two(rows))
+        while x > 16 and rows < x * PROGRAMS:
+            x //= 2
+        r = min(ROW // x, power_of_two(size))
+        dims = Dim("x", nest.rows, x), Dim("r", nest.elements, r)
+        return Plan("rows", nest, dims, max(x * r // 512, 1), looped=r < size)
+    whole = power_of_two(size)
+    if whole > PERSISTENT:
+        return Plan("rows", nest, (Dim("x", nest.rows, 1), Dim("r", nest.elements, PIECE)), 8, looped=True)
+    x = max(min(ROW // whole, power_of_two(rows)), 1)
+    while x > 1 and rows < x * PROGRAMS:
+        x //= 2
+    return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole))
+
+
+def _is_lane(nest: Nest) -> bool:
+    """Are rows, rather than their elements, next to one another in memory?"""
+    if not nest.rows or nest.rows[-1].size < 8 or not any(isinstance(value, Reduce) for value in nest.body):
+        return False
+    often = [
+        (index, weight) for index, weight in accesses(nest.body, nest.stores) if index.variables & nest.element_names
+    ]
+    return unit_strides(nest.rows[-1].name, often) > unit_strides(nest.elements[-1].name, often)
+
+
+def _warps(elements: int) -> int:
+    """16 elements a thread, or 32 where a block would have more than 512 threads."""
+    return min(max(elements // 512, 1), 16)
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _columns(nest: Nest, chunk: int) -> Plan:
+    size = prod(axis.size for axis in nest.elements)
+    whole = power_of_two(size)
+    if sees_whole_rows(nest):
+        x = min(max(ROW // whole, 1), power_of_two(chunk))
+        return Plan(
+            "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole), chunk=chunk
+        )
+    r = min(COLUMNS, whole)
+    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(chunk))
+    return Plan(
+        "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
+    )
+
+
+def _chunk(nest: Nest, combining: list[int]) -> int:
+    """The rows that one program walks over, if every combining store can be collected in registers that way; else 0."""
+    sizes: set[int] = set()
+    rows = prod(axis.size for axis in nest.rows)
+    for number in combining:
+        found = chunk_of(nest.stores[number], nest.rows, nest.elements, nest.row_stores[number])
+        if found is None:
+            return 0
+        sizes.add(found or max(rows, 1))
+    whole = power_of_two(prod(axis.size for axis in nest.elements))
+    if len(sizes) != 1 or (whole > PERSISTENT and sees_whole_rows(nest)):
+        return 0
+    return sizes.pop()
+
+
+def sees_whole_rows(nest: Nest) -> bool:
+    """Does anything happen once a row, so that no two programs may share one?"""
+    if any(nest.row_stores) or any(isinstance(value, Reduce) for value in nest.body):
+        return True
+    return any(store.mode != "set" and not store.index.variables & nest.element_names for store in nest.stores)
+
+
+def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], row_store: bool) -> int | None:
+    """How many rows in succession a store combines: 0 for all, None if it does anything else.
+
+    Its index may hold the number of the chunk, which is the row's number divided by the chunk's size, and all variables
+    of the element or none.
+    """
+    if runtime_refs(store.index):
+        return None
+    names = {axis.name for axis in elements}
+    used = store.index.variables & names
+    if used and (row_store or used != names or not _spreads(store.index, elements)):
+        return None
+    chunk = 0
+    for monomial, _ in store.index.terms:
+        for atom in monomial:
+            if isinstance(atom, Var) and atom.name in names:
+                continue
+            if not isinstance(atom, Div) or atom.base != row_number(rows) or chunk not in (0, atom.divisor):
+                return None
+            chunk = atom.divisor
+    return chunk
+
+
+def row_number(rows: tuple[Axis, ...]) -> Index:
+    """Position of a row among all rows."""
+    numbers = [Index((((Var(axis.name),), 1),)) for axis in rows]
+    steps = [prod(axis.size for axis in rows[place + 1 :]) for place in range(len(rows))]
+    return flatten(numbers, steps)
+
+
+def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
+    """Does every element have a place of its own?"""
+    strides: list[tuple[int, int]] = []
+    for axis in elements:
+        factor = index.coefficient(axis.name)
+        constant = None if factor is None else factor.constant
+        if not constant or constant < 0:
+            return False
+        strides.append((constant, axis.size))
+    reach = 0
+    for step, size in sorted(strides):
+        if step <= reach:
+            return False
+        reach += step * (size - 1)
+    return True
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()

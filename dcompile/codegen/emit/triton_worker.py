@@ -1,0 +1,67 @@
+"""Compiles Triton kernels in a process of its own: a description on standard input, one archive per kernel as a result.
+
+Run as a file, so that it imports Triton alone: `python -P triton_worker.py < description.json` (-P: the triton.py beside
+it is not Triton). An archive is a line of
+JSON, which lists functions with the shared memory they need and the lengths of their cubins, and the cubins behind it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ALIGNED = ":16"
+
+
+def main() -> None:
+    """Compile what standard input describes; the folder named there gets NAME.gpu for each kernel."""
+    job = json.load(sys.stdin)
+    folder = Path(job["folder"])
+    for kernel in job["kernels"]:
+        try:
+            archive = compile_kernel(kernel, job["arch"], job["options"], folder)
+        except Exception as error:
+            raise SystemExit(f"{kernel['name']}: {type(error).__name__}: {error}\n{kernel['text']}") from error
+        (folder / f"{kernel['name']}.gpu").write_bytes(archive)
+
+
+def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], folder: Path) -> bytes:
+    """The archive of one kernel: {"name", "text", "functions": [{"name", "warps", "types"}]}."""
+    module = load(kernel["name"], kernel["text"], folder)
+    found = [compiled(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in kernel["functions"]]
+    head = [
+        {"function": f["name"], "entry": made.metadata.name, "shared": made.metadata.shared, "warps": f["warps"],
+         "size": len(made.asm["cubin"])}
+        for f, made in zip(kernel["functions"], found, strict=True)
+    ]  # fmt: skip
+    return json.dumps(head).encode() + b"\n" + b"".join(made.asm["cubin"] for made in found)
+
+
+def load(name: str, text: str, folder: Path) -> Any:
+    """A kernel's text as a module: Triton reads the source of functions from their file."""
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiled(function: Any, types: list[str], warps: int, arch: int, options: dict[str, Any]) -> Any:
+    """One function for one architecture: assembly under .asm, sizes under .metadata."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: kind.removesuffix(ALIGNED) for name, kind in zip(function.arg_names, types, strict=True)}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types) if kind.endswith(ALIGNED)}
+    source = ASTSource(fn=function, signature=signature, constexprs={}, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, **options})
+
+
+if __name__ == "__main__":
+    main()

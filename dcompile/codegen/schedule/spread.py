@@ -1,0 +1,355 @@
+"""Reductions in two steps, for GPUs: where a loop has too few rows, or combines over rows, many programs take a part.
+
+What a program collects goes to memory of its own, and a second, small loop adds that up in a fixed order: the result
+does not depend on timing, as it would with atomic additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+
+from dcompile.codegen.emit.nest import Axis, Nest, expand, renumber, renumbered
+from dcompile.codegen.emit.triton_tiles import (
+    COLUMN_ROWS,
+    COLUMNS,
+    MULTIPROCESSORS,
+    PERSISTENT,
+    PROGRAMS,
+    ROW,
+    chunk_of,
+    power_of_two,
+    sees_whole_rows,
+)
+from dcompile.codegen.schedule.merge import without
+from dcompile.codegen.schedule.space import coordinates, position, radix, respace, size_of, static
+from dcompile.ir.analysis import (
+    inner_names,
+    is_row_store,
+    operands,
+    outer_names,
+    passes,
+    ranges,
+    row_values,
+    runtime_refs,
+    store_operands,
+)
+from dcompile.ir.index import Div, Index, as_index, substitute, var
+from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Step, Store, Value
+from dcompile.ir.ops import REDUCTIONS
+
+LONG = 8192
+"""Elements from which a row is worth sharing: a program takes a few microseconds for as many."""
+PART = 2048
+"""Fewest elements of a row that a program takes."""
+
+
+def spread_columns(program: Program) -> Program:
+    """Let each of many programs combine a run of rows, where a store combines values of all rows.
+
+    Changes only the order in which a reduction is summed. Loops on the CPU are left alone.
+    """
+    table = dict(program.table)
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Loop) and on_gpu(step, table) and 0 not in (*step.outer, *step.inner):
+            for loop in _detached(step, table):
+                steps += _in_parts(loop, table)
+        else:
+            steps.append(step)
+    return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def spread_rows(program: Program) -> Program:
+    """Let several programs share each row, where rows are long and few.
+
+    Changes only the order in which a reduction is summed. Loops on the CPU are left alone.
+    """
+    table = dict(program.table)
+    steps: list[Step] = []
+    for step in program.steps:
+        parts = row_parts(step) if isinstance(step, Loop) and on_gpu(step, table) else 1
+        steps += _shared(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
+    return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def on_gpu(loop: Loop, table: dict[str, Buffer]) -> bool:
+    """Does the loop write GPU memory?"""
+    return any(table[store.buffer].device != "cpu" for store in loop.stores)
+
+
+# --- column reductions ------------------------------------------------------------------------------------------------
+
+
+def _axes(names: Iterable[str], sizes: Iterable[int]) -> tuple[Axis, ...]:
+    return tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True))
+
+
+def _nest(loop: Loop) -> Nest:
+    rows = _axes(outer_names(loop), static(loop.outer))
+    elements = _axes(inner_names(loop), static(loop.inner))
+    row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
+    return Nest(rows, elements, None, loop.body, loop.stores, row_stores)
+
+
+def _collects(nest: Nest, number: int) -> bool:
+    """Can a program that walks over rows collect a combining store in registers?"""
+    elements = tuple(axis for axis in nest.elements if axis.size > 1)
+    return chunk_of(nest.stores[number], nest.rows, elements, nest.row_stores[number]) == 0
+
+
+def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """Every combining store into a row of a buffer of parts, and the sums of those."""
+    nest = _nest(loop)
+    combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
+    if not combining or not loop.outer or not all(_collects(nest, n) for n in combining):
+        return [loop]
+    rows, chunk = size_of(loop.outer), rows_per_program(nest)
+    parts = -(-rows // chunk)
+    if parts == 1:
+        return [loop]
+    number = Index((((Div(position("i", static(loop.outer)), chunk),), 1),))
+    stores = list(loop.stores)
+    bodies: dict[int, tuple[list[Value], list[Store]]] = {}
+    for n in combining:
+        store = loop.stores[n]
+        buffer = table[store.buffer]
+        size = prod(static(buffer.shape))
+        name = _new(f"{store.buffer}_parts", buffer.dtype, (parts, size), buffer.device, table)
+        stores[n] = replace(store, buffer=name, index=number * size + store.index)
+        body, sums = bodies.setdefault(size, ([], []))
+        body.append(Load(name, var("j0") * size + var("i0"), buffer.dtype))
+        if buffer.dtype in ("bfloat16", "float16"):
+            body.append(Apply("cast", (len(body) - 1,), "float32"))
+        body.append(Reduce(store.mode, len(body) - 1, body[-1].dtype))
+        if buffer.dtype in ("bfloat16", "float16"):
+            body.append(Apply("cast", (len(body) - 1,), buffer.dtype))
+        sums.append(Store(store.buffer, var("i0"), len(body) - 1))
+    finish = [
+        Loop(f"{loop.name}_sum", (size,), (parts,), tuple(body), tuple(sums), loop.origin)
+        for size, (body, sums) in bodies.items()
+    ]
+    return [replace(loop, stores=tuple(stores)), *finish]
+
+
+def rows_per_program(nest: Nest) -> int:
+    """How many rows a program walks over."""
+    rows = prod(axis.size for axis in nest.rows)
+    size = prod(axis.size for axis in nest.elements)
+    if sees_whole_rows(nest):
+        return max(-(-rows // PROGRAMS), min(ROW // power_of_two(size), rows), 1)
+    wanted = max(2 * PROGRAMS // -(-size // COLUMNS), 1)
+    at_once = COLUMN_ROWS * COLUMNS // min(COLUMNS, power_of_two(size))
+    return max(-(-rows // wanted), min(4 * at_once, rows))
+
+
+def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
+    nest = _nest(loop)
+    combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
+    fits = power_of_two(size_of(loop.inner)) <= PERSISTENT or not sees_whole_rows(nest)
+    wrong = [n for n in combining if not (fits and _collects(nest, n))]
+    if not wrong or loop.reads & loop.writes:
+        return [loop]
+    saved: dict[Ref, str] = {}
+    rows = position("i", static(loop.outer))
+    apart: list[Loop] = []
+    for n in wrong:
+        made = _as_reduction(loop, n, saved, rows, table)
+        if made is None:
+            return [loop]
+        apart.append(made)
+    kept = tuple(store for n, store in enumerate(loop.stores) if n not in wrong)
+    kept += tuple(Store(name, rows, ref) for ref, name in saved.items())
+    rest = without(replace(loop, stores=kept), frozenset())
+    return [*([rest] if rest is not None else []), *apart]
+
+
+def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, table: dict[str, Buffer]) -> Loop | None:
+    """One combining store as a loop over its results; row values that it needs are saved by the first loop."""
+    store = loop.stores[number]
+    bounds = ranges(loop)
+    kept = {name: bounds[name] for name in store.index.variables & bounds.keys()}
+    if runtime_refs(store.index) or radix(store.index, kept) is None:
+        return None
+    if prod(kept.values()) != prod(static(table[store.buffer].shape)):
+        return None
+    row_store = is_row_store(loop, store)
+    names = [name for name in bounds if bounds[name] > 1 and not (row_store and name[0] == "j")]
+    outer = [name for name in names if name in kept]
+    inner = [name for name in names if name not in kept]
+    values = {name: as_index(0) for name in bounds}
+    values |= {name: var(f"i{place}") for place, name in enumerate(outer)}
+    values |= {name: var(f"j{place}") for place, name in enumerate(inner)}
+    body: list[Value] = []
+    for ref, value in enumerate(loop.body):
+        if isinstance(value, Reduce):
+            if ref in _cone(loop.body, [store.value, *runtime_refs(store.index)]):
+                if ref not in saved:
+                    device = table[store.buffer].device
+                    saved[ref] = _new(f"{loop.name}_rows", value.dtype, static(loop.outer), device, table)
+                body.append(Load(saved[ref], rows, value.dtype))
+                continue
+            value = Const(0, value.dtype)
+        body.append(value)
+    index = store.index
+    if inner:
+        body.append(Reduce(store.mode, store.value, body[store.value].dtype))
+    result = len(body) - 1 if inner else store.value
+    made = Loop(f"{loop.name}_columns", loop.outer, loop.inner, tuple(body), (Store(store.buffer, index, result),))
+    made = replace(made, origin=loop.origin)
+    sizes = tuple(bounds[name] for name in outer), tuple(bounds[name] for name in inner)
+    return without(respace(made, *sizes, values), frozenset())
+
+
+def _cone(body: tuple[Value, ...], roots: Iterable[Ref]) -> set[Ref]:
+    """All that `roots` are computed from, reductions included but not what is behind them."""
+    seen: set[Ref] = set()
+    stack = list(roots)
+    while stack:
+        ref = stack.pop()
+        if ref not in seen:
+            seen.add(ref)
+            stack += [] if isinstance(body[ref], Reduce) else operands(body[ref])
+    return seen
+
+
+def _new(name: str, dtype: str, shape: tuple[int, ...], device: str, table: dict[str, Buffer]) -> str:
+    """A buffer for what programs leave for the next loop."""
+    unique, number = name, 0
+    while unique in table:
+        number += 1
+        unique = f"{name}{number}"
+    strides = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
+    table[unique] = Buffer(unique, dtype, shape, strides, device)
+    return unique
+
+
+# --- long rows --------------------------------------------------------------------------------------------------------
+
+
+def row_parts(loop: Loop) -> int:
+    """In how many parts each row should be reduced: 1 if there are programs enough."""
+    if not any(isinstance(value, Reduce) for value in loop.body) or any(store.mode != "set" for store in loop.stores):
+        return 1
+    if loop.reads & loop.writes:
+        return 1
+    rows, size = size_of(loop.outer), size_of(loop.inner)
+    if rows == 0 or size < LONG or rows >= MULTIPROCESSORS:
+        return 1
+    most = max(size // PART, 1)
+    wanted = min(max(PROGRAMS // rows, 1), most)
+    # a divisor, if there is one nearby, saves masks
+    near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
+    return min(near, key=lambda n: abs(n - wanted)) if near else wanted
+
+
+def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
+    """The loop's reductions, pass by pass, each in two steps, and its element stores in a loop of their own."""
+    inner = _axes(inner_names(loop), static(loop.inner))
+    body, stores = expand(loop.body, loop.stores, list(inner))
+    loop = replace(loop, body=body, stores=stores)
+    rows, device = size_of(loop.outer), table[stores[0].buffer].device
+    known = passes(loop)
+    live = _below(body, [ref for store in stores for ref in store_operands(store)])
+    reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
+    done: dict[Ref, str] = {}
+    steps: list[Loop] = []
+    for number in range(1, max(known[ref] for ref in reduces) + 1):
+        now = [ref for ref in reduces if known[ref] == number]
+        pieces = {r: _new(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
+        results = {r: _new(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
+        steps.append(_part(loop, parts, pieces, done))
+        at_end = [s for s in stores if is_row_store(loop, s)] if now[-1] == reduces[-1] else []
+        steps.append(_sum(loop, parts, pieces, done, results, at_end))
+        done |= results
+    elements = tuple(store for store in stores if not is_row_store(loop, store))
+    place = position("i", static(loop.outer))
+    loaded = tuple(Load(done[ref], place, value.dtype) if ref in done else value for ref, value in enumerate(body))
+    rest = without(replace(loop, body=loaded, stores=elements), frozenset())
+    steps += [rest] if rest is not None else []
+    dead = frozenset(name for name in done.values() if not any(name in step.reads for step in steps))
+    for name in dead:
+        del table[name]
+    return [kept for step in steps if (kept := without(step, dead)) is not None]
+
+
+def _below(body: tuple[Value, ...], roots: Iterable[Ref]) -> set[Ref]:
+    """All that `roots` are computed from."""
+    seen: set[Ref] = set()
+    stack = list(roots)
+    while stack:
+        ref = stack.pop()
+        if ref not in seen:
+            seen.add(ref)
+            stack += operands(body[ref])
+    return seen
+
+
+def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
+    """Each row in `parts`, reduced apart; the last may be shorter, and positions beyond the row are masked."""
+    outer, inner, rank = static(loop.outer), static(loop.inner), len(loop.outer)
+    size = size_of(inner)
+    length = -(-size // parts)
+    cut = parts * length != size
+    bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {"j0": length}
+    flat = var(f"i{rank}") * length + var("j0")
+    values = coordinates("j", inner, flat, bounds)
+    rows, element = position("i", outer), row_values(loop)
+    body: list[Value] = []
+    if cut:
+        body += [IndexOf(flat), Const(size, "int64"), Apply("lt", (0, 1), "bool")]
+    number: dict[Ref, Ref] = {}
+    stores: list[Store] = []
+    for ref, value in enumerate(loop.body):
+        if ref in done:
+            value = Load(done[ref], rows, value.dtype)
+        value = renumber(value, number)
+        if isinstance(value, (Load, IndexOf)):
+            value = replace(value, index=substitute(value.index, values, bounds))
+        if cut and isinstance(value, Load) and not element[ref]:
+            if value.mask is not None:
+                body.append(Apply("and", (value.mask, 2), "bool"))
+            value = replace(value, mask=2 if value.mask is None else len(body) - 1)
+        if cut and isinstance(value, Reduce):
+            body.append(Const(REDUCTIONS[value.op].identity(value.dtype), value.dtype))
+            body.append(Apply("where", (2, value.arg, len(body) - 1), value.dtype))
+            value = replace(value, arg=len(body) - 1)
+        body.append(value)
+        number[ref] = len(body) - 1
+        if ref in pieces:
+            stores.append(Store(pieces[ref], rows * parts + var(f"i{rank}"), number[ref]))
+    made = Loop(f"{loop.name}_part", (*outer, parts), (length,), tuple(body), tuple(stores), loop.origin)
+    kept = without(made, frozenset())
+    assert kept is not None, f"{loop.name} has reductions that nothing uses"
+    return kept
+
+
+def _sum(
+    loop: Loop,
+    parts: int,
+    pieces: dict[Ref, str],
+    done: dict[Ref, str],
+    results: dict[Ref, str],
+    row_stores: list[Store],
+) -> Loop:
+    """Each row's reductions from their parts, and, in the end, the stores of the row."""
+    rows, of_row = position("i", static(loop.outer)), row_values(loop)
+    body: list[Value] = []
+    number: dict[Ref, Ref] = {}
+    for ref, value in enumerate(loop.body):
+        if ref in pieces:
+            body.append(Load(pieces[ref], rows * parts + var("j0"), value.dtype))
+            assert isinstance(value, Reduce)
+            body.append(Reduce(value.op, len(body) - 1, value.dtype))
+        elif ref in done:
+            body.append(Load(done[ref], rows, value.dtype))
+        elif of_row[ref] and not isinstance(value, Reduce) and all(used in number for used in operands(value)):
+            body.append(renumber(value, number))
+        else:
+            continue
+        number[ref] = len(body) - 1
+    stores = [Store(name, rows, number[ref]) for ref, name in results.items()]
+    stores += [replace(s, value=number[s.value], index=renumbered(s.index, number)) for s in row_stores]
+    return Loop(f"{loop.name}_sum", loop.outer, (parts,), tuple(body), tuple(stores), loop.origin)

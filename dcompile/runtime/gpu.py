@@ -1,0 +1,152 @@
+"""Runs Triton's kernels without Triton: cubins are loaded by the CUDA driver, and a run of them is started in one call.
+
+A launch table lists functions, grids and addresses. Addresses that are known when the host program prepares itself are
+in it from the start; the others are filled in at each call. `LAUNCHER` is the C that walks over the table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcompile.compat import raw_stream
+from dcompile.errors import BuildError
+
+LAUNCHER = "gpu_launch"
+"""Name of the C function in the cache; the host's compiler builds it once."""
+LAUNCHER_TEXT = """\
+struct Kernel { void* function; u32 grid, threads, shared, count; };
+typedef int (*Start)(void*, u32, u32, u32, u32, u32, u32, u32, void*, void**, void**);
+extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, int64 count, void** arguments) {
+  for (int64 n = 0; n < count; n++) {
+    const Kernel* k = kernels + n;
+    const int failed = start(k->function, k->grid, 1, 1, k->threads, 1, 1, k->shared, stream, arguments, 0);
+    if (failed) return (n << 32) | failed;
+    arguments += k->count;
+  }
+  return 0;
+}
+"""
+SHARED_LIMIT = 48 << 10
+"""Bytes of shared memory that a kernel gets without asking."""
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class _Kernel(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+    )
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BuildError(f"dcompile: cannot load the CUDA driver: {error}") from error
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        said = (text.value or b"unknown error").decode()
+        raise RuntimeError(f"dcompile: {what} failed: {said} (CUDA error {code})")
+
+
+@cache
+def read_archive(path: Path) -> dict[str, tuple[str, int, int, bytes]]:
+    """Function -> (entry, shared bytes, warps, cubin) of a kernel's archive."""
+    head, _, rest = path.read_bytes().partition(b"\n")
+    found: dict[str, tuple[str, int, int, bytes]] = {}
+    at = 0
+    for item in json.loads(head):
+        found[item["function"]] = item["entry"], item["shared"], item["warps"], rest[at : at + item["size"]]
+        at += item["size"]
+    return found
+
+
+@cache
+def _function(path: Path, name: str, device: int) -> tuple[int, int, int]:
+    """(CUfunction, shared bytes, threads) on a device, whose context is current."""
+    entry, shared, warps, cubin = read_archive(path)[name]
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {path}")
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry} in {path}")
+    if shared > SHARED_LIMIT:
+        _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")
+    return int(function.value or 0), shared, warps * 32
+
+
+class Address(int):
+    """An address that is known beforehand, where a plain number stands for one given at each call."""
+
+
+Argument = int
+"""An `Address`, or the position among the addresses of a call."""
+
+
+class Launches:
+    """A run of kernels: called with a stream and the addresses that change from call to call."""
+
+    def __init__(
+        self, launcher: Any, device: int, count: int, kernels: Sequence[tuple[Path, str, int, Sequence[Argument]]]
+    ) -> None:
+        self._launcher, self._names = launcher, [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels]
+        slots = (ctypes.c_uint64 * max(count + 1, 1))()  # the last one is the null that Triton's scratch arguments get
+        known: dict[int, ctypes.c_uint64] = {}
+        pointers: list[int] = []
+        base, null = ctypes.addressof(slots), ctypes.addressof(slots) + 8 * count
+        self._table = (_Kernel * len(kernels))()
+        for place, (path, name, grid, arguments) in enumerate(kernels):
+            function, shared, threads = _function(path, name, device)
+            self._table[place] = _Kernel(function, grid, threads, shared, len(arguments) + 2)
+            for argument in arguments:
+                if isinstance(argument, Address):
+                    kept = known.setdefault(argument, ctypes.c_uint64(argument))
+                    pointers.append(ctypes.addressof(kept))
+                else:
+                    pointers.append(base + 8 * argument)
+            pointers += [null, null]  # Triton's two scratch arguments
+        self._known = known  # the driver reads them at each launch
+        self._slots, self._count = slots, count
+        self._pointers = (ctypes.c_uint64 * len(pointers))(*pointers)
+        self._call = (ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value,)
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Start all kernels on `stream`."""
+        self._slots[: self._count] = addresses  # type: ignore[call-overload]
+        failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers)
+        if failed:
+            _check(failed & 0xFFFFFFFF, f"starting kernel {self._names[failed >> 32]}")
+
+
+def launcher(library: ctypes.CDLL) -> Any:
+    """The C function that walks over a launch table."""
+    function = getattr(library, LAUNCHER)
+    function.restype = ctypes.c_int64
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    return function
+
+
+def stream_of(device: int) -> int:
+    """The current stream of a device, as the driver knows it."""
+    return raw_stream(device)
+
+
+def device_of(args: Sequence[Any]) -> int:
+    """The GPU on which arguments lie: that of the first tensor on one, else the current one."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.is_cuda:
+            return arg.get_device()
+    return torch.cuda.current_device()

@@ -1,0 +1,149 @@
+"""Runs Triton kernels in Triton's interpreter, on NumPy memory. Import only where TRITON_INTERPRET=1 is set.
+
+The interpreter (3.6 and 3.7) truncates where it should round to bfloat16, knows nothing of `libdevice`, and takes
+reductions by a function of the kernel element by element: all three are put right here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from dcompile.codegen.emit import triton as emitter
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.ir.interpret import from_bfloat16, to_bfloat16
+from dcompile.ir.nodes import Buffer, Loop, Program
+from tests.codegen.emit.harness import placed, read
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
+
+Handle = interpreter.TensorHandle
+Builder = interpreter.InterpreterBuilder
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+_cast, _float_to_float = Builder.cast_impl, Builder.create_fp_to_fp
+
+
+def _cast_impl(self, source, target):
+    have, want = source.dtype.scalar, target.scalar
+    if want == tl.bfloat16 and have != tl.bfloat16:
+        return Handle(to_bfloat16(source.data.astype(np.float32)), tl.bfloat16)
+    if have == tl.bfloat16 and want != tl.bfloat16:
+        wide = Handle(from_bfloat16(source.data.view(np.uint16)), tl.float32)
+        return wide if want == tl.float32 else _cast(self, wide, target)
+    return _cast(self, source, target)
+
+
+def _fp_to_fp(self, source, target, rounding):
+    if tl.bfloat16 in (source.dtype.scalar, target.scalar):
+        return _cast_impl(self, source, target)
+    return _float_to_float(self, source, target, rounding)
+
+
+Builder.cast_impl, Builder.create_fp_to_fp = _cast_impl, _fp_to_fp
+
+
+# --- libdevice --------------------------------------------------------------------------------------------------------
+
+
+def _by_element(function):
+    return lambda *arrays: np.vectorize(function, otypes=[np.asarray(arrays[0]).dtype])(*arrays)
+
+
+LIBDEVICE = {
+    "erf": _by_element(math.erf), "erfc": _by_element(math.erfc), "rint": np.rint, "fmod": np.fmod,
+    "lgamma": _by_element(lambda x: math.inf if math.isinf(x) or (x <= 0 and x % 1 == 0) else math.lgamma(x)),
+    "pow": np.power, "atan2": np.arctan2, "asin": np.arcsin, "acos": np.arccos, "asinh": np.arcsinh,
+    "acosh": np.arccosh, "atanh": np.arctanh, "rsqrt": lambda x: (1 / np.sqrt(x)).astype(np.asarray(x).dtype),
+}  # fmt: skip
+
+
+class Libdevice:
+    """The functions of CUDA's library that kernels call, in NumPy."""
+
+    def __getattr__(self, name):
+        function = LIBDEVICE.get(name) or getattr(np, name)
+
+        def call(*args):
+            with np.errstate(all="ignore"):
+                data = np.asarray(function(*(arg.handle.data for arg in args)))
+            return tl.core.tensor(Handle(data.astype(args[0].handle.data.dtype), args[0].dtype.scalar), args[0].type)
+
+        return call
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+_apply = interpreter.ReduceOps.apply_impl
+REDUCTIONS = {"max_": np.max, "min_": np.min, "mul_": np.prod}
+
+
+def _apply_impl(self, tensors):
+    function = REDUCTIONS.get(getattr(getattr(self.combine_fn, "fn", None), "__name__", ""))
+    if function is None:
+        return _apply(self, tensors)
+    (tensor,) = tensors
+    data = np.asarray(function(tensor.handle.data, axis=self.axis, keepdims=self.keep_dims))
+    return (self.to_tensor(data.astype(tensor.handle.data.dtype), tensor.dtype),)
+
+
+interpreter.ReduceOps.apply_impl = _apply_impl
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="dcompile-test-")
+
+
+@cache
+def _module(name: str, text: str):
+    path = Path(_folder().name) / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.libdevice = Libdevice()
+    return module
+
+
+def _tensor(flat: np.ndarray, dtype: str) -> torch.Tensor:
+    signed = flat.view(np.int16) if dtype == "bfloat16" else flat
+    return torch.from_numpy(signed).view(getattr(torch, dtype))
+
+
+def call(source: KernelSource, memory: dict[str, np.ndarray], table: dict[str, Buffer]) -> None:
+    """Run all launches of one kernel."""
+    module = _module(source.name, source.text)
+    with np.errstate(all="ignore"):
+        for launch in source.launches:
+            names = [source.arguments[n] for n in launch.arguments]
+            tensors = [_tensor(memory[name], table[name].dtype) for name in names]
+            if launch.grid:
+                getattr(module, launch.function)[(launch.grid,)](*tensors, num_warps=launch.warps)
+
+
+def run(program: Program, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Outputs of a program of loops, by Triton's interpreter."""
+    table = program.table
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
+    for step in program.steps:
+        assert isinstance(step, Loop)
+        call(emitter.emit(step, table), memory, table)
+    for name, flat in memory.items():
+        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+    return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]

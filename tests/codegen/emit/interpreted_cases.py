@@ -1,0 +1,67 @@
+"""Tries kernels in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
+
+python -m tests.codegen.emit.interpreted_cases: a line of JSON, from the name of each case to what is wrong, or "".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from dcompile.codegen.schedule import spread
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Program
+from tests.codegen.emit import cases, interpreted
+from tests.ir.fuzz import random_program
+
+Case = tuple[str, Program, dict[str, np.ndarray], float]
+
+
+def all_cases() -> Iterator[Case]:
+    """(name, program, inputs, relative tolerance; 0 where bits have to agree)."""
+    for name, program in cases.HAND.items():
+        yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
+    for name, program in cases.operations().items():
+        yield name, program, cases.operands(program, name.split()[0]), 2e-6
+    for source, target in cases.CASTS:
+        yield f"cast {source} {target}", cases.cast(source, target), cases.cast_inputs(source, target), 0
+    for seed in range(24):
+        yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
+    for seed in range(500, 510):
+        yield f"random {seed}", *random_program(seed, 8), 2e-2
+    spread.LONG, spread.PART, spread.PROGRAMS = 8, 3, 4  # so that small loops are shared among programs
+    for seed in range(24, 40):
+        program, inputs = random_program(seed, 8, exact=True)
+        yield f"spread {seed}", spread_out(program), inputs, 0
+
+
+def spread_out(program: Program) -> Program:
+    """A program as it would be made for a GPU."""
+    there = replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
+    return spread.spread_rows(spread.spread_columns(there))
+
+
+def problem(program: Program, inputs: dict[str, np.ndarray], tolerance: float) -> str:
+    """What is wrong with the kernels of a program; empty if nothing."""
+    try:
+        results = interpreted.run(program, inputs)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[-400:]}"
+    for view, want, got in zip(program.outputs, interpret(program, inputs), results, strict=True):
+        wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
+        if not np.allclose(*wide, rtol=tolerance, atol=tolerance and 1e-5, equal_nan=True):
+            return f"{view} differs by up to {np.nanmax(np.abs(wide[0] - wide[1]))}"
+    return ""
+
+
+def main() -> None:
+    found = {name: problem(program, inputs, tolerance) for name, program, inputs, tolerance in all_cases()}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

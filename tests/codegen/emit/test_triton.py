@@ -1,0 +1,189 @@
+"""Triton kernels without a GPU: their values in Triton's interpreter, their machine code from the offline compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dcompile.codegen.emit import triton, triton_build, triton_worker
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.config import Config
+from dcompile.errors import BuildError
+from dcompile.ir.nodes import Loop, Program
+from dcompile.ir.ops import OPS
+from dcompile.machine import triton_version
+from dcompile.runtime.cache import KernelCache
+from dcompile.runtime.gpu import read_archive
+from tests.codegen.emit import cases, loops
+from tests.codegen.emit.harness import store
+
+pytestmark = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
+
+
+def source(program: Program) -> KernelSource:
+    (loop,) = program.steps
+    assert isinstance(loop, Loop)
+    return triton.emit(loop, program.table)
+
+
+def test_every_op_has_a_spelling():
+    assert triton.EMITTER.spelling.keys() == OPS.keys()
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What is wrong with each case, from a process in which Triton interprets."""
+    command = [sys.executable, "-m", "tests.codegen.emit.interpreted_cases"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=_root())
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _root() -> Path:
+    return Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", cases.HAND)
+def test_hand_built_loops_agree_with_the_interpreter(name, interpreted):
+    assert interpreted[name] == ""
+
+
+@pytest.mark.parametrize("kind", ["exact", "random", "spread"])
+def test_random_programs_agree_with_the_interpreter(kind, interpreted):
+    found = {name: wrong for name, wrong in interpreted.items() if name.split()[0] == kind}
+    assert len(found) >= 10
+    assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+def test_operations_and_casts_agree_with_their_meaning(interpreted):
+    names = [*cases.operations(), *(f"cast {a} {b}" for a, b in cases.CASTS)]
+    assert not {name: interpreted[name] for name in names if interpreted[name]}
+
+
+# --- machine code -----------------------------------------------------------------------------------------------------
+
+LARGE = {
+    "rms_norm": loops.rms_norm(8192, 4096, "bfloat16"),
+    "rms_norm of 16384": loops.rms_norm(8192, 16384, "bfloat16"),
+    "rms_norm_backward": loops.rms_norm_backward(8192, 4096, "bfloat16"),
+    "softmax of 128256": loops.softmax(8192, 128256, "bfloat16"),
+    "cross_entropy": loops.cross_entropy(8192, 32000),
+    "bias_gelu": loops.bias_gelu(8192, 16384, "bfloat16"),
+    "transpose": loops.transpose(4096, 4096, "bfloat16"),
+    "column sum": loops.column_reduce(8192, 4096),
+}
+
+
+@pytest.fixture(scope="module")
+def machine_code(tmp_path_factory) -> dict[str, tuple[str, str, bytes]]:
+    """Of each large kernel, for compute capability 9.0: its PTX, its target, its cubin."""
+    return {name: _compiled(source(program), 90, tmp_path_factory.mktemp("k")) for name, program in LARGE.items()}
+
+
+def _compiled(kernel: KernelSource, arch: int, folder: Path) -> tuple[str, str, bytes]:
+    launch = kernel.launches[-1]
+    module = triton_worker.load(kernel.name, kernel.text, folder)
+    function = getattr(module, launch.function)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
+        made = triton_worker.compiled(function, list(launch.types), launch.warps, arch, dict(triton_build.OPTIONS))
+    return made.asm["ptx"], made.metadata.name, made.asm["cubin"]
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers, stack and local memory that a kernel needs."""
+    spec = importlib.util.find_spec("triton")
+    tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    (folder / "k.cubin").write_bytes(cubin)
+    text = subprocess.run([tool, "-res-usage", folder / "k.cubin"], capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_rows_are_read_and_written_16_bytes_at_a_time(name, machine_code):
+    ptx = machine_code[name][0]
+    widths = re.findall(r"(?:ld|st)\.global[.\w]*?(v\d)?\.(?:b|u|f)(\d+)", ptx)
+    wide = sum(int(many[1:]) * int(bits) == 128 for many, bits in widths if many)
+    assert wide >= 2
+    assert all(int((many or "v1")[1:]) * int(bits) in (128, 32, 64) for many, bits in widths)
+    assert wide >= sum(not many for many, _ in widths), "more single than wide accesses"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_nothing_is_spilled(name, machine_code, tmp_path):
+    used = resources(machine_code[name][2], tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128
+
+
+@pytest.mark.parametrize("name", ["rms_norm_backward", "transpose"])
+def test_a_kernel_takes_its_buffers_and_two_pointers_for_scratch(name, machine_code):
+    """What the launch table passes; both 3.6 and 3.7 do it so."""
+    ptx, entry, _ = machine_code[name]
+    head = ptx[ptx.index(f".entry {entry}") :].split("{")[0]
+    assert head.count(".param .u64") == len(source(LARGE[name]).arguments) + 2
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+def test_other_gpus(arch, tmp_path):
+    for name in ("rms_norm_backward", "cross_entropy"):
+        ptx, _, _ = _compiled(source(LARGE[name]), arch, tmp_path)
+        assert f".target sm_{arch}" in ptx
+
+
+def test_no_multiplication_is_contracted_with_an_addition(machine_code):
+    assert "fma.rn.f32" not in machine_code["rms_norm_backward"][0]
+
+
+# --- text and builds --------------------------------------------------------------------------------------------------
+
+
+def test_kernels_that_differ_in_names_are_one():
+    program = loops.softmax(300, 200)
+    names = {"x": "logits", "y": "probabilities"}
+    (loop,) = program.steps
+    body = tuple(replace(v, buffer=names[v.buffer]) if hasattr(v, "buffer") else v for v in loop.body)
+    stores = tuple(replace(s, buffer=names[s.buffer]) for s in loop.stores)
+    buffers = {names[b.name]: replace(b, name=names[b.name]) for b in program.buffers}
+    other = triton.emit(replace(loop, name="other", body=body, stores=stores), buffers)
+    assert other == source(program) and other.name == source(program).name
+
+
+def test_misaligned_buffers_are_not_promised_to_be_aligned():
+    program = loops.softmax(300, 200)
+    moved = {b.name: replace(b, offset=8 if b.name == "x" else 0) for b in program.buffers}
+    (launch,) = triton.emit(program.steps[0], moved).launches
+    assert sorted(launch.types) == ["*fp32", "*fp32:16"]
+
+
+def test_what_was_built_is_found_again():
+    kernels = [source(loops.softmax(300, 200)), source(loops.embedding_backward(40, 16, 8))]
+    first = triton_build.build(kernels, 90, Config(), store())
+    second = triton_build.build(kernels, 90, Config(), KernelCache(store().directory))
+    assert (first.built, second.built, second.cache_hits) == (2, 0, 2)
+    assert second.libraries == first.libraries
+    functions = read_archive(second.libraries[kernels[1].name])
+    assert [launch.function for launch in kernels[1].launches] == list(functions)
+    assert all(cubin[:4] == b"\x7fELF" for _, _, _, cubin in functions.values())
+
+
+def test_a_kernel_that_does_not_compile_says_why():
+    broken = replace(
+        source(loops.arange(50)), name="kbroken", text="import triton\n@triton.jit\ndef kernel(a): a.no()\n"
+    )
+    with pytest.raises(BuildError, match="no"):
+        triton_build.build([broken], 90, Config(), store())

@@ -105,7 +105,9 @@ class Pipeline:
         written = frozenset().union(*(step.writes for step in program.steps))
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
         device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
-        graph = CompiledGraph(source, tuple(constants), program.buckets, arena_bytes, built.keys, report, mutated, device)
+        graph = CompiledGraph(
+            source, tuple(constants), program.buckets, arena_bytes, built.keys, report, mutated, device
+        )
         return Loadable(graph, built.libraries, constants), built
 
     def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:

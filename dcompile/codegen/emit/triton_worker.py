@@ -1,8 +1,8 @@
 """Compiles Triton kernels in a process of its own: a description on standard input, one archive per kernel as a result.
 
-Run as a file, so that it imports Triton alone: `python -P triton_worker.py < description.json` (-P: the triton.py beside
-it is not Triton). An archive is a line of
-JSON, which lists functions with the shared memory they need and the lengths of their cubins, and the cubins behind it.
+Run as a file, so that it imports Triton alone: `python -P triton_worker.py < description.json`, with -P because the
+triton.py beside it is not Triton. An archive is a line of JSON, which lists functions with the shared memory they need
+and the lengths of their cubins, and the cubins behind it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 import triton.language as tl
 from triton.runtime import interpreter
 

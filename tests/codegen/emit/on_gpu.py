@@ -1,0 +1,57 @@
+"""Runs programs of loops as Triton kernels on the GPU, through the launch table, on poisoned memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from dcompile.codegen.emit import build, triton, triton_build
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.schedule.spread import spread_columns, spread_rows
+from dcompile.config import Config
+from dcompile.ir.nodes import Program
+from dcompile.runtime import gpu, launch
+from tests.codegen.emit.harness import placed, read, store
+
+GUARD = 64
+
+
+def for_gpu(program: Program) -> Program:
+    """The program as the pipeline would schedule it for a GPU."""
+    there = replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
+    return spread_rows(spread_columns(there))
+
+
+def compiled(programs: list[Program]) -> dict[str, object]:
+    """All kernels of some programs, and the launcher: name -> file."""
+    sources = [triton.emit(step, p.table) for p in programs for step in p.steps]
+    major, minor = torch.cuda.get_device_capability()
+    launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
+    found = dict(build.build([launcher], Config(), store()).libraries)
+    return found | dict(triton_build.build(sources, 10 * major + minor, Config(), store()).libraries)
+
+
+def run(program: Program, inputs: dict[str, np.ndarray], libraries: dict[str, object]) -> list[np.ndarray]:
+    """Outputs of a program; asserts that nothing is written behind a buffer."""
+    table = program.table
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
+    there = {name: torch.from_numpy(flat.view(np.uint8)).cuda() for name, flat in memory.items()}
+    names = {name: place for place, name in enumerate(there)}
+    kernels = []
+    for step in program.steps:
+        source = triton.emit(step, table)
+        kernels += [
+            (libraries[source.name], n.function, n.grid, [names[source.arguments[k]] for k in n.arguments])
+            for n in source.launches
+            if n.grid
+        ]
+    table_of = gpu.launcher(launch.library(libraries[gpu.LAUNCHER]))
+    launches = gpu.Launches(table_of, 0, len(names), kernels)
+    launches(gpu.stream_of(0), *(tensor.data_ptr() for tensor in there.values()))
+    torch.cuda.synchronize()
+    for name, flat in memory.items():
+        flat.view(np.uint8)[...] = there[name].cpu().numpy()
+        assert (flat[-GUARD:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+    return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]

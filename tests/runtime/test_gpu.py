@@ -1,0 +1,208 @@
+"""Compiled models on a GPU, against eager in the same process. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dcompile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def compiled(function):
+    return dcompile.compile(function, options={"receipt": False})
+
+
+def same(want, got, rtol=1e-5, atol=1e-5):
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+def randn(*shape, dtype=torch.float32, grad=False):
+    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def rms_norm(x, w):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
+
+
+FUNCTIONS = {
+    "rms_norm": (rms_norm, [(512, 1024), (1024,)]),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (1000,), w, b), [(512, 1000), (1000,), (1000,)]),
+    "softmax": (lambda x: x.softmax(-1), [(300, 777)]),
+    "long softmax": (lambda x: x.softmax(-1), [(3, 50000)]),
+    "log_softmax": (lambda x: x.log_softmax(-1), [(64, 32000)]),
+    "swiglu": (lambda a, b: F.silu(a) * b, [(256, 2048), (256, 2048)]),
+    "bias gelu": (lambda x, b: F.gelu(x + b, approximate="tanh"), [(256, 2048), (2048,)]),
+    "transpose": (lambda x: (x.transpose(1, 2) * 2).contiguous(), [(4, 300, 260)]),
+    "heads": (lambda x: x.view(4, 128, 8, 64).transpose(1, 2).contiguous().relu(), [(4, 128, 512)]),
+    "sum": (lambda x: x.sum(), [(4096, 333)]),
+    "columns": (lambda x: x.sum(0), [(5000, 384)]),
+    "channels": (lambda x: x.sum((0, 2, 3)), [(8, 24, 50, 50)]),
+    "channel norm": (lambda x, w, b: F.group_norm(x, 4, w, b), [(8, 24, 20, 20), (24,), (24,)]),
+    "cat": (lambda a, b: torch.cat([a, b * 2], -1).exp(), [(100, 30), (100, 50)]),
+    "mean of rows": (lambda x: x.mean(-1), [(100000, 9)]),
+    "outer": (lambda a, b: (a[:, None] * b[None, :]).tanh(), [(300,), (500,)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_and_gradients(name, dtype):
+    function, shapes = FUNCTIONS[name]
+    inputs = [randn(*shape, dtype=dtype, grad=True) for shape in shapes]
+    others = [x.detach().clone().requires_grad_() for x in inputs]
+    want = function(*inputs)
+    call = compiled(function)
+    got = call(*others)
+    seed = torch.randn_like(want)
+    want.backward(seed)
+    got.backward(seed)
+    loose = dtype == torch.bfloat16
+    same(want, got, 2e-2 if loose else 2e-5, 2e-2 if loose else 2e-5)
+    for a, b in zip(inputs, others, strict=True):
+        scale = a.grad.abs().max().item()
+        same(a.grad, b.grad, 2e-2 if loose else 1e-4, (2e-2 if loose else 2e-5) * max(scale, 1))
+    assert dcompile.receipt(call).kernel_calls >= 1
+
+
+def test_indices_and_embeddings():
+    table, tokens = randn(500, 64, grad=True), torch.randint(0, 500, (8, 33), device="cuda")
+    other = table.detach().clone().requires_grad_()
+
+    def function(w):
+        return (F.embedding(tokens, w) * 2).sum(1)
+
+    want, got = function(table), compiled(function)(other)
+    same(want, got)
+    want.sum().backward()
+    got.sum().backward()
+    same(table.grad, other.grad)
+
+
+def test_scalars_on_the_cpu_are_brought_over():
+    x, scale = randn(1000), torch.tensor(3.0)
+    same(x * scale + 1, compiled(lambda x, s: x * s + 1)(x, scale))
+
+
+def test_misaligned_inputs_are_copied_and_written_back():
+    def function(x, y):
+        y.add_(x * 2)
+        return x + 1
+
+    whole, target = randn(1025), randn(1025)
+    other = target.clone()
+    want = function(whole[1:], target[1:])
+    same(want, compiled(function)(whole[1:], other[1:]))
+    same(target, other)
+
+
+def test_another_stream_waits_for_the_arena():
+    function = compiled(lambda x: (x.softmax(-1) @ x.t()).sum(-1).softmax(0))
+    x = randn(2048, 512)
+    want = (x.softmax(-1) @ x.t()).sum(-1).softmax(0)
+    side = torch.cuda.Stream()
+    function(x)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results = [function(x) for _ in range(20)]
+    torch.cuda.current_stream().wait_stream(side)
+    results += [function(x) for _ in range(20)]
+    torch.cuda.synchronize()
+    for got in results:
+        same(want, got, 1e-3, 1e-5)
+
+
+class Block(torch.nn.Module):
+    """A transformer block with everything that kernels of ours do: norms, activations, residuals, attention."""
+
+    def __init__(self, width=256, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = torch.nn.RMSNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def losses(model, amp, steps=4, step=None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    x, y = randn(4, 128, 256), randn(4, 128, 256)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+            loss = F.mse_loss((step or model)(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["f32", "amp bf16"])
+def test_training_a_block_follows_eager(amp):
+    model = torch.nn.Sequential(Block(), Block()).cuda()
+    other = copy.deepcopy(model)
+    want = losses(model, amp)
+    call = compiled(other)
+    got = losses(other, amp, step=call)
+    assert got == pytest.approx(want, rel=2e-2 if amp else 1e-4)
+    assert not [note for note in dcompile.receipt(call).notes if "ATen" in note]
+
+
+def test_llama_trains_as_eager_does():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=4096, max_position_embeddings=256, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).cuda()
+    other = copy.deepcopy(model)
+    tokens = torch.randint(0, 4096, (4, 128), device="cuda")
+
+    def train(network, call):
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = call(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    want = train(model, model)
+    call = compiled(other)
+    assert train(other, call) == pytest.approx(want, rel=2e-4)
+    print(dcompile.receipt(call))
+
+
+def test_an_optimizer_step_is_a_few_kernels():
+    parameters = [torch.nn.Parameter(randn(300, 40)) for _ in range(6)]
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    for p, q in zip(parameters, others, strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    one, two = (torch.optim.AdamW(ps, lr=1e-2, foreach=True, capturable=True) for ps in (parameters, others))
+    call = compiled(two.step)
+    for _ in range(3):
+        one.step()
+        call()
+    for p, q in zip(parameters, others, strict=True):
+        same(p, q, 1e-5, 1e-6)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.triton_passes import Passes
 from dcompile.codegen.emit.triton_prelude import HEADER, POINTERS, SPELLING, literal, used_functions
-from dcompile.codegen.emit.triton_tiles import make_plan
+from dcompile.codegen.emit.triton_tiles import fixed, make_plan
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
 
@@ -44,7 +44,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     shape = [(launch.function, launch.grid, launch.warps, launch.types) for launch in launches]
     name = "k" + hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
-    return KernelSource(name, text, arguments, len(loop.body) + 4, False, loop.origin, tuple(launches))
+    return KernelSource(name, text, arguments, len(loop.body) + 4, False, loop.origin, launches=tuple(launches))
 
 
 def emit_all(program: Program) -> Kernels:
@@ -74,5 +74,7 @@ def _launch(
     arguments: tuple[str, ...],
     table: Mapping[str, Buffer],
 ) -> Launch:
-    types = tuple(POINTERS[table[name].dtype] + ("" if table[name].offset % 16 else ALIGNED) for name in used)
+    types = tuple(
+        POINTERS[table[name].dtype] + ("" if fixed([table[name].offset])[0] % 16 else ALIGNED) for name in used
+    )
     return Launch(function, grid, warps, tuple(arguments.index(name) for name in used), types)

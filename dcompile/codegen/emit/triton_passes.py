@@ -5,7 +5,7 @@ from __future__ import annotations
 from dcompile.codegen.emit.triton_text import Class, Text
 from dcompile.codegen.emit.triton_tiles import Dim
 from dcompile.ir.analysis import operands, store_operands
-from dcompile.ir.nodes import Reduce, Ref
+from dcompile.ir.nodes import Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
 
@@ -56,6 +56,10 @@ class Passes(Text):
 
     def _value(self, ref: Ref) -> None:
         value = self.nest.body[ref]
+        if isinstance(value, Scan):
+            argument = self.whole(value.arg, self.classes[value.arg] | {"r"})
+            self.line(f"{self.name(ref)} = {self.scanned(value.op, value.dtype, argument, self._along)}")
+            return
         if not isinstance(value, Reduce):
             self.declare(ref)
             return
@@ -72,7 +76,7 @@ class Passes(Text):
         """What makes a reduced tensor broadcast over elements again."""
         return "" if self.flat_rows else "[:, None]"
 
-    def _inside(self, reduce: Reduce, r: Dim) -> str:
+    def _inside(self, reduce: Reduce | Scan, r: Dim) -> str:
         """What is reduced, as a tensor that holds the identity where it reaches beyond the row."""
         kept: Class = self.classes[reduce.arg] | {"r"}
         value = self.whole(reduce.arg, kept)
@@ -112,14 +116,20 @@ class Passes(Text):
         for ref in reduces:
             reduce = self._reduce(ref)
             self.line(f"s{self.number(ref)} = tl.broadcast_to({self.identity(reduce.op, reduce.dtype)}, {shape})")
+        roots = {self._reduce(ref).arg for ref in reduces}
+        roots |= {ref for n in stores for ref in store_operands(self.nest.stores[n])}
+        below = self._elements_below(roots)
+        for ref in below:
+            value = body[ref]
+            if isinstance(value, Scan):
+                before = f"tl.broadcast_to({self.identity(value.op, value.dtype)}, {self.shape({'x'})})"
+                flat = self.identity(value.op, value.dtype)
+                self.line(f"c{self.number(ref)} = {flat if self.flat_rows else before}")
         self.line(f"for r0 in range(0, {r.size}, {r.block}):")
         self.depth += 1
         self.position(r, "r0")
-        roots = {self._reduce(ref).arg for ref in reduces} | {
-            v for n in stores for v in store_operands(self.nest.stores[n])
-        }
-        for ref in self._elements_below(roots):
-            self.declare(ref)
+        for ref in below:
+            self._carried(ref, r)
         for ref in reduces:
             reduce, s = self._reduce(ref), f"s{self.number(ref)}"
             self.line(f"{s} = {self.combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
@@ -132,6 +142,16 @@ class Passes(Text):
             reduce = self._reduce(ref)
             total = self.reduced(reduce.op, reduce.dtype, f"s{self.number(ref)}", self._along)
             self.line(f"{self.name(ref)} = {total}{self._column}")
+
+    def _carried(self, ref: Ref, r: Dim) -> None:
+        """An element value of one piece of a row; a scan goes on where the piece before ended."""
+        value = self.nest.body[ref]
+        self._value(ref)
+        if isinstance(value, Scan):
+            carry, name = f"c{self.number(ref)}", self.name(ref)
+            self.line(f"{name} = {self.combine(value.op, carry, name, value.dtype)}")
+            total = self.reduced(value.op, value.dtype, self._inside(value, r), self._along)
+            self.line(f"{carry} = {self.combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
 
     def _elements_below(self, roots: set[Ref]) -> list[Ref]:
         """Element values that `roots` are computed from, in order: each pass computes them again."""

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import libdevice
 SPELLING: Mapping[str, str] = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "div_({0}, {1})",
     "floordiv": "floordiv_({0}, {1})", "truncdiv": "{0} // {1}", "mod": "mod_({0}, {1})", "fmod": "fmod_({0}, {1})",
-    "min": "min_({0}, {1})", "max": "max_({0}, {1})", "pow": "libdevice.pow({0}, {1})",
+    "min": "min_({0}, {1})", "max": "max_({0}, {1})", "pow": "pow_({0}, {1})",
     "atan2": "libdevice.atan2({0}, {1})", "neg": "-{0}", "abs": "tl.abs({0})", "sign": "sign_({0})",
     "reciprocal": "reciprocal_({0})", "sqrt": "sqrt_({0})", "rsqrt": "libdevice.rsqrt({0})",
     "exp": "libdevice.exp({0})", "exp2": "libdevice.exp2({0})", "expm1": "libdevice.expm1({0})",
@@ -40,7 +40,7 @@ SPELLING: Mapping[str, str] = {
     "signbit": "signbit_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}",
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}",
     "not": "not_({0})", "shl": "shl_({0}, {1})", "shr": "shr_({0}, {1})", "where": "tl.where({0}, {1}, {2})",
-    "cast": "to_{dtype}({0})",
+    "gcd": "gcd_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "cast": "to_{dtype}({0})",
 }  # fmt: skip
 
 TYPES: Mapping[str, str] = {
@@ -147,6 +147,39 @@ def max_(a, b):
         return a | b
     else:
         return tl.maximum(a, b)
+
+
+@triton.jit
+def pow_(a, b):
+    if a.dtype.is_floating():
+        return libdevice.pow(a, b)
+    else:
+        left = tl.where(b < 0, 0, b).to(a.dtype)
+        base = a
+        result = tl.full(a.shape, 1, a.dtype)
+        for _ in range(a.dtype.primitive_bitwidth):
+            result = tl.where(left & 1 != 0, result * base, result).to(a.dtype)
+            base = (base * base).to(a.dtype)
+            left = left >> 1
+        inverse = tl.where(a == 1, 1, tl.where(a == -1, tl.where(b & 1 != 0, -1, 1), 0)).to(a.dtype)
+        return tl.where(b < 0, inverse, result)
+
+
+@triton.jit
+def gcd_(a, b):
+    a, b = tl.abs(a), tl.abs(b)
+    for _ in range(92):  # Euclid's steps for 64 bits: Fibonacci numbers take the most
+        rest = tl.where(b != 0, a % tl.where(b != 0, b, 1), 0).to(a.dtype)
+        a = tl.where(b != 0, b, a)
+        b = rest
+    return a
+
+
+@triton.jit
+def logaddexp_(a, b):
+    larger, smaller = max_(a, b), min_(a, b)
+    apart = larger + libdevice.log1p(libdevice.exp(smaller - larger))
+    return tl.where((a == b) & (tl.abs(a) == float("inf")), a, apart)
 
 
 @triton.jit

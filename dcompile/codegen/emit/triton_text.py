@@ -6,14 +6,16 @@ from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.nest import Axis, Levels, levels
 from dcompile.codegen.emit.triton_prelude import SPELLING, literal, register_type
-from dcompile.codegen.emit.triton_tiles import Dim, Plan, row_number
+from dcompile.codegen.emit.triton_tiles import Dim, Plan, count, fixed, row_number
 from dcompile.ir.analysis import operands, runtime_refs
-from dcompile.ir.index import Atom, Div, Index, Var, bounds
-from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Store
-from dcompile.ir.ops import REDUCTIONS
+from dcompile.ir.index import Atom, Div, Extreme, Index, Var, bounds
+from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
+from dcompile.ir.ops import REDUCTIONS, SCANS
 
 LIMIT = 2**31 - 2**20
 """Elements from which positions are computed in 64 bits; a tile may reach a little beyond its loop."""
+COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
+"""The function of a kernel that joins two partial results."""
 Class = frozenset[str]
 """The directions of the tile along which a value varies."""
 
@@ -40,7 +42,7 @@ class Text:
         for value in self.nest.body:
             own: Class = self.class_of(value.index, found) if isinstance(value, (Load, IndexOf)) else frozenset()
             own = own.union(*(found[ref] for ref in operands(value)))
-            found.append(own - {"r"} if isinstance(value, Reduce) else own)
+            found.append(own - {"r"} if isinstance(value, Reduce) else own | {"r"} if isinstance(value, Scan) else own)
         return found
 
     def class_of(self, index: Index, classes: list[Class] | None = None) -> Class:
@@ -51,14 +53,14 @@ class Text:
 
     def extent(self, buffer: str) -> int:
         """Elements from the first to the last of a buffer."""
-        return self.table[buffer].nbytes // ITEMSIZE[self.table[buffer].dtype]
+        return fixed([self.table[buffer].extent])[0]
 
     def _is_wide(self) -> bool:
         """Do positions need 64 bits?"""
         ranges = {axis.name: axis.size for axis in self.nest.axes}
         buffers = {value.buffer for value in self.nest.body if isinstance(value, Load)}
         buffers |= {store.buffer for store in self.nest.stores}
-        if self.nest.points >= LIMIT or any(self.extent(name) >= LIMIT for name in buffers):
+        if count(self.nest.axes) >= LIMIT or any(self.extent(name) >= LIMIT for name in buffers):
             return True
         for value in self.nest.body:
             if isinstance(value, IndexOf) and not runtime_refs(value.index):
@@ -104,6 +106,7 @@ class Text:
                 return f"{self.name(ref)}.to(tl.int64)"
             narrow = self.nest.body[ref].dtype in ("int64", "uint8")
             return f"{self.name(ref)}.to(tl.int32)" if narrow else self.name(ref)
+        assert not isinstance(atom, Extreme), "only sizes have extremes"
         chunked = self.plan.chunk and isinstance(atom, Div) and atom.divisor == self.plan.chunk
         if chunked and atom.base == row_number(self.plan.dims[0].axes):
             return "part"
@@ -151,7 +154,7 @@ class Text:
         inner = 1
         for axis in reversed(axes):
             text = place if inner == 1 else f"({place} // {inner})"
-            inner *= axis.size
+            inner *= count([axis])
             self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {axis.size}'}")
 
     def has_mask(self, dim: Dim) -> bool:
@@ -188,7 +191,7 @@ class Text:
                 text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
                 # Triton computes 8 and 16 bits in 32
                 return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
-            case Reduce():
+            case Reduce() | Scan():
                 raise AssertionError("a reduction has no expression of its own")
 
     def _load(self, load: Load) -> str:
@@ -252,7 +255,7 @@ class Text:
     # --- reductions ---
 
     def identity(self, op: str, dtype: str) -> str:
-        return literal(REDUCTIONS[op].identity(dtype), dtype)
+        return literal((REDUCTIONS.get(op) or SCANS[op]).identity(dtype), dtype)
 
     def reduced(self, op: str, dtype: str, value: str, axis: int) -> str:
         """All of a tensor along one axis, combined."""
@@ -260,15 +263,21 @@ class Text:
         if dtype == "bool":
             how = "max" if op in ("max", "any") else "min"
             return f"(tl.{how}({value}.to(tl.int32), {axis}) != 0)"
-        if op == "prod" or (op in ("max", "min") and dtype.startswith("float")):
-            return f"tl.reduce({value}, {axis}, {'mul_' if op == 'prod' else f'{op}_'})"
+        if op in ("prod", "logsumexp") or (op in ("max", "min") and dtype.startswith("float")):
+            return f"tl.reduce({value}, {axis}, {COMBINE[op]})"
         return f"tl.{op}({value}, {axis}).to(tl.{kind})"
+
+    def scanned(self, op: str, dtype: str, value: str, axis: int) -> str:
+        """Each element of a tensor combined with those before it along one axis."""
+        if op == "sum":
+            return f"tl.cumsum({value}, {axis}).to(tl.{register_type(dtype)})"
+        return f"tl.associative_scan({value}, {axis}, {COMBINE[op]})"
 
     def combine(self, op: str, a: str, b: str, dtype: str) -> str:
         """Two partial results as one."""
         if dtype == "bool":
             return f"{a} {'|' if op in ('max', 'any') else '&'} {b}"
-        how = REDUCTIONS[op].combine
+        how = (REDUCTIONS.get(op) or SCANS[op]).combine
         assert how is not None
         text = SPELLING[how].format(a, b, dtype=dtype)
         return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
@@ -283,4 +292,5 @@ def _overlap(a: Buffer, b: Buffer) -> bool:
         return True
     if a.storage != b.storage or a.storage is None or not (a.storage == "arena" or a.storage.startswith("bucket:")):
         return False
-    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
+    first, second = fixed((a.offset, b.offset))
+    return first < second + b.nbytes and second < first + a.nbytes

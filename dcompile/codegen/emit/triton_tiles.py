@@ -6,6 +6,7 @@ every device of one kind.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -19,11 +20,10 @@ from dcompile.codegen.emit.nest import (
     reindex,
     stride,
     unit_strides,
-    without_reduce,
 )
-from dcompile.ir.analysis import inner_names, is_row_store, outer_names, runtime_refs
-from dcompile.ir.index import ZERO, Div, Index, Var, flatten
-from dcompile.ir.nodes import Loop, Reduce, Store
+from dcompile.ir.analysis import inner_names, is_row_store, of_one_element, outer_names, runtime_refs
+from dcompile.ir.index import ZERO, Div, Index, Size, Var, flatten
+from dcompile.ir.nodes import Loop, Reduce, Scan, Store
 
 FLAT = 1024
 """Elements of a pointwise tile: 8 for each of 128 threads, 16 bytes of a 16-bit dtype in one access."""
@@ -57,7 +57,7 @@ class Dim:
 
     @property
     def size(self) -> int:
-        return prod(axis.size for axis in self.axes)
+        return count(self.axes)
 
     @property
     def blocks(self) -> int:
@@ -87,21 +87,19 @@ class Plan:
     def grid(self) -> int:
         match self.kind:
             case "columns":
-                return (
-                    max(-(-self.dims[0].size // self.chunk), 1) * self.dims[1].blocks
-                )  # sums of no rows are stored too
+                # at least one part: sums of no rows are stored too
+                return max(-(-self.dims[0].size // self.chunk), 1) * self.dims[1].blocks
             case "rows":
                 return self.dims[0].blocks
             case _:
-                return prod(axis.size for axis in self.batch) * prod(dim.blocks for dim in self.dims)
+                return count(self.batch) * prod(dim.blocks for dim in self.dims)
 
 
 def make_plan(loop: Loop) -> Plan:
     """The tiles of a loop with fixed sizes."""
-    assert all(isinstance(size, int) for size in (*loop.outer, *loop.inner)), f"{loop.name} has dynamic sizes"
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
-    outer = [Axis(n, int(s)) for n, s in zip(outer_names(loop), loop.outer, strict=True)]  # type: ignore[arg-type]
-    inner = [Axis(n, int(s)) for n, s in zip(inner_names(loop), loop.inner, strict=True)]  # type: ignore[arg-type]
+    outer = [Axis(n, s) for n, s in zip(outer_names(loop), fixed(loop.outer), strict=True)]
+    inner = [Axis(n, s) for n, s in zip(inner_names(loop), fixed(loop.inner), strict=True)]
     body, stores = expand(loop.body, loop.stores, inner)
     late = len(body) != len(loop.body)
     gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
@@ -110,7 +108,7 @@ def make_plan(loop: Loop) -> Plan:
     outer, body, stores = merge(outer, body, stores)
     inner, body, stores = merge(inner, body, stores)
     if not inner:
-        body = tuple(without_reduce(value) for value in body)
+        body = tuple(of_one_element(value) for value in body)
     nest = Nest(tuple(outer), tuple(inner), None, body, stores, row_stores, late)
     combining = [n for n, store in enumerate(stores) if store.mode != "set"]
     chunk = _chunk(nest, combining)
@@ -121,7 +119,7 @@ def make_plan(loop: Loop) -> Plan:
 
 
 def _needs_rows(nest: Nest) -> bool:
-    return any(nest.row_stores) or any(isinstance(value, Reduce) for value in nest.body)
+    return any(nest.row_stores) or any(isinstance(value, (Reduce, Scan)) for value in nest.body)
 
 
 # --- element by element -----------------------------------------------------------------------------------------------
@@ -131,15 +129,15 @@ def _pointwise(nest: Nest) -> Plan:
     axes = (*nest.rows, *nest.elements)
     nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
     used = accesses(nest.body, nest.stores)
-    scores = {axis.name: unit_strides(axis.name, used) - 100 * (axis.size < 8) for axis in axes}
+    scores = {axis.name: unit_strides(axis.name, used) - 100 * (count([axis]) < 8) for axis in axes}
     best = max(reversed(axes), key=lambda axis: scores[axis.name], default=None)
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
-    if best and other and min(best.size, other.size) >= 16 and _both_ways(nest, best.name, other.name):
+    if best and other and min(count([best]), count([other])) >= 16 and _both_ways(nest, best.name, other.name):
         y, x = Dim("y", (other,), _side(other, TURN[0])), Dim("x", (best,), _side(best, TURN[1]))
         batch = tuple(axis for axis in rest if axis is not other)
         return Plan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
-    size = prod(axis.size for axis in axes)
+    size = count(axes)
     block = FLAT
     while block > 128 and size < block * PROGRAMS:
         block //= 2
@@ -151,18 +149,18 @@ def _pointwise(nest: Nest) -> Plan:
 def _both_ways(nest: Nest, best: str, other: str) -> bool:
     """Are some accesses contiguous along one variable and others only along the other?"""
     indices = [index for index, _ in accesses(nest.body, nest.stores)]
-    return any(stride(index, other) == 1 and (stride(index, best) or 0) > 1 for index in indices)
+    return any(stride(index, other) == 1 and stride(index, best) not in (None, 0, 1) for index in indices)
 
 
 def _side(axis: Axis, most: int) -> int:
-    return min(most, power_of_two(axis.size))
+    return min(most, power_of_two(count([axis])))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(nest: Nest) -> Plan:
-    rows, size = prod(axis.size for axis in nest.rows), prod(axis.size for axis in nest.elements)
+    rows, size = count(nest.rows), count(nest.elements)
     if _is_lane(nest):
         x = min(LANES, power_of_two(rows))
         while x > 16 and rows < x * PROGRAMS:
@@ -181,7 +179,7 @@ def _rows(nest: Nest) -> Plan:
 
 def _is_lane(nest: Nest) -> bool:
     """Are rows, rather than their elements, next to one another in memory?"""
-    if not nest.rows or nest.rows[-1].size < 8 or not any(isinstance(value, Reduce) for value in nest.body):
+    if not nest.rows or count(nest.rows[-1:]) < 8 or not any(isinstance(value, (Reduce, Scan)) for value in nest.body):
         return False
     often = [
         (index, weight) for index, weight in accesses(nest.body, nest.stores) if index.variables & nest.element_names
@@ -198,7 +196,7 @@ def _warps(elements: int) -> int:
 
 
 def _columns(nest: Nest, chunk: int) -> Plan:
-    size = prod(axis.size for axis in nest.elements)
+    size = count(nest.elements)
     whole = power_of_two(size)
     if sees_whole_rows(nest):
         x = min(max(ROW // whole, 1), power_of_two(chunk))
@@ -215,13 +213,13 @@ def _columns(nest: Nest, chunk: int) -> Plan:
 def _chunk(nest: Nest, combining: list[int]) -> int:
     """The rows that one program walks over, if every combining store can be collected in registers that way; else 0."""
     sizes: set[int] = set()
-    rows = prod(axis.size for axis in nest.rows)
+    rows = count(nest.rows)
     for number in combining:
         found = chunk_of(nest.stores[number], nest.rows, nest.elements, nest.row_stores[number])
         if found is None:
             return 0
         sizes.add(found or max(rows, 1))
-    whole = power_of_two(prod(axis.size for axis in nest.elements))
+    whole = power_of_two(count(nest.elements))
     if len(sizes) != 1 or (whole > PERSISTENT and sees_whole_rows(nest)):
         return 0
     return sizes.pop()
@@ -229,7 +227,7 @@ def _chunk(nest: Nest, combining: list[int]) -> int:
 
 def sees_whole_rows(nest: Nest) -> bool:
     """Does anything happen once a row, so that no two programs may share one?"""
-    if any(nest.row_stores) or any(isinstance(value, Reduce) for value in nest.body):
+    if any(nest.row_stores) or any(isinstance(value, (Reduce, Scan)) for value in nest.body):
         return True
     return any(store.mode != "set" and not store.index.variables & nest.element_names for store in nest.stores)
 
@@ -251,7 +249,9 @@ def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], r
         for atom in monomial:
             if isinstance(atom, Var) and atom.name in names:
                 continue
-            if not isinstance(atom, Div) or atom.base != row_number(rows) or chunk not in (0, atom.divisor):
+            if not isinstance(atom, Div) or atom.base != row_number(rows) or not isinstance(atom.divisor, int):
+                return None
+            if chunk not in (0, atom.divisor):
                 return None
             chunk = atom.divisor
     return chunk
@@ -260,7 +260,7 @@ def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], r
 def row_number(rows: tuple[Axis, ...]) -> Index:
     """Position of a row among all rows."""
     numbers = [Index((((Var(axis.name),), 1),)) for axis in rows]
-    steps = [prod(axis.size for axis in rows[place + 1 :]) for place in range(len(rows))]
+    steps = [count(rows[place + 1 :]) for place in range(len(rows))]
     return flatten(numbers, steps)
 
 
@@ -272,13 +272,26 @@ def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
         constant = None if factor is None else factor.constant
         if not constant or constant < 0:
             return False
-        strides.append((constant, axis.size))
+        strides.append((constant, count([axis])))
     reach = 0
     for step, size in sorted(strides):
         if step <= reach:
             return False
         reach += step * (size - 1)
     return True
+
+
+def fixed(sizes: Iterable[Size]) -> tuple[int, ...]:
+    """Sizes as ints: kernels for GPUs are made for fixed sizes."""
+    found = tuple(sizes)
+    ints = tuple(size for size in found if isinstance(size, int))
+    assert len(ints) == len(found), "a loop with symbolic sizes is on a GPU"
+    return ints
+
+
+def count(axes: Iterable[Axis]) -> int:
+    """Points of a space."""
+    return prod(fixed(axis.size for axis in axes))
 
 
 def power_of_two(size: int) -> int:

@@ -19,11 +19,13 @@ from dcompile.codegen.emit.triton_tiles import (
     PROGRAMS,
     ROW,
     chunk_of,
+    count,
+    fixed,
     power_of_two,
     sees_whole_rows,
 )
 from dcompile.codegen.schedule.merge import without
-from dcompile.codegen.schedule.space import coordinates, position, radix, respace, size_of, static
+from dcompile.codegen.schedule.space import coordinates, position, radix, respace
 from dcompile.ir.analysis import (
     inner_names,
     is_row_store,
@@ -36,7 +38,7 @@ from dcompile.ir.analysis import (
     store_operands,
 )
 from dcompile.ir.index import Div, Index, as_index, substitute, var
-from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Step, Store, Value
+from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
 LONG = 8192
@@ -87,15 +89,15 @@ def _axes(names: Iterable[str], sizes: Iterable[int]) -> tuple[Axis, ...]:
 
 
 def _nest(loop: Loop) -> Nest:
-    rows = _axes(outer_names(loop), static(loop.outer))
-    elements = _axes(inner_names(loop), static(loop.inner))
+    rows = _axes(outer_names(loop), fixed(loop.outer))
+    elements = _axes(inner_names(loop), fixed(loop.inner))
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
     return Nest(rows, elements, None, loop.body, loop.stores, row_stores)
 
 
 def _collects(nest: Nest, number: int) -> bool:
     """Can a program that walks over rows collect a combining store in registers?"""
-    elements = tuple(axis for axis in nest.elements if axis.size > 1)
+    elements = tuple(axis for axis in nest.elements if count([axis]) > 1)
     return chunk_of(nest.stores[number], nest.rows, elements, nest.row_stores[number]) == 0
 
 
@@ -105,17 +107,17 @@ def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
     if not combining or not loop.outer or not all(_collects(nest, n) for n in combining):
         return [loop]
-    rows, chunk = size_of(loop.outer), rows_per_program(nest)
+    rows, chunk = prod(fixed(loop.outer)), rows_per_program(nest)
     parts = -(-rows // chunk)
     if parts == 1:
         return [loop]
-    number = Index((((Div(position("i", static(loop.outer)), chunk),), 1),))
+    number = Index((((Div(position("i", fixed(loop.outer)), chunk),), 1),))
     stores = list(loop.stores)
     bodies: dict[int, tuple[list[Value], list[Store]]] = {}
     for n in combining:
         store = loop.stores[n]
         buffer = table[store.buffer]
-        size = prod(static(buffer.shape))
+        size = prod(fixed(buffer.shape))
         name = _new(f"{store.buffer}_parts", buffer.dtype, (parts, size), buffer.device, table)
         stores[n] = replace(store, buffer=name, index=number * size + store.index)
         body, sums = bodies.setdefault(size, ([], []))
@@ -135,8 +137,8 @@ def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
 
 def rows_per_program(nest: Nest) -> int:
     """How many rows a program walks over."""
-    rows = prod(axis.size for axis in nest.rows)
-    size = prod(axis.size for axis in nest.elements)
+    rows = count(nest.rows)
+    size = count(nest.elements)
     if sees_whole_rows(nest):
         return max(-(-rows // PROGRAMS), min(ROW // power_of_two(size), rows), 1)
     wanted = max(2 * PROGRAMS // -(-size // COLUMNS), 1)
@@ -148,12 +150,12 @@ def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
     nest = _nest(loop)
     combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
-    fits = power_of_two(size_of(loop.inner)) <= PERSISTENT or not sees_whole_rows(nest)
+    fits = power_of_two(prod(fixed(loop.inner))) <= PERSISTENT or not sees_whole_rows(nest)
     wrong = [n for n in combining if not (fits and _collects(nest, n))]
-    if not wrong or loop.reads & loop.writes:
+    if not wrong or loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
         return [loop]
     saved: dict[Ref, str] = {}
-    rows = position("i", static(loop.outer))
+    rows = position("i", fixed(loop.outer))
     apart: list[Loop] = []
     for n in wrong:
         made = _as_reduction(loop, n, saved, rows, table)
@@ -169,11 +171,11 @@ def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
 def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, table: dict[str, Buffer]) -> Loop | None:
     """One combining store as a loop over its results; row values that it needs are saved by the first loop."""
     store = loop.stores[number]
-    bounds = ranges(loop)
+    bounds = {name: fixed([size])[0] for name, size in ranges(loop).items()}
     kept = {name: bounds[name] for name in store.index.variables & bounds.keys()}
     if runtime_refs(store.index) or radix(store.index, kept) is None:
         return None
-    if prod(kept.values()) != prod(static(table[store.buffer].shape)):
+    if prod(kept.values()) != prod(fixed(table[store.buffer].shape)):
         return None
     row_store = is_row_store(loop, store)
     names = [name for name in bounds if bounds[name] > 1 and not (row_store and name[0] == "j")]
@@ -188,7 +190,7 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
             if ref in _cone(loop.body, [store.value, *runtime_refs(store.index)]):
                 if ref not in saved:
                     device = table[store.buffer].device
-                    saved[ref] = _new(f"{loop.name}_rows", value.dtype, static(loop.outer), device, table)
+                    saved[ref] = _new(f"{loop.name}_rows", value.dtype, fixed(loop.outer), device, table)
                 body.append(Load(saved[ref], rows, value.dtype))
                 continue
             value = Const(0, value.dtype)
@@ -233,9 +235,9 @@ def row_parts(loop: Loop) -> int:
     """In how many parts each row should be reduced: 1 if there are programs enough."""
     if not any(isinstance(value, Reduce) for value in loop.body) or any(store.mode != "set" for store in loop.stores):
         return 1
-    if loop.reads & loop.writes:
+    if loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
         return 1
-    rows, size = size_of(loop.outer), size_of(loop.inner)
+    rows, size = prod(fixed(loop.outer)), prod(fixed(loop.inner))
     if rows == 0 or size < LONG or rows >= MULTIPROCESSORS:
         return 1
     most = max(size // PART, 1)
@@ -247,10 +249,10 @@ def row_parts(loop: Loop) -> int:
 
 def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
     """The loop's reductions, pass by pass, each in two steps, and its element stores in a loop of their own."""
-    inner = _axes(inner_names(loop), static(loop.inner))
+    inner = _axes(inner_names(loop), fixed(loop.inner))
     body, stores = expand(loop.body, loop.stores, list(inner))
     loop = replace(loop, body=body, stores=stores)
-    rows, device = size_of(loop.outer), table[stores[0].buffer].device
+    rows, device = prod(fixed(loop.outer)), table[stores[0].buffer].device
     known = passes(loop)
     live = _below(body, [ref for store in stores for ref in store_operands(store)])
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
@@ -265,7 +267,7 @@ def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
         steps.append(_sum(loop, parts, pieces, done, results, at_end))
         done |= results
     elements = tuple(store for store in stores if not is_row_store(loop, store))
-    place = position("i", static(loop.outer))
+    place = position("i", fixed(loop.outer))
     loaded = tuple(Load(done[ref], place, value.dtype) if ref in done else value for ref, value in enumerate(body))
     rest = without(replace(loop, body=loaded, stores=elements), frozenset())
     steps += [rest] if rest is not None else []
@@ -289,8 +291,8 @@ def _below(body: tuple[Value, ...], roots: Iterable[Ref]) -> set[Ref]:
 
 def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
     """Each row in `parts`, reduced apart; the last may be shorter, and positions beyond the row are masked."""
-    outer, inner, rank = static(loop.outer), static(loop.inner), len(loop.outer)
-    size = size_of(inner)
+    outer, inner, rank = fixed(loop.outer), fixed(loop.inner), len(loop.outer)
+    size = prod(fixed(inner))
     length = -(-size // parts)
     cut = parts * length != size
     bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {"j0": length}
@@ -335,7 +337,7 @@ def _sum(
     row_stores: list[Store],
 ) -> Loop:
     """Each row's reductions from their parts, and, in the end, the stores of the row."""
-    rows, of_row = position("i", static(loop.outer)), row_values(loop)
+    rows, of_row = position("i", fixed(loop.outer)), row_values(loop)
     body: list[Value] = []
     number: dict[Ref, Ref] = {}
     for ref, value in enumerate(loop.body):

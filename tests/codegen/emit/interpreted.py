@@ -86,7 +86,7 @@ class Libdevice:
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 _apply = interpreter.ReduceOps.apply_impl
-REDUCTIONS = {"max_": np.max, "min_": np.min, "mul_": np.prod}
+REDUCTIONS = {"max_": np.max, "min_": np.min, "mul_": np.prod, "logaddexp_": np.logaddexp.reduce}
 
 
 def _apply_impl(self, tensors):
@@ -99,6 +99,21 @@ def _apply_impl(self, tensors):
 
 
 interpreter.ReduceOps.apply_impl = _apply_impl
+
+_scan = interpreter.ScanOps.apply_impl
+SCANS = {"max_": np.maximum, "min_": np.minimum, "mul_": np.multiply, "logaddexp_": np.logaddexp}
+
+
+def _scan_impl(self, tensors):
+    function = SCANS.get(getattr(getattr(self.combine_fn, "fn", None), "__name__", ""))
+    if function is None:
+        return _scan(self, tensors)
+    (tensor,) = tensors
+    data = function.accumulate(tensor.handle.data, axis=self.axis)
+    return (self.to_tensor(data.astype(tensor.handle.data.dtype), tensor.dtype),)
+
+
+interpreter.ScanOps.apply_impl = _scan_impl
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -77,6 +77,6 @@ def test_ranks_share_the_cores(monkeypatch):
     from dcompile.codegen.emit import build as module
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(os.cpu_count()))
-    assert module._workers() == 1
+    assert module.workers() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "garbage")
-    assert module._workers() >= 1
+    assert module.workers() >= 1

@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import inspect
@@ -266,11 +267,34 @@ def no_donation() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def min_cut_partition(joint: Any, joint_inputs: Any, **keywords: Any) -> tuple[Any, Any]:
-    """torch's own choice of what to save and what to recompute: (forward, backward)."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+def min_cut_partition(
+    joint: Any, joint_inputs: Any, fusible: frozenset[Any], recomputable: frozenset[Any], **keywords: Any
+) -> tuple[Any, Any]:
+    """torch's own choice of what to save and what to recompute: (forward, backward).
 
-    return min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
+    `fusible` and `recomputable` are overload packets that it is to treat so beside those it knows: the list is a
+    function of its module, replaced while the cut is made. Where torch has no such function, its own list decides.
+    """
+    from torch._functorch import partitioners
+
+    with _more_ops(partitioners, fusible, recomputable):
+        return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
+
+
+@contextlib.contextmanager
+def _more_ops(partitioners: Any, fusible: frozenset[Any], recomputable: frozenset[Any]) -> Iterator[None]:
+    own = getattr(partitioners, "get_default_op_list", None)
+    if own is None:
+        yield
+        return
+
+    def op_list() -> Any:
+        found = own()
+        again = found.recomputable_ops | recomputable
+        return dataclasses.replace(found, fusible_ops=found.fusible_ops | fusible, recomputable_ops=again)
+
+    with unittest.mock.patch.object(partitioners, "get_default_op_list", op_list):
+        yield
 
 
 def primal_index(node: Any) -> int | None:

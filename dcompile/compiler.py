@@ -53,6 +53,14 @@ class CachingCompiler:
 
         return decompositions.table()
 
+    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
+        """What the partitioner may count on; nothing where ATen runs everything."""
+        if self.config.kernels == "aten":
+            return frozenset(), frozenset()
+        from dcompile.codegen.lower import fusible
+
+        return fusible.table()
+
     def compile_graph(self, gm: Any, request: Request) -> Executable:
         """A graph ready to run: from the cache, or compiled now."""
         began = time.perf_counter()

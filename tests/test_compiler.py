@@ -216,7 +216,8 @@ print("RESULT " + json.dumps({
     "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
 }))
 """
-TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.decompositions", "dcompile.codegen.lower.foreach"]
+TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.decompositions", "dcompile.codegen.lower.foreach",
+         "dcompile.codegen.lower.fusible"]  # fmt: skip
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 

@@ -75,7 +75,7 @@ class Graph:
             forward=forward,
             backward=backward,
             inference=inference,
-            partition=partitioner(self.adapter.carries_sync, found),
+            partition=partitioner(self.adapter.carries_sync, found, compiler.fusible),
             decompositions=compiler.decompositions(),
         )
         return compat.no_dynamo(self._checked(compiled), "a compiled graph")

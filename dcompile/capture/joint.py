@@ -29,12 +29,19 @@ class Cut:
     """Outputs of the forward before what it saves."""
 
 
-def partitioner(carries_sync: bool, found: Callable[[Cut], None]) -> Callable[..., tuple[Any, Any]]:
-    """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it."""
+def partitioner(
+    carries_sync: bool, found: Callable[[Cut], None], fusible: Callable[[], tuple[frozenset[Any], frozenset[Any]]]
+) -> Callable[..., tuple[Any, Any]]:
+    """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it.
+
+    `fusible` says which ops, beside those torch knows, become part of a loop and which of them may be computed again.
+    """
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
-        forward, backward = compat.min_cut_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
+        forward, backward = compat.min_cut_partition(
+            joint, joint_inputs, *fusible(), num_fwd_outputs=num_fwd_outputs, **keywords
+        )
         if carries_sync:
             add_token(forward, backward, num_fwd_outputs, compat.detect_fake_mode(joint_inputs))
         return forward, backward

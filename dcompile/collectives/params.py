@@ -108,5 +108,8 @@ class Compiler(Protocol):
     def decompositions(self) -> dict[Any, Any]:
         """The table AOTAutograd is to decompose with."""
 
+    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
+        """(ops that become part of a loop, those of them that may be computed again), beside what torch knows."""
+
     def compile_graph(self, gm: Any, request: Request) -> Executable:
         """Compile one torch.fx.GraphModule with fake tensors in meta["val"]."""

@@ -64,6 +64,9 @@ class InterpreterCompiler:
     def decompositions(self) -> dict[Any, Any]:
         return {}
 
+    def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
+        return frozenset(), frozenset()
+
     def compile_graph(self, gm: Any, request: Request) -> InterpreterExecutable:
         self.requests.append(request)
         self.modules.append(gm)

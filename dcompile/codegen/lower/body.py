@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Coords = tuple[Index, ...]
 
+MAX_ANEW = 64
+"""Values in a body beyond which no element is computed anew."""
+
 _EXACT = {
     "bool": frozenset(DTYPES),
     "uint8": frozenset(("int16", "int32", "int64", "float32", "float64")),
@@ -46,6 +49,7 @@ class Body:
         """Tensors that lie in memory by now, by id: read from there instead of computed again."""
         self.values: list[Value] = []
         self.mask: Ref | None = None
+        self.anew = False
         self._refs: dict[object, Ref] = {}
         self._traced: dict[tuple[int, Coords, Ref | None], tuple[T, Ref]] = {}
 
@@ -53,11 +57,23 @@ class Body:
         """The element of `tensor` at `coords`; asked twice, it is computed once."""
         if tensor.loads and id(tensor) in self.stored:
             tensor = self.stored[id(tensor)][1]
+        if self.anew and tensor.made is not None and len(self.values) < MAX_ANEW:
+            tensor = tensor.made
         key = (id(tensor), coords, self.mask)
         if key not in self._traced:
             # the tensor is kept, so that its id stays its own
             self._traced[key] = (tensor, tensor.at(self, coords))
         return self._traced[key][1]
+
+    @contextmanager
+    def computing_anew(self, wanted: bool) -> Iterator[None]:
+        """Inside, if `wanted`: elements are computed from what they were made of rather than read from memory."""
+        outer = self.anew
+        self.anew = outer or wanted
+        try:
+            yield
+        finally:
+            self.anew = outer
 
     @contextmanager
     def masked(self, mask: Ref) -> Iterator[None]:
@@ -90,7 +106,47 @@ class Body:
         """A reduction over the row; over a row of one element it is that element, at position 0."""
         if self._single():
             return self.const(0, "int64") if op.startswith("arg") else arg
-        return self._add(Reduce(op, arg, dtype or self.dtype(arg)))
+        single = self._only_term(arg) if op == "sum" and dtype in (None, self.dtype(arg)) else None
+        return self._add(Reduce(op, arg, dtype or self.dtype(arg))) if single is None else single
+
+    def _only_term(self, arg: Ref) -> Ref | None:
+        """The sum over a row of `place == position ? term : 0`, if place and term belong to the row: `term` or zero.
+
+        A cross-entropy's gradient is such a row; summed element by element, it costs a pass over the vocabulary.
+        """
+        value = self.values[arg]
+        if isinstance(value, Apply) and value.op == "cast" and {DTYPES[value.dtype], self._kind(value)} == {"float"}:
+            single = self._only_term(value.args[0])
+            return None if single is None else self.cast(single, value.dtype)
+        if not (isinstance(value, Apply) and value.op == "where" and DTYPES[value.dtype] == "float"):
+            return None
+        condition, term, other = value.args
+        hit, zero = self.values[condition], self.values[other]
+        if not (isinstance(hit, Apply) and hit.op == "eq" and isinstance(zero, Const) and zero.value == 0):
+            return None
+        place, counter = sorted(hit.args, key=lambda ref: isinstance(self.values[ref], IndexOf))
+        if self._in_row(term) or self._in_row(place) or not self._counts_row(self.values[counter]):
+            return None
+        size = max(size for name, size in self.ranges.items() if name[0] == "j")
+        dtype = self.dtype(place)
+        inside = self.apply("ge", place, self.const(0, dtype))
+        inside = self.apply("and", inside, self.apply("lt", place, self.const(size, dtype)))
+        # the other terms: a sum that begins with 0 has no negative zero
+        return self.apply("add", self.apply("where", inside, term, other), self.const(0.0, value.dtype))
+
+    def _kind(self, value: Apply) -> str:
+        return DTYPES[self.dtype(value.args[0])]
+
+    def _counts_row(self, value: Value) -> bool:
+        """The position in the row, which has one variable."""
+        names = [name for name, size in self.ranges.items() if name[0] == "j" and size != 1]
+        return isinstance(value, IndexOf) and len(names) == 1 and value.index == var(names[0])
+
+    def _in_row(self, ref: Ref) -> bool:
+        """Does a value vary within the row?"""
+        value = self.values[ref]
+        direct = isinstance(value, (Load, IndexOf)) and any(name[0] == "j" for name in value.index.variables)
+        return not isinstance(value, Reduce) and (direct or any(map(self._in_row, _refs_of(value))))
 
     def scan(self, op: str, arg: Ref) -> Ref:
         """A scan over the row; over a row of one element it is that element."""

@@ -44,7 +44,13 @@ def _table() -> dict[Any, Any]:
     whole = {getattr(torch.ops.aten, name) for name in _WHOLE if hasattr(torch.ops.aten, name)}
     names = [name for name in _ALSO if hasattr(torch.ops.aten, name)]
     found = compat.decompositions([getattr(torch.ops.aten, name) for name in names])
-    own = {torch.ops.aten.native_dropout.default: native_dropout, **foreach.table(), **rewrites.table()}
+    own = {
+        torch.ops.aten.native_dropout.default: native_dropout,
+        torch.ops.aten.nll_loss_backward.default: nll_loss_backward,
+        torch.ops.aten.nll_loss2d_backward.default: nll_loss_backward,
+        **foreach.table(),
+        **rewrites.table(),
+    }
     return {op: rule for op, rule in found.items() if getattr(op, "overloadpacket", op) not in whole} | own
 
 
@@ -81,3 +87,36 @@ def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
     mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
     return x * mask * (1 / (1 - p)), mask
+
+
+def nll_loss_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """Every class asks whether it is the target: no scatter, no bounds to check again (the forward did), and zeros
+
+    where it is not, also if the gradient is infinite. A row's sum of this is one element of it.
+    """
+    dim = 0 if x.dim() < 2 else 1
+    if reduction == _MEAN:
+        grad = grad / total_weight
+    if x.dim() == 1 and target.dim() > 0:
+        target = target[0]
+    along = [-1 if d == dim else 1 for d in range(x.dim())]
+    if x.dim() > grad.dim() > 0:
+        grad = grad.unsqueeze(dim)
+    target = target.unsqueeze(dim)
+    if weight is not None:
+        grad = grad * weight.view(along)
+    value = torch.where(target != ignore_index, -grad, 0)
+    classes = torch.arange(x.shape[dim], device=x.device).view(along)
+    return torch.where(classes == target, value, 0).to(x.dtype)
+
+
+_MEAN = 1
+"""torch.nn.functional's reduction="mean", as ATen counts."""

@@ -40,6 +40,8 @@ class Lowering:
         """Tensors that are not stored and still have users: by id, with the position of the last one."""
         self.checked: dict[tuple[View, int, int], T] = {}
         """Positions whose bounds were checked: where they lie, and against what."""
+        self.overwritten: set[str] = set()
+        """Inputs whose first values are gone."""
         self._stored: dict[int, tuple[T, T]] = {}
         self._brought: dict[tuple[View, str], T] = {}
         """Copies of tensors that lie on another device."""
@@ -114,7 +116,8 @@ class Lowering:
                 stored = replace(tensor.again(self.memory(tensor.base)), strides=tensor.strides)
                 stored = stored if stored.view is not None else self.store(tensor)
             else:
-                stored = self.store(tensor)
+                stored = replace(self.store(tensor), made=tensor)
+                stored = replace(stored, sources=stored.reads | tensor.sources)
             self._stored[key] = (tensor, stored)  # the tensor is kept, so that its id stays its own
         return self._stored[key][1]
 
@@ -177,6 +180,7 @@ class Lowering:
 
     def keep_before_overwrite(self, buffer: str, position: int) -> None:
         """Store what still has to be read from `buffer` before it is overwritten."""
+        self.overwritten.add(buffer)
         for tensor, last in list(self.lazy.values()):
             if last > position and buffer in tensor.reads:
                 self.memory(tensor)

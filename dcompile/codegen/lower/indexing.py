@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ CHECK = "dcompile.check_bounds"
 
 It hands its argument on, so that whatever reads by these positions depends on the check.
 """
+
+
+FEW = 8
+"""Picking less than one element in so many is no reason for a tensor to be stored."""
 
 
 def checked(low: Lowering, positions: T, size: int, *, wrap: bool) -> T:
@@ -51,6 +56,14 @@ def position(body: Body, positions: T, coords: Coords, size: int, *, wrap: bool)
     return body.as_index(ref, size)
 
 
+def picks_few(low: Lowering, x: T, count: int) -> bool:
+    """Are `count` elements of `x` so few that computing them anew is better than storing all of `x` for them?
+
+    A cross-entropy picks one logit of a row that its other users compute and forget.
+    """
+    return count * FEW <= x.numel and not x.sources & low.overwritten
+
+
 def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_: Any) -> T:
     size = weight.shape[0]
     seen = checked(low, indices, size, wrap=False)
@@ -69,11 +82,15 @@ def _gather(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, **_
     size = x.shape[dim]
     seen = checked(low, index, size, wrap=False)
 
+    few = picks_few(low, x, index.numel)
+
     def at(body: Body, coords: Coords) -> Ref:
         where = position(body, seen, coords, size, wrap=False)
-        return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
+        with body.computing_anew(few):
+            return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
 
-    return reshape(computed(index.shape, x.dtype, at, (x, seen), ops=0), shape)
+    picked = computed(index.shape, x.dtype, at, (x, seen), ops=0)
+    return reshape(replace(picked, reads=picked.sources) if few else picked, shape)
 
 
 def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T) -> Result:
@@ -128,7 +145,15 @@ def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | No
         return constant(0, shape, x.dtype)
     space = indexed_space(low, x, indices)
     read = tuple(index for index in indices if index is not None)
-    return computed(shape, x.dtype, lambda body, coords: body.trace(x, space.place(body, coords)), (x, *read), ops=1)
+    few = picks_few(low, x, prod(shape))
+
+    def at(body: Body, coords: Coords) -> Ref:
+        place = space.place(body, coords)
+        with body.computing_anew(few):
+            return body.trace(x, place)
+
+    picked = computed(shape, x.dtype, at, (x, *read), ops=1)
+    return replace(picked, reads=picked.sources) if few else picked
 
 
 RULES: dict[str, Rule] = {

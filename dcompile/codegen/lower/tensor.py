@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.indices import (
@@ -32,7 +32,8 @@ class T:
     """A tensor of the graph. `view` is set if its elements lie in a buffer, `strides` is how torch would lay it out.
 
     `ops`, `loads` and `heavy` (transcendental or division) estimate what inlining one element costs. A view of a lazy
-    tensor keeps its `base` and how to view it `again`, so that the base can be stored instead.
+    tensor keeps its `base` and how to view it `again`, so that the base can be stored instead. A stored one keeps what
+    it was `made` from, for readers of a few elements, and `sources` are all buffers that making it anew would read.
     """
 
     shape: Shape
@@ -46,6 +47,8 @@ class T:
     reads: frozenset[str] = frozenset()
     base: T | None = None
     again: Callable[[T], T] | None = field(default=None, repr=False)
+    made: T | None = None
+    sources: frozenset[str] = frozenset()
 
     @property
     def is_cheap(self) -> bool:
@@ -69,7 +72,8 @@ def from_view(view: View, dtype: str) -> T:
     def at(body: Body, coords: Coords) -> Ref:
         return body.load(view.buffer, flatten(coords, strides) + offset, dtype)
 
-    return T(shape, dtype, at, view, strides, reads=frozenset((view.buffer,)))
+    reads = frozenset((view.buffer,))
+    return T(shape, dtype, at, view, strides, reads=reads, sources=reads)
 
 
 def constant(value: bool | int | float, shape: Shape, dtype: str) -> T:
@@ -81,7 +85,10 @@ def remapped(base: T, shape: Shape, remap: Remap) -> T:
     """`base` seen through a map from coordinates in `shape` to its own. Strided looks at a buffer stay so."""
     view = None if base.view is None else _view_through(base.view, shape, remap)
     if view is not None:
-        return from_view(view, base.dtype)
+        seen = from_view(view, base.dtype)
+        return (
+            seen if base.made is None else replace(seen, made=remapped(base.made, shape, remap), sources=base.sources)
+        )
     return T(
         shape,
         base.dtype,
@@ -91,6 +98,7 @@ def remapped(base: T, shape: Shape, remap: Remap) -> T:
         loads=base.loads,
         heavy=base.heavy,
         reads=base.reads,
+        sources=base.sources,
         base=base,
         again=lambda stored: remapped(stored, shape, remap),
     )
@@ -116,6 +124,7 @@ def computed(shape: Shape, dtype: str, at: At, args: tuple[T, ...], *, ops: int 
         loads=sum(arg.loads for arg in args),
         heavy=heavy or any(arg.heavy for arg in args),
         reads=frozenset().union(*(arg.reads for arg in args)),
+        sources=frozenset().union(*(arg.sources for arg in args)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 from collections import Counter
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from dcompile import compat
+from dcompile.codegen.lower import fusible
 from dcompile.codegen.lower.decompositions import table
 from dcompile.codegen.lower.program import lower
 from dcompile.ir.interpret import execute
@@ -138,11 +140,13 @@ def compile_with(seen: Seen, function: Any) -> Any:
         call._boxed_call = True
         return call
 
+    fusible_, again = fusible.table()
+    partition = functools.partial(compat.min_cut_partition, fusible=fusible_, recomputable=again)
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
         decompositions=table(),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
     torch._dynamo.reset()

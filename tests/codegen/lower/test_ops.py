@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions import table
 from dcompile.codegen.lower.program import lower
-from dcompile.ir.nodes import Extern, Program
+from dcompile.ir.nodes import Extern, Loop, Program, Reduce
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run
 
@@ -439,3 +439,44 @@ def test_views_that_only_the_library_knows_own_their_memory() -> None:
     check(lambda x: x.view(torch.int32) + 1, tensor(4, 6), library=1)
     program, _ = program_of(lambda x: x.view(torch.int32), (tensor(4, 6),))
     assert program.steps[0].op == "aten.view_copy.dtype"
+
+
+def test_picking_few_elements_stores_nothing_for_them() -> None:
+    x, positions = tensor(32, 64), torch.randint(0, 64, (32, 1))
+
+    def picked(x: torch.Tensor, positions: torch.Tensor) -> Any:
+        shifted = x - x.amax(1, keepdim=True)
+        return shifted.exp().sum(1), shifted.gather(1, positions), shifted.sin()[2, 3:4], shifted[torch.tensor([3]), :2]
+
+    program = check(picked, x, positions)
+    shifted = [name for name in program.table if name.startswith("sub")]
+    readers = [step for step in program.steps if isinstance(step, Loop) and shifted[0] in step.reads]
+    assert len(readers) == 2, "the sum, and the slice of the sine; the others compute it anew"
+
+
+def test_picking_after_an_input_was_overwritten_reads_what_was_there() -> None:
+    def picked(x: torch.Tensor, positions: torch.Tensor) -> Any:
+        doubled = x * 2 + x.sin()
+        total, again = doubled.sum(1), doubled.cos()
+        torch.ops.aten.copy_.default(x, torch.zeros_like(x))
+        return total, again, doubled.gather(1, positions)
+
+    x, positions = tensor(8, 32), torch.randint(0, 32, (8, 1))
+    expected = picked(x.clone(), positions)
+    check(picked, x.clone(), positions, expected=expected)
+
+
+def test_the_sum_of_a_row_with_one_element_is_that_element() -> None:
+    places, terms = torch.tensor([0, 3, -1, 7, 8]), torch.tensor([1.0, -0.0, 2.0, float("inf"), 3.0])
+
+    def one_hot(places: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(8) == places[:, None], terms[:, None], 0.0).sum(1)
+
+    program = check(one_hot, places, terms, bitwise=True)
+    (loop,) = (step for step in program.steps if isinstance(step, Loop))
+    assert not [value for value in loop.body if isinstance(value, Reduce)]
+    # a term that varies within the row is summed as ever
+    program = check(lambda p, x: torch.where(torch.arange(8) == p[:, None], x, 0.0).sum(1), places, tensor(5, 8))
+    assert [
+        value for step in program.steps if isinstance(step, Loop) for value in step.body if isinstance(value, Reduce)
+    ]

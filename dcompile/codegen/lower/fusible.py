@@ -1,0 +1,43 @@
+"""What the partitioner should know of our loops: which ops become part of one, and which it may compute again.
+
+torch's own list was made for its own compiler. What it lacks counts there as a library call: a value that such an op
+reads in the backward is then saved, since it "must be in memory anyway". Names only, as for decompositions: this table
+is needed before anybody knows whether the graph is in the cache, and lowering's rules take longer to import.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+AGAIN = (
+    # element by element, or a look at what is there
+    "constant_pad_nd", "flip", "roll", "repeat", "tril", "slice_scatter", "select_scatter", "copy", "signbit",
+    "alias_copy", "detach_copy", "expand_copy", "permute_copy", "select_copy", "slice_copy", "squeeze_copy", "t_copy",
+    "transpose_copy", "unsqueeze_copy", "view_copy", "_reshape_alias_copy", "diagonal_copy", "narrow_copy",
+    "_reshape_alias", "detach", "diagonal", "lift", "split_with_sizes", "transpose", "unbind", "unfold", "floor_divide",
+    "split_copy", "split_with_sizes_copy", "unbind_copy", "unfold_copy", "lift_fresh",
+    "fill", "new_full", "new_ones", "ones_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted",
+)  # fmt: skip
+"""Loops that cost no more than reading what they would have saved."""
+
+ONCE = (
+    "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
+    "all", "amin", "argmin", "linalg_vector_norm", "logsumexp", "prod", "cat", "stack",
+    "_unsafe_index", "embedding", "index_select", "_unsafe_index_put", "embedding_dense_backward", "index_put",
+    "index_reduce", "scatter", "scatter_add", "scatter_reduce",
+    "avg_pool2d", "avg_pool2d_backward", "avg_pool3d", "avg_pool3d_backward", "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
+)  # fmt: skip
+"""Loops that read much more than they write, or write what is not the same shape: values are computed into them, but
+their own results are saved."""
+
+
+@lru_cache(maxsize=1)
+def table() -> tuple[frozenset[Any], frozenset[Any]]:
+    """(ops that become part of a loop, those of them that may be computed again), as overload packets."""
+    again = frozenset(getattr(torch.ops.aten, name) for name in AGAIN if hasattr(torch.ops.aten, name))
+    once = frozenset(getattr(torch.ops.aten, name) for name in ONCE if hasattr(torch.ops.aten, name))
+    return again | once, again

@@ -16,6 +16,11 @@ def test_settings_while_tracing_are_put_back():
         assert not config.optimize_ddp
         assert logging.Logger.warning in config.ignore_logging_functions
     assert config.save_config() == before
+    for dynamic, by_default in ((True, False), (False, True)):
+        with compat.tracing_settings(dynamic):
+            assert config.assume_static_by_default == by_default
+            assert config.automatic_dynamic_shapes or not dynamic
+        assert config.save_config() == before
 
 
 def test_the_frame_callback_is_wrapped_for_new_frames_only():
@@ -31,7 +36,7 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
     def function(x):
         return x + 1
 
-    context = compat.optimize(lambda gm, _: gm, fullgraph=False, dynamic=None, guard_filter_fn=None, limits={})
+    context = compat.optimize(lambda gm, _: gm, fullgraph=False, guard_filter_fn=None, limits={})
     compat.wrap_frame_callback(context, around)
     compiled = context(function)
     assert compiled(torch.zeros(1)).item() == 1

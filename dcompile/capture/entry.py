@@ -68,7 +68,6 @@ class Entry:
         context = compat.optimize(
             Backend(self.model),
             fullgraph=settings.fullgraph,
-            dynamic=settings.dynamic,
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )

@@ -83,7 +83,7 @@ class CompiledModel:
         """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
         breaks, began = compat.graph_break_count(), time.perf_counter()
         try:
-            with compat.tracing_settings():
+            with compat.tracing_settings(self.settings.dynamic):
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began

@@ -17,9 +17,10 @@ AGAIN = (
     "constant_pad_nd", "flip", "roll", "repeat", "tril", "slice_scatter", "select_scatter", "copy", "signbit",
     "alias_copy", "detach_copy", "expand_copy", "permute_copy", "select_copy", "slice_copy", "squeeze_copy", "t_copy",
     "transpose_copy", "unsqueeze_copy", "view_copy", "_reshape_alias_copy", "diagonal_copy", "narrow_copy",
-    "_reshape_alias", "detach", "diagonal", "lift", "split_with_sizes", "transpose", "unbind", "unfold", "floor_divide",
-    "split_copy", "split_with_sizes_copy", "unbind_copy", "unfold_copy", "lift_fresh",
-    "fill", "new_full", "new_ones", "ones_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted",
+    "diagonal_scatter", "_reshape_alias", "detach", "diagonal", "lift", "split_with_sizes", "transpose", "unbind",
+    "split_copy", "split_with_sizes_copy", "unbind_copy", "unfold_copy", "lift_fresh", "floor_divide",
+    "unfold", "fill", "new_full", "new_ones", "ones_like", "new_empty", "new_empty_strided", "empty_strided",
+    "empty_permuted",
 )  # fmt: skip
 """Loops that cost no more than reading what they would have saved."""
 
@@ -27,9 +28,11 @@ ONCE = (
     "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
     "all", "amin", "argmin", "linalg_vector_norm", "logsumexp", "prod", "cat", "stack",
     "_unsafe_index", "embedding", "index_select", "_unsafe_index_put", "embedding_dense_backward", "index_put",
-    "index_reduce", "scatter", "scatter_add", "scatter_reduce",
+    "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "index_reduce", "scatter", "scatter_add", "scatter_reduce",
     "avg_pool2d", "avg_pool2d_backward", "avg_pool3d", "avg_pool3d_backward", "_adaptive_avg_pool2d",
-    "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
+    "adaptive_max_pool3d", "adaptive_max_pool3d_backward", "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
 )  # fmt: skip
 """Loops that read much more than they write, or write what is not the same shape: values are computed into them, but
 their own results are saved."""

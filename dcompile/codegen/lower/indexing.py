@@ -61,7 +61,8 @@ def picks_few(low: Lowering, x: T, count: int) -> bool:
 
     A cross-entropy picks one logit of a row that its other users compute and forget.
     """
-    return count * FEW <= x.numel and not x.sources & low.overwritten
+    known = isinstance(count, int) and isinstance(x.numel, int)
+    return known and count * FEW <= x.numel and not x.sources & low.overwritten
 
 
 def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_: Any) -> T:

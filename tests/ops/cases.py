@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 DTYPES = ("float32", "bfloat16", "float16", "int64", "bool")
-KINDS = ("plain", "inplace", "dynamic", "special")
-LIMITS = {"float32": 6, "dynamic": 2}
+KINDS = ("plain", "inplace", "dynamic", "special", "errors")
+LIMITS = {"float32": 6, "dynamic": 2, "errors": 3}
 LIMIT = 3
 """Sample inputs of a case, by its dtype or kind, beside the variants made of them; most entries have about seven.
 With symbolic sizes each costs seconds: Dynamo then reasons about every size."""
@@ -31,7 +31,7 @@ class Case:
     """`entry` is the operator's name and variant; `kind` is one of KINDS.
 
     plain: called as it is, with a backward where there is one; inplace: on an input of the graph, which it changes;
-    dynamic: with dynamic=True; special: on infinities, NaN and signed zeros.
+    dynamic: with dynamic=True; special: on infinities, NaN and signed zeros; errors: on what eager refuses.
     """
 
     entry: str
@@ -48,9 +48,10 @@ class Case:
 
 def grouped(cases: Iterable[Case]) -> list[tuple[Case, ...]]:
     """Cases that one graph may hold: those of one entry, with fixed sizes or with symbolic ones; in the order given."""
-    groups: dict[tuple[str, bool], list[Case]] = {}
+    groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.entry, case.kind == "dynamic"), []).append(case)
+        apart = case.kind if case.kind in ("dynamic", "errors") else ""
+        groups.setdefault((case.entry, apart), []).append(case)
     return list(map(tuple, groups.values()))
 
 
@@ -77,6 +78,8 @@ def all_cases() -> Iterator[Case]:
                 yield Case(entry, dtype, "dynamic")
             if dtype in ("float32", "bfloat16") and _is_elementary(op):
                 yield Case(entry, dtype, "special")
+        if op.error_inputs_func is not None:
+            yield Case(entry, "float32", "errors")
 
 
 def _is_elementary(op: Any) -> bool:
@@ -109,7 +112,10 @@ def samples(case: Case, limit: int | None = None) -> list[Sample]:
     op = operators()[case.entry]
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
-    found = list(op.sample_inputs("cpu", dtype, requires_grad=has_backward(case)))
+    if case.kind == "errors":
+        found = [error.sample_input for error in op.error_inputs("cpu")]
+    else:
+        found = list(op.sample_inputs("cpu", dtype, requires_grad=has_backward(case)))
     numbered = [(n, s) for n, s in enumerate(found) if _numel(s) <= LARGEST]
     random.Random(str(case)).shuffle(numbered)
     if limit is None:
@@ -118,7 +124,7 @@ def samples(case: Case, limit: int | None = None) -> list[Sample]:
     result = [_sample(case, f"sample {n}", s) for n, s in chosen]
     if case.kind == "special":
         return [_spoilt(sample) for sample in result]
-    if case.kind == "dynamic":
+    if case.kind in ("dynamic", "errors"):
         return result
     largest = max(chosen, key=lambda pair: _numel(pair[1]), default=None)
     return result if largest is None else [*result, *_variants(case, *largest)]

@@ -8,6 +8,7 @@ Where Dynamo refuses that, each sample is run alone and with graph breaks, and i
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import warnings
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dcompile
 from dcompile.errors import NotCompiledError
@@ -57,6 +59,8 @@ def run(cases: Sequence[Case], limit: int | None = None, only: str = "") -> list
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what eager warns about is torch's business
+        if cases[0].kind == "errors":
+            return [_refusals(case, limit, only) for case in cases]
         usable: dict[Case, Usable] = {}
         skipped: dict[Case, str] = {}
         for case in cases:
@@ -248,7 +252,22 @@ def _torch_fails(pair: tuple[Sample, Answer], problem: str) -> bool:
     except Exception as error:
         ours = f"{sample.label}: {_short(error)}".replace("aot_eager", "dcompile")
         return ours[:200] == problem[:200]
-    return f"{sample.label}: {theirs}" == problem
+    return f"{sample.label}: {theirs}" == problem or _has_traced_strides(sample, problem)
+
+
+def _has_traced_strides(sample: Sample, problem: str) -> bool:
+    """Are the strides in which an output differs those that torch's fake tensors have for the operator?"""
+    found = re.search(r"output (\d+): strides (\(.*?\)) of", problem)
+    if found is None:
+        return False
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            faked = mapped(sample, mode.from_tensor)
+            outputs = torch.utils._pytree.tree_leaves(_function([sample])([(faked.args, faked.kwargs)]))
+    except Exception:
+        return False
+    number = int(found[1])
+    return number < len(outputs) and str(tuple(outputs[number].stride())) == found[2]
 
 
 def _compiled(usable: Usable, *, fullgraph: bool) -> Found:
@@ -273,6 +292,37 @@ def _compiled(usable: Usable, *, fullgraph: bool) -> Found:
     except NotCompiledError:
         return Found(problems, missed=["no operation is left for a graph"])
     return Found(problems, Counter(receipt.fallbacks), whole=len(given) if fullgraph and not problems else 0)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _refusals(case: Case, limit: int | None, only: str) -> dict[str, Any]:
+    """Whether what eager refuses is refused compiled as well, in whatever words."""
+    given = [sample for sample in samples(case, limit) if only in ("", sample.label)]
+    refused = [sample for sample in given if _error(_function([sample]), sample)]
+    if not refused:
+        return {"case": str(case), "status": "skip", "detail": "eager refuses none of the samples"}
+    ours, theirs = [], []
+    for sample in refused:
+        torch._dynamo.reset()
+        step = dcompile.compile(_function([sample]), options={"receipt": False})
+        if not _error(step, sample):
+            torch._dynamo.reset()
+            traced = _error(torch.compile(_function([sample]), backend="aot_eager"), sample)
+            (ours if traced else theirs).append(
+                f"{sample.label}: no error; eager: {_error(_function([sample]), sample)}"
+            )
+    status = "fail" if ours else "torch" if theirs else "pass"
+    return {"case": str(case), "status": status, "samples": len(refused), "detail": "; ".join(ours or theirs)}
+
+
+def _error(step: Any, sample: Sample) -> str:
+    try:
+        _call(step, [sample])
+    except Exception as error:
+        return _short(error)
+    return ""
 
 
 def _reason(refusal: Exception) -> str:

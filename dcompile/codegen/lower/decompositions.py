@@ -57,6 +57,9 @@ def _table() -> dict[Any, Any]:
 def table() -> dict[Any, Any]:
     """Op to decomposition, for AOTAutograd: it may change the copy it gets."""
     found = {**_table(), torch.ops.aten.ldexp.Tensor: ldexp}
+    index_add, unpool = torch.ops.aten.index_add.default, torch.ops.aten.max_unpool2d.default
+    found[index_add] = rewrites.fitting_slices(found[index_add])
+    found[unpool] = rewrites.laid_out_as_input(found[unpool])
     return found | {op: _unless_empty(found[op]) for op in found if str(op) in _DIVIDING}
 
 

@@ -222,8 +222,14 @@ def returns_alias(target: Any) -> bool:
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
+COMPUTING = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
+"""Views that change values when they are read -> what computes them, into the same layout."""
+
+
 def copying_variant(target: Any) -> str | None:
     """`aten.view_copy.dtype` for `aten.view.dtype`, if there is one."""
+    if str(target) in COMPUTING:
+        return COMPUTING[str(target)]
     namespace, name, overload = str(target).split(".")
     packet = getattr(getattr(torch.ops, namespace), f"{name}_copy", None)
     return f"{namespace}.{name}_copy.{overload}" if packet is not None and overload in packet.overloads() else None

@@ -60,6 +60,28 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return found.reshape(index.shape)
 
 
+def fitting_slices(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's decomposition of index_add, which would broadcast slices where eager refuses."""
+
+    def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, **more: Any) -> Tensor:
+        if x.dim() and source.dim():
+            shapes = [(*t.shape[: dim % t.dim()], *t.shape[dim % t.dim() + 1 :]) for t in (x, source)]
+            if shapes[0] != shapes[1]:
+                raise RuntimeError(f"index_add: source {tuple(source.shape)} does not fit {tuple(x.shape)} along {dim}")
+        return rule(x, dim, index, source, **more)
+
+    return index_add
+
+
+def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's decomposition, and its result channels-last if the input is, as eager has it."""
+
+    def laid_out(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return rule(x, *args, **kwargs).contiguous(memory_format=compat.suggest_memory_format(x))
+
+    return laid_out
+
+
 def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
     """What was repeated beyond an edge is added to the edge, one dimension after the other."""
     for n in range(len(padding) // 2):

@@ -14,6 +14,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.joint import Cut, partitioner, take_token
+from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, Request
@@ -67,6 +68,7 @@ class Graph:
             return _boxed(compat.no_dynamo(runner, "a compiled backward"))
 
         def inference(module: Any, _inputs: Any) -> Any:
+            self._lay_out(module)
             return _boxed(self._inference(module))
 
         compiled = compat.aot_compile(
@@ -75,10 +77,14 @@ class Graph:
             forward=forward,
             backward=backward,
             inference=inference,
-            partition=partitioner(self.adapter.carries_sync, found, compiler.fusible),
+            partition=partitioner(self.adapter.carries_sync, found, compiler.fusible, self._lay_out),
             decompositions=compiler.decompositions(),
         )
         return compat.no_dynamo(self._checked(compiled), "a compiled graph")
+
+    def _lay_out(self, module: Any) -> None:
+        if self.model.settings.config.kernels != "aten":
+            lay_channels_last(module)
 
     def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, noticing when a parameter object was replaced (load_state_dict(assign=True))."""

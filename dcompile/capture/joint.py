@@ -30,15 +30,20 @@ class Cut:
 
 
 def partitioner(
-    carries_sync: bool, found: Callable[[Cut], None], fusible: Callable[[], tuple[frozenset[Any], frozenset[Any]]]
+    carries_sync: bool,
+    found: Callable[[Cut], None],
+    fusible: Callable[[], tuple[frozenset[Any], frozenset[Any]]],
+    prepare: Callable[[Any], object] = lambda joint: None,
 ) -> Callable[..., tuple[Any, Any]]:
     """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it.
 
     `fusible` says which ops, beside those torch knows, become part of a loop and which of them may be computed again.
+    `prepare` may change the joint graph before.
     """
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
+        prepare(joint)
         forward, backward = compat.min_cut_partition(
             joint, joint_inputs, *fusible(), num_fwd_outputs=num_fwd_outputs, **keywords
         )

@@ -1,0 +1,196 @@
+"""Layouts of images: convolutions on CPU read and write channels-last, and what lies between them follows.
+
+oneDNN's convolutions are faster channels-last: 1.1 to 1.5 times, and 4 times for the weights' gradient of a depthwise
+one (AMD EPYC, one core, 4 x 48 x 32 x 32 with 7 x 7 filters: 1.4 instead of 5.7 ms). Strides are part of what tracing
+says about each value, and lowering follows them, so the pass changes these alone: a convolution gets its input
+channels-last, and every value computed from what changed is given the strides that eager would have given it. Inputs
+and results of the graph keep theirs: at the border a copy is inserted, which lowering fuses with what computes its
+input.
+
+Guarantees: the same values, the same inputs and outputs, strides included. A function of the graph alone, hence the
+same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from dcompile import compat
+
+aten = torch.ops.aten
+
+IMAGES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
+"""Which arguments are images (or their gradients)."""
+TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
+"""Where these say that they are transposed: such convolutions are left alone."""
+VIEWS = {aten.view.default, aten._unsafe_view.default}
+"""Where strides do not allow the view any more, it gets a copy that does."""
+_ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
+"""Where a node comes from, which its copies share."""
+BOUND = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
+"""Mean other elements when strides change."""
+
+
+def lay_channels_last(gm: GraphModule) -> int:
+    """Change strides and insert copies in `gm`; returns how many values lie otherwise than before."""
+    if not any(_images(node) for node in gm.graph.nodes):
+        return 0
+    mode = compat.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+    if mode is None:
+        return 0
+    plan = _Plan(mode)
+    for node in gm.graph.nodes:
+        plan.visit(node)
+    for node, value in plan.values.items():
+        node.meta["val"] = value
+    made: dict[tuple[Node, tuple[int, ...]], Node] = {}
+    for copy in plan.copies:
+        key = (copy.source, copy.value.stride())
+        if key not in made:
+            made[key] = _insert(copy, mode)
+        copy.user.replace_input_with(copy.source, made[key])
+    gm.recompile()
+    return len(plan.values)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """`user` is to read `source` through a copy that lies as `value` does."""
+
+    source: Node
+    user: Node
+    value: torch.Tensor
+
+
+@dataclass
+class _Plan:
+    """What each value's strides become; decided before anything is changed."""
+
+    mode: Any
+    values: dict[Node, Any] = field(default_factory=dict)
+    copies: list[_Copy] = field(default_factory=list)
+
+    def visit(self, node: Node) -> None:
+        """Decide on one node, after all that it reads."""
+        if node.op == "output" or not self._follows(node):
+            for source in node.all_input_nodes:
+                if source in self.values:
+                    self._as_before(source, node)
+            return
+        images = _images(node)
+        if not images and not any(source in self.values for source in node.all_input_nodes):
+            return
+        given = {source: self._value(source) for source in node.all_input_nodes}
+        for source in images:
+            given[source] = self._channels_last(source, node)
+        if node.target in VIEWS and not self._allows(given, node):
+            given = {source: self._contiguous(source, node) for source in given}
+        target: Any = node.target
+        args, kwargs = map_arg((node.args, node.kwargs), lambda source: given[source])
+        with self.mode:
+            value = target(*args, **kwargs)
+        if _strides(value) != _strides(node.meta.get("val")):
+            self.values[node] = value
+
+    def _follows(self, node: Node) -> bool:
+        """Whether the node computes the same from inputs that lie otherwise, and says how its result then lies."""
+        if node.op != "call_function":
+            return False
+        target: Any = node.target
+        if getattr(target, "__name__", "") == "getitem" and not hasattr(target, "_schema"):
+            return True
+        if getattr(target, "namespace", "") not in ("aten", "prims") or not hasattr(target, "_schema"):
+            return False
+        if target._schema.is_mutable or target in BOUND:
+            return False
+        # of several tensors: ATen's gradients of norms, for one, take it unchecked that all lie in the same way
+        general = {torch.Tag.core, torch.Tag.pointwise} & {*target.tags} or target in {*IMAGES, *VIEWS}
+        return len(node.all_input_nodes) == 1 or (bool(general) and "norm" not in str(target))
+
+    def _value(self, node: Node) -> Any:
+        return self.values.get(node, node.meta.get("val"))
+
+    def _channels_last(self, source: Node, user: Node) -> torch.Tensor:
+        value: torch.Tensor = self._value(source)
+        if value.is_contiguous(memory_format=torch.channels_last):
+            return value
+        with self.mode:
+            copied = value.clone(memory_format=torch.channels_last)
+        self.copies.append(_Copy(source, user, copied))
+        return copied
+
+    def _allows(self, given: dict[Node, Any], view: Node) -> bool:
+        """Whether strides of the input allow a view."""
+        (value,), target = given.values(), view.target
+        try:
+            with self.mode:
+                target(value, *view.args[1:])  # type: ignore[operator]
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+    def _contiguous(self, source: Node, user: Node) -> torch.Tensor:
+        with self.mode:
+            copied: torch.Tensor = self._value(source).clone(memory_format=torch.contiguous_format)
+        self.copies.append(_Copy(source, user, copied))
+        return copied
+
+    def _as_before(self, source: Node, user: Node) -> None:
+        """Let `user` read what it would have read."""
+        old = source.meta["val"]
+        if not isinstance(old, torch.Tensor):
+            return  # the tensors inside come out through getitem
+        self.copies.append(_Copy(source, user, old))
+
+
+def _images(node: Node) -> list[Node]:
+    """The images that a convolution reads, if it is one that runs faster channels-last."""
+    positions = IMAGES.get(node.target, ()) if node.op == "call_function" else ()  # type: ignore[call-overload]
+    if not positions or node.args[TRANSPOSED[node.target]]:  # type: ignore[index]
+        return []
+    found = [node.args[position] for position in positions]
+    values = [argument.meta.get("val") for argument in found if isinstance(argument, Node)]
+    fit = all(
+        isinstance(value, torch.Tensor)
+        and value.dim() == 4
+        and value.device.type == "cpu"
+        and value.dtype in (torch.float32, torch.bfloat16)
+        and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+        for value in values
+    )
+    return [argument for argument in found if isinstance(argument, Node)] if fit else []
+
+
+def _strides(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.stride()
+    return [_strides(item) for item in value] if isinstance(value, (tuple, list)) else None
+
+
+def _insert(copy: _Copy, mode: Any) -> Node:
+    """Put the copy right before its first user.
+
+    Any dense layout is some order of dimensions: the copy is contiguous in that order.
+    """
+    graph, wanted = copy.user.graph, copy.value
+    strides, shape = wanted.stride(), wanted.shape
+    order = sorted(range(wanted.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim))
+    back = [order.index(dim) for dim in range(wanted.dim())]
+    node, value = copy.source, copy.source.meta["val"]
+    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
+        (aten.permute.default, (order,), {}),
+        (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+        (aten.permute.default, (back,), {}),
+    )
+    with graph.inserting_before(copy.user), mode:
+        for target, args, kwargs in steps:
+            node, value = graph.call_function(target, (node, *args), kwargs), target(value, *args, **kwargs)
+            node.meta = {name: kept for name, kept in copy.source.meta.items() if name in _ORIGIN}
+            node.meta["val"] = value
+    node.meta["val"] = wanted  # the same but for strides along dimensions of one element
+    return node

@@ -129,11 +129,13 @@ def tracing_settings(dynamic: bool | None = None) -> Iterator[None]:
     ignored = set(getattr(config, "ignore_logging_functions", ()))
     ignored |= {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
     ignored |= _transformers_logging()
-    settings = {"optimize_ddp": False, "ignore_logging_functions": ignored}
+    settings: dict[str, Any] = {"optimize_ddp": False, "ignore_logging_functions": ignored}
     if dynamic is not None:
         settings["assume_static_by_default"] = not dynamic
     if dynamic is False:
         settings["automatic_dynamic_shapes"] = False
+    if keeps_static_graphs():
+        settings["automatic_dynamic_exclusion_guard"] = True
     # A mark in profiles, whether one is taken or not: 16 of 60 Python calls of a compiled call (17 to 15 us). After a
     # kernel that swept the cache, the code of every one of them comes from memory again.
     if hasattr(config, "record_runtime_overhead"):
@@ -143,6 +145,16 @@ def tracing_settings(dynamic: bool | None = None) -> Iterator[None]:
         _quiet_metrics(),
     ):
         yield
+
+
+def keeps_static_graphs() -> bool:
+    """Whether this torch can leave a shape that has a static graph to that graph once a dynamic one fits it as well.
+
+    Without, Dynamo asks the newest graph first, so that one odd batch demotes the usual shape to the dynamic program.
+    """
+    import torch._dynamo.config as config
+
+    return hasattr(config, "automatic_dynamic_exclusion_guard")
 
 
 def _quiet_metrics() -> contextlib.AbstractContextManager[Any]:
@@ -232,6 +244,50 @@ def guard_count(gm: Any) -> int:
             if isinstance(size, torch.SymInt):
                 return len(size.node.shape_env.guards)
     return 0
+
+
+def size_expression(size: Any) -> Any:
+    """A SymInt as torch has simplified it by what its guards say so far (divisibility, for example); adds no guard."""
+    return size.node.shape_env.simplify(size.node.expr)
+
+
+def least_value(shape_env: Any, symbol: Any) -> int | None:
+    """The least value that a size symbol may have, as far as torch knows without asking for it; None if none."""
+    known = shape_env.var_to_range.get(symbol)
+    lower = None if known is None else known.lower
+    return int(lower) if lower is not None and getattr(lower, "is_Integer", isinstance(lower, int)) else None
+
+
+def size_symbols(gm: Any) -> dict[Any, Any]:
+    """Size symbols of a graph -> their shape environment."""
+    import torch
+
+    found: dict[Any, Any] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
+                if isinstance(size, torch.SymInt):
+                    found |= dict.fromkeys(size.node.expr.free_symbols, size.node.shape_env)
+    return found
+
+
+def least_values(gm: Any) -> dict[Any, int | None]:
+    """Size symbols of a graph -> the least value each may have."""
+    return {symbol: least_value(environment, symbol) for symbol, environment in size_symbols(gm).items()}
+
+
+def size_hint(shape_env: Any, symbol: Any) -> int | None:
+    """The number that a size symbol was traced with, looked up without guarding on it."""
+    numbers = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
+    return int(numbers[symbol]) if symbol in numbers else None
+
+
+def is_known_empty(tensor: Any) -> bool:
+    """Whether a tensor has no elements, as far as that is known without guarding on its sizes."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(tensor.numel() == 0))
 
 
 def is_optimized_module(thing: Any) -> bool:

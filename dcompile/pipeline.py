@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,8 @@ from dcompile.artifacts import dump, log
 from dcompile.codegen.emit import build, cpp, host, triton, triton_build
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
-from dcompile.codegen.lower.program import is_static, lower
+from dcompile.codegen.lower.program import lower
+from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
@@ -91,7 +92,8 @@ class Pipeline:
         """Compile one FX graph: lower, schedule, emit, build."""
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: lower(gm, request.name, request.grads, aten=reason is not None))
-        program = self._schedule(lowered.program, request)
+        sizes = traced_sizes(gm) if self.config.verify else {}
+        program = self._schedule(lowered.program, request, sizes)
         kernels = self._timed(request, "emit", lambda: _emit(program, self._own_products()))
         source = self._timed(request, "host", lambda: host.emit(program, kernels))
         built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache))
@@ -99,6 +101,7 @@ class Pipeline:
         report = _report(program, kernels)
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
+        report.notes += lowered.declined
         self._dump_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
         arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
@@ -138,16 +141,17 @@ class Pipeline:
         """Why this graph is left to ATen altogether, if it is."""
         if self.config.kernels == "aten":
             return 'options={"kernels": "aten"}'
-        if not is_static(gm):
-            return "sizes are symbolic, and our kernels are made for fixed sizes"
-        return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
+        gpus = _devices(gm) - {torch.device("cpu")}
+        if gpus and any(is_symbolic(node.meta.get("val")) for node in gm.graph.nodes):
+            return "sizes are symbolic, and kernels for GPUs are made for fixed sizes"
+        return _why_not_gpu(gpus)
 
-    def _schedule(self, program: Program, request: Request) -> Program:
+    def _schedule(self, program: Program, request: Request, sizes: Mapping[str, int]) -> Program:
         config = self.config
         skipped = set(config.skip.split(","))
         has_loops = any(isinstance(step, Loop) for step in program.steps)
         stopped = False
-        self._inspect("00_lower", program, None)
+        self._inspect("00_lower", program, None, sizes)
         for number, step in enumerate(PASSES, 1):
             if not step.required and (stopped or step.name in skipped or (step.needs_loops and not has_loops)):
                 continue
@@ -159,13 +163,13 @@ class Pipeline:
                 "passes",
                 f"{request.name} {step.name}: {took:.1f} ms, {len(before.steps)} -> {len(program.steps)}",
             )
-            self._inspect(f"{number:02d}_{step.name}", program, before)
+            self._inspect(f"{number:02d}_{step.name}", program, before, sizes)
             stopped = stopped or step.name == config.until
         return program
 
-    def _inspect(self, name: str, program: Program, before: Program | None) -> None:
+    def _inspect(self, name: str, program: Program, before: Program | None, sizes: Mapping[str, int]) -> None:
         if self.config.verify:
-            verify(program)
+            verify(program, sizes)
         if self.config.dump:
             text = show(program)
             dump(self.config, f"{program.name}/{name}.txt", text)

@@ -93,14 +93,15 @@ def test_pass_times_are_logged_on_their_channel(capfd):
     assert "[passes] backward0 fuse:" in capfd.readouterr().err
 
 
-def test_symbolic_sizes_are_left_to_aten_and_named():
+def test_symbolic_sizes_become_arguments_of_kernels():
     model = net()
     dcompile.compile(model, dynamic=True, options={"receipt": False})
     for rows in (8, 5):
         x = torch.randn(rows, 16)
         torch.testing.assert_close(model(x), net()(x), rtol=1e-5, atol=1e-6)
     model(torch.randn(6, 16)).sum().backward()
-    assert any("sizes are symbolic" in note for note in dcompile.receipt(model).notes)
+    receipt = dcompile.receipt(model)
+    assert receipt.kernels and not receipt.fallbacks and not receipt.notes
 
 
 def test_a_second_model_of_the_same_layers_builds_nothing():

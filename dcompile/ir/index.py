@@ -13,6 +13,7 @@ from math import gcd
 
 from dcompile.ir.bounds import LEAST, Interval, Ranges, bounds, is_below, is_nonnegative, is_symbol, upper_bound
 from dcompile.ir.polynomial import (
+    TYPICAL,
     ZERO,
     Atom,
     Div,
@@ -37,6 +38,7 @@ from dcompile.ir.polynomial import (
 
 __all__ = [
     "LEAST",
+    "TYPICAL",
     "ZERO",
     "Atom",
     "Div",

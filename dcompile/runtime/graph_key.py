@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from dcompile import compat
 from dcompile.collectives.params import Request
 from dcompile.config import Config
 from dcompile.machine import compiler_stamp, cpu_features, openmp_library, own_source, own_version, triton_version
@@ -33,7 +34,7 @@ class NotCacheable(Exception):
 
 def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
     """The name of a graph's cache entry. Raises NotCacheable."""
-    lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_nodes(gm))
+    lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_symbols(gm), *_nodes(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -127,7 +128,9 @@ def _text(value: Any, numbers: dict[str, int]) -> str:
             return f"{value.dtype}{_sizes(value.shape)}{strides}{value.device.type}"
         case tuple() | list():
             return f"({','.join([_text(item, numbers) for item in value])})"
-        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+        case torch.SymInt():
+            return f"<{compat.size_expression(value)}>"
+        case torch.SymFloat() | torch.SymBool():
             return f"<{value}>"
         case torch.device():
             shared = value.index is not None and numbers.get(value.type) == value.index
@@ -144,7 +147,13 @@ def _text(value: Any, numbers: dict[str, int]) -> str:
 
 
 def _sizes(sizes: Any) -> str:
-    return ",".join(map(str, sizes)).join("[]")
+    return ",".join(_text(size, {}) for size in sizes).join("[]")
+
+
+def _symbols(gm: GraphModule) -> Iterator[str]:
+    """What lowering may know of each size symbol: whether it can be 0, 1 or negative. Not what it was while traced."""
+    for symbol, least in sorted((str(symbol), least) for symbol, least in compat.least_values(gm).items()):
+        yield f"{symbol} {'any' if least is None or least < 0 else min(least, 2)}"
 
 
 # --- device numbers in host programs ----------------------------------------------------------------------------------

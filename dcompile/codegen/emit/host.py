@@ -34,7 +34,7 @@ from dcompile.ir.nodes import (
     Wait,
     views_of,
 )
-from dcompile.ir.symbols import late_symbols, sources, symbols_of
+from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
 """Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
@@ -76,13 +76,17 @@ class _Host:
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
         self.last = _last_uses(program)
-        found = sources(program)
-        used = symbols_of(program)
-        self.sources = {symbol: source for symbol, source in found.items() if used}
-        self.late = late_symbols(program)
-        """Size symbols that library calls tell."""
-        self.learnt: set[str] = set()
         loops = [step for step in program.steps if isinstance(step, Loop)]
+        prepares = bool(loops) or isinstance(program.arena_bytes, Index)
+        self.sources = sources(program)
+        """Where sizes come from for which calls are prepared."""
+        self.late = late_symbols(program)
+        """Size symbols that only the call tells."""
+        self.early: dict[str, Source] = {}
+        """Sizes that the call itself reads off its arguments: where nothing is worth preparing for them."""
+        if not prepares:
+            self.early, self.sources, self.late = self.sources, {}, symbols_of(program)
+        self.learnt: set[str] = set(self.early)
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
         self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
         self.waiting: list[tuple[KernelSource, list[str]]] = []
@@ -118,15 +122,17 @@ class _Host:
         lines = ["def sizes(args):"]
         for symbol, source in self.sources.items():
             given = f"args[{self.program.inputs.index(source.input)}]"
-            value = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
-            text = value[source.what]
-            if source.rest != as_index(0):
-                text = f"({text} - ({self._index(source.rest)}))"
-            if source.factor != as_index(1):
-                text = f"{text} // ({self._index(source.factor)})"
-            lines.append(f"    {self.name(symbol)} = {text}")
+            lines.append(f"    {self.name(symbol)} = {self._value(source, given)}")
         lines += [f"    return ({names},)", "", "", f"def arena_bytes({names}):"]
         return [*lines, f"    return {self._index(self.program.arena_bytes)}", "", ""]
+
+    def _value(self, source: Source, given: str) -> str:
+        """What a size is worth, `given` being its input."""
+        text = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
+        value = text[source.what]
+        if source.rest != as_index(0):
+            value = f"({value} - ({self._index(source.rest)}))"
+        return value if source.factor == as_index(1) else f"{value} // ({self._index(source.factor)})"
 
     def once(self, expression: str, prefix: str) -> str:
         """The name of a value that `make` computes."""
@@ -182,6 +188,9 @@ class _Host:
         if self.on_gpu:
             self._check_alignment()
         self.lines.append("args.clear()")
+        for symbol, source in self.early.items():
+            if symbol not in self.program.inputs:
+                self.lines.append(f"{self.name(symbol)} = {self._value(source, self.name(source.input))}")
         self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
 
     def _check_alignment(self) -> None:
@@ -498,7 +507,8 @@ def returns_one_tensor(op: str) -> bool:
     schema = getattr(resolve(op), "_schema", None) if in_torch(op) else None
     return schema is None or (
         len(schema.returns) == 1
-        and str(schema.returns[0].type) in ("Tensor", "Optional[Tensor]", "int", "SymInt", "float", "bool")
+        and str(schema.returns[0].type)
+        in ("Tensor", "Optional[Tensor]", "int", "SymInt", "float", "bool", "number", "Scalar")
     )
 
 

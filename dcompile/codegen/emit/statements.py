@@ -242,7 +242,7 @@ class Statements:
 
     def symbol(self, name: str) -> str:
         """The argument that a size symbol is."""
-        return self.symbols.setdefault(name, f"n{len(self.symbols)}")
+        return self.symbols.setdefault(name, f"d{len(self.symbols)}")
 
     def size(self, size: Size) -> str:
         """A length, in parentheses unless it is a number or a name."""

@@ -20,11 +20,10 @@ from dcompile.codegen.lower.extern import (
 )
 from dcompile.codegen.lower.graph import dtype_name, literal_text
 from dcompile.codegen.lower.origin import origin_of
-from dcompile.ir.index import Index, Size, as_index, var
+from dcompile.codegen.lower.scalars import NUMBER
+from dcompile.codegen.lower.sizes import opaque_shape
+from dcompile.ir.index import Size
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Program, View
-
-SYMINT = "symint"
-"""Dtype of buffers that hold a host number instead of a tensor."""
 
 
 def lower(
@@ -72,9 +71,9 @@ class _Walk:
         strides: tuple[Size, ...] = ()
         if isinstance(value, torch.Tensor):
             dtype, device = dtype_name(value.dtype), value.device.type
-            shape, strides = _sizes(value.shape), _sizes(value.stride())
+            shape, strides = opaque_shape(value)
         elif isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
-            dtype = SYMINT
+            dtype = NUMBER
         self.buffers[name] = Buffer(name, dtype, shape, strides, device)
         return View(name, shape, strides)
 
@@ -140,24 +139,3 @@ class _Walk:
 
     def _argument(self, node: Any) -> Any:
         return self.values[node]
-
-
-def _sizes(sizes: Any) -> tuple[Size, ...]:
-    return tuple(_size(size) for size in sizes)
-
-
-def _size(size: Any) -> Size:
-    return size if isinstance(size, int) else _from_sympy(size.node.expr)
-
-
-def _from_sympy(expression: Any) -> Index:
-    """A polynomial over size symbols; anything else is a symbol of its own, known by its text."""
-    if expression.is_Integer:
-        return as_index(int(expression))
-    if expression.is_Add or expression.is_Mul:
-        parts = [_from_sympy(argument) for argument in expression.args]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part if expression.is_Add else total * part
-        return total
-    return var(str(expression))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcompile.codegen.lower.indices import lower_bound, simplify
-from dcompile.ir.index import Index, as_index, substitute, upper_bound, var
+from dcompile.ir.index import Index, Size, as_index, is_nonnegative, size_product, substitute, upper_bound, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS
 
@@ -43,7 +43,7 @@ _EXACT = {
 class Body:
     """Values of one loop in SSA form. `ranges` bounds the loop variables and the run-time indices seen so far."""
 
-    def __init__(self, ranges: dict[str, int], stored: Mapping[int, tuple[T, T]] | None = None) -> None:
+    def __init__(self, ranges: dict[str, Size], stored: Mapping[int, tuple[T, T]] | None = None) -> None:
         self.ranges = ranges
         self.stored = stored or {}
         """Tensors that lie in memory by now, by id: read from there instead of computed again."""
@@ -88,7 +88,11 @@ class Body:
     def dtype(self, ref: Ref) -> str:
         return self.values[ref].dtype
 
-    def const(self, value: bool | int | float, dtype: str) -> Ref:
+    def const(self, value: bool | float | Size, dtype: str) -> Ref:
+        """A number, or a size that is known when the loop runs."""
+        if isinstance(value, Index):
+            ref = self.index(value)
+            return self.cast(ref if dtype in COMPUTE_DTYPES else self.cast(ref, "float32"), dtype)
         number = _as_dtype(value, dtype)
         if dtype in COMPUTE_DTYPES:
             return self._add(Const(number, dtype))
@@ -127,7 +131,7 @@ class Body:
         place, counter = sorted(hit.args, key=lambda ref: isinstance(self.values[ref], IndexOf))
         if self._in_row(term) or self._in_row(place) or not self._counts_row(self.values[counter]):
             return None
-        size = max(size for name, size in self.ranges.items() if name[0] == "j")
+        size = size_product(size for name, size in self.ranges.items() if name[0] == "j")
         dtype = self.dtype(place)
         inside = self.apply("ge", place, self.const(0, dtype))
         inside = self.apply("and", inside, self.apply("lt", place, self.const(size, dtype)))
@@ -180,7 +184,7 @@ class Body:
         folded = self._fold(op, args, values, result)
         return self._add(Apply(op, args, result)) if folded is None else folded
 
-    def as_index(self, ref: Ref, bound: int) -> Index:
+    def as_index(self, ref: Ref, bound: Size) -> Index:
         """An integer value as an index; `bound` is a size it is known (or checked) to stay below."""
         value = self.values[ref]
         if isinstance(value, IndexOf):
@@ -188,7 +192,8 @@ class Body:
         if isinstance(value, Const):
             return as_index(int(value.value))
         name = f"v{ref}"
-        self.ranges[name] = min(bound, self.ranges.get(name, bound))
+        known = self.ranges.get(name, bound)
+        self.ranges[name] = known if is_nonnegative(as_index(bound) - known, {}) else bound
         return var(name)
 
     def finish(self, stores: tuple[Store, ...]) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
@@ -306,7 +311,7 @@ def _refs_of(value: Value) -> tuple[Ref, ...]:
 
 
 def _renumber(
-    values: list[Value], stores: tuple[Store, ...], used: list[Ref], ranges: dict[str, int]
+    values: list[Value], stores: tuple[Store, ...], used: list[Ref], ranges: dict[str, Size]
 ) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
     new = {old: position for position, old in enumerate(used)}
     names = {f"v{old}": var(f"v{position}") for old, position in new.items() if old != position}

@@ -11,6 +11,7 @@ from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.tensor import T, broadcast, computed, constant
+from dcompile.ir.index import Index, Size
 from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
 
@@ -22,6 +23,8 @@ def _filled(value: torch.Tensor, number: Any) -> Result:
         return computed(shape, dtype, lambda body, coords: to_dtype(body, body.trace(source, coords), dtype), (source,))
     if isinstance(number, complex):
         return NotImplemented
+    if isinstance(number, Index):
+        return computed(shape, dtype, lambda body, _: to_dtype(body, body.index(number), dtype), ())
     return constant(number, shape, dtype)
 
 
@@ -45,14 +48,14 @@ def _scalar_tensor(_: Lowering, value: torch.Tensor, /, number: Any, **__: Any) 
     return _filled(value, number)
 
 
-def arithmetic(value: torch.Tensor, start: float, step: float) -> T:
+def arithmetic(value: torch.Tensor, start: Size | float, step: Size | float) -> T:
     """start + n * step, in 64 bits as eager computes it."""
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     whole = DTYPES[dtype] != "float"
 
     def at(body: Body, coords: Coords) -> Ref:
         if whole:
-            return to_dtype(body, body.index(coords[0] * int(step) + int(start)), dtype)
+            return to_dtype(body, body.index(coords[0] * _whole(step) + _whole(start)), dtype)
         count = body.cast(body.index(coords[0]), "float64")
         scaled = body.apply("mul", count, body.const(step, "float64"))
         return to_dtype(body, body.apply("add", scaled, body.const(start, "float64")), dtype)
@@ -60,15 +63,21 @@ def arithmetic(value: torch.Tensor, start: float, step: float) -> T:
     return computed(shape, dtype, at, ())
 
 
-def _arange(_: Lowering, value: torch.Tensor, /, end: float, **__: Any) -> T:
+def _whole(number: Size | float) -> Size:
+    return number if isinstance(number, Index) else int(number)
+
+
+def _arange(_: Lowering, value: torch.Tensor, /, end: Size | float, **__: Any) -> T:
     return arithmetic(value, 0, 1)
 
 
-def _arange_start(_: Lowering, value: torch.Tensor, /, start: float, end: float, step: float = 1, **__: Any) -> T:
+def _arange_start(
+    _: Lowering, value: torch.Tensor, /, start: Size | float, end: Size | float, step: Size | float = 1, **__: Any
+) -> T:
     return arithmetic(value, start, step)
 
 
-def _iota(_: Lowering, value: torch.Tensor, /, length: int, *, start: int, step: int, **__: Any) -> T:
+def _iota(_: Lowering, value: torch.Tensor, /, length: Size, *, start: Size, step: Size, **__: Any) -> T:
     return arithmetic(value, start, step)
 
 

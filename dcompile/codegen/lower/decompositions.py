@@ -78,7 +78,7 @@ def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
     """`rule`, or the empty gradient where there are no elements."""
 
     def guarded(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return torch.zeros_like(x) if x.numel() == 0 else rule(grad, x, *args, **kwargs)
+        return torch.zeros_like(x) if compat.is_known_empty(x) else rule(grad, x, *args, **kwargs)
 
     return guarded
 

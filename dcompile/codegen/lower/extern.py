@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.sizes import opaque_shape, variables_of
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.errors import DcompileError
 from dcompile.ir.nodes import View
@@ -48,6 +49,8 @@ LIBRARY = frozenset(
         "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
         "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_qr",
         "linalg_solve_triangular",
+        # checks on numbers of the host program
+        "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
         # Fourier transforms
         "_fft_c2c", "_fft_c2r", "_fft_r2c",
     )
@@ -69,7 +72,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
     """The node as a library call; its result lies in memory."""
     target, value = node.target, node.meta.get("val")
     op, packet = op_text(target), op_text(target).rpartition(".")[0]
-    if op in PLACED and isinstance(value, torch.Tensor):
+    if op in PLACED and isinstance(value, torch.Tensor) and variables_of(opaque_shape(value)[0]) <= low.known:
         return _placed(low, op, value, args, kwargs)
     if is_in_place(target):
         return _in_place(low, node, args, kwargs)
@@ -89,8 +92,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
 def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> T:
     # any strided operand will do: a transposed or sliced one needs no copy
     views = [low.memory(arg).view if isinstance(arg, T) else arg for arg in args]
-    strides = tuple(int(stride) for stride in value.stride())
-    view = low.buffer(shape_of(value), dtype_name(value.dtype), strides)
+    view = low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value))
     low.extern(op, views, [view.buffer], kwargs=kwargs, mode="out")
     return from_view(view, dtype_name(value.dtype))
 
@@ -175,8 +177,7 @@ def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
         return result
     assert result.view is not None
     name = _name(result)
-    strides = tuple(s for s in result.view.strides if isinstance(s, int))
-    out = low.buffer(result.shape, result.dtype, strides, f"{name}_copy")
+    out = low.buffer(result.shape, result.dtype, result.view.strides, f"{name}_copy")
     low.extern("aten.clone.default", [result.view], [out.buffer])
     return from_view(out, result.dtype)
 

@@ -12,8 +12,11 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
+from dcompile.codegen.lower.sizes import opaque_shape, variables_of
+from dcompile.codegen.lower.sizes import shape_of as shape_of
+from dcompile.codegen.lower.sizes import strides_of as strides_of
 from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as
-from dcompile.ir.index import Index, flatten
+from dcompile.ir.index import Index, Size, flatten
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
 
@@ -38,10 +41,18 @@ class Lowering:
         """Values of the inputs that come after the arguments."""
         self.lazy: dict[int, tuple[T, int]] = {}
         """Tensors that are not stored and still have users: by id, with the position of the last one."""
-        self.checked: dict[tuple[View, int, int], T] = {}
+        self.checked: dict[tuple[View, Size, Size], T] = {}
         """Positions whose bounds were checked: where they lie, and against what."""
         self.overwritten: set[str] = set()
         """Inputs whose first values are gone."""
+        self.given: dict[str, Index] = {}
+        """What integer arguments are worth that are not size symbols themselves."""
+        self.known: frozenset[str] = frozenset()
+        """Size symbols that the arguments tell."""
+        self.told: frozenset[str] = frozenset()
+        """Size symbols that library calls have told so far."""
+        self.declined: list[str] = []
+        """Why ops were left to the library for the sake of their sizes."""
         self._stored: dict[int, tuple[T, T]] = {}
         self._brought: dict[tuple[View, str], T] = {}
         """Copies of tensors that lie on another device."""
@@ -140,7 +151,7 @@ class Lowering:
         coords = tuple(where[dim] for dim in range(len(tensor.shape)))
         return body, body.trace(_or_nothing(tensor), coords), coords
 
-    def body(self, ranges: dict[str, int]) -> Body:
+    def body(self, ranges: dict[str, Size]) -> Body:
         """An empty body that reads what is stored already from memory."""
         return Body(ranges, self._stored)
 
@@ -159,6 +170,10 @@ class Lowering:
     ) -> None:
         converted = tuple(self.argument(arg) for arg in args)
         named = tuple((key, self.argument(value)) for key, value in (kwargs or {}).items())
+        sizes = [size for out in outs if out is not None for size in self.buffers[out].shape]
+        sizes += [size for arg in (*converted, *(value for _, value in named)) for size in _sizes_in(arg)]
+        # what tells or takes a size that is known late keeps its place among such calls
+        effect = effect or not variables_of(sizes) <= self.known
         self.steps.append(Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect))
 
     def argument(self, value: Any) -> Arg:
@@ -175,8 +190,10 @@ class Lowering:
 
     def result(self, value: torch.Tensor, name: str) -> T:
         """A buffer for a tensor that a library call allocates."""
-        shape, strides = shape_of(value), tuple(int(stride) for stride in value.stride())
-        return from_view(self.buffer(shape, dtype_name(value.dtype), strides, name), dtype_name(value.dtype))
+        shape, strides = opaque_shape(value)
+        self.told |= variables_of(shape) - self.known
+        view = self.buffer(shape, dtype_name(value.dtype), strides, name)
+        return from_view(view, dtype_name(value.dtype))
 
     def keep_before_overwrite(self, buffer: str, position: int) -> None:
         """Store what still has to be read from `buffer` before it is overwritten."""
@@ -184,6 +201,19 @@ class Lowering:
         for tensor, last in list(self.lazy.values()):
             if last > position and buffer in tensor.reads:
                 self.memory(tensor)
+
+
+def _sizes_in(arg: Arg) -> list[Size]:
+    """The sizes in a library call's argument."""
+    match arg:
+        case View():
+            return [*arg.shape, *arg.strides, arg.offset]
+        case Index():
+            return [arg]
+        case tuple():
+            return [size for item in arg for size in _sizes_in(item)]
+        case _:
+            return []
 
 
 def _or_nothing(tensor: T) -> T:
@@ -195,10 +225,6 @@ def _or_nothing(tensor: T) -> T:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 -> "float32"."""
     return str(dtype).removeprefix("torch.")
-
-
-def shape_of(value: torch.Tensor) -> Shape:
-    return tuple(int(size) for size in value.shape)
 
 
 def literal_text(value: Any) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, shape_of
+from dcompile.codegen.lower.indices import Shape
 from dcompile.codegen.lower.rule import Result, Rule
-from dcompile.codegen.lower.tensor import T, broadcast, computed, constant, from_view, iota_range
+from dcompile.codegen.lower.tensor import T, broadcast, broadcast_shape, computed, constant, from_view, is_within
 from dcompile.codegen.lower.views import reshape
-from dcompile.ir.index import Index
+from dcompile.ir.index import Index, Size, as_size, size_product, typical
 from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
 
@@ -29,40 +29,36 @@ FEW = 8
 """Picking less than one element in so many is no reason for a tensor to be stored."""
 
 
-def checked(low: Lowering, positions: T, size: int, *, wrap: bool) -> T:
+def checked(low: Lowering, positions: T, size: Size, *, wrap: bool) -> T:
     """`positions`, known to lie in [0, size) (with `wrap` from -size): by their form, or by a check at run time."""
-    lowest = -size if wrap else 0
-    known = iota_range(positions)
-    if 0 in positions.shape or (known is not None and lowest <= known[0] and known[1] < size):
+    lowest = as_size(size * -1) if wrap else 0
+    if 0 in positions.shape or is_within(positions, lowest, size):
         return positions
     stored = low.memory(positions)
     assert stored.view is not None
     key = (stored.view, lowest, size)
     if key not in low.checked:
-        strides = tuple(s for s in stored.view.strides if isinstance(s, int))
-        out = low.buffer(stored.shape, stored.dtype, strides, f"{stored.view.buffer}_checked")
+        out = low.buffer(stored.shape, stored.dtype, stored.view.strides, f"{stored.view.buffer}_checked")
         low.extern(CHECK, [stored.view, lowest, size], [out.buffer], effect=True)
         low.checked[key] = from_view(out, stored.dtype)
     return low.checked[key]
 
 
-def position(body: Body, positions: T, coords: Coords, size: int, *, wrap: bool) -> Index:
+def position(body: Body, positions: T, coords: Coords, size: Size, *, wrap: bool) -> Index:
     """The run-time index at `coords`; negative ones count from the end if they may."""
     ref = body.cast(body.trace(positions, coords), "int64")
-    known = iota_range(positions)
-    if wrap and (known is None or known[0] < 0):
+    if wrap and not is_within(positions, 0, size):
         negative = body.apply("lt", ref, body.const(0, "int64"))
         ref = body.apply("where", negative, body.apply("add", ref, body.const(size, "int64")), ref)
     return body.as_index(ref, size)
 
 
-def picks_few(low: Lowering, x: T, count: int) -> bool:
+def picks_few(low: Lowering, x: T, count: Size) -> bool:
     """Are `count` elements of `x` so few that computing them anew is better than storing all of `x` for them?
 
     A cross-entropy picks one logit of a row that its other users compute and forget.
     """
-    known = isinstance(count, int) and isinstance(x.numel, int)
-    return known and count * FEW <= x.numel and not x.sources & low.overwritten
+    return typical(count) * FEW <= typical(x.numel) and not x.sources & low.overwritten
 
 
 def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_: Any) -> T:
@@ -113,7 +109,7 @@ def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: 
 class IndexedSpace:
     """What x[indices] looks like: its shape, and where in x each of its elements lies."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     place: Callable[[Body, Coords], Coords]
 
 
@@ -122,7 +118,7 @@ def indexed_space(low: Lowering, x: T, indices: Sequence[T | None]) -> IndexedSp
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     dims = [dim for dim, _ in given]
     shapes = [index.shape for _, index in given]
-    common = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call, unused-ignore]
+    common = broadcast_shape(shapes)
     start = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     others = tuple(size for dim, size in enumerate(x.shape) if dim not in dims)
     rank = len(common)
@@ -146,7 +142,7 @@ def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | No
         return constant(0, shape, x.dtype)
     space = indexed_space(low, x, indices)
     read = tuple(index for index in indices if index is not None)
-    few = picks_few(low, x, prod(shape))
+    few = picks_few(low, x, size_product(shape))
 
     def at(body: Body, coords: Coords) -> Ref:
         place = space.place(body, coords)

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from dcompile.ir.index import Atom, Div, Index, Mod, Monomial, Ranges, flatten, unflatten, upper_bound, var
+from dcompile.ir.index import (
+    Atom,
+    Div,
+    Index,
+    Mod,
+    Monomial,
+    Ranges,
+    Size,
+    as_index,
+    as_size,
+    exact_quotient,
+    flatten,
+    is_nonnegative,
+    is_symbol,
+    unflatten,
+    upper_bound,
+    var,
+)
 
-Shape = tuple[int, ...]
+Shape = tuple[Size, ...]
 
 
 def lower_bound(index: Index, ranges: Ranges) -> int | None:
@@ -26,7 +43,7 @@ def simplify(index: Index) -> Index:
             continue
         for high, (high_term, coefficient) in single.items():
             joined = _join(low, high)
-            if joined is not None and coefficient == step * low.divisor:
+            if joined is not None and as_size(as_index(low.divisor) * step) == coefficient:
                 return simplify(_without(index, low_term, high_term) + joined * step)
     return index
 
@@ -38,7 +55,7 @@ def _join(low: Mod, high: Atom) -> Index | None:
         case Mod(base=Index(terms=(((Div(base=base, divisor=divisor),), 1),)), divisor=outer) if (
             base == low.base and divisor == low.divisor
         ):
-            return Index((((Mod(base, divisor * outer),), 1),))
+            return Index((((Mod(base, as_size(as_index(divisor) * outer)),), 1),))
     return None
 
 
@@ -51,7 +68,7 @@ def variables(prefix: str, shape: Shape) -> tuple[Index, ...]:
     return tuple(var(f"{prefix}{n}") if size != 1 else Index() for n, size in enumerate(shape))
 
 
-def ranges_of(prefix: str, shape: Shape) -> dict[str, int]:
+def ranges_of(prefix: str, shape: Shape) -> dict[str, Size]:
     return {f"{prefix}{n}": size for n, size in enumerate(shape)}
 
 
@@ -64,11 +81,11 @@ def reshaped(coords: tuple[Index, ...], source: Shape, target: Shape, ranges: Ra
 
 @lru_cache(maxsize=1024)
 def _contiguous(shape: Shape) -> Shape:
-    strides: list[int] = []
-    step = 1
+    strides: list[Size] = []
+    step: Size = 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1)
+        step = as_size(step * size) if size != 0 else step
     return tuple(reversed(strides))
 
 
@@ -77,41 +94,57 @@ def contiguous(shape: Shape) -> Shape:
     return _contiguous(shape)
 
 
-def affine_strides(index: Index, shape: Shape) -> tuple[Shape, int] | None:
+def affine_strides(index: Index, shape: Shape) -> tuple[Shape, Size] | None:
     """Strides and offset of an index over `i0, i1, ...` if it is a strided view."""
-    if not index.is_affine:
+    if not _divides_sizes_only(index):
         return None
-    strides: list[int] = []
+    strides: list[Size] = []
     rest = index
     for n, size in enumerate(shape):
         coefficient = index.coefficient(f"i{n}")
-        step = None if coefficient is None else coefficient.constant
-        if step is None or step < 0:
+        if coefficient is None or not all(map(is_symbol, coefficient.variables)):
+            return None
+        if not is_nonnegative(coefficient, {}):
             return None  # torch has no negative strides
-        strides.append(step if size != 1 else 0)
-        rest = rest - var(f"i{n}") * step
-    offset = rest.constant
-    return None if offset is None or offset < 0 else (tuple(strides), offset)
+        strides.append(as_size(coefficient) if size != 1 else 0)
+        rest = rest - var(f"i{n}") * coefficient
+    fixed = all(map(is_symbol, rest.variables)) and is_nonnegative(rest, {})
+    return (tuple(strides), as_size(rest)) if fixed else None
+
+
+def _divides_sizes_only(index: Index) -> bool:
+    """No division or remainder of a loop variable."""
+    if index.is_affine:
+        return True
+    atoms = (atom for monomial, _ in index.terms for atom in monomial if isinstance(atom, Div | Mod))
+    return all(map(is_symbol, (name for atom in atoms for name in atom.base.variables)))
 
 
 def is_dense(shape: Shape, strides: Shape) -> bool:
-    """The elements fill a block of memory without gaps or overlap (any order of dimensions)."""
+    """The elements are known to fill a block of memory without gaps or overlap (any order of dimensions)."""
     if 0 in shape:
         return True
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
-        if stride != expected:
+    left = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
+    expected: Size = 1
+    while left:
+        found = next((pair for pair in left if pair[0] == expected), None)
+        if found is None:
             return False
-        expected *= size
+        left.remove(found)
+        expected = as_size(expected * found[1])
     return True
 
 
 def is_distinct(shape: Shape, strides: Shape) -> bool:
     """No two elements share a place; there may be gaps between them."""
-    if 0 in shape:
+    if 0 in shape or is_dense(shape, strides):
         return True
+    pairs = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
+    known = [(stride, size) for stride, size in pairs if isinstance(stride, int) and isinstance(size, int)]
+    if len(known) != len(pairs):
+        return False  # not known to be
     reach = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+    for stride, size in sorted(known):
         if stride <= reach:
             return False
         reach += stride * (size - 1)
@@ -129,15 +162,15 @@ def view_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None:
     """Strides with which a strided array of `shape` is seen as `target` without a copy, as torch's view decides."""
     if 0 in shape:
         return contiguous(target)
-    blocks: list[tuple[int, int]] = []  # (elements, innermost stride) of runs that lie one after another
+    blocks: list[tuple[Size, Size]] = []  # (elements, innermost stride) of runs that lie one after another
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
             continue
-        if blocks and blocks[-1][1] == size * stride:
-            blocks[-1] = (blocks[-1][0] * size, stride)
+        if blocks and blocks[-1][1] == as_size(size * stride):
+            blocks[-1] = (as_size(blocks[-1][0] * size), stride)
         else:
             blocks.append((size, stride))
-    result: list[int] = []
+    result: list[Size] = []
     left, step = blocks.pop() if blocks else (1, 1)
     for size in reversed(target):
         if size == 1:
@@ -145,9 +178,10 @@ def view_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None:
             continue
         if left == 1 and blocks:
             left, step = blocks.pop()
-        if left % size:
+        quotient = exact_quotient(left, size)
+        if quotient is None:
             return None
         result.append(step)
-        left //= size
-        step *= size
+        left = quotient
+        step = as_size(step * size)
     return tuple(reversed(result))

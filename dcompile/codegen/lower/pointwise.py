@@ -11,6 +11,7 @@ import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.indices import Shape
 from dcompile.codegen.lower.rule import Result, Rule, common_dtype, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed
 from dcompile.ir.nodes import Const, Ref
@@ -355,6 +356,8 @@ def _table() -> dict[str, Pointwise]:
         table[f"aten.div.{overload}"] = Pointwise(_div, 2, heavy=True, exact_numbers=overload in _BOTH)
     table |= {f"prims.{name}.default": table[f"aten.{name}.default"] for name in _PRIMS}
     return table | {
+        # autograd's own name for a division, where AOTAutograd does not take it apart
+        "aten.true_divide.Tensor": table["aten.div.Tensor"],
         "aten.angle.default": Pointwise(_angle, 1, ops=3),
         "aten.gcd.default": Pointwise(_simple("gcd"), 2, heavy=True),
         "aten.lcm.default": Pointwise(_lcm, 2, heavy=True, ops=4),
@@ -437,7 +440,7 @@ def _where(_: Lowering, value: torch.Tensor, /, condition: T, a: Any, b: Any) ->
     return select(condition, a, b, shape_of(value), dtype_name(value.dtype))
 
 
-def select(condition: T, a: T | float, b: T | float, shape: tuple[int, ...], dtype: str) -> T:
+def select(condition: T, a: T | float, b: T | float, shape: Shape, dtype: str) -> T:
     """`a` where the condition holds, else `b`."""
     condition = broadcast(condition, shape)
     choices = [broadcast(arg, shape) if isinstance(arg, T) else arg for arg in (a, b)]

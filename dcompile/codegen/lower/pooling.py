@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.body import Body, Coords
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.indices import is_dense, ranges_of, variables
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.indices import Shape, is_dense, ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.shapes import below, both, not_below
 from dcompile.codegen.lower.tensor import T, computed, constant, from_view
-from dcompile.ir.index import Index, as_index, flatten, floordiv, modulo
+from dcompile.ir.index import Index, Size, as_index, as_size, flatten, floordiv, modulo
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
 
@@ -32,7 +32,7 @@ def each(value: Any, rank: int, default: Sequence[int] | None = None) -> tuple[i
     return tuple(given) * rank if len(given) == 1 else tuple(given)
 
 
-def _clamped(body: Body, index: Index, low: int, high: int) -> Ref:
+def _clamped(body: Body, index: Index, low: int, high: Size) -> Ref:
     ref = body.apply("max", body.index(index), body.const(low, "int64"))
     return body.apply("min", ref, body.const(high, "int64"))
 
@@ -40,7 +40,7 @@ def _clamped(body: Body, index: Index, low: int, high: int) -> Ref:
 class _Window:
     """kernel, stride and padding along each of the last dimensions, and how many elements an average counts."""
 
-    def __init__(self, size: tuple[int, ...], kernel: Any, stride: Any, padding: Any, include: bool, by: Any) -> None:
+    def __init__(self, size: Shape, kernel: Any, stride: Any, padding: Any, include: bool, by: Any) -> None:
         rank = len(size)
         self.size = size
         self.kernel = each(kernel, rank)
@@ -56,7 +56,7 @@ class _Window:
         for c, size, kernel, stride, pad in zip(at, self.size, self.kernel, self.stride, self.padding, strict=True):
             start = c * stride - pad
             if self.include:
-                end = body.apply("min", body.index(start + kernel), body.const(size + pad, "int64"))
+                end = body.apply("min", body.index(start + kernel), body.const(as_size(size + pad), "int64"))
                 count = body.apply("sub", end, body.index(start))
             else:
                 count = body.apply("sub", _clamped(body, start + kernel, 0, size), _clamped(body, start, 0, size))
@@ -115,7 +115,7 @@ def summed(
         return computed(shape, dtype, at, args, ops=3 * prod(counts), heavy=True)
     body, coords = low.body({**ranges_of("i", shape), **ranges_of("j", counts)}), variables("i", shape)
     total = body.reduce("sum", element(body, coords, variables("j", counts)))
-    strides = tuple(int(stride) for stride in value.stride())
+    strides = strides_of(value)
     view = low.buffer(shape, dtype, strides if is_dense(shape, strides) else None)
     result = to_dtype(body, finish(body, total, coords), dtype)
     low.loop(shape, counts, body, [Store(view.buffer, flatten(coords, view.strides), result)])

@@ -12,23 +12,29 @@ from torch.fx import GraphModule, Node
 
 from dcompile.codegen.lower import aten_graph
 from dcompile.codegen.lower.extern import Fixed, Unsupported, call_library
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.rules import RULES
+from dcompile.codegen.lower.scalars import scalar
+from dcompile.codegen.lower.sizes import Inexpressible, opaque_shape, size_of, variables_of
 from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, from_view
 from dcompile.codegen.lower.uses import Kind, Uses, find_uses
-from dcompile.ir.index import Index
+from dcompile.ir.index import Index, Size, as_index, as_size, typical, var
 from dcompile.ir.nodes import Program, View
 from dcompile.ir.ops import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A program and the values of its last inputs: tensors that the graph module itself holds, by input name."""
+    """A program and the values of its last inputs: tensors that the graph module itself holds, by input name.
+
+    `declined` says why calls were left to the library that would have become loops, were it not for their sizes.
+    """
 
     program: Program
     constants: dict[str, Any] = field(default_factory=dict)
+    declined: tuple[str, ...] = ()
 
 
 def lower(gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *, aten: bool = False) -> Lowered:
@@ -36,25 +42,12 @@ def lower(gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *
 
     Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
     """
-    if aten or not is_static(gm):
+    if aten:
         return Lowered(*aten_graph.lower(gm, name, grads))
     try:
         return _Walk(gm, name).run(grads)
-    except Unsupported as reason:
+    except (Unsupported, Inexpressible) as reason:
         return Lowered(*aten_graph.lower(gm, name, grads, because=str(reason)))
-
-
-def is_static(gm: GraphModule) -> bool:
-    """No symbolic integer anywhere: every shape is known."""
-    return not any(_is_symbolic(node.meta.get("val")) for node in gm.graph.nodes)
-
-
-def _is_symbolic(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
-    if isinstance(value, (tuple, list)):
-        return any(map(_is_symbolic, value))
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def kind_of(node: Node) -> Kind:
@@ -83,8 +76,7 @@ class _Walk:
             self.low.position, self.low.node = position, node.name
             match node.op:
                 case "placeholder":
-                    self.values[node] = self._input(node.name, node.meta.get("val"))
-                    self.arguments.append(node.name)
+                    self.values[node] = self._placeholder(node)
                 case "get_attr":
                     self.values[node] = self._attribute(node)
                 case "call_function":
@@ -96,18 +88,35 @@ class _Walk:
                     raise Unsupported(f"dcompile: a node of kind {node.op}")
         low = self.low
         inputs = (*self.arguments, *low.constants)
-        program = Program(low.name, inputs, outputs, tuple(low.buffers.values()), tuple(low.steps), grads)
-        return Lowered(program, low.constants)
+        sizes = tuple(low.given.items())
+        buffers = tuple(low.buffers.values())
+        program = Program(low.name, inputs, outputs, buffers, tuple(low.steps), grads, sizes=sizes)
+        return Lowered(program, low.constants, tuple(dict.fromkeys(low.declined)))
 
     # --- inputs and outputs ---
 
-    def _input(self, name: str, value: Any) -> T:
-        if not isinstance(value, torch.Tensor):
-            raise Unsupported(f"dcompile: input {name} is a {type(value).__name__}, not a tensor")
-        strides = tuple(int(stride) for stride in value.stride())
+    def _placeholder(self, node: Node) -> Any:
+        """An argument of the graph: a tensor, or a number that sizes are made of."""
+        value: Any = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            self.arguments.append(node.name)
+            return self._input(node.name, value)
+        if not isinstance(value, torch.SymInt):
+            raise Unsupported(f"dcompile: input {node.name} is a {type(value).__name__}, not a tensor")
+        size = as_index(size_of(value))
+        name = str(size)
+        if size != var(name) or name in self.arguments:
+            self.low.given[node.name] = size
+            name = node.name
+        self.low.known |= size.variables
+        self.arguments.append(name)
+        return as_size(size)
+
+    def _input(self, name: str, value: torch.Tensor) -> T:
         self.low.device = value.device.type
-        view = self.low.buffer(shape_of(value), dtype_name(value.dtype), strides, name)
+        view = self.low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value), name)
         self.low.inputs[view.buffer] = None
+        self.low.known |= variables_of((*view.shape, *view.strides))
         return from_view(view, dtype_name(value.dtype))
 
     def _attribute(self, node: Node) -> Any:
@@ -141,18 +150,24 @@ class _Walk:
     def _lowered(self, node: Node) -> Any:
         args = [self._argument(arg) for arg in node.args]
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
-        if node.target is operator.getitem:
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
             return args[0][args[1]]
         args = _in_order(node.target, args, kwargs)
         value: Any = node.meta.get("val")
         self.low.device = _device_of(value) or self.low.device
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return scalar(self.low, node, value, args, kwargs)
         if str(node.target) in OVERWRITES:
             return overwrite_input(self.low, value, args[0], *map(self._brought, args[1:]))
         rule = RULES.get(str(node.target))
         if rule is not None and _fits_a_loop(value) and all(map(_fits_a_loop, args)):
-            result = rule.lower(self.low, value, *self._small([self._brought(arg) for arg in args]), **kwargs)
-            if result is not NotImplemented:
-                return result
+            try:
+                self._require_known(value, args)
+                result = rule.lower(self.low, value, *self._small([self._brought(arg) for arg in args]), **kwargs)
+                if result is not NotImplemented:
+                    return result
+            except Inexpressible as reason:
+                self.low.declined.append(f"{node.target} is left to the library: {reason}")
         elif rule is not None and rule.kind == "view" and _is_strided(value):
             result = rule.lower(self.low, value, *args, **kwargs)
             if result is not NotImplemented and _in_memory(result):
@@ -164,6 +179,24 @@ class _Walk:
         if isinstance(arg, list):
             return [self._brought(item) for item in arg]
         return self.low.brought(arg, self.low.device) if isinstance(arg, T) else arg
+
+    def _require_known(self, value: Any, args: Any) -> None:
+        """Raise Inexpressible unless every size is known when the program is called."""
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, torch.Tensor):
+                self._require_sizes(shape_of(item))
+        for arg in args:
+            if isinstance(arg, T):
+                self._require_sizes(arg.shape)
+            elif isinstance(arg, list):
+                self._require_known(None, arg)
+            elif isinstance(arg, Index):
+                self._require_sizes((arg,))
+
+    def _require_sizes(self, sizes: tuple[Size, ...]) -> None:
+        unknown = variables_of(sizes) - self.low.known
+        if unknown:
+            raise Inexpressible(f"the size {', '.join(sorted(unknown))} is known only after a library call")
 
     def _small(self, args: list[Any]) -> list[Any]:
         """The arguments, the largest of them stored until what is inlined into one body stays within limits."""
@@ -195,9 +228,12 @@ class _Walk:
         return tensor
 
     def _torch_layout(self, tensor: T, value: torch.Tensor) -> T:
-        shape, dtype = shape_of(value), dtype_name(value.dtype)
-        assert (tensor.shape, tensor.dtype) == (shape, dtype), f"{self.low.node}: {tensor.shape} {tensor.dtype}"
-        strides = tuple(int(stride) for stride in value.stride())
+        (shape, strides), dtype = opaque_shape(value), dtype_name(value.dtype)
+        symbolic = any(isinstance(size, Index) for size in (*shape, *tensor.shape))
+        same = len(tensor.shape) == len(shape) if symbolic else tensor.shape == shape
+        assert same and tensor.dtype == dtype, f"{self.low.node}: {tensor.shape} {tensor.dtype}"
+        if tensor.shape != shape:
+            tensor = _of_equal_shape(tensor, shape)
         return tensor if tensor.strides == strides else replace(tensor, strides=strides)
 
     def _is_stored(self, node: Node, tensor: T) -> bool:
@@ -208,7 +244,14 @@ class _Walk:
             return False  # a view of something that was found worth computing where it is used
         if uses.memory:
             return True
-        return not tensor.is_cheap and (uses.count > 1 or uses.numel > tensor.numel)
+        return not tensor.is_cheap and (uses.count > 1 or uses.numel > typical(tensor.numel))
+
+
+def _of_equal_shape(tensor: T, shape: tuple[Size, ...]) -> T:
+    """`tensor` with its sizes written as torch writes them; they are equal by a guard of torch's."""
+    if tensor.view is not None:
+        return from_view(replace(tensor.view, shape=shape), tensor.dtype)
+    return replace(tensor, shape=shape)
 
 
 def _device_of(value: Any) -> str | None:
@@ -249,6 +292,8 @@ def _fits_a_loop(value: Any) -> bool:
     """A tensor (or several) of dtypes that loops may hold, or no tensor at all."""
     if isinstance(value, T):
         return value.dtype in DTYPES
+    if isinstance(value, View):
+        return False  # a number that a library call has computed
     if isinstance(value, torch.Tensor):
         return dtype_name(value.dtype) in DTYPES and value.layout == torch.strided
     if isinstance(value, complex):

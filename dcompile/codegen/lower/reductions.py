@@ -14,10 +14,10 @@ from dcompile.codegen.lower.indices import Shape, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, from_view
-from dcompile.ir.index import flatten
+from dcompile.ir.index import Index, Size, flatten, size_product
 from dcompile.ir.nodes import Ref, Store
 
-Build = Callable[[Body, Ref, int], tuple[Ref, ...]]
+Build = Callable[[Body, Ref, Size], tuple[Ref, ...]]
 """From the element and the number of reduced elements to the results of the row."""
 
 
@@ -37,9 +37,7 @@ def reduced(low: Lowering, values: Sequence[torch.Tensor | None], x: T, dim: Any
     body, element, _ = low.trace_over(x, outer_dims, inner_dims)
     outer: Shape = tuple(x.shape[d] for d in outer_dims)
     inner: Shape = tuple(x.shape[d] for d in inner_dims)
-    count = 1
-    for size in inner:
-        count *= size
+    count = size_product(inner)
     stores: list[Store] = []
     results: list[T | None] = []
     for value, ref in zip(values, build(body, element, count), strict=True):
@@ -57,7 +55,7 @@ def reduced(low: Lowering, values: Sequence[torch.Tensor | None], x: T, dim: Any
     return tuple(results)
 
 
-def _one(low: Lowering, value: torch.Tensor, /, x: T, dim: Any, build: Callable[[Body, Ref, int], Ref]) -> T:
+def _one(low: Lowering, value: torch.Tensor, /, x: T, dim: Any, build: Callable[[Body, Ref, Size], Ref]) -> T:
     (result,) = reduced(low, (value,), x, dim, lambda body, ref, count: (build(body, ref, count),))
     assert result is not None
     return result
@@ -84,13 +82,13 @@ def _prod_all(low: Lowering, value: torch.Tensor, /, x: T, **_: Any) -> T:
 def _mean(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
     compute = opmath(dtype_name(value.dtype))
 
-    def build(body: Body, ref: Ref, count: int) -> Ref:
+    def build(body: Body, ref: Ref, count: Size) -> Ref:
         return divided(body, body.reduce("sum", to_dtype(body, ref, compute)), count)
 
     return _one(low, value, x, dim, build)
 
 
-def divided(body: Body, ref: Ref, count: float) -> Ref:
+def divided(body: Body, ref: Ref, count: Size | float) -> Ref:
     return body.apply("div", ref, body.const(count, body.dtype(ref)))
 
 
@@ -116,7 +114,7 @@ def _with_position(op: str) -> Callable[..., tuple[T | None, ...]]:
     def rule(low: Lowering, value: Sequence[torch.Tensor], /, x: T, dim: int, *_: Any) -> tuple[T | None, ...]:
         compute = opmath(x.dtype)
 
-        def build(body: Body, ref: Ref, _: int) -> tuple[Ref, ...]:
+        def build(body: Body, ref: Ref, _: Size) -> tuple[Ref, ...]:
             element = to_dtype(body, ref, compute)
             return body.reduce(op, element), body.reduce(f"arg{op}", element, "int64")
 
@@ -132,13 +130,16 @@ def _truth(op: str) -> Callable[..., T]:
     return rule
 
 
-def moments(body: Body, ref: Ref, count: int, correction: float, compute: str) -> tuple[Ref, Ref]:
+def moments(body: Body, ref: Ref, count: Size, correction: float, compute: str) -> tuple[Ref, Ref]:
     """(variance, mean) in two passes: exact mean first, so that no cancellation needs more than `compute`."""
     element = to_dtype(body, ref, compute)
     mean = divided(body, body.reduce("sum", element), count)
     difference = body.apply("sub", element, mean)
     squares = body.reduce("sum", body.apply("mul", difference, difference))
-    return divided(body, squares, max(count - correction, 0)), mean
+    if not isinstance(count, Index):
+        return divided(body, squares, max(count - correction, 0)), mean
+    left = body.apply("sub", body.const(count, compute), body.const(correction, compute))
+    return body.apply("div", squares, body.apply("max", left, body.const(0, compute))), mean
 
 
 def _var(
@@ -153,7 +154,7 @@ def _std(
 ) -> T:
     compute, by = opmath(x.dtype), 1 if correction is None else correction
 
-    def build(body: Body, ref: Ref, count: int) -> Ref:
+    def build(body: Body, ref: Ref, count: Size) -> Ref:
         return body.apply("sqrt", moments(body, ref, count, by, compute)[0])
 
     return _one(low, value, x, dim, build)
@@ -169,7 +170,7 @@ def _var_mean(
 def _logsumexp(low: Lowering, value: torch.Tensor, /, x: T, dim: Any, *_: Any) -> T:
     compute = opmath(dtype_name(value.dtype))
 
-    def build(body: Body, ref: Ref, _: int) -> Ref:
+    def build(body: Body, ref: Ref, _: Size) -> Ref:
         element = to_dtype(body, ref, compute)
         top = finite(body, body.reduce("max", element))
         total = body.reduce("sum", body.apply("exp", body.apply("sub", element, top)))
@@ -186,7 +187,7 @@ def finite(body: Body, ref: Ref) -> Ref:
 def _norm(low: Lowering, value: torch.Tensor, /, x: T, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> Result:
     compute = opmath(dtype_name(value.dtype))
 
-    def build(body: Body, ref: Ref, _: int) -> Ref:
+    def build(body: Body, ref: Ref, _: Size) -> Ref:
         element = to_dtype(body, ref, compute)
         if order == 0:
             nonzero = body.apply("ne", element, body.const(0, compute))

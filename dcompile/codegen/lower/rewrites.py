@@ -29,7 +29,7 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
     """Channels of `groups` groups, dealt out in turn; laid out as `x` is."""
-    if x.numel() == 0:
+    if compat.is_known_empty(x):
         return x.clone()
     split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     return split.transpose(1, 2).reshape(x.shape).clone(memory_format=compat.suggest_memory_format(x))
@@ -37,7 +37,7 @@ def channel_shuffle(x: Tensor, groups: int) -> Tensor:
 
 def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
     """Every `factor` x `factor` square becomes channels; without elements the shape stays, as it does in eager."""
-    if x.numel() == 0:
+    if compat.is_known_empty(x):
         return x.clone()
     *lead, channels, height, width = x.shape
     n = len(lead)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.body import Body
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.reductions import moments
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, from_view
 from dcompile.codegen.lower.views import reshape
-from dcompile.ir.index import flatten
+from dcompile.ir.index import flatten, size_product
 from dcompile.ir.nodes import Ref, Store
 
 Build = Callable[..., Ref]
@@ -31,7 +31,7 @@ def _by_row(
     body, first, coords = low.trace_over(tensors[0], [d for d in range(rank) if d != inner], [inner])
     refs = [first, *(body.trace(tensor, coords) for tensor in tensors[1:])]
     result = to_dtype(body, build(body, *(to_dtype(body, ref, compute) for ref in refs)), dtype_name(value.dtype))
-    strides = tuple(int(stride) for stride in value.stride()) or (1,)
+    strides = strides_of(value) or (1,)
     view = low.buffer(shape, dtype_name(value.dtype), strides)
     outer = tuple(size for d, size in enumerate(shape) if d != inner)
     low.loop(outer, (shape[inner],), body, [Store(view.buffer, flatten(coords, view.strides), result)])
@@ -80,9 +80,7 @@ def _layer_norm(
     rank, first = len(x.shape), len(x.shape) - len(normalized)
     compute = opmath(x.dtype)
     body, element, coords = low.trace_over(x, range(first), range(first, rank))
-    count = 1
-    for size in normalized:
-        count *= size
+    count = size_product(x.shape[first:])
     variance, mean = moments(body, element, count, 0, compute)
     scale = body.apply("rsqrt", body.apply("add", variance, body.const(eps, compute)))
     y = body.apply("mul", body.apply("sub", to_dtype(body, element, compute), mean), scale)

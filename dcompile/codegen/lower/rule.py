@@ -11,6 +11,7 @@ import torch
 
 from dcompile.codegen.lower.tensor import T
 from dcompile.codegen.lower.uses import Kind
+from dcompile.ir.index import Index, Size
 from dcompile.ir.ops import DTYPES
 
 Result = Any
@@ -51,8 +52,8 @@ def common_dtype(args: tuple[Any, ...]) -> str:
     return result
 
 
-def number_dtype(number: bool | int | float) -> str:
-    return "bool" if isinstance(number, bool) else "int64" if isinstance(number, int) else "float32"
+def number_dtype(number: bool | float | Size) -> str:
+    return "bool" if isinstance(number, bool) else "int64" if isinstance(number, int | Index) else "float32"
 
 
 def _category(dtype: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.body import Body
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.tensor import T, from_view
@@ -42,7 +42,7 @@ def _scanned(low: Lowering, values: Sequence[torch.Tensor], x: T, dim: int, buil
     stores, results = [], []
     for value, ref in zip(values, build(body, element, coords[inner]), strict=True):
         dtype = dtype_name(value.dtype)
-        view = low.buffer(shape, dtype, tuple(int(stride) for stride in value.stride()) or (1,))
+        view = low.buffer(shape, dtype, strides_of(value) or (1,))
         stores.append(Store(view.buffer, flatten(coords, view.strides), to_dtype(body, ref, dtype)))
         results.append(reshape(from_view(view, dtype), shape_of(value)))
     low.loop(tuple(shape[d] for d in outer), (shape[inner],), body, stores)

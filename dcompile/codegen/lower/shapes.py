@@ -9,13 +9,14 @@ import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.indices import lower_bound
+from dcompile.codegen.lower.indices import Shape
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
+from dcompile.codegen.lower.sizes import Inexpressible
 from dcompile.codegen.lower.tensor import T, broadcast, computed, fresh
-from dcompile.codegen.lower.views import COPIES, along, reshape
+from dcompile.codegen.lower.views import COPIES, along, first_of, place_of, reshape
 from dcompile.codegen.lower.views import RULES as VIEWS
-from dcompile.ir.index import Index, as_index, floordiv, modulo, upper_bound
+from dcompile.ir.index import Index, Size, as_index, as_size, floordiv, is_below, is_nonnegative, modulo
 from dcompile.ir.nodes import Ref
 
 MAX_PIECES = 12
@@ -25,17 +26,16 @@ Inside = Callable[[Body, Coords], Ref | bool]
 """Whether an element comes from a piece: known while compiling, or a truth value of the body."""
 
 
-def below(body: Body, index: Index, limit: int) -> Ref | bool:
+def below(body: Body, index: Index, limit: Size) -> Ref | bool:
     """`index < limit`, decided now where the ranges say so."""
-    high, low = upper_bound(index, body.ranges), lower_bound(index, body.ranges)
-    if high is not None and high < limit:
+    if is_below(index, limit, body.ranges):
         return True
-    if low is not None and low >= limit:
+    if is_nonnegative(index - limit, body.ranges):
         return False
     return body.apply("lt", body.index(index), body.const(limit, "int64"))
 
 
-def not_below(body: Body, index: Index, limit: int) -> Ref | bool:
+def not_below(body: Body, index: Index, limit: Size) -> Ref | bool:
     found = below(body, index, limit)
     return (not found) if isinstance(found, bool) else body.apply("not", found)
 
@@ -69,13 +69,13 @@ def _cat(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int = 0
     return cat([t for t in pieces if 0 not in t.shape] or pieces[:1], dim % len(shape), shape, dtype)
 
 
-def cat(pieces: Sequence[T], dim: int, shape: tuple[int, ...], dtype: str) -> Result:
+def cat(pieces: Sequence[T], dim: int, shape: Shape, dtype: str) -> Result:
     """Pieces one after another along `dim`."""
     if len(pieces) > MAX_PIECES:
         return NotImplemented
-    starts = [0]
+    starts: list[Size] = [0]
     for piece in pieces[:-1]:
-        starts.append(starts[-1] + piece.shape[dim])
+        starts.append(as_size(starts[-1] + piece.shape[dim]))
 
     def choose(body: Body, coords: Coords, number: int) -> Ref:
         """The element, knowing that it does not come from a piece before `number`."""
@@ -95,7 +95,7 @@ def cat(pieces: Sequence[T], dim: int, shape: tuple[int, ...], dtype: str) -> Re
 
         if number + 1 == len(pieces):
             return element()
-        return _choose(body, below(body, at, start + piece.shape[dim]), element, later)
+        return _choose(body, below(body, at, as_size(start + piece.shape[dim])), element, later)
 
     return computed(
         shape,
@@ -113,7 +113,7 @@ def _stack(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int =
     return cat(pieces, dim, shape, dtype_name(value.dtype))
 
 
-def _pad(_: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[int], fill: float = 0) -> T:
+def _pad(_: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[Size], fill: float = 0) -> T:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     rank = len(shape)
     before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
@@ -135,14 +135,18 @@ def _slice_scatter(
     x: T,
     source: T,
     dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
+    start: Size | None = None,
+    end: Size | None = None,
     step: int = 1,
 ) -> T:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     dim %= len(shape)
-    first, last, _step = slice(start, end, step).indices(shape[dim])
-    count = max(0, -(-(last - first) // step))
+    first, count = _slice_of(shape[dim], start, end, step, source, dim - len(shape))
+    return _put(x, source, shape, dtype, dim, first, count, step)
+
+
+def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count: Size, step: int = 1) -> T:
+    """`x` with `source` in `count` places along `dim`."""
     expected = (*shape[:dim], count, *shape[dim + 1 :])
     if count == 0:
         return fresh(x)
@@ -150,7 +154,7 @@ def _slice_scatter(
 
     def at(body: Body, coords: Coords) -> Ref:
         moved = coords[dim] - first
-        inside = both(body, not_below(body, moved, 0), below(body, coords[dim], first + (count - 1) * step + 1))
+        inside = both(body, not_below(body, moved, 0), below(body, moved, as_size((count - 1) * step + 1)))
         if step > 1 and inside is not False:
             on = body.apply("eq", body.index(modulo(moved, step, body.ranges)), body.const(0, "int64"))
             inside = both(body, inside, on)
@@ -163,11 +167,21 @@ def _slice_scatter(
     return computed(shape, dtype, at, (x, source), ops=3)
 
 
-def _select_scatter(low: Lowering, value: torch.Tensor, /, x: T, source: T, dim: int, position: int) -> Result:
+def _slice_of(size: Size, start: Size | None, end: Size | None, step: int, source: T, dim: int) -> tuple[Size, Size]:
+    """Where a slice that `source` is written to begins, and its length."""
+    if isinstance(size, int) and isinstance(start, int | None) and isinstance(end, int | None):
+        first, last, _ = slice(start, end, step).indices(size)
+        return first, max(0, -(-(last - first) // step))
+    if len(source.shape) < -dim or source.shape[dim] == 1:
+        raise Inexpressible("the length of a slice that is expanded to")
+    return first_of(start, size), source.shape[dim]
+
+
+def _select_scatter(_: Lowering, value: torch.Tensor, /, x: T, source: T, dim: int, position: Size) -> Result:
     dim %= len(x.shape)
-    position %= x.shape[dim]
+    position = place_of(position, x.shape[dim])
     source = reshape(broadcast(source, (*x.shape[:dim], *x.shape[dim + 1 :])), (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
-    return _slice_scatter(low, value, x, source, dim, position, position + 1)
+    return _put(x, source, shape_of(value), dtype_name(value.dtype), dim, position, 1)
 
 
 def _diagonal_scatter(
@@ -207,8 +221,8 @@ def _triangle(keep_below: bool) -> Callable[..., T]:
     return rule
 
 
-def _narrow(_: Lowering, value: torch.Tensor, /, x: T, dim: int, start: int, __: int) -> T:
-    start = start + x.shape[dim] if start < 0 else start
+def _narrow(_: Lowering, value: torch.Tensor, /, x: T, dim: int, start: Size, __: Size) -> T:
+    start = place_of(start, x.shape[dim])
     return fresh(along(x, dim, shape_of(value), lambda c: c + start))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcompile.codegen.lower.body import Body, Coords
@@ -10,12 +10,12 @@ from dcompile.codegen.lower.indices import (
     Shape,
     affine_strides,
     contiguous,
-    lower_bound,
     ranges_of,
     same_layout,
     variables,
 )
-from dcompile.ir.index import as_index, flatten, upper_bound
+from dcompile.codegen.lower.sizes import Inexpressible
+from dcompile.ir.index import Size, as_index, flatten, is_below, is_nonnegative, size_product
 from dcompile.ir.nodes import Const, IndexOf, Ref, View
 
 At = Callable[[Body, Coords], Ref]
@@ -56,17 +56,13 @@ class T:
         return self.loads <= 1 and self.ops <= 2 and not self.heavy
 
     @property
-    def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+    def numel(self) -> Size:
+        return size_product(self.shape)
 
 
 def from_view(view: View, dtype: str) -> T:
     """The tensor that lies in a buffer."""
-    shape = tuple(size for size in view.shape if isinstance(size, int))
-    strides = tuple(stride for stride in view.strides if isinstance(stride, int))
+    shape, strides = view.shape, view.strides
     offset = as_index(view.offset)
 
     def at(body: Body, coords: Coords) -> Ref:
@@ -135,6 +131,9 @@ def broadcast(tensor: T, shape: Shape) -> T:
     lead = len(shape) - len(tensor.shape)
     zero = as_index(0)
     fixed = [size == 1 for size in tensor.shape]
+    for size, wanted in zip(tensor.shape, shape[lead:], strict=True):
+        if size not in (1, wanted):
+            raise Inexpressible(f"whether ({size}) is 1 or ({wanted})")
 
     def remap(_: Body, coords: Coords) -> Coords:
         return tuple(zero if one else c for one, c in zip(fixed, coords[lead:], strict=True))
@@ -142,26 +141,38 @@ def broadcast(tensor: T, shape: Shape) -> T:
     return remapped(tensor, shape, remap)
 
 
-def iota_range(tensor: T) -> tuple[int, int] | None:
-    """(smallest, largest) of an integer tensor that is an index expression of its coordinates, such as arange."""
+def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape that tensors of these shapes are expanded to together."""
+    rank = max(map(len, shapes))
+    result: list[Size] = []
+    for places in zip(*((*(1,) * (rank - len(shape)), *shape) for shape in shapes), strict=True):
+        others = dict.fromkeys(size for size in places if size != 1)
+        if len(others) > 1:
+            raise Inexpressible(f"which of {', '.join(map(str, others))} is 1")
+        result.append(next(iter(others), 1))
+    return tuple(result)
+
+
+def is_within(tensor: T, low: Size, high: Size) -> bool:
+    """Is this an index expression of its coordinates, such as arange, known to be in [low, high)?"""
     if tensor.loads or 0 in tensor.shape:
-        return None
+        return False
     body = Body(ranges_of("i", tensor.shape))
     value = body.values[body.trace(tensor, variables("i", tensor.shape))]
     if isinstance(value, Const):
-        return int(value.value), int(value.value)
-    if not isinstance(value, IndexOf):
-        return None
-    low, high = lower_bound(value.index, body.ranges), upper_bound(value.index, body.ranges)
-    return None if low is None or high is None else (low, high)
+        index = as_index(int(value.value))
+    elif isinstance(value, IndexOf):
+        index = value.index
+    else:
+        return False
+    return is_nonnegative(index - low, body.ranges) and is_below(index, high, body.ranges)
 
 
 def laid_out_as(tensor: T, strides: Shape) -> bool:
     """In memory already, with these strides."""
     if tensor.view is None:
         return False
-    own = tuple(stride for stride in tensor.view.strides if isinstance(stride, int))
-    return same_layout(tensor.shape, own, strides)
+    return same_layout(tensor.shape, tensor.view.strides, strides)
 
 
 def fresh(tensor: T) -> T:

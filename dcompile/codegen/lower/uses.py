@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
+
+from dcompile.codegen.lower.sizes import estimate
 
 Kind = Literal["view", "loop", "memory"]
 """How an op takes its arguments: as a view of them, element by element in a loop of ours, or from memory."""
@@ -54,8 +57,5 @@ def _use(user: Node, node: Node, kind: Kind, found: dict[Node, Uses], position: 
 def numel_of(value: Any) -> int:
     """Elements of the largest tensor in a node's value."""
     if isinstance(value, torch.Tensor):
-        total = 1
-        for size in value.shape:
-            total *= int(size)
-        return total
+        return prod(map(estimate, value.shape))
     return max(map(numel_of, value), default=0) if isinstance(value, (tuple, list)) else 0

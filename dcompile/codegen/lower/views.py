@@ -12,9 +12,10 @@ from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, shape_of
 from dcompile.codegen.lower.indices import Shape, reshaped, view_strides
 from dcompile.codegen.lower.rule import Result, Rule
+from dcompile.codegen.lower.sizes import Inexpressible
 from dcompile.codegen.lower.tensor import T, broadcast, from_view, laid_out_as, remapped
-from dcompile.ir.index import as_index, modulo
-from dcompile.ir.nodes import ITEMSIZE, View
+from dcompile.ir.index import Size, as_index, as_size, extreme, floordiv, is_below, is_nonnegative, modulo
+from dcompile.ir.nodes import View
 
 
 def _reshape(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
@@ -26,7 +27,7 @@ def reshape(x: T, shape: Shape) -> T:
     if x.shape == shape:
         return x
     if x.view is not None:
-        strides = view_strides(x.shape, tuple(s for s in x.view.strides if isinstance(s, int)), shape)
+        strides = view_strides(x.shape, x.view.strides, shape)
         if strides is not None:
             return from_view(View(x.view.buffer, shape, strides, x.view.offset), x.dtype)
     lazy = remapped(replace(x, view=None), shape, lambda body, coords: reshaped(coords, shape, x.shape, body.ranges))
@@ -71,12 +72,25 @@ def _slice(
     /,
     x: T,
     dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
+    start: Size | None = None,
+    end: Size | None = None,
     step: int = 1,
 ) -> T:
-    first = slice(start, end, step).indices(x.shape[dim])[0]
+    first = first_of(start, x.shape[dim])
     return along(x, dim, shape_of(value), lambda c: c * step + first)
+
+
+def first_of(start: Size | None, size: Size) -> Size:
+    """Where a slice begins; a slice that begins behind the end has no elements, so where does not matter."""
+    if start is None:
+        return 0
+    if isinstance(start, int) and isinstance(size, int):
+        return slice(start, None).indices(size)[0]
+    if is_nonnegative(as_index(start), {}):
+        return start
+    if is_nonnegative(as_index(start) * -1 - 1, {}):
+        return as_size(extreme("max", as_index(start) + size, 0))
+    raise Inexpressible(f"whether a slice from {start} counts from the end")
 
 
 def along(x: T, dim: int, shape: Shape, move: Callable[[Any], Any]) -> T:
@@ -89,29 +103,39 @@ def along(x: T, dim: int, shape: Shape, move: Callable[[Any], Any]) -> T:
     return remapped(x, shape, remap)
 
 
-def select(x: T, dim: int, position: int) -> T:
+def select(x: T, dim: int, position: Size) -> T:
     """`x` at one position of a dimension, which goes away."""
     dim %= len(x.shape)
-    at = as_index(position % x.shape[dim])
+    at = as_index(place_of(position, x.shape[dim]))
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
     return remapped(x, shape, lambda _, coords: (*coords[:dim], at, *coords[dim:]))
 
 
-def _select(_: Lowering, value: torch.Tensor, /, x: T, dim: int, position: int) -> T:
+def place_of(position: Size, size: Size) -> Size:
+    """A position that may count from the end, as one that does not."""
+    if is_nonnegative(as_index(position), {}):
+        return position
+    if is_nonnegative(as_index(position) * -1 - 1, {}):
+        return as_size(as_index(position) + size)
+    raise Inexpressible(f"whether position {position} counts from the end")
+
+
+def _select(_: Lowering, value: torch.Tensor, /, x: T, dim: int, position: Size) -> T:
     return select(x, dim, position)
 
 
 def _pieces(_: Lowering, values: Sequence[torch.Tensor], /, x: T, __: Any, dim: int = 0) -> list[T]:
     """Consecutive pieces along a dimension, as long as the fake results say."""
-    result, start = [], 0
+    result: list[T] = []
+    start: Size = 0
     for value in values:
         shape = shape_of(value)
         result.append(_shifted(x, dim, shape, start))
-        start += shape[dim]
+        start = as_size(start + shape[dim])
     return result
 
 
-def _shifted(x: T, dim: int, shape: Shape, start: int) -> T:
+def _shifted(x: T, dim: int, shape: Shape, start: Size) -> T:
     return along(x, dim, shape, lambda c: c + start)
 
 
@@ -152,18 +176,14 @@ def _as_strided(
         return NotImplemented
     assert stored.view is not None
     start = stored.view.offset if offset is None else offset
-    last = as_index(start).constant
-    if last is None or last + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) >= _extent(low, stored.view):
+    last = as_index(start)
+    for n, step in zip(size, stride, strict=True):
+        last = last + (as_index(n) - 1) * step
+    if not is_below(last, low.buffers[stored.view.buffer].extent, {}):
         return NotImplemented  # beyond what this tensor shows of its storage
     if offset is not None and not _is_whole(low, stored.view):
         return NotImplemented  # the offset counts from the start of a storage that is not ours
     return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
-
-
-def _extent(low: Lowering, view: View) -> int:
-    """Elements from the first to the last of the buffer."""
-    buffer = low.buffers[view.buffer]
-    return buffer.nbytes // ITEMSIZE[buffer.dtype]
 
 
 def _is_whole(low: Lowering, view: View) -> bool:
@@ -176,7 +196,8 @@ def _flip(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:
 
     def remap(_: Body, coords: Coords) -> Coords:
         return tuple(
-            as_index(x.shape[d] - 1) - c if d in turned and x.shape[d] > 1 else c for d, c in enumerate(coords)
+            as_index(x.shape[d]) - 1 - c if d in turned and x.shape[d] not in (0, 1) else c
+            for d, c in enumerate(coords)
         )
 
     return remapped(x, x.shape, remap)
@@ -186,7 +207,7 @@ def _repeat(_: Lowering, value: torch.Tensor, /, x: T, repeats: Sequence[int]) -
     lead = len(repeats) - len(x.shape)
 
     def remap(body: Body, coords: Coords) -> Coords:
-        return tuple(modulo(c, max(size, 1), body.ranges) for c, size in zip(coords[lead:], x.shape, strict=True))
+        return tuple(modulo(c, size or 1, body.ranges) for c, size in zip(coords[lead:], x.shape, strict=True))
 
     return remapped(x, shape_of(value), remap)
 
@@ -202,11 +223,25 @@ def _roll(_: Lowering, value: torch.Tensor, /, x: T, shifts: Any, dims: Any = ()
 
     def remap(body: Body, coords: Coords) -> Coords:
         return tuple(
-            modulo(c + (-by[d]) % x.shape[d], x.shape[d], body.ranges) if d in by and x.shape[d] > 1 else c
+            modulo(c + _turned_back(by[d], x.shape[d]), x.shape[d], body.ranges)
+            if d in by and x.shape[d] not in (0, 1)
+            else c
             for d, c in enumerate(coords)
         )
 
     return remapped(x, x.shape, remap)
+
+
+def _turned_back(shift: Size, size: Size) -> Size:
+    """`-shift % size`."""
+    if isinstance(shift, int) and isinstance(size, int):
+        return -shift % size
+    if is_nonnegative(as_index(shift) * -1, {}):
+        return as_size(as_index(shift) * -1)
+    if not is_nonnegative(as_index(shift), {}):
+        raise Inexpressible(f"which way a roll by {shift} turns")
+    whole = floordiv(as_index(shift) + size - 1, size, {})
+    return as_size(whole * size - shift)
 
 
 _RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default", "unsqueeze.default",

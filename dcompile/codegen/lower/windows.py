@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.body import Body, Coords
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.indices import contiguous, is_dense, ranges_of, same_layout, variables
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, ranges_of, same_layout, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.pooling import MAX_WINDOW, each, element_where, summed
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.shapes import below, both, not_below
+from dcompile.codegen.lower.sizes import numbers
 from dcompile.codegen.lower.tensor import T, constant, from_view
 from dcompile.ir.index import Index, as_index, flatten, floordiv, modulo
 from dcompile.ir.nodes import Ref, Store
@@ -99,6 +100,7 @@ class Adaptive:
 
 
 Windows = Fixed | Adaptive
+PLANE = "windows over a plane"
 
 
 def _less(body: Body, left: Index, right: Index) -> Ref:
@@ -120,7 +122,7 @@ def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: T, windows
         if value is None:
             results.append(None)
             continue
-        dtype, strides = dtype_name(value.dtype), tuple(int(stride) for stride in value.stride())
+        dtype, strides = dtype_name(value.dtype), strides_of(value)
         view = low.buffer(shape, dtype, strides if is_dense(shape, strides) else None)
         stores.append(Store(view.buffer, flatten(coords, view.strides), to_dtype(body, ref, dtype)))
         results.append(from_view(view, dtype))
@@ -203,7 +205,8 @@ def _max_pool(rank: int) -> Callable[..., Any]:
         kernel = each(kernel, rank)
         if prod(kernel) > MAX_WINDOW:
             return NotImplemented
-        settings = (x.shape[-rank:], kernel, each(stride, rank, kernel), each(padding, rank), each(dilation, rank))
+        size = numbers(x.shape[-rank:], PLANE)
+        settings = (size, kernel, each(stride, rank, kernel), each(padding, rank), each(dilation, rank))
         return _largest(low, values, x, [Fixed(*one) for one in zip(*settings, strict=True)])
 
     return rule
@@ -213,7 +216,9 @@ def _adaptive_max(rank: int) -> Callable[..., Any]:
     def rule(low: Lowering, values: Any, /, x: T, size: Sequence[int]) -> Result:
         if 0 in x.shape or 0 in size:
             return NotImplemented
-        return _largest(low, values, x, [Adaptive(n, m) for n, m in zip(x.shape[-rank:], size, strict=True)])
+        return _largest(
+            low, values, x, [Adaptive(n, m) for n, m in zip(numbers(x.shape[-rank:], PLANE), size, strict=True)]
+        )
 
     return rule
 
@@ -228,9 +233,10 @@ def _adaptive_max_backward(rank: int) -> Callable[..., Any]:
     return rule
 
 
-def _windows(size: Sequence[int], result: Sequence[int]) -> list[Adaptive] | None:
+def _windows(size: Shape, result: Shape) -> list[Adaptive] | None:
     """None if there are no elements, or no windows."""
-    return None if 0 in (*size, *result) else [Adaptive(n, m) for n, m in zip(size, result, strict=True)]
+    pairs = zip(numbers(size, PLANE), numbers(result, PLANE), strict=True)
+    return None if 0 in (*size, *result) else [Adaptive(n, m) for n, m in pairs]
 
 
 def _adaptive_average(rank: int) -> Callable[..., Any]:

@@ -6,7 +6,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dcompile.ir.index import as_index
 from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
+from dcompile.ir.symbols import late_symbols
 
 
 def touches(steps: Sequence[Step]) -> list[frozenset[str]]:
@@ -66,6 +68,7 @@ def drop_dead(program: Program) -> Program:
     effects. Results of library allocations that nobody reads become None.
     """
     live = {output.buffer for output in program.outputs if isinstance(output, View)} | set(program.inputs)
+    live |= _tellers(program)
     kept: list[Step] = []
     for step in reversed(program.steps):
         if not _has_effect(step) and not step.writes & live:
@@ -79,6 +82,15 @@ def drop_dead(program: Program) -> Program:
         steps=tuple(reversed(kept)),
         buffers=tuple(buffer for buffer in program.buffers if buffer.name in live),
     )
+
+
+def _tellers(program: Program) -> set[str]:
+    """Results that tell a size which no argument tells."""
+    late = late_symbols(program)
+    if not late:
+        return set()
+    shaped = {b.name for b in program.buffers if any(not late.isdisjoint(as_index(n).variables) for n in b.shape)}
+    return shaped | late
 
 
 def _has_effect(step: Step) -> bool:

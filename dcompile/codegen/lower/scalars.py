@@ -1,0 +1,34 @@
+"""Numbers of the graph that are no tensors: sizes stay expressions, all others are worked out by the host program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from dcompile.codegen.lower.extern import op_text
+from dcompile.codegen.lower.graph import Lowering
+from dcompile.codegen.lower.sizes import Inexpressible, size_of
+from dcompile.ir.index import as_index, var
+
+NUMBER = "symint"
+"""Dtype of buffers that hold a number of the host program instead of a tensor."""
+
+
+def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A node whose value is a symbolic number: an expression of sizes where it is one, otherwise a call."""
+    name = node.name
+    try:
+        size = size_of(value) if type(value).__name__ == "SymInt" else None
+    except Inexpressible:
+        size = None
+    if size is not None:
+        index = as_index(size)
+        symbol = str(index)
+        if index.variables <= low.known | low.told or index != var(symbol):
+            return size
+        low.told |= {symbol}
+        name = symbol  # a number out of a tensor: from here on the symbol has a value
+    view = low.buffer((), NUMBER, name=name)
+    low.extern(op_text(node.target), args, [view.buffer], kwargs=kwargs, effect=True)
+    return var(name) if size is not None else view

@@ -1,0 +1,184 @@
+"""From torch's symbolic sizes to ours: the one place where sympy is read. Nothing here asks for a size's value.
+
+A guard would follow from asking, and the plan would depend on the sizes that happened to be there when tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from dcompile import compat
+from dcompile.errors import DcompileError
+from dcompile.ir.index import (
+    TYPICAL,
+    Index,
+    Size,
+    as_index,
+    as_size,
+    extreme,
+    floordiv,
+    is_nonnegative,
+    modulo,
+    typical,
+    var,
+)
+
+Shape: TypeAlias = "tuple[Size, ...]"
+
+
+class Inexpressible(DcompileError):
+    """A size, or a decision about sizes, that the index algebra has no form for: the op is left to the library."""
+
+
+def size_of(value: Any) -> Size:
+    """A size as torch has it, an int or a SymInt. Raises Inexpressible."""
+    if isinstance(value, int):
+        return value
+    return as_size(_Reader(value.node.shape_env).read(compat.size_expression(value)))
+
+
+def shape_of(value: torch.Tensor) -> Shape:
+    """The sizes of a (fake) tensor. Raises Inexpressible."""
+    return tuple(size_of(size) for size in value.shape)
+
+
+def strides_of(value: torch.Tensor) -> Shape:
+    """The strides of a (fake) tensor. Raises Inexpressible."""
+    return tuple(_stride(stride) for stride in value.stride())
+
+
+def _stride(value: Any) -> Size:
+    """A stride; torch's `Max(1, size)` differs from the size for tensors without elements only."""
+    if isinstance(value, int):
+        return value
+    return as_size(_Reader(value.node.shape_env, strides=True).read(compat.size_expression(value)))
+
+
+def numbers(shape: Shape, what: str) -> tuple[int, ...]:
+    """Sizes that have to be known while compiling. Raises Inexpressible."""
+    known = tuple(size for size in shape if isinstance(size, int))
+    if len(known) != len(shape):
+        raise Inexpressible(f"{what} of symbolic size")
+    return known
+
+
+def variables_of(sizes: Iterable[Size]) -> frozenset[str]:
+    """The symbols that sizes are made of."""
+    return frozenset(name for size in sizes if isinstance(size, Index) for name in size.variables)
+
+
+def opaque_shape(value: torch.Tensor) -> tuple[Shape, Shape]:
+    """Sizes and strides of a library result, in which what we have no form for is a symbol that nobody can look up."""
+    return tuple(_opaque(size, size_of) for size in value.shape), tuple(_opaque(s, _stride) for s in value.stride())
+
+
+def _opaque(value: Any, read: Callable[[Any], Size]) -> Size:
+    try:
+        return read(value)
+    except Inexpressible:
+        return var(f"?{value}")
+
+
+def estimate(value: Any) -> int:
+    """A size for decisions that only concern speed."""
+    try:
+        return typical(size_of(value))
+    except Inexpressible:
+        return TYPICAL
+
+
+def symbol_name(symbol: Any, shape_env: Any) -> str:
+    """Our name of a size symbol: the first letter says how small it may be (`ir.polynomial.Var`)."""
+    least = compat.least_value(shape_env, symbol)
+    letter = "s" if least is not None and least >= 2 else "u" if least is not None and least >= 0 else "z"
+    name = str(symbol)
+    return name if name[0] == letter else f"{letter}_{name}"
+
+
+def traced_sizes(gm: Any) -> dict[str, int]:
+    """What each size symbol of a graph was while it was traced: for checks, never for decisions."""
+    hints = {symbol_name(s, env): compat.size_hint(env, s) for s, env in compat.size_symbols(gm).items()}
+    return {name: hint for name, hint in hints.items() if hint is not None}
+
+
+def is_symbolic(value: Any) -> bool:
+    """Is there a symbolic number in a node's value?"""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    if isinstance(value, (tuple, list)):
+        return any(map(is_symbolic, value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+class _Reader:
+    """Reads one expression, by the name of its head: sympy itself is not imported."""
+
+    def __init__(self, shape_env: Any, strides: bool = False) -> None:
+        self.shape_env, self.strides = shape_env, strides
+
+    def read(self, expression: Any) -> Index:
+        if expression.is_Integer:
+            return as_index(int(expression))
+        if expression.is_Symbol:
+            return var(symbol_name(expression, self.shape_env))
+        head, args = type(expression).__name__, expression.args
+        match head:
+            case "Add":
+                return sum((self.read(arg) for arg in args), as_index(0))
+            case "Mul":
+                total = as_index(1)
+                for arg in args:
+                    total = total * self.read(arg)
+                return total
+            case "Pow" | "PowByNatural":
+                return self._power(*args)
+            case "FloorDiv" | "CleanDiv":
+                return floordiv(*self._division(*args), {})
+            case "Mod" | "PythonMod":
+                return modulo(*self._division(*args), {})
+            case "ModularIndexing":
+                base, divisor, modulus = map(self.read, args)
+                return modulo(floordiv(*self._checked(base, divisor), {}), as_size(modulus), {})
+            case "CeilDiv":
+                return self._rounded_up(*args)
+            case "CeilToInt" if type(args[0]).__name__ == "IntTrueDiv":
+                return self._rounded_up(*args[0].args)
+            case "FloorToInt" | "TruncToInt" if type(args[0]).__name__ == "IntTrueDiv":
+                return floordiv(*self._division(*args[0].args), {})
+            case "Identity":
+                return self.read(args[0])
+            case "Max" | "Min":
+                return self._extreme(head.lower(), [self.read(arg) for arg in args])
+        raise Inexpressible(f"the size {expression}")
+
+    def _power(self, base: Any, exponent: Any) -> Index:
+        if not exponent.is_Integer or not 0 <= int(exponent) <= 8:
+            raise Inexpressible(f"the size {base}**{exponent}")
+        total = as_index(1)
+        for _ in range(int(exponent)):
+            total = total * self.read(base)
+        return total
+
+    def _division(self, base: Any, divisor: Any) -> tuple[Index, Size]:
+        return self._checked(self.read(base), self.read(divisor))
+
+    def _checked(self, base: Index, divisor: Index) -> tuple[Index, Size]:
+        """A division whose meaning in C, Python and our algebra is one: nothing is negative."""
+        if not is_nonnegative(base, {}) or not is_nonnegative(divisor, {}) or divisor.constant == 0:
+            raise Inexpressible(f"({base}) divided by ({divisor}), which may be negative")
+        return base, as_size(divisor)
+
+    def _rounded_up(self, base: Any, divisor: Any) -> Index:
+        number, by = self._division(base, divisor)
+        return floordiv(number + by - 1, by, {})
+
+    def _extreme(self, kind: str, args: list[Index]) -> Index:
+        if self.strides and kind == "max":
+            args = [arg for arg in args if arg.constant != 1] or args
+        total = args[0]
+        for arg in args[1:]:
+            total = extreme(kind, total, arg)
+        return total

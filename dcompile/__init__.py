@@ -1,5 +1,6 @@
 """dcompile: a compiler for distributed training in PyTorch. The public face, loaded when first used."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat import check_torch as _check_torch
@@ -7,14 +8,17 @@ from dcompile.config import Config
 
 if TYPE_CHECKING:
     from dcompile.api import compile, list_mode_options, list_options, receipt
+    from dcompile.explain.trace import explain
 
-__all__ = ["Config", "compile", "list_mode_options", "list_options", "receipt"]
+__all__ = ["Config", "compile", "explain", "list_mode_options", "list_options", "receipt"]
 
 _check_torch()
 
 
 def __getattr__(name: str) -> Any:
     """Load the compiler's doors late: `import dcompile.ir` and the option table need no torch."""
+    if name == "explain":
+        return importlib.import_module("dcompile.explain")  # a package that can be called
     if name in __all__:
         from dcompile import api
 

@@ -189,6 +189,14 @@ def graph_break_count() -> int:
     return sum(counters["graph_break"].values())
 
 
+def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:
+    """Graph breaks of this process from the `begin`-th on: the reason, and the user's frames (innermost last)."""
+    import torch._dynamo.output_graph as output_graph
+
+    found = getattr(output_graph, "graph_break_reasons", [])[begin:]
+    return [(str(entry.reason), list(entry.user_stack)) for entry in found]
+
+
 def no_dynamo(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """`function`, never traced by Dynamo."""
     import torch
@@ -326,6 +334,16 @@ def aot_compile(
             decompositions=decompositions,
             keep_inference_input_mutations=True,
         )
+
+
+def backward_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd call the backward's compiler with the forward's, and not in the first backward."""
+    import torch._functorch.config as config
+
+    name = "force_non_lazy_backward_lowering"
+    if not hasattr(config, name):
+        return contextlib.nullcontext()
+    return config.patch({name: True})  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
 def no_donation() -> None:

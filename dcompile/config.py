@@ -34,9 +34,6 @@ def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", i
     return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option, "idle": idle})
 
 
-_LIBRARY_PRODUCTS = "matrix products are the library's, and no kernel of ours has one inside"
-
-
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings. Each is an option of `dcompile.compile` and an environment variable, `DCOMPILE_` and its name."""
@@ -67,16 +64,22 @@ class Config:
     cache_dir: str = setting("", "Kernel cache; default: dcompile under XDG_CACHE_HOME or ~/.cache.", in_key=False)
     compile_timeout_s: int = setting(300, "Longest time one compiler process may take, in seconds.", in_key=False)
     epilogue_fusion: bool = setting(
-        True, "Fuse pointwise operations into matrix products.", in_key=False, idle=_LIBRARY_PRODUCTS
+        True,
+        "Fuse pointwise operations into matrix products.",
+        in_key=False,
+        idle="matrix products are kernels or library calls of their own",
     )
     max_autotune: bool = setting(
-        False, "Measure kernels for matrix products and take the fastest.", in_key=False, idle=_LIBRARY_PRODUCTS
+        False,
+        "Measure kernels for matrix products and take the fastest.",
+        in_key=False,
+        idle="nothing is measured while compiling; option `matmul` says whose kernel it is",
     )
     fallback_random: bool = setting(
         False, "Draw eager's random numbers.", in_key=False, idle="random numbers are drawn by the library, as in eager"
     )
     shape_padding: bool = setting(
-        True, "Pad matrices to sizes that GPUs multiply faster.", in_key=False, idle=_LIBRARY_PRODUCTS
+        True, "Pad matrices to sizes that GPUs multiply faster.", in_key=False, idle="matrices keep the sizes they have"
     )
     triton_cudagraphs: bool = setting(
         False,

@@ -14,7 +14,7 @@ from dcompile.artifacts import dump, log
 from dcompile.codegen.emit import build, cpp, host, triton, triton_build
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
-from dcompile.codegen.lower.program import lower
+from dcompile.codegen.lower.program import Lowered, lower
 from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
@@ -78,6 +78,16 @@ print(show(fuse(reorient_columns(program))))
 '''
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of a graph before anything is built."""
+
+    lowered: Lowered
+    program: Program
+    kernels: Kernels
+    report: Report
+
+
 class Pipeline:
     """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
 
@@ -88,20 +98,26 @@ class Pipeline:
             if wanted not in names:
                 raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
 
-    def compile(self, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
-        """Compile one FX graph: lower, schedule, emit, build."""
+    def plan(self, gm: Any, request: Request) -> Plan:
+        """Lower, schedule and emit one FX graph: everything but building."""
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: lower(gm, request.name, request.grads, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
         program = self._schedule(lowered.program, request, sizes)
         kernels = self._timed(request, "emit", lambda: _emit(program, self._own_products()))
-        source = self._timed(request, "host", lambda: host.emit(program, kernels))
-        built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache))
-        constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         report = _report(program, kernels)
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         report.notes += lowered.declined
+        return Plan(lowered, program, kernels, report)
+
+    def compile(self, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
+        """Compile one FX graph: lower, schedule, emit, build."""
+        plan = self.plan(gm, request)
+        lowered, program, kernels = plan.lowered, plan.program, plan.kernels
+        source = self._timed(request, "host", lambda: host.emit(program, kernels))
+        built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache))
+        constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._dump_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
         arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
@@ -109,7 +125,7 @@ class Pipeline:
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
         device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
         graph = CompiledGraph(
-            source, tuple(constants), program.buckets, arena_bytes, built.keys, report, mutated, device
+            source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device
         )
         return Loadable(graph, built.libraries, constants), built
 
@@ -124,9 +140,13 @@ class Pipeline:
             return
         dump(self.config, f"{lowered.name}/host.py", source)
         dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
+        origins: dict[str, dict[str, None]] = {}
+        used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
+        for call in used:  # equal layers share a kernel: name all of them
+            origins.setdefault(call.name, {}).update(dict.fromkeys(call.origin))
         for kernel in kernels.sources:
-            origin = "".join(f"// {line}\n" for line in kernel.origin)
-            dump(self.config, f"{lowered.name}/kernels/{kernel.name}.cpp", origin + kernel.text)
+            comment = "".join(f"// {line}\n" for line in origins[kernel.name])
+            dump(self.config, f"{lowered.name}/kernels/{kernel.name}.cpp", comment + kernel.text)
 
     def _dump_graph(self, gm: Any, program: Program) -> None:
         if self.config.dump:

@@ -88,6 +88,36 @@ def test_tracing_writes_to_its_own_directory_and_draws_each_graph(tmp_path, monk
         assert f"{graph}: " in picture[0].text and len(picture.findall(".//*[@class='kernel']"))
 
 
+class TwoNorms(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.LayerNorm(16) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) @ torch.ones(16, 16)
+        return x
+
+
+def test_kernels_say_which_modules_they_came_from_in_both_directions(tmp_path):
+    model = TwoNorms()
+    dcompile.compile(model, options={"receipt": False, "dump": str(tmp_path)})
+    model(torch.randn(4, 16)).sum().backward()
+    for graph in ("forward0", "backward0"):
+        folder = tmp_path / "rank0" / graph
+        kernels = [path.read_text() for path in (folder / "kernels").glob("*.cpp")]
+        comments = [[line for line in text.splitlines() if line.startswith("// ")] for text in kernels]
+        assert kernels and all(comments)
+        said = "\n".join(line for lines in comments for line in lines)
+        assert "layers.0: aten." in said and "layers.1: aten." in said and "(test_pipeline.py:" in said
+        shared = [lines for lines in comments if any("layers.0:" in line for line in lines)]
+        assert any(any("layers.1:" in line for line in lines) for lines in shared)
+        host = (folder / "host.py").read_text().splitlines()
+        calls = [number for number, line in enumerate(host) if line.strip().startswith("_k") and "(" in line]
+        inside = [number for number in calls if number > host.index("    def call(args, buckets=None, sync=False):")]
+        assert inside and all("# " in "\n".join(host[number - 3 : number]) for number in inside)
+
+
 def test_pass_times_are_logged_on_their_channel(capfd):
     against_eager(log="passes")
     assert "[passes] backward0 fuse:" in capfd.readouterr().err

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.graph import Backend
+from dcompile.capture.graph import Backend, Graph
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
 
@@ -27,9 +27,17 @@ _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKey
 class Entry:
     """A compiled callable: what to call, its state, and the function that Dynamo has compiled."""
 
-    def __init__(self, target: Callable[..., Any], root: Module | None, settings: Settings, toolbox: Toolbox) -> None:
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        root: Module | None,
+        settings: Settings,
+        toolbox: Toolbox,
+        graph: type[Graph] = Graph,
+    ) -> None:
         self.target = target
         self.root = root
+        self._graph = graph
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.weak(None)
         self._compiled: Callable[..., Any] | None = None
@@ -66,7 +74,7 @@ class Entry:
         """A new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
         settings = self.model.settings
         context = compat.optimize(
-            Backend(self.model),
+            Backend(self.model, self._graph),
             fullgraph=settings.fullgraph,
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,

@@ -201,14 +201,15 @@ class Graph:
 class Backend:
     """What Dynamo calls with each graph of one compiled model. Dynamo never drops it, so it holds the model weakly."""
 
-    def __init__(self, model: CompiledModel) -> None:
+    def __init__(self, model: CompiledModel, graph: type[Graph] = Graph) -> None:
         self._model = weakref.ref(model)
+        self._graph = graph
         self.__name__ = "dcompile"
 
     def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
-        return Graph(model, example_inputs).compile(gm, example_inputs)
+        return self._graph(model, example_inputs).compile(gm, example_inputs)
 
 
 def _boxed(function: Any) -> Any:

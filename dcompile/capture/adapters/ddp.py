@@ -29,7 +29,7 @@ class DdpAdapter(PlainAdapter):
     name = "ddp"
     carries_sync = True
 
-    def __init__(self, ddp: Any, stock: bool) -> None:
+    def __init__(self, ddp: Any, stock: bool, serial: int | None = None) -> None:
         self._ddp = weakref.ref(ddp)
         self.state: Literal["undecided", "taken", "stock"] = "undecided"
         self.reasons = ()
@@ -37,7 +37,7 @@ class DdpAdapter(PlainAdapter):
         self._stock = stock
         self._held_static_graph = False
         self._hooks_at_takeover = 0
-        self._serial = next(_SERIAL)
+        self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
@@ -95,10 +95,7 @@ class DdpAdapter(PlainAdapter):
         if self.state != "undecided":
             return
         ddp = self.ddp
-        reasons = [self._missing] if self._missing else compat.ddp_objections(ddp)
-        if self._stock:
-            reasons.append("option distributed='stock'")
-        reasons += objections
+        reasons = self.standing_objections() + objections
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
             if self._held_static_graph:
@@ -108,6 +105,11 @@ class DdpAdapter(PlainAdapter):
         compat.ddp_silence_reducer(ddp)
         self._hooks_at_takeover = compat.ddp_comm_hook_count(ddp)
         self.state = "taken"
+
+    def standing_objections(self) -> list[str]:
+        """What speaks against taking over whatever the model does."""
+        reasons = [self._missing] if self._missing else compat.ddp_objections(self.ddp)
+        return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:
         """Inside DDP.forward, where nothing compiled ran: DDP is to queue its reduction itself after all."""

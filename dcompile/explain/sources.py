@@ -1,0 +1,57 @@
+"""Lines of the user's program: where an operation or a graph break came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+), in ([^\n]*)\n(?:    ([^\n]*))?')
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of source."""
+
+    path: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        resumed = re.fullmatch(r"torch_dynamo_resume_in_(.*)_at_\d+", self.function)
+        return f"{self.path}:{self.line} in {resumed[1] if resumed else self.function}: {self.code}"
+
+
+@cache
+def _not_the_users() -> tuple[str, ...]:
+    """Directories whose frames lead to the user's line, but are not it."""
+    return (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+
+
+def innermost(frames: Iterable[Source]) -> Source | None:
+    """The last frame outside of torch and dcompile; the last one, if all are inside."""
+    found: Source | None = None
+    inside: Source | None = None
+    for frame in frames:
+        if frame.path.startswith(_not_the_users()):
+            inside = frame
+        else:
+            found = frame
+    return found or inside
+
+
+def source_of(node: torch.fx.Node) -> Source | None:
+    """The line that an FX node came from; of a backward's node, the line whose gradient it computes."""
+    trace = node.meta.get("stack_trace") or ""
+    return innermost(Source(path, int(line), name, code) for path, line, name, code in _FRAME.findall(f"  {trace}"))
+
+
+def source_of_frames(frames: Iterable[Any]) -> Source | None:
+    """The user's line of a stack of traceback.FrameSummary."""
+    return innermost(Source(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames)

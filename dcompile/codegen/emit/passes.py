@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from dcompile.codegen.emit.narrow import count_in_int32
 from dcompile.codegen.emit.nest import LANES, Axis, may_exceed
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds, Scans
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
@@ -133,6 +134,7 @@ class Passes(Scans):
             dtype = self.table[store.buffer].dtype
             self.line(f"{c_type(dtype)} c{n} = {literal(REDUCTIONS[store.mode].identity(dtype), dtype)};")
         simd = not rounds.serial and all(self._simd(n, last.name) for n in stores)
+        counts = simd and not rounds.held and self._open_counter(number, last, blocked)
         self._simd_pragma(reduces, scalars, simd)
         self._open_axis(last, bounded=blocked)
         at = f"{last.name} - {last.name}_low" if blocked else last.name
@@ -141,7 +143,10 @@ class Passes(Scans):
         for n in scalars:
             store = self.nest.stores[n]
             self.line(self._combine(store.mode, f"c{n}", self.name(store.value), self.table[store.buffer].dtype))
-        self.close()
+        if counts:
+            self.line("place++;")
+            self.counted = None
+        self.close(1 + counts)
         for n in scalars:
             store = self.nest.stores[n]
             place = f"{self.columns[n]}[{self.index(store.index)}]"
@@ -152,6 +157,21 @@ class Passes(Scans):
         self._turn_out()
         for ref in sorted(partial):
             self.line(f"const float64 s{self.number(ref)} = w{self.number(ref)};")
+
+    def _open_counter(self, number: int, axis: Axis, blocked: bool) -> bool:
+        """Begin to count in an int32, where that stands for a value of the pass."""
+        if not isinstance(axis.size, int) or axis.size >= 2**31:
+            return False
+        needed = [r for r in self._needed(number, self._targets(number)) if self.kept.get(r, number) == number]
+        counted = count_in_int32(self.nest.body, needed, self.levels.element, axis.name)
+        if not counted:
+            return False
+        self.counted = counted
+        self.open("")
+        self.line(f"int32 place = {self._bounds(axis, blocked)[0]};")
+        for ref in sorted(set(counted.matches.values())):
+            self.line(f"const int32 e{self.number(ref)} = as_place({self.name(ref)});")
+        return True
 
     def _point(self, number: int) -> None:
         """Decide once a row, rather than at each element, whether a load reads memory or zeros."""
@@ -280,6 +300,8 @@ class Passes(Scans):
             if self.nest.stores[n].mode not in COMPOUND:
                 return
             clauses.append(f"reduction({COMPOUND[self.nest.stores[n].mode]}:c{n})")
+        if self.counted:
+            clauses.append("linear(place:1)")
         self.line(" ".join(("#pragma omp simd", *clauses)))
 
     def _combine_elements(self, reduces: list[Ref], stores: list[int]) -> None:

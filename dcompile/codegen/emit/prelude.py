@@ -73,6 +73,8 @@ alignas(64) static const uint8 zeros[16384] = {};
 /* an index that a value gives: opaque, because g++ 12 and 13 vectorise the gather wrongly, or crash, where the value
    comes from an 8-bit comparison (a bool cast to an integer); gathers of this kind are no faster as vectors */
 INLINE int64 position(int64 x) { __asm__("" : "+r"(x)); return x; }
+/* a number that is compared with positions below 2^31 */
+INLINE int32 as_place(int64 x) { return x == int64(int32(x)) ? int32(x) : -1; }
 INLINE bool load_bool(uint8 x) { return x != 0; }
 INLINE float load_bfloat16(u16 x) { return unbits(u32(x) << 16); }
 INLINE u16 store_bfloat16(float x) { return u16(bits(x) >> 16); }
@@ -103,6 +105,11 @@ template <class T> INLINE double to_float64(T x) { return (double)x; }
 INLINE float round_bfloat16(float x) {
   const u32 u = bits(x), rounded = (u + 0x7fff + (u >> 16 & 1)) & 0xffff0000u;
   return unbits(x != x ? (u & 0xffff0000u) | 0x400000u : rounded);
+}
+/* the same for what is no NaN with bits that bfloat16 has not (narrow.py) */
+INLINE float nearest_bfloat16(float x) {
+  const u32 u = bits(x);
+  return unbits((u + (0x7fff + (u >> 16 & 1))) & 0xffff0000u);
 }
 INLINE float round_float16(float x) {
   const u32 sign = bits(x) & 0x80000000u, u = bits(x) & 0x7fffffff;

@@ -173,9 +173,13 @@ class Scans(Statements):
         self.line(self._step(ref, carried, self.name(self._scan(ref).arg)))
         self.line(f"const {c_type(self._scan(ref).dtype)} {self.name(ref)} = {carried};")
 
-    def _open_axis(self, axis: Axis, bounded: bool = False) -> None:
+    def _bounds(self, axis: Axis, bounded: bool) -> tuple[str, str]:
+        """Where a loop over an axis begins and ends."""
         tiled = bounded or axis is self.split or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
-        low, high = (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", self.size(axis.size))
+        return (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", self.size(axis.size))
+
+    def _open_axis(self, axis: Axis, bounded: bool = False) -> None:
+        low, high = self._bounds(axis, bounded)
         self.open(f"for (int64 {axis.name} = {low}; {axis.name} < {high}; {axis.name}++)")
 
     def _row_place(self) -> str:

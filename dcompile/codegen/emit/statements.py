@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dcompile.codegen.emit.narrow import Counted, short_nans
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, literal
 from dcompile.codegen.emit.tiles import Turned, find_turned
@@ -54,6 +55,9 @@ class Statements:
         self.turned: Turned | None = find_turned(nest, table)
         self.pointed: set[Ref] = set()
         """Loads that read through a pointer of their row: to the row, or to zeros where the row's mask is false."""
+        self.short_nans = short_nans(nest.body)
+        self.counted: Counted | None = None
+        """What the loop that is being written counts in an int32 of its own, `place`."""
         self.opened: set[str] = set()
         """Variables of scans that the row has already."""
         self._plan_kept()
@@ -268,6 +272,8 @@ class Statements:
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
                 exact = source == dtype or (dtype == "float32" and source in MEMORY and source != "bool")
+                if dtype == "bfloat16" and source == "float32" and arg in self.short_nans:
+                    return f"nearest_bfloat16({self.name(arg)})"
                 return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
             case Apply("where", (mask, arg, other), _) if self._is_zero_anyway(mask, arg, other):
                 return self.name(arg)
@@ -299,6 +305,10 @@ class Statements:
         elif isinstance(value, Load) and self.turned and ref in self.turned.loads:
             read = f"x{self.number(ref)}[{self.turned.place}]"
             text = f"load_{value.dtype}({read})" if value.dtype in MEMORY else read
+        elif self.counted and ref in self.counted.positions:
+            text = "place"
+        elif self.counted and ref in self.counted.matches:
+            text = f"place == e{self.number(self.counted.matches[ref])}"
         elif not isinstance(value, Const):
             text = self.expression(value)
         else:

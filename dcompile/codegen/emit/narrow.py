@@ -1,0 +1,70 @@
+"""Two facts about values that make loops shorter: what is no wider than an int32, and whose NaNs survive rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dcompile.ir.analysis import operands
+from dcompile.ir.index import var
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Value
+from dcompile.ir.ops import DTYPES
+
+_KEEPING = frozenset(
+    ("add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "reciprocal", "sqrt", "rsqrt", "exp", "exp2",
+     "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "floor", "ceil", "trunc", "round", "sign", "cast"),
+)  # fmt: skip
+"""Operations whose NaN is that of an argument or the processor's own: arithmetic, and functions of the prelude."""
+
+
+def short_nans(body: tuple[Value, ...]) -> frozenset[Ref]:
+    """Float values whose NaNs, if they are any, have no bits that bfloat16 has not.
+
+    Those of bfloat16 in memory, those that arithmetic makes, and what arithmetic hands on. Rounding adds to the lower
+    half and carries; without bits there nothing can be carried, and a NaN needs no care: 5 instructions rather than 8.
+    """
+    short: set[Ref] = set()
+    for ref, value in enumerate(body):
+        match value:
+            case Load(_, _, dtype, _):
+                known = dtype == "bfloat16" or DTYPES[dtype] != "float"
+            case Apply("cast", (arg,), dtype):
+                known = arg in short or dtype == "bfloat16" or DTYPES[body[arg].dtype] != "float"
+            case Apply(op, args, _):
+                known = op in _KEEPING and all(arg in short for arg in args)
+            case Reduce(_, arg, _) | Scan(_, arg, _):
+                known = arg in short
+            case Const() | IndexOf():
+                known = True
+        if known:
+            short.add(ref)
+    return frozenset(short)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """`positions` are the loop's own variable as an int32; `matches` ask whether it equals a number of the row: that
+
+    number's ref. The variable counts in 64 bits for the sake of addresses: vectors of it hold half as many elements.
+    """
+
+    positions: frozenset[Ref]
+    matches: Mapping[Ref, Ref]
+
+    def __bool__(self) -> bool:
+        return bool(self.positions or self.matches)
+
+
+def count_in_int32(body: tuple[Value, ...], needed: Iterable[Ref], element: tuple[bool, ...], name: str) -> Counted:
+    """What of `needed` an int32 counter can stand for; the loop's variable `name` stays below 2**31."""
+    counts = {ref for ref, value in enumerate(body) if isinstance(value, IndexOf) and value.index == var(name)}
+    positions, matches = set[Ref](), {}
+    for ref in needed:
+        value = body[ref]
+        if ref in counts and value.dtype == "int32":
+            positions.add(ref)
+        if isinstance(value, Apply) and value.op == "eq" and len(counts & {*operands(value)}) == 1:
+            (other,) = {*value.args} - counts
+            if not element[other] and body[other].dtype == "int64" and not isinstance(body[other], Const):
+                matches[ref] = other
+    return Counted(frozenset(positions), matches)

@@ -1,0 +1,78 @@
+"""NaNs that need no care and positions that an int32 counts: what is found, and that kernels which use it are right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.narrow import short_nans
+from dcompile.ir.nodes import Apply, IndexOf, Loop, Program, Store
+from tests.codegen.emit import loops
+from tests.codegen.emit.harness import run
+from tests.codegen.emit.loops import I0, J0, Body, program
+
+
+def text(made: Program) -> str:
+    (loop,) = made.steps
+    assert isinstance(loop, Loop)
+    return cpp.emit(loop, made.table).text
+
+
+def test_nans_of_bfloat16_and_of_arithmetic_are_short_and_others_are_not() -> None:
+    b = Body()
+    half, wide = b.load("x", I0, "bfloat16"), b.load("y", I0, "float32")
+    product = b.op("mul", half, half)
+    mixed, rounded = b.op("mul", half, wide), b.narrow(wide, "bfloat16")
+    power = b.op("pow", half, half)
+    short = short_nans(tuple(b.values))
+    assert {product, rounded} <= short and not {wide, mixed, power} & short
+
+
+@pytest.mark.parametrize("op", ["mul", "div", "sub", "max"])
+def test_rounding_without_care_for_nans_is_torchs(op: str) -> None:
+    """Every bfloat16, against factors that make ties, overflow, denormals, infinity and NaN of it."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for factor in (1.0078125, 0.50390625, 3e38, 1e-38, float("inf"), float("nan"), 0.0, -2.984375):
+        other = torch.full_like(every, factor)
+        b = Body()
+        x, y = b.load("x", I0, "bfloat16"), b.load("y", I0, "bfloat16")
+        made = program(
+            b, (65536,), (), [Store("z", I0, b.narrow(b.op(op, x, y), "bfloat16"))],
+            x=("bfloat16", (65536,)), y=("bfloat16", (65536,)), z=("bfloat16", (65536,)),
+        )  # fmt: skip
+        assert "nearest_bfloat16" in text(made)
+        (got,) = run(made, {"x": every.float().numpy(), "y": other.float().numpy()})
+        torch_op = {"max": torch.maximum}.get(op) or getattr(torch, op)
+        want = torch_op(every, other).float().numpy()
+        assert np.array_equal(got, want, equal_nan=True), (op, factor)
+
+
+def test_float32_in_memory_is_rounded_with_care() -> None:
+    made = loops.unary("cast", 8, out="bfloat16")
+    assert "nearest_bfloat16" not in text(made)
+    given = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000, 0x7F800001, 0x7FC00000], np.uint32).view(np.float32)
+    (got,) = run(made, {"x": np.concatenate([given, given[:3]])})
+    assert np.isnan(got).all()
+
+
+@pytest.mark.parametrize("columns", [5, 100, 9000])
+def test_a_comparison_with_the_position_counts_in_32_bits(columns: int) -> None:
+    """Also where the number of the row is none of its positions, in blocks of a sum, and beyond 32 bits."""
+    b = Body()
+    label = b.load("t", I0, "int64")
+    hit = b.put(Apply("eq", (label, b.put(IndexOf(J0, "int64"))), "bool"))
+    x = b.load("x", I0 * columns + J0)
+    chosen = b.put(Apply("where", (hit, x, b.const(0.0)), "float32"))
+    stores = [Store("y", I0 * columns + J0, chosen), Store("s", I0, b.reduce("sum", chosen))]
+    made = program(
+        b, (7,), (columns,), stores,
+        x=("float32", (7, columns)), t=("int64", (7,)), y=("float32", (7, columns)), s=("float32", (7,)),
+    )  # fmt: skip
+    assert "linear(place:1)" in text(made)
+    values = np.random.default_rng(0).normal(size=(7, columns)).astype(np.float32)
+    labels = np.array([0, columns - 1, columns, -1, 2**32, 2**32 + 3, 2], np.int64)
+    got = dict(zip((view.buffer for view in made.outputs), run(made, {"x": values, "t": labels}), strict=True))
+    want = np.where(labels[:, None] == np.arange(columns), values, np.float32(0))
+    assert np.array_equal(got["y"], want) and np.array_equal(got["s"], want.sum(1, dtype=np.float32))

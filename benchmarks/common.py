@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import datetime
 import gc
@@ -202,6 +203,42 @@ def save(benchmark: str, device: str, result: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{benchmark}-{device}-{date}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def parser(
+    benchmark: str, doc: str | None, names: Sequence[str], seconds: float, *, several: bool = False
+) -> argparse.ArgumentParser:
+    """The arguments that the CPU benchmarks share; `doc` is the module's own, `names` are its lines.
+
+    With `several`, thread counts are a list, and the clock may follow them.
+    """
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if several:
+        counts = ",".join(map(str, sorted({1, cores})))
+        made.add_argument("--threads", default=counts, help=f"thread counts, one run each; default: {counts}")
+    else:
+        made.add_argument("--threads", type=int, default=cores, help="default: all cores")
+    made.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
+    made.add_argument("--seconds", type=float, default=seconds, help="time for the steps of one line")
+    clocks = (*CLOCKS, *(["auto"] if several else []))
+    text = "cpu: for one thread on a busy machine" + "; auto: cpu for one thread, wall for more" * several
+    made.add_argument("--clock", choices=clocks, default="auto" if several else "wall", help=text)
+    made.add_argument("--json", action="store_true", help="end with one line of JSON")
+    made.add_argument("--save", action="store_true", help=f"write benchmarks/results/{benchmark}-cpu-DATE.json")
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
+
+
+def parse(
+    made: argparse.ArgumentParser, names: Sequence[str], arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parsed arguments, `only` as a list of lines that there are."""
+    parsed = made.parse_args(arguments)
+    parsed.only = parsed.only.split(",")
+    if unknown := [name for name in parsed.only if name not in names]:
+        made.error(f"--only {unknown[0]}: not one of {','.join(names)}")
+    return parsed
 
 
 def finish(benchmark: str, device: str, result: dict[str, Any], *, keep: bool, as_json: bool) -> int:

@@ -1,11 +1,11 @@
 """Are dcompile's CPU kernels as fast as plain loops written by hand, and faster than inductor's and eager's?
 
-python -m benchmarks.cpu_kernels [--threads 1,2] [--only softmax,adamw] [--json] [--save]
+python -m benchmarks.cpu_kernels [--threads 1,2] [--dtype float32,bfloat16] [--only softmax,adamw] [--json] [--save]
 
 Eager, inductor, dcompile and the hand-written kernels of benchmarks/plain run in one process, interleaved, under one
 allocator setting (memory is kept, since mapping fresh pages costs more than most of these kernels). The hand-written
 ones are built with dcompile's flags and write to memory that is there already. Ratios are speed-ups of dcompile: above
-1, dcompile is faster.
+1, dcompile is faster. One thread is timed by the processor's clock, which does not count the turns of other programs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import os
+import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,16 +45,15 @@ class Case:
     name: str
     make: Callable[[Compile], Step]
     by_hand: Callable[[], Step]
-    tolerance: float = 1e-4
 
 
 def kernel(
     name: str,
+    dtype: str,
     inputs: Callable[[], tuple[Any, ...]],
     function: Callable[..., Any],
     outputs: Callable[..., tuple[Any, ...]],
     sizes: tuple[int, ...] = (SIZE, SIZE),
-    tolerance: float = 1e-4,
 ) -> Case:
     """A case without gradients. The plain kernel takes inputs, outputs (allocated by `outputs` once) and sizes."""
 
@@ -73,15 +73,15 @@ def kernel(
         results = outputs(*given)
 
         def step() -> Any:
-            plain.call(name, *given, *results, *sizes)
+            plain.call(name, dtype, *given, *results, *sizes)
             return results
 
         return step
 
-    return Case(name, make, by_hand, tolerance)
+    return Case(name, make, by_hand)
 
 
-def _randn(*shapes: tuple[int, ...], dtype: str = "float32") -> Callable[[], tuple[Any, ...]]:
+def _randn(dtype: str, *shapes: tuple[int, ...]) -> Callable[[], tuple[Any, ...]]:
     def make() -> tuple[Any, ...]:
         import torch
 
@@ -109,10 +109,11 @@ def rms_norm(x: Any, weight: Any) -> Any:
 def rms_norm_gradients(dy: Any, x: Any, weight: Any) -> Any:
     import torch
 
+    dtype, (dy, x, weight) = x.dtype, (t.float() for t in (dy, x, weight))
     rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     scaled = dy * weight
     dx = rstd * (scaled - x * rstd.pow(2) * (scaled * x).mean(-1, keepdim=True))
-    return dx, (dy * x * rstd).sum(0)
+    return dx.to(dtype), (dy * x * rstd).sum(0).to(dtype)
 
 
 def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
@@ -144,10 +145,11 @@ def pointwise(a: Any, b: Any, c: Any) -> Any:
 CE_ROWS, VOCABULARY = 128, 32000
 
 
-def _logits_and_labels() -> tuple[Any, Any]:
+def _logits_and_labels(dtype: str) -> tuple[Any, Any]:
     import torch
 
-    return torch.randn(CE_ROWS, VOCABULARY, requires_grad=True), torch.randint(0, VOCABULARY, (CE_ROWS,))
+    logits = torch.randn(CE_ROWS, VOCABULARY).to(getattr(torch, dtype)).requires_grad_()
+    return logits, torch.randint(0, VOCABULARY, (CE_ROWS,))
 
 
 def _cross_entropy(logits: Any, labels: Any) -> Any:
@@ -156,10 +158,10 @@ def _cross_entropy(logits: Any, labels: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits, labels)
 
 
-def ce_forward(compiled: Compile) -> Step:
+def ce_forward(compiled: Compile, dtype: str) -> Step:
     import torch
 
-    (logits, labels), call = _logits_and_labels(), compiled(_cross_entropy)
+    (logits, labels), call = _logits_and_labels(dtype), compiled(_cross_entropy)
 
     def step() -> Any:
         with torch.no_grad():
@@ -168,18 +170,18 @@ def ce_forward(compiled: Compile) -> Step:
     return step
 
 
-def ce_backward(compiled: Compile) -> Step:
+def ce_backward(compiled: Compile, dtype: str) -> Step:
     import torch
 
-    (logits, labels), call = _logits_and_labels(), compiled(_cross_entropy)
+    (logits, labels), call = _logits_and_labels(dtype), compiled(_cross_entropy)
     loss = call(logits, labels)
     return lambda: torch.autograd.grad(loss, logits, retain_graph=True)
 
 
-def ce_both(compiled: Compile) -> Step:
+def ce_both(compiled: Compile, dtype: str) -> Step:
     import torch
 
-    (logits, labels), call = _logits_and_labels(), compiled(_cross_entropy)
+    (logits, labels), call = _logits_and_labels(dtype), compiled(_cross_entropy)
 
     def step() -> Any:
         loss = call(logits, labels)
@@ -188,38 +190,36 @@ def ce_both(compiled: Compile) -> Step:
     return step
 
 
-def ce_by_hand(name: str) -> Callable[[], Step]:
-    def by_hand() -> Step:
-        import torch
+def ce_by_hand(name: str, dtype: str) -> Step:
+    import torch
 
-        logits, labels = _logits_and_labels()
-        logits = logits.detach()
-        loss, gradient, lse = torch.empty(()), torch.empty_like(logits), logits.logsumexp(-1)
-        arguments, results = {
-            "cross_entropy_forward": ((logits, labels, loss), [loss]),
-            "cross_entropy_backward": ((logits, labels, lse, gradient), [gradient]),
-            "cross_entropy_both": ((logits, labels, loss, gradient), [loss, gradient]),
-        }[name]
+    logits, labels = _logits_and_labels(dtype)
+    logits = logits.detach()
+    loss, gradient, lse = logits.new_empty(()), torch.empty_like(logits), logits.float().logsumexp(-1)
+    arguments, results = {
+        "cross_entropy_forward": ((logits, labels, loss), [loss]),
+        "cross_entropy_backward": ((logits, labels, lse, gradient), [gradient]),
+        "cross_entropy_both": ((logits, labels, loss, gradient), [loss, gradient]),
+    }[name]
 
-        def step() -> Any:
-            plain.call(name, *arguments, CE_ROWS, VOCABULARY)
-            return results
+    def step() -> Any:
+        plain.call(name, dtype, *arguments, CE_ROWS, VOCABULARY)
+        return results
 
-        return step
-
-    return by_hand
+    return step
 
 
-def adamw_by_hand() -> Step:
+def adamw_by_hand(dtype: str) -> Step:
     import torch
 
     tensors = [torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE), torch.zeros(SIZE, SIZE), torch.zeros(SIZE, SIZE)]
+    tensors = [tensor.to(getattr(torch, dtype)) for tensor in tensors]
     count = torch.zeros(())
 
     def step() -> Any:
         count.add_(1)
         taken = count.item()
-        plain.call("adamw", *tensors, SIZE * SIZE, 1 - 0.9**taken, 1 - 0.999**taken)
+        plain.call("adamw", dtype, *tensors, SIZE * SIZE, 1 - 0.9**taken, 1 - 0.999**taken)
         return [*tensors, count]
 
     return step
@@ -228,20 +228,21 @@ def adamw_by_hand() -> Step:
 TENSORS, ELEMENTS = 16, 1 << 18
 
 
-def _parameters() -> list[Any]:
+def _parameters(dtype: str) -> list[Any]:
     import torch
 
-    parameters = [torch.nn.Parameter(torch.randn(ELEMENTS)) for _ in range(TENSORS)]
+    kind = getattr(torch, dtype)
+    parameters = [torch.nn.Parameter(torch.randn(ELEMENTS).to(kind)) for _ in range(TENSORS)]
     for parameter in parameters:
-        parameter.grad = torch.randn(ELEMENTS)
+        parameter.grad = torch.randn(ELEMENTS).to(kind)
     return parameters
 
 
-def adamw_many(compiled: Compile) -> Step:
+def adamw_many(compiled: Compile, dtype: str) -> Step:
     """torch.optim.AdamW over 16 parameters; eager's is its fused one, the fastest it has."""
     import torch
 
-    parameters = _parameters()
+    parameters = _parameters(dtype)
     options = {"fused": True} if compiled is _as_it_is else {"foreach": True}
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, **options)
     call = compiled(optimizer.step)
@@ -253,19 +254,19 @@ def adamw_many(compiled: Compile) -> Step:
     return step
 
 
-def adamw_many_by_hand() -> Step:
+def adamw_many_by_hand(dtype: str) -> Step:
     import torch
 
-    parameters = _parameters()
+    parameters = _parameters(dtype)
     values, gradients = [p.detach() for p in parameters], [p.grad for p in parameters]
-    means, squares = ([torch.zeros(ELEMENTS) for _ in parameters] for _ in range(2))
+    means, squares = ([torch.zeros_like(p) for p in values] for _ in range(2))
     taken = 0
 
     def step() -> Any:
         nonlocal taken
         taken += 1
         tables = (values, gradients, means, squares)
-        plain.call("adamw_many", *tables, TENSORS, ELEMENTS, 1 - 0.9**taken, 1 - 0.999**taken)
+        plain.call("adamw_many", dtype, *tables, TENSORS, ELEMENTS, 1 - 0.9**taken, 1 - 0.999**taken)
         return values
 
     return step
@@ -295,41 +296,55 @@ def _dx_and_dw(dy: Any, x: Any, weight: Any) -> tuple[Any, ...]:
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-CASES = {
-    case.name: case
-    for case in (
-        kernel("rms_norm_forward", _randn(MATRIX, (SIZE,)), rms_norm, _like_first),
-        kernel("rms_norm_backward", _randn(MATRIX, MATRIX, (SIZE,)), rms_norm_gradients, _dx_and_dw),
-        kernel("layer_norm_forward", _randn(MATRIX, (SIZE,), (SIZE,)), layer_norm, _like_first),
-        kernel("softmax", _randn(MATRIX), softmax, _like_first),
+DTYPES = ("float32", "bfloat16")
+TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}
+"""One unit in the last place of bfloat16 is 1/128 of the largest element at most."""
+
+
+def cases(dtype: str) -> dict[str, Case]:
+    """All kernels on tensors of one dtype."""
+    row, one, two, three = (SIZE,), _randn(dtype, MATRIX), _randn(dtype, MATRIX, MATRIX), _randn(dtype, *[MATRIX] * 3)
+    found = (
+        kernel("rms_norm_forward", dtype, _randn(dtype, MATRIX, row), rms_norm, _like_first),
+        kernel("rms_norm_backward", dtype, _randn(dtype, MATRIX, MATRIX, row), rms_norm_gradients, _dx_and_dw),
+        kernel("layer_norm_forward", dtype, _randn(dtype, MATRIX, row, row), layer_norm, _like_first),
+        kernel("softmax", dtype, one, softmax, _like_first),
         *(
-            Case(name, make, ce_by_hand(name))
+            Case(name, functools.partial(make, dtype=dtype), functools.partial(ce_by_hand, name, dtype))
             for name, make in (
                 ("cross_entropy_forward", ce_forward),
                 ("cross_entropy_backward", ce_backward),
                 ("cross_entropy_both", ce_both),
             )
         ),
-        Case("adamw", adamw, adamw_by_hand),
-        Case("adamw_many", adamw_many, adamw_many_by_hand),
-        kernel("bias_gelu", _randn(MATRIX, (SIZE,)), bias_gelu, _like_first),
-        kernel("swiglu", _randn(MATRIX, MATRIX), swiglu, _like_first, ALL),
-        kernel("pointwise", _randn(MATRIX, MATRIX, MATRIX), pointwise, _like_first, ALL),
-        kernel("sum_columns", _randn(MATRIX), lambda x: x.sum(0), _columns),
-        kernel("sum_rows", _randn(MATRIX), lambda x: x.sum(1), _rows),
-        kernel("argmax_rows", _randn(MATRIX), lambda x: x.argmax(1), _positions),
-        kernel("transpose", _randn(MATRIX), lambda x: x.t().contiguous(), _like_first),
-        # one unit in the last place of bfloat16 is 1/128 of the largest element at most
-        kernel("rms_norm_bf16", _randn(MATRIX, (SIZE,), dtype="bfloat16"), rms_norm, _like_first, tolerance=1e-2),
-        kernel("swiglu_bf16", _randn(MATRIX, MATRIX, dtype="bfloat16"), swiglu, _like_first, ALL, tolerance=1e-2),
+        Case("adamw", functools.partial(adamw, dtype=dtype), functools.partial(adamw_by_hand, dtype)),
+        Case("adamw_many", functools.partial(adamw_many, dtype=dtype), functools.partial(adamw_many_by_hand, dtype)),
+        kernel("bias_gelu", dtype, _randn(dtype, MATRIX, row), bias_gelu, _like_first),
+        kernel("swiglu", dtype, two, swiglu, _like_first, ALL),
+        kernel("pointwise", dtype, three, pointwise, _like_first, ALL),
+        kernel("sum_columns", dtype, one, lambda x: x.sum(0), _columns),
+        kernel("sum_rows", dtype, one, lambda x: x.sum(1), _rows),
+        kernel("argmax_rows", dtype, one, lambda x: x.argmax(1), _positions),
+        kernel("transpose", dtype, one, lambda x: x.t().contiguous(), _like_first),
     )
-}
+    return {case.name: case for case in found}
+
+
+NAMES = (
+    "rms_norm_forward", "rms_norm_backward", "layer_norm_forward", "softmax", "cross_entropy_forward",
+    "cross_entropy_backward", "cross_entropy_both", "adamw", "adamw_many", "bias_gelu", "swiglu", "pointwise",
+    "sum_columns", "sum_rows", "argmax_rows", "transpose",
+)  # fmt: skip
+SAMPLE = 0.006
+"""Seconds of one sample: short ones, so that each peer has many turns in a line's time."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def time_case(case: Case, seconds: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
+def time_case(
+    case: Case, seconds: float, tolerance: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
     """Child process: all peers interleaved, after one step of each has been compared with eager's."""
     import torch
 
@@ -340,14 +355,14 @@ def time_case(case: Case, seconds: float, clock: Callable[[], float] = time.perf
             steps[peer] = case.by_hand() if peer == "plain" else case.make(_compiler(peer))
             first = copy.deepcopy(_tensors(steps[peer]()))
             expected = first if peer == "eager" else expected
-            if (difference := largest_difference(first, expected)) > case.tolerance:
+            if (difference := largest_difference(first, expected)) > tolerance:
                 raise ArithmeticError(f"differs from eager by {difference:.1e} of the largest element")
         except Exception as error:  # one peer's failure must not hide the others' numbers
             if peer == "eager":
                 raise
             steps.pop(peer, None)
             errors[peer] = f"{type(error).__name__}: {error}".splitlines()[0]
-    timings = common.time_interleaved(steps, seconds, clock=clock)
+    timings = common.time_interleaved(steps, seconds, SAMPLE, clock=clock)
     return {"steps": {peer: dataclasses.asdict(timing) for peer, timing in timings.items()}, "errors": errors}
 
 
@@ -375,17 +390,17 @@ def run_child(arguments: argparse.Namespace) -> None:
     from torch._functorch import config
 
     config.donated_buffer = False  # the backward of one forward is timed again and again
-    threads = arguments.threads[0]
+    (threads,), (dtype,) = arguments.threads, arguments.dtype
     torch.set_num_threads(threads)
-    lines = []
+    made, lines = cases(dtype), []
     for name in arguments.only:
         torch.compiler.reset()
-        print(f"measuring {name} on {threads} thread(s) ...", file=sys.stderr, flush=True)
+        print(f"measuring {name} {dtype} on {threads} thread(s) ...", file=sys.stderr, flush=True)
         try:
-            timed = time_case(CASES[name], arguments.seconds, common.CLOCKS[arguments.clock])
+            timed = time_case(made[name], arguments.seconds, TOLERANCES[dtype], common.CLOCKS[arguments.clock])
         except Exception as error:
             timed = {"steps": {}, "errors": {"eager": f"{type(error).__name__}: {error}".splitlines()[0]}}
-        lines.append({"name": name, "threads": threads, **timed})
+        lines.append({"name": name, "dtype": dtype, "threads": threads, **timed})
     common.hand_back({"lines": lines})
 
 
@@ -417,14 +432,14 @@ def summary(lines: Sequence[Mapping[str, Any]], threads: Sequence[int]) -> dict[
 def page(result: Mapping[str, Any]) -> str:
     """The table for people."""
     columns = (*PEERS, "plain")
-    header = ["median ms", "threads", *columns, "spread", *(f"over {peer}" for peer in OTHERS)]
+    header = ["median ms", "dtype", "threads", *columns, "spread", *(f"over {peer}" for peer in OTHERS)]
     rows = []
     for line in result["lines"]:
         steps = line["steps"]
         times = [f"{steps[peer]['median'] * 1e3:.2f}" if peer in steps else "failed" for peer in columns]
         spread = max((step["spread"] for step in steps.values()), default=0.0)
         speedups = [f"{line[f'over_{peer}']:.2f}" if f"over_{peer}" in line else "-" for peer in OTHERS]
-        rows.append([line["name"], str(line["threads"]), *times, f"{spread:.0%}", *speedups])
+        rows.append([line["name"], line["dtype"], str(line["threads"]), *times, f"{spread:.0%}", *speedups])
     where = result["environment"]
     means = ", ".join(f"{result[f'geomean_over_{p}']:.2f} over {p}" for p in OTHERS if result[f"geomean_over_{p}"])
     parts = [
@@ -432,24 +447,22 @@ def page(result: Mapping[str, Any]) -> str:
         f"geometric means of dcompile's speed-up: {means}\n{where['cpu']}, load {where['load']}, "
         f"torch {where['torch']}, {where['compiler']}",
     ]
-    parts += [f"{line['name']}: {who}: {what}" for line in result["lines"] for who, what in line["errors"].items()]
+    parts += [
+        f"{line['name']} {line['dtype']}: {who}: {what}"
+        for line in result["lines"]
+        for who, what in line["errors"].items()
+    ]
     return "\n\n".join(parts)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", default=f"1,{len(os.sched_getaffinity(0))}", help="thread counts, one run each")
-    parser.add_argument("--only", default=",".join(CASES), help=f"some of {','.join(CASES)}")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time for the steps of one line")
-    parser.add_argument("--clock", choices=common.CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_kernels-cpu-DATE.json")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    parsed.only = parsed.only.split(",")
+    parser = common.parser("cpu_kernels", __doc__, NAMES, seconds=4.0, several=True)
+    parser.add_argument("--dtype", default=",".join(DTYPES), help=f"some of {','.join(DTYPES)}, one run each")
+    parsed = common.parse(parser, NAMES, arguments)
     parsed.threads = list(dict.fromkeys(int(count) for count in parsed.threads.split(",")))
-    if unknown := [name for name in parsed.only if name not in CASES]:
-        parser.error(f"--only {unknown[0]}: not one of {','.join(CASES)}")
+    parsed.dtype = parsed.dtype.split(",")
+    if unknown := [dtype for dtype in parsed.dtype if dtype not in DTYPES]:
+        parser.error(f"--dtype {unknown[0]}: not one of {','.join(DTYPES)}")
     return parsed
 
 
@@ -459,12 +472,14 @@ def main() -> int:
         run_child(arguments)
         return 0
     lines: list[dict[str, Any]] = []
-    for threads in arguments.threads:
-        child = ["--child", "--only", ",".join(arguments.only), "--seconds", str(arguments.seconds)]
-        child += ["--threads", str(threads), "--clock", arguments.clock]
+    for threads, dtype in itertools.product(arguments.threads, arguments.dtype):
+        clock = ("cpu" if threads == 1 else "wall") if arguments.clock == "auto" else arguments.clock
+        child = ["--child", "steps", "--only", ",".join(arguments.only), "--seconds", str(arguments.seconds)]
+        child += ["--threads", str(threads), "--dtype", dtype, "--clock", clock]
         found = common.in_fresh_process(MODULE, child, threads, TIMEOUT, KEEP_MEMORY)
         if "error" in found:
-            lines.append({"name": "all", "threads": threads, "steps": {}, "errors": {"process": found["error"]}})
+            errors = {"process": found["error"]}
+            lines.append({"name": "all", "dtype": dtype, "threads": threads, "steps": {}, "errors": errors})
         else:
             lines += [{**line, **ratios(line)} for line in found["lines"]]
     result = {**summary(lines, arguments.threads), "clock": arguments.clock}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -105,20 +104,9 @@ def summary(lines: Sequence[dict[str, Any]], threads: int) -> dict[str, Any]:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--only", default=",".join(NAMES), help=f"some of {','.join(NAMES)}")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time for the steps of one line")
+    parser = common.parser("cpu_models", __doc__, [*NAMES], seconds=10.0)
     parser.add_argument("--no-cold", dest="cold", action="store_false", help="leave out compile times and memory")
-    parser.add_argument("--clock", choices=common.CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_models-cpu-DATE.json")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    parsed.only = parsed.only.split(",")
-    if unknown := [name for name in parsed.only if name not in NAMES]:
-        parser.error(f"--only {unknown[0]}: not one of {','.join(NAMES)}")
-    return parsed
+    return common.parse(parser, [*NAMES], arguments)
 
 
 def run_child(arguments: argparse.Namespace) -> None:
@@ -140,7 +128,7 @@ def main() -> int:
     lines = []
     for name in arguments.only:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        lines.append(first_light.measure(name, arguments, MODULE, TIMEOUT, ["--clock", arguments.clock]))
+        lines.append(first_light.measure(name, arguments, MODULE, TIMEOUT))
     result = {**summary(lines, arguments.threads), "clock": arguments.clock}
     print(first_light.page(result))
     if result["slower_than_eager"]:

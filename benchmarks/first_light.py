@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +114,7 @@ def cross_entropy(compiled: Callable[[Any], Any]) -> Step:
     return step
 
 
-def adamw(compiled: Callable[[Any], Any]) -> Step:
+def adamw(compiled: Callable[[Any], Any], dtype: str = "float32") -> Step:
     """One parameter's update in place, the step count in a tensor as torch's capturable AdamW keeps it."""
     import torch
 
@@ -128,7 +127,7 @@ def adamw(compiled: Callable[[Any], Any]) -> Step:
         p.sub_(1e-3 / correction1 * m / ((v / correction2).sqrt() + 1e-8))
 
     tensors = [torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE), torch.zeros(SIZE, SIZE), torch.zeros(SIZE, SIZE)]
-    tensors.append(torch.zeros(()))
+    tensors = [*(tensor.to(getattr(torch, dtype)) for tensor in tensors), torch.zeros(())]
     run = _without_gradients(compiled(update), *tensors)
 
     def step() -> Any:
@@ -181,7 +180,7 @@ def _tensors(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def time_steps(case: Case, seconds: float) -> dict[str, Any]:
+def time_steps(case: Case, seconds: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """Child process: all peers interleaved, after one step of each has been compared with eager's."""
     steps, errors = {}, {}
     for peer in PEERS:
@@ -197,7 +196,7 @@ def time_steps(case: Case, seconds: float) -> dict[str, Any]:
                 raise
             steps.pop(peer, None)
             errors[peer] = f"{type(error).__name__}: {error}".splitlines()[0]
-    timings = common.time_interleaved(steps, seconds)
+    timings = common.time_interleaved(steps, seconds, clock=clock)
     return {"steps": {peer: dataclasses.asdict(timing) for peer, timing in timings.items()}, "errors": errors}
 
 
@@ -227,6 +226,7 @@ def measure(
 ) -> dict[str, Any]:
     """One line of the table."""
     shared = ["--only", name, "--threads", str(arguments.threads), "--seconds", str(arguments.seconds), *more]
+    shared += ["--clock", arguments.clock]
     line = common.in_fresh_process(module, [*shared, "--child", "steps"], arguments.threads, timeout)
     if "error" in line:
         return {"name": name, "steps": {}, "cold": {}, "errors": {"steps": line["error"]}}
@@ -309,19 +309,9 @@ def _cold(cold: Mapping[str, float] | None, peer: str) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--only", default=",".join(CASES), help=f"some of {','.join(CASES)}")
-    parser.add_argument("--seconds", type=float, default=8.0, help="time for the steps of one line")
+    parser = common.parser("first_light", __doc__, [*CASES], seconds=8.0)
     parser.add_argument("--no-cold", dest="cold", action="store_false", help="leave out compile times and memory")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/first_light-cpu-DATE.json")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    parsed.only = parsed.only.split(",")
-    if unknown := [name for name in parsed.only if name not in CASES]:
-        parser.error(f"--only {unknown[0]}: not one of {','.join(CASES)}")
-    return parsed
+    return common.parse(parser, [*CASES], arguments)
 
 
 def run_child(arguments: argparse.Namespace) -> None:
@@ -330,7 +320,7 @@ def run_child(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     case = CASES[arguments.only[0]]
     if arguments.child == "steps":
-        common.hand_back(time_steps(case, arguments.seconds))
+        common.hand_back(time_steps(case, arguments.seconds, common.CLOCKS[arguments.clock]))
     else:
         common.hand_back(compile_cold(case, arguments.child))
 
@@ -344,7 +334,7 @@ def main() -> int:
     for name in arguments.only:
         print(f"measuring {name} ...", file=sys.stderr)
         lines.append(measure(name, arguments))
-    result = summary(lines, arguments.threads)
+    result = {**summary(lines, arguments.threads), "clock": arguments.clock}
     print(page(result))
     return common.finish("first_light", "cpu", result, keep=arguments.save, as_json=arguments.json)
 

@@ -30,9 +30,9 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(output))
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Run a kernel: tensors by address, whole numbers as int64, other numbers as float32."""
-    getattr(library(), name)(*map(_argument, arguments))
+def call(name: str, dtype: str, *arguments: Any) -> None:
+    """Run a kernel: tensors of `dtype` by address, whole numbers as int64, other numbers as float32."""
+    getattr(library(), f"{name}_{dtype}")(*map(_argument, arguments))
 
 
 def _argument(value: Any) -> Any:

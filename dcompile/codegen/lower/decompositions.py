@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.codegen.lower import foreach, rewrites
+from dcompile.codegen.lower import bags, foreach, rewrites
 
 _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
@@ -51,6 +51,7 @@ def _table() -> dict[Any, Any]:
         torch.ops.aten.nll_loss2d_backward.default: nll_loss_backward,
         **foreach.table(),
         **rewrites.table(),
+        **bags.table(),
     }
     return {op: rule for op, rule in found.items() if getattr(op, "overloadpacket", op) not in whole} | own
 

@@ -53,9 +53,14 @@ LIBRARY = frozenset(
         "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
         # Fourier transforms
         "_fft_c2c", "_fft_c2r", "_fft_r2c",
+        # checks that raise
+        "_assert_async", "_linalg_check_errors",
     )
 )  # fmt: skip
 """Packets that are better left to the library: no loop of ours is wanted for them, and none counts as a fallback."""
+
+WITH_EFFECTS = "higher_order.with_effects"
+"""with_effects(token, op, *args): keeps calls that may raise in order; what counts is the op inside."""
 
 CALL = "dcompile.call"
 """call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries."""
@@ -76,6 +81,8 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         return _placed(low, op, value, args, kwargs)
     if is_in_place(target):
         return _in_place(low, node, args, kwargs)
+    if op == WITH_EFFECTS:
+        packet = op_text(args[1]).rpartition(".")[0]
     fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
     aliasing = returns_alias(target)
     if aliasing and (copying := copying_variant(target)) is not None:

@@ -14,7 +14,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,17 @@ class Training:
             "kernels": len(events),
             "busy_ms": busy / 1e3,
             "idle_ms": (whole - busy) / 1e3,
+            "longest": _longest(events),
         }
+
+
+def _longest(events: Sequence[Any], count: int = 25) -> list[tuple[str, int, float]]:
+    """(kernel, launches, milliseconds) of the kernels that took longest together."""
+    total: dict[str, list[float]] = {}
+    for event in events:
+        total.setdefault(event.name[:90], []).append(event.time_range.end - event.time_range.start)
+    ranked = sorted(total.items(), key=lambda item: -sum(item[1]))[:count]
+    return [(name, len(taken), sum(taken) / 1e3) for name, taken in ranked]
 
 
 def measure(label: str, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
@@ -165,8 +175,8 @@ def measure(label: str, names: list[str], rounds: int, steps: int) -> dict[str, 
     return line
 
 
-def show(label: str, line: dict[str, Any]) -> None:
-    """A table of one model."""
+def show(label: str, line: dict[str, Any], longest: bool) -> None:
+    """A table of one model, and of the kernels that take longest in each peer."""
     base = line.get("torch.compile", {}).get("ms")
     rows = []
     for name, found in line.items():
@@ -183,6 +193,9 @@ def show(label: str, line: dict[str, Any]) -> None:
         )  # fmt: skip
     head = [label, "ms", "spread", "of torch.compile", "peak MiB", "kernels", "busy ms", "idle ms", "warm-up s"]
     print(table(head, rows), flush=True)
+    for name, found in line.items() if longest else ():
+        listed = [[kernel, str(count), f"{ms:.3f}"] for kernel, count, ms in found.get("longest", ())]
+        print(f"\n{table([name, 'launches', 'ms'], listed)}", flush=True)
 
 
 def main() -> int:
@@ -191,6 +204,7 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(PEERS), help="what to time, comma-separated")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")
+    parser.add_argument("--longest", action="store_true", help="list the kernels that take longest")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     arguments = parser.parse_args()
@@ -199,7 +213,7 @@ def main() -> int:
     lines: dict[str, Any] = {}
     for label in arguments.only.split(","):
         lines[label] = measure(label, arguments.peers.split(","), arguments.rounds, arguments.steps)
-        show(label, lines[label])
+        show(label, lines[label], arguments.longest)
         gc.collect()
         torch.cuda.empty_cache()
     device = torch.cuda.get_device_name().replace(" ", "-").lower()

@@ -29,10 +29,10 @@ _CONSTANT = frozenset(
         "new_full", "scalar_tensor",
         # comparison and logic
         "le", "lt", "ge", "gt", "eq", "ne", "and_", "or_", "invert", "not_", "bitwise_and", "bitwise_or", "bitwise_not",
-        "logical_and", "logical_or", "logical_not", "where", "masked_fill", "tril", "triu",
-        "__and__", "__or__", "__invert__",
-        # arithmetic
-        "add", "sub", "mul", "neg", "rsub",
+        "logical_and", "logical_or", "logical_not", "logical_xor", "where", "masked_fill", "tril", "triu",
+        # arithmetic and sums
+        "add", "sub", "mul", "neg", "rsub", "abs", "floordiv", "mod", "floor_divide", "remainder", "clamp", "cumsum",
+        "diff", "sum", "all", "any", "min", "max",
         # shape and type
         "view", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute", "getitem", "contiguous", "clone",
         "broadcast_to", "to", "bool", "float", "type", "int", "long", "detach", "expand_as", "type_as",
@@ -59,8 +59,9 @@ def replace_constant_masks(gm: GraphModule) -> list[str]:
             _rewrite(node, causal=verdict == "causal")
             done[verdict] = done.get(verdict, 0) + 1
     if done:
+        erased = set[Node]()
         for mask in verdicts:
-            _erase_unused(gm, mask)
+            _erase_unused(gm, mask, erased)
         gm.recompile()
     return [
         f"{count} attention calls were given a {kind} mask as a tensor; it is left out" for kind, count in done.items()
@@ -130,7 +131,9 @@ def _construction(mask: Node) -> list[Node] | None:
 
 
 def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    """The operation, whether called as a function, a method or an operator's method: "eq" for `__eq__` too."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name
 
 
 def _is_constant(node: Node) -> bool:
@@ -138,12 +141,11 @@ def _is_constant(node: Node) -> bool:
 
 
 def _changes(node: Node) -> bool:
-    """Whether a node might write into its arguments. Names that end in one underscore do; operators are listed."""
+    """Whether a node might write into its arguments. Names that end in an underscore do; operators are listed."""
     name = _name(node)
     if node.target in (operator.and_, operator.or_, operator.not_):
         return False
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("setitem", "iadd", "isub", "imul", "iand", "ior") or "out" in node.kwargs
+    return name.endswith("_") or name in ("setitem", "iadd", "isub", "imul", "iand", "ior") or "out" in node.kwargs
 
 
 def _computed(steps: list[Node]) -> torch.Tensor | None:
@@ -197,13 +199,14 @@ def _rewrite(node: Node, causal: bool) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _erase_unused(gm: GraphModule, node: Node) -> None:
+def _erase_unused(gm: GraphModule, node: Node, erased: set[Node]) -> None:
     """Erase a mask that nothing uses any more, and what it alone was made from."""
     pending = [node]
     while pending:
         dead = pending.pop()
-        if dead.users or not _is_constant(dead) or dead.graph is not gm.graph:
+        if dead.users or not _is_constant(dead) or dead in erased:
             continue
         inputs = list(dead.all_input_nodes)
         gm.graph.erase_node(dead)
+        erased.add(dead)
         pending += inputs

@@ -46,6 +46,15 @@ def by_comparison(q, k, v):
     return attention(q, k, v, attn_mask=(mask & torch.ones((), dtype=torch.bool)).expand(2, -1, -1, -1))
 
 
+def by_packing(q, k, v):
+    """As Hugging Face's models ask whether several sequences were packed into a row, when nothing says so."""
+    positions = torch.arange(q.shape[-2])[None].expand(2, -1)
+    packed = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    at, rows, columns = torch.arange(2)[:, None, None, None], torch.arange(S)[:, None], torch.arange(S)
+    mask = columns <= rows
+    return attention(q, k, v, attn_mask=mask & packed[at, rows].__eq__(packed[at, columns]))
+
+
 def by_addition(q, k, v):
     mask = torch.full((S, S), torch.finfo(torch.float32).min)
     return attention(q, k, v, attn_mask=torch.triu(mask, diagonal=1)[None, None])
@@ -55,7 +64,9 @@ def by_infinity(q, k, v):
     return attention(q, k, v, attn_mask=torch.zeros(S, S).masked_fill(torch.ones(S, S).triu(1) == 1, -torch.inf))
 
 
-@pytest.mark.parametrize("function", [by_tril, by_comparison, by_addition, by_infinity], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [by_tril, by_comparison, by_packing, by_addition, by_infinity], ids=lambda f: f.__name__
+)
 def test_causal(function):
     calls, nodes, notes = rewritten(function, *qkv())
     assert calls == [(None, True)]

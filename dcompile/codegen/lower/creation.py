@@ -87,7 +87,7 @@ _EMPTY = ("empty.memory_format", "empty_like.default", "new_empty.default", "emp
 RULES: dict[str, Rule] = {
     # reading uninitialised memory gives anything: zero costs nothing where it is only an expression
     **{f"aten.{name}": Rule(_zeros) for name in _EMPTY},
-    **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros", "zeros_like", "new_zeros")},
+    **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor")},
     **{f"aten.{name}.default": Rule(_ones) for name in ("ones", "ones_like", "new_ones")},
     "aten.full.default": Rule(_full),
     "aten.full_like.default": Rule(_full),

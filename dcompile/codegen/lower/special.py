@@ -78,6 +78,33 @@ NDTRI_Q2 = (
     1.0, 6.02427039364742, 3.6798356385616087, 1.3770209948908132, 0.21623699359449663, 0.013420400608854318,
     0.00032801446468212774, 2.8924786474538068e-06, 6.790194080099813e-09,
 )  # fmt: skip
+K0_NEAR = (
+    1.374465435613523e-16, 4.25981614279661e-14, 1.0349695257633842e-11, 1.904516377220209e-09,
+    2.5347910790261494e-07, 2.286212103119452e-05, 0.001264615411446926, 0.0359799365153615, 0.3442898999246285,
+    -0.5353273932339028,
+)  # fmt: skip
+K0_FAR = (
+    5.300433772686263e-18, -1.6475804301524212e-17, 5.2103915050390274e-17, -1.678231096805412e-16,
+    5.512055978524319e-16, -1.848593377343779e-15, 6.3400764774050706e-15, -2.2275133269916698e-14,
+    8.032890775363575e-14, -2.9800969231727303e-13, 1.140340588208475e-12, -4.514597883373944e-12,
+    1.8559491149547177e-11, -7.957489244477107e-11, 3.577397281400301e-10, -1.69753450938906e-09,
+    8.574034017414225e-09, -4.660489897687948e-08, 2.766813639445015e-07, -1.8317555227191195e-06,
+    1.39498137188765e-05, -0.00012849549581627802, 0.0015698838857300533, -0.0314481013119645, 2.4403030820659555,
+)  # fmt: skip
+K1_NEAR = (
+    -7.023863479386288e-18, -2.427449850519366e-15, -6.666901694199329e-13, -1.4114883926335278e-10,
+    -2.213387630734726e-08, -2.4334061415659684e-06, -0.0001730288957513052, -0.006975723859639864,
+    -0.12261118082265715, -0.3531559607765449, 1.5253002273389478,
+)  # fmt: skip
+K1_FAR = (
+    -5.756744483665017e-18, 1.7940508731475592e-17, -5.689462558442859e-17, 1.838093544366639e-16,
+    -6.057047248373319e-16, 2.038703165624334e-15, -7.019837090418314e-15, 2.4771544244813043e-14,
+    -8.976705182324994e-14, 3.3484196660784293e-13, -1.2891739609510289e-12, 5.13963967348173e-12,
+    -2.1299678384275683e-11, 9.218315187605006e-11, -4.1903547593418965e-10, 2.015049755197033e-09,
+    -1.0345762465678097e-08, 5.7410841254500495e-08, -3.5019606030878126e-07, 2.406484947837217e-06,
+    -1.936197974166083e-05, 0.00019521551847135162, -0.002857816859622779, 0.10392373657681724, 2.7206261904844427,
+)  # fmt: skip
+"""The same for K: near ones, up to 2, without the part that has a logarithm."""
 DIGAMMA = (
     8.33333333333333333333e-2, -2.10927960927960927961e-2, 7.57575757575757575758e-3, -4.16666666666666666667e-3,
     3.96825396825396825397e-3, -8.33333333333333333333e-3, 8.33333333333333333333e-2,
@@ -134,6 +161,35 @@ def _bessel(near: Sequence[float], far: Sequence[float], *, odd: bool, scaled: b
         return n("where", n("lt", x, 0.0), n("neg", result), result) if odd else result
 
     return meaning
+
+
+def _bessel_k(near: Sequence[float], far: Sequence[float], *, odd: bool, scaled: bool) -> Callable[..., Ref]:
+    """The modified Bessel function K0 or K1, times exp(x) if scaled."""
+    inner = _bessel(I1_NEAR if odd else I0_NEAR, I1_FAR if odd else I0_FAR, odd=odd, scaled=False)
+
+    def meaning(body: Body, x: Ref) -> Ref:
+        n = _Numbers(body, body.dtype(x))
+        product = n("mul", n("log", n("mul", 0.5, x)), inner(body, x))
+        series = n.chebyshev(n("sub", n("mul", x, x), 2.0), near)
+        first = n("add", product, n("div", series, x)) if odd else n("sub", series, product)
+        second = n.chebyshev(n("sub", n("div", 8.0, x), 2.0), far)
+        if scaled:
+            first = n("mul", first, n("exp", x))
+        else:
+            second = n("mul", n("exp", n("neg", x)), second)
+        result = n("where", n("le", x, 2.0), first, n("div", second, n("sqrt", x)))
+        result = n("where", n("eq", x, 0.0), math.inf, result)
+        return n("where", n("lt", x, 0.0), math.nan, result)
+
+    return meaning
+
+
+def _spherical_j0(body: Body, x: Ref) -> Ref:
+    n = _Numbers(body, body.dtype(x))
+    terms = [(-1) ** k / math.factorial(2 * k + 1) for k in range(6, -1, -1)]
+    near = n.polynomial(n("mul", x, x), terms)
+    result = n("where", n("lt", n("abs", x), 0.5), near, n("div", n("sin", x), x))
+    return n("where", n("isinf", x), 0.0, result)
 
 
 def _erfinv(body: Body, y: Ref) -> Ref:
@@ -242,6 +298,13 @@ _HEAVY: dict[str, tuple[Callable[..., Ref], int]] = {
     "special_i0e": (_bessel(I0_NEAR, I0_FAR, odd=False, scaled=True), 1),
     "special_i1": (_bessel(I1_NEAR, I1_FAR, odd=True, scaled=False), 1),
     "special_i1e": (_bessel(I1_NEAR, I1_FAR, odd=True, scaled=True), 1),
+    "special_modified_bessel_i0": (_bessel(I0_NEAR, I0_FAR, odd=False, scaled=False), 1),
+    "special_modified_bessel_i1": (_bessel(I1_NEAR, I1_FAR, odd=True, scaled=False), 1),
+    "special_modified_bessel_k0": (_bessel_k(K0_NEAR, K0_FAR, odd=False, scaled=False), 1),
+    "special_modified_bessel_k1": (_bessel_k(K1_NEAR, K1_FAR, odd=True, scaled=False), 1),
+    "special_scaled_modified_bessel_k0": (_bessel_k(K0_NEAR, K0_FAR, odd=False, scaled=True), 1),
+    "special_scaled_modified_bessel_k1": (_bessel_k(K1_NEAR, K1_FAR, odd=True, scaled=True), 1),
+    "special_spherical_bessel_j0": (_spherical_j0, 1),
     "erfinv": (_erfinv, 1),
     "digamma": (_digamma, 1),
     "special_ndtri": (_ndtri, 1),

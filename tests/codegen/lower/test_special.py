@@ -20,6 +20,17 @@ def test_on_the_whole_line(name: str) -> None:
         check(op, x)
 
 
+BESSEL = ("modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
+          "modified_bessel_i0", "spherical_bessel_j0")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESSEL)
+def test_bessel_functions(name: str) -> None:
+    op = getattr(aten, f"special_{name}").default
+    for x in (LINE, EDGES, LINE.double(), EDGES.double(), torch.tensor([1e-8, 1.9999, 2.0, 2.0001])):
+        check(op, x)
+
+
 @pytest.mark.parametrize("name", ["erfinv", "special_ndtri"])
 def test_between_bounds(name: str) -> None:
     op = getattr(aten, name).default

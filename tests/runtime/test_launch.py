@@ -274,6 +274,18 @@ def test_dynamic_sizes_of_programs_that_leave_everything_to_the_library():
         assert made.shape == (4, 2 * n) and number == 3 * n + 1
 
 
+def test_a_number_read_from_a_tensor_is_a_result_by_itself():
+    x = Buffer("x", "int64", (), (), storage="input")
+    n = Buffer("n", "symint", (), (), storage="library")
+    y = Buffer("y", "float32", (var("n"),), (1,), storage="library")
+    steps = (
+        Extern("aten._local_scalar_dense.default", (whole(x),), (), ("n",), "alloc"),
+        Extern("aten.zeros.default", ((whole(n),),), (), ("y",), "alloc"),
+    )
+    (made,) = load(Program("scalar", ("x",), (whole(y),), (x, n, y), steps))([torch.tensor(3)])
+    assert made.tolist() == [0, 0, 0]
+
+
 @dataclass
 class Memory:
     flat: torch.Tensor

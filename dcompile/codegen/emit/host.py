@@ -503,13 +503,9 @@ def in_torch(op: str) -> bool:
 
 @functools.cache
 def returns_one_tensor(op: str) -> bool:
-    """Whether a call returns a tensor (or a size, as aten.sym_numel does) rather than a tuple or a list of them."""
+    """Whether a call returns a tensor (or a number, as aten.sym_numel does) rather than a tuple or a list of them."""
     schema = getattr(resolve(op), "_schema", None) if in_torch(op) else None
-    return schema is None or (
-        len(schema.returns) == 1
-        and str(schema.returns[0].type)
-        in ("Tensor", "Optional[Tensor]", "int", "SymInt", "float", "bool", "number", "Scalar")
-    )
+    return schema is None or (len(schema.returns) == 1 and not str(schema.returns[0].type).startswith("List["))
 
 
 @functools.cache

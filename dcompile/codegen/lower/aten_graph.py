@@ -16,6 +16,7 @@ from dcompile.codegen.lower.extern import (
     has_effect,
     has_no_text,
     op_text,
+    returns_one_in_a_tuple,
     written_arguments,
 )
 from dcompile.codegen.lower.graph import dtype_name, literal_text
@@ -120,7 +121,7 @@ class _Walk:
         """Op, arguments and keywords; a call that has no text becomes a function kept among the constants."""
         everything = (*node.args, *node.kwargs.values())
         fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := self.values[n], Fixed)}
-        if not fixed and not any(has_no_text(arg) for arg in everything):
+        if not fixed and not returns_one_in_a_tuple(node) and not any(has_no_text(arg) for arg in everything):
             args = tuple(self._spell(arg) for arg in node.args)
             return op_text(node.target), args, tuple((k, self._spell(v)) for k, v in node.kwargs.items())
         function = self._constant(f"{node.name}_function", calling(node, fixed))

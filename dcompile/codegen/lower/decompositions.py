@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -59,6 +59,7 @@ def _table() -> dict[Any, Any]:
 def table() -> dict[Any, Any]:
     """Op to decomposition, for AOTAutograd: it may change the copy it gets."""
     found = {**_table(), torch.ops.aten.ldexp.Tensor: ldexp}
+    found[torch.ops.aten.as_strided_scatter.default] = as_strided_scatter
     index_add, unpool = torch.ops.aten.index_add.default, torch.ops.aten.max_unpool2d.default
     found[index_add] = rewrites.fitting_slices(found[index_add])
     found[unpool] = rewrites.laid_out_as_input(found[unpool])
@@ -68,6 +69,16 @@ def table() -> dict[Any, Any]:
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     """As eager computes it: the power of two in the default dtype, so that it may overflow."""
     return x * torch.pow(2.0, exponent)
+
+
+def as_strided_scatter(
+    x: torch.Tensor, values: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    """`values` where they replace every element in order, as functionalized `squeeze_` and `resize_` ask for."""
+    if offset or list(size) != list(values.shape) or x.storage_offset() or values.numel() != x.numel():
+        return NotImplemented
+    places = torch.empty_strided(size, stride, device="meta")
+    return values.reshape(x.shape).clone() if places.is_contiguous() and x.is_contiguous() else NotImplemented
 
 
 _DIVIDING = ("aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default",

@@ -63,10 +63,19 @@ WITH_EFFECTS = "higher_order.with_effects"
 """with_effects(token, op, *args): keeps calls that may raise in order; what counts is the op inside."""
 
 CALL = "dcompile.call"
-"""call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries."""
+"""call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries.
+
+The function returns a tensor, or a tuple of several: without a schema, nothing tells a tuple of one from what is in it.
+"""
 
 OBJECT = "object"
 """Dtype of buffers that hold any Python value instead of a tensor."""
+
+
+FROM_STORAGE = frozenset(
+    f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter")
+)  # fmt: skip
+"""Their offset counts from the start of the first argument's storage, wherever in it the argument itself lies."""
 
 
 class Unsupported(DcompileError):
@@ -83,12 +92,14 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         return _in_place(low, node, args, kwargs)
     if op == WITH_EFFECTS:
         packet = op_text(args[1]).rpartition(".")[0]
+    if op in FROM_STORAGE:
+        args = [_in_its_storage(low, node, args[0]), *args[1:]]
     fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
     aliasing = returns_alias(target)
     if aliasing and (copying := copying_variant(target)) is not None:
         op, aliasing = copying, False
     outs, result = name_results(low, value, node)
-    if any(has_no_text(arg) for arg in (*args, *kwargs.values())):
+    if returns_one_in_a_tuple(node) or any(has_no_text(arg) for arg in (*args, *kwargs.values())):
         function, inputs = _bound(low, node)
         low.extern(CALL, [function, *inputs], outs, fallback=fallback, effect=True)
         return result
@@ -102,6 +113,32 @@ def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kw
     view = low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value))
     low.extern(op, views, [view.buffer], kwargs=kwargs, mode="out")
     return from_view(view, dtype_name(value.dtype))
+
+
+def _in_its_storage(low: Lowering, node: Node, tensor: T) -> T:
+    """`tensor` where its storage starts as in eager's: what the program makes may lie anywhere in the arena."""
+    if tensor.view is not None and tensor.view.buffer in low.inputs:
+        return tensor  # a view of the caller's own tensor
+    fake = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if not (isinstance(offset := fake.storage_offset(), int) and offset == 0 and is_dense(fake)):
+        raise Unsupported(f"dcompile: {node.target} looks at the storage behind a slice")
+    view = low.exact(tensor)
+    out = low.buffer(tensor.shape, tensor.dtype, strides_of(fake), f"{view.buffer}_storage")
+    low.extern("aten.clone.default", [view], [out.buffer])
+    return from_view(out, tensor.dtype)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Every element of the memory from the tensor's first to its last is one of its own, and only one."""
+    if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+        return False  # not known before it runs
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
 
 
 def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
@@ -124,14 +161,21 @@ def calling(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
     """The node as a function of the values of its input nodes, less those in `fixed`."""
     target: Any = node.target
     inputs = [n for n in node.all_input_nodes if n not in fixed]
-    args, kwargs = node.args, node.kwargs
+    args, kwargs, unpacked = node.args, node.kwargs, returns_one_in_a_tuple(node)
 
     def call(*values: Any) -> Any:
         given = dict(zip(inputs, values, strict=True)) | fixed
         filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
-        return target(*filled[0], **filled[1])
+        result = target(*filled[0], **filled[1])
+        return result[0] if unpacked else result
 
     return call
+
+
+def returns_one_in_a_tuple(node: Node) -> bool:
+    """A call without a schema, such as torch.cond of branches with one result, that returns it in a tuple."""
+    value = node.meta.get("val")
+    return isinstance(value, (tuple, list)) and len(value) == 1 and not hasattr(node.target, "_schema")
 
 
 def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.codegen.lower import aten_graph
-from dcompile.codegen.lower.extern import Fixed, Unsupported, call_library
+from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input
 from dcompile.codegen.lower.origin import origin_of
@@ -159,7 +159,7 @@ class _Walk:
             return scalar(self.low, node, value, args, kwargs)
         if str(node.target) in OVERWRITES:
             return overwrite_input(self.low, value, args[0], *map(self._brought, args[1:]))
-        rule = RULES.get(str(node.target))
+        rule = None if _looks_behind_a_slice(node) else RULES.get(str(node.target))
         if rule is not None and _fits_a_loop(value) and all(map(_fits_a_loop, args)):
             try:
                 self._require_known(value, args)
@@ -261,6 +261,15 @@ def _device_of(value: Any) -> str | None:
     if isinstance(value, (tuple, list)):
         return next(filter(None, map(_device_of, value)), None)
     return None
+
+
+def _looks_behind_a_slice(node: Node) -> bool:
+    """An offset from the start of a storage whose first elements the argument leaves out."""
+    if str(node.target) not in FROM_STORAGE:
+        return False
+    of: Any = node.args[0]
+    offset = of.meta["val"].storage_offset()
+    return not isinstance(offset, int) or offset > 0
 
 
 def _in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -181,7 +181,7 @@ def _as_strided(
         last = last + (as_index(n) - 1) * step
     if not is_below(last, low.buffers[stored.view.buffer].extent, {}):
         return NotImplemented  # beyond what this tensor shows of its storage
-    if offset is not None and not _is_whole(low, stored.view):
+    if offset is not None and (stored.view.buffer in low.inputs or not _is_whole(low, stored.view)):
         return NotImplemented  # the offset counts from the start of a storage that is not ours
     return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
 

@@ -103,3 +103,18 @@ def test_arguments_that_have_no_text(aten: bool) -> None:
     if aten:
         for p in (True, False):
             check(gm, torch.tensor(p), torch.randn(4), aten=True)
+
+
+@pytest.mark.parametrize("aten", [True, False])
+def test_a_function_without_schema_returns_its_only_result_by_itself(aten: bool) -> None:
+    """torch.cond returns a tuple of one, and nothing in the program says so: the bound function unpacks it."""
+
+    def model(p: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.cond(p, lambda x: x.sin() + 1, lambda x: x.cos(), (x * 2,))
+
+    lowered = lower(trace(model, torch.tensor(True), torch.randn(4)), "graph", aten=aten)
+    (call,) = [s for s in lowered.program.steps if isinstance(s, Extern) and s.op == "dcompile.call"]
+    assert len(call.outs) == 1
+    x = torch.randn(4)
+    result = lowered.constants[call.args[0].buffer](torch.tensor(True), x)
+    assert torch.equal(result, x.sin() + 1)

@@ -225,6 +225,13 @@ class Buffer:
         """Elements from the first to the last."""
         if 0 in self.shape:
             return 0
+        known = 1
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if not (isinstance(size, int) and isinstance(stride, int)):
+                break
+            known += (size - 1) * stride
+        else:
+            return known
         total = as_index(1)
         for size, stride in zip(self.shape, self.strides, strict=True):
             total = total + (as_index(size) - 1) * stride

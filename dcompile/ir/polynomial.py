@@ -92,7 +92,10 @@ class Index:
     terms: tuple[tuple[Monomial, int], ...] = ()
 
     def __add__(self, other: Size) -> Index:
-        return collect((*self.terms, *as_index(other).terms))
+        right = as_index(other)
+        if not (self.terms and right.terms):
+            return self if self.terms else right
+        return collect((*self.terms, *right.terms))
 
     __radd__ = __add__
 
@@ -157,7 +160,8 @@ class Index:
             if any(not inside.isdisjoint(atom_variables(atom)) for atom in others) or len(others) < len(monomial) - 1:
                 return None, self
             (rest if len(others) == len(monomial) else linear).append((others, value))
-        return collect(linear), collect(rest)
+        # part of a canonical sum is canonical; what is left of single terms needs no order
+        return collect(linear) if len(linear) > 1 else Index(tuple(linear)), Index(tuple(rest))
 
 
 def _term_text(monomial: Monomial, coefficient: int) -> str:
@@ -197,7 +201,8 @@ def collect(terms: Iterable[tuple[Monomial, int]]) -> Index:
     if divided:
         _rejoin(total)
     kept = [(monomial, coefficient) for monomial, coefficient in total.items() if coefficient]
-    kept.sort(key=_term_key, reverse=True)
+    if len(kept) > 1:
+        kept.sort(key=_term_key, reverse=True)
     return Index(tuple(kept))
 
 
@@ -293,8 +298,11 @@ def _without(monomial: Monomial, factor: Monomial) -> Monomial | None:
 
 def as_index(value: Size) -> Index:
     """An int or an index, as an index."""
-    if isinstance(value, Index):
-        return value
+    return value if isinstance(value, Index) else _number(value)
+
+
+@lru_cache(maxsize=4096, typed=True)  # True is not 1 in generated code
+def _number(value: int) -> Index:
     return Index((((), value),)) if value else ZERO
 
 

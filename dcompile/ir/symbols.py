@@ -29,7 +29,7 @@ class Source:
 def sources(program: Program) -> dict[str, Source]:
     """Each symbol that the inputs tell, in the order in which they can be worked out."""
     found: dict[str, Source] = {}
-    facts = list(_facts(program))
+    facts = [fact for fact in _facts(program) if fact[0].variables]
     before = -1
     while len(found) > before:
         before = len(found)
@@ -52,12 +52,14 @@ def _facts(program: Program) -> Iterator[tuple[Index, str, What, int]]:
             yield var(name), name, "value", 0
     for buffer in tensors:
         for dim, size in enumerate(buffer.shape):
-            yield as_index(size), buffer.name, "shape", dim
+            if isinstance(size, Index):
+                yield size, buffer.name, "shape", dim
     for name, value in values.items():
         yield value, name, "value", 0
     for buffer in tensors:
         for dim, stride in enumerate(buffer.strides):
-            yield as_index(stride), buffer.name, "stride", dim
+            if isinstance(stride, Index):
+                yield stride, buffer.name, "stride", dim
 
 
 def late_symbols(program: Program) -> frozenset[str]:
@@ -69,7 +71,8 @@ def symbols_of(program: Program) -> frozenset[str]:
     """All size symbols that occur."""
     found: set[str] = set()
     for size in _sizes_of(program):
-        found |= {name for name in as_index(size).variables if is_symbol(name)}
+        if isinstance(size, Index):
+            found.update(filter(is_symbol, size.variables))
     return frozenset(found)
 
 

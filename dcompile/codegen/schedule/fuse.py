@@ -66,7 +66,7 @@ class _Graph:
         self.reads = {number: step.reads for number, step in self.steps.items()}  # steps work them out at each call
         self.writes = {number: step.writes for number, step in self.steps.items()}
         self.alive = set(self.steps)
-        self.table = program.table
+        self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
         self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
         self.before: dict[int, int] = {}
@@ -121,8 +121,8 @@ class _Graph:
         total = 0
         for name in self.writes[a] & self.reads[b]:
             internal = name not in self.kept and not (self.touching[name] & self.alive) - {a, b}
-            total += _nbytes(self.table[name]) * (2 if internal else 1) + 1  # even a scalar saves a launch
-        shared = sum(_nbytes(self.table[name]) for name in self.reads[a] & (self.reads[b] | self.writes[b]))
+            total += self.nbytes[name] * (2 if internal else 1) + 1  # even a scalar saves a launch
+        shared = sum(self.nbytes[name] for name in self.reads[a] & (self.reads[b] | self.writes[b]))
         if not total and shared < MIN_SHARED_BYTES:
             return 0
         return total + shared

@@ -483,6 +483,29 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others  # `storage` itself is one
 
 
+class Held:
+    """A tensor that is kept, and whether anybody else has its storage: asked at every call, so in 0.2 us."""
+
+    __slots__ = ("_address", "_references", "_storage", "_uses", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """`tensor` is new: nobody else has it."""
+        import torch
+
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()  # kept: it is one object for all Python code
+        self._address = self._storage._cdata
+        self._uses = torch._C._storage_Use_Count(self._address)
+        self._references = sys.getrefcount(self._storage)
+
+    def alone(self) -> bool:
+        """No other tensor, storage object or holder in C++ refers to the storage."""
+        import torch
+
+        same = torch._C._storage_Use_Count(self._address) == self._uses
+        return bool(same and sys.getrefcount(self._storage) == self._references)
+
+
 @functools.cache
 def _lonely_storage_references() -> int:
     """The reference count of a storage object that one local variable has: 2 or 3, depending on torch and Python."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dcompile.compat import storage_use_count
+from dcompile.compat import Held, storage_use_count
 
 ALIGNMENT = 64
 RECYCLE_BYTES = 1 << 18
@@ -38,14 +38,16 @@ class Fresh:
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self._dtype, self._shape, self._strides = dtype, shape, strides
-        self._holder: torch.Tensor | None = None
+        self._holder: Held | None = None
 
     def __call__(self) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():  # a result there is an inference tensor, which cannot serve elsewhere
+            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
         holder, self._holder = self._holder, None  # taken first: another thread then finds nothing, and allocates
-        if holder is None or storage_use_count(holder) != 1:
-            holder = torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
+        if holder is None or not holder.alone():
+            holder = Held(torch.empty_strided(self._shape, self._strides, dtype=self._dtype))
         self._holder = holder
-        return _over(holder, self._dtype, self._shape, self._strides, 0)
+        return holder.tensor.data  # a tensor of its own: no view, with its own version counter
 
 
 class Recycled:

@@ -55,6 +55,30 @@ def test_what_a_storage_object_or_an_array_holds_is_not_given_out():
     assert torch.utils.dlpack.from_dlpack(exported).data_ptr() == address
 
 
+def test_a_result_is_a_tensor_of_its_own():
+    fresh = Fresh(torch.float32, (100,), (1,))
+    first = fresh()
+    address = first.data_ptr()
+    first.add_(1)
+    assert not first._is_view() and first._version == 1
+    del first
+    second = fresh()
+    assert second.data_ptr() == address and second._version == 0
+    held = second[3:]
+    del second
+    assert fresh().data_ptr() != address, "a view of the last result is still there"
+    assert held.storage_offset() == 3
+
+
+def test_inference_tensors_serve_no_other_mode():
+    fresh = Fresh(torch.float32, (100,), (1,))
+    with torch.inference_mode():
+        assert fresh().is_inference()
+    assert not fresh().is_inference()
+    with torch.inference_mode():
+        assert fresh().is_inference()
+
+
 def test_results_have_their_strides():
     made = Fresh(torch.bfloat16, (3, 4), (1, 3))()
     assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype == torch.bfloat16

@@ -133,7 +133,7 @@ def test_results_are_tensors_of_their_own():
     del y
     (y,) = executable([torch.ones(1 << 17)])
     assert y._version == version, "an older result's changes are not this one's"
-    assert storage_use_count(y) == 2, "this one, and who will give its memory to the next"
+    assert storage_use_count(y) == 3, "this one, who will give its memory to the next, and the object it asks with"
 
 
 def test_gradients_may_be_on_around_a_call():

@@ -1,10 +1,14 @@
 """Is dcompile faster than inductor on whole training steps, with less memory and a fraction of the compile time?
 
-python -m benchmarks.cpu_models [--threads N] [--only llama,resnet] [--no-cold] [--json] [--save]
+python -m benchmarks.cpu_models [--threads N] [--only llama,resnet] [--no-cold] [--no-memory] [--json] [--save]
 
 Forward and backward of the models in benchmarks/models.py. Step times: eager, inductor and dcompile in one process,
 interleaved, after their losses and gradients have been compared. Compile times and memory: one fresh process with empty
 caches per model and peer. Ratios are speed-ups of dcompile: above 1, dcompile is faster.
+
+Memory is told twice. "Tensors": the most bytes that torch's allocator has handed out at once during later steps, with
+parameters, gradients, and whatever the compiler holds between calls. "Resident": the process's high-water mark during
+later steps less what it had before the model; that includes what compiling leaves behind in Python.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ NAMES = (
 )  # fmt: skip
 MODULE = "benchmarks.cpu_models"
 TIMEOUT = 1800.0
+TENSORS = "tensors:"
+LATER = "later steps"
 
 
 def case(name: str) -> Case:
@@ -86,26 +92,65 @@ def time_steps(name: str, seconds: float, clock: Callable[[], float] = time.perf
     return {"steps": {peer: dataclasses.asdict(timing) for peer, timing in timings.items()}, "errors": errors}
 
 
+def tensor_memory(step_of: Case, peer: str) -> dict[str, float]:
+    """Child process: the allocator's high-water mark over later steps, and allocations in one of them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    first_light.compiler_of(peer)(lambda x: x.exp() + 1)(torch.zeros(64))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step = first_light.build(step_of, peer)
+        for _ in range(3):
+            step()
+        with record_function(LATER):
+            for _ in range(2):
+                step()
+    events = found.profiler.kineto_results.events()
+    (begin,) = (event.start_ns() for event in events if event.name() == LATER)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    live = peak = 0
+    for when, nbytes in changes:
+        live += nbytes
+        peak = max(peak, live) if when >= begin else live
+    count = sum(when >= begin and nbytes > 0 for when, nbytes in changes)
+    return {"tensors_mib": peak / 2**20, "allocations": count / 2}
+
+
 def summary(lines: Sequence[dict[str, Any]], threads: int) -> dict[str, Any]:
     """What --json prints and --save keeps."""
     found = first_light.summary(lines, threads)
     slower = [line["name"] for line in lines if line.get("over_eager", 1.0) < 1]
-    memory = [
-        cold["inductor"]["peak_mib"] / cold["dcompile"]["peak_mib"]
-        for line in lines
-        if {*COMPILERS} <= (cold := line["cold"]).keys()
-    ]
+    memory = {line["name"]: _memory_ratio(line) for line in lines}
     return {
         **found,
         "benchmark": "cpu_models",
         "slower_than_eager": slower,
-        "geomean_memory_over_inductor": common.geomean(memory),
+        "more_memory_than_inductor": [name for name, ratio in memory.items() if ratio is not None and ratio < 1],
+        "geomean_memory_over_inductor": common.geomean([ratio for ratio in memory.values() if ratio is not None]),
     }
+
+
+def _memory_ratio(line: dict[str, Any]) -> float | None:
+    """Inductor's tensors over ours: above 1, dcompile needs less."""
+    found = [line["memory"].get(peer, {}).get("tensors_mib") for peer in COMPILERS]
+    return found[0] / found[1] if all(found) else None
+
+
+def memory_page(lines: Sequence[dict[str, Any]]) -> str:
+    """The table of tensors' memory, for people."""
+    rows = []
+    for line in lines:
+        found = line["memory"]
+        cells = [f"{found[p]['tensors_mib']:.1f} ({found[p]['allocations']:.0f})" if p in found else "-" for p in PEERS]
+        ratio = _memory_ratio(line)
+        rows.append([line["name"], *cells, "-" if ratio is None else f"{ratio:.2f}"])
+    return common.table(["tensors, MiB (allocations a step)", *PEERS, "inductor over dcompile"], rows)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = common.parser("cpu_models", __doc__, [*NAMES], seconds=10.0)
-    parser.add_argument("--no-cold", dest="cold", action="store_false", help="leave out compile times and memory")
+    parser.add_argument("--no-cold", dest="cold", action="store_false", help="leave out compile times, resident memory")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out tensors' memory")
     return common.parse(parser, [*NAMES], arguments)
 
 
@@ -116,8 +161,23 @@ def run_child(arguments: argparse.Namespace) -> None:
     (name,) = arguments.only
     if arguments.child == "steps":
         common.hand_back(time_steps(name, arguments.seconds, common.CLOCKS[arguments.clock]))
+    elif arguments.child.startswith(TENSORS):
+        common.hand_back(tensor_memory(case(name), arguments.child.removeprefix(TENSORS)))
     else:
         common.hand_back(first_light.compile_cold(case(name), arguments.child))
+
+
+def measure_memory(name: str, arguments: argparse.Namespace, errors: dict[str, str]) -> dict[str, Any]:
+    """Of each peer in a process of its own; what fails is added to `errors`."""
+    found = {}
+    for peer in PEERS:
+        command = ["--only", name, "--threads", str(arguments.threads), "--child", TENSORS + peer]
+        result = common.in_fresh_process(MODULE, command, arguments.threads, TIMEOUT)
+        if "error" in result:
+            errors[f"memory {peer}"] = result["error"]
+        else:
+            found[peer] = result
+    return found
 
 
 def main() -> int:
@@ -128,9 +188,12 @@ def main() -> int:
     lines = []
     for name in arguments.only:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        lines.append(first_light.measure(name, arguments, MODULE, TIMEOUT))
+        line = first_light.measure(name, arguments, MODULE, TIMEOUT)
+        lines.append({**line, "memory": measure_memory(name, arguments, line["errors"]) if arguments.memory else {}})
     result = {**summary(lines, arguments.threads), "clock": arguments.clock}
     print(first_light.page(result))
+    if arguments.memory:
+        print(memory_page(lines))
     if result["slower_than_eager"]:
         print(f"slower than eager: {', '.join(result['slower_than_eager'])}")
     return common.finish("cpu_models", "cpu", result, keep=arguments.save, as_json=arguments.json)

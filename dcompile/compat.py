@@ -356,16 +356,24 @@ def no_donation() -> None:
 
 
 def min_cut_partition(
-    joint: Any, joint_inputs: Any, fusible: frozenset[Any], recomputable: frozenset[Any], **keywords: Any
+    joint: Any,
+    joint_inputs: Any,
+    fusible: frozenset[Any],
+    recomputable: frozenset[Any],
+    memory_budget: float = 1.0,
+    **keywords: Any,
 ) -> tuple[Any, Any]:
     """torch's own choice of what to save and what to recompute: (forward, backward).
 
     `fusible` and `recomputable` are overload packets that it is to treat so beside those it knows: the list is a
     function of its module, replaced while the cut is made. Where torch has no such function, its own list decides.
+    `memory_budget` is the part of what this would save that may be saved at most; the rest is computed again.
     """
-    from torch._functorch import partitioners
+    from torch._functorch import config, partitioners
 
-    with _more_ops(partitioners, fusible, recomputable):
+    # a budget that the user has set for torch.compile itself stands where ours says nothing
+    budget = config.patch(activation_memory_budget=memory_budget) if memory_budget < 1 else contextlib.nullcontext()
+    with _more_ops(partitioners, fusible, recomputable), budget:
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
 

@@ -42,6 +42,11 @@ class Config:
     matmul: Literal["auto", "aten", "own"] = setting(
         "auto", "Who multiplies float32 matrices on CPU; auto is own where ATen's library leaves AVX-512 idle (AMD)."
     )
+    activation_memory_budget: float = setting(
+        1.0,
+        "Part of the activations that the backward may keep, 0 to 1: what is left out is computed again. 1 keeps what "
+        "saves time.",
+    )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves DDP's own reducer on.")
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
     log: str = setting("", "Log channels, comma-separated: passes,overlap,kernels,memory.", in_key=False)
@@ -163,11 +168,23 @@ def _checked(name: str, value: Any) -> Any:
         if value.lower() not in ("0", "1", "false", "true", ""):
             raise OptionError(f"dcompile: {name}={value!r} is not a truth value (use 0 or 1)")
         return value.lower() in ("1", "true")
+    if hint is float:
+        return _fraction(name, value)
     if hint is int and isinstance(value, str) and value.lstrip("-").isdigit():
         return int(value)
     if not isinstance(value, hint):
         raise OptionError(f"dcompile: {name}={value!r} should be {hint.__name__}, not {type(value).__name__}")
     return value
+
+
+def _fraction(name: str, value: Any) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = -1.0
+    if isinstance(value, bool) or not 0 <= found <= 1:
+        raise OptionError(f"dcompile: {name}={value!r} should be a number from 0 to 1")
+    return found
 
 
 def option_names() -> list[str]:

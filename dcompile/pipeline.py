@@ -115,7 +115,7 @@ class Pipeline:
         """Compile one FX graph: lower, schedule, emit, build."""
         plan = self.plan(gm, request)
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
-        source = self._timed(request, "host", lambda: host.emit(program, kernels))
+        source = self._timed(request, "host", lambda: host.emit(program, kernels, recycle=request.kind == "inference"))
         built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache))
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._dump_code(lowered.program, kernels, source)

@@ -77,7 +77,13 @@ class Graph:
             forward=forward,
             backward=backward,
             inference=inference,
-            partition=partitioner(self.adapter.carries_sync, found, compiler.fusible, self._lay_out),
+            partition=partitioner(
+                self.adapter.carries_sync,
+                found,
+                compiler.fusible,
+                self._lay_out,
+                self.model.settings.config.activation_memory_budget,
+            ),
             decompositions=compiler.decompositions(),
         )
         return compat.no_dynamo(self._checked(compiled), "a compiled graph")

@@ -34,18 +34,19 @@ def partitioner(
     found: Callable[[Cut], None],
     fusible: Callable[[], tuple[frozenset[Any], frozenset[Any]]],
     prepare: Callable[[Any], object] = lambda joint: None,
+    memory_budget: float = 1.0,
 ) -> Callable[..., tuple[Any, Any]]:
     """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it.
 
     `fusible` says which ops, beside those torch knows, become part of a loop and which of them may be computed again.
-    `prepare` may change the joint graph before.
+    `prepare` may change the joint graph before; `memory_budget` is the part of the usual savings that may be saved.
     """
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         prepare(joint)
         forward, backward = compat.min_cut_partition(
-            joint, joint_inputs, *fusible(), num_fwd_outputs=num_fwd_outputs, **keywords
+            joint, joint_inputs, *fusible(), memory_budget, num_fwd_outputs=num_fwd_outputs, **keywords
         )
         if carries_sync:
             add_token(forward, backward, num_fwd_outputs, compat.detect_fake_mode(joint_inputs))

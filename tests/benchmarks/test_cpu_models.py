@@ -22,3 +22,19 @@ def test_a_step_gives_loss_and_all_gradients():
     found = cpu_models.case("resnet").make(lambda module: module)()
     module = MODELS["resnet"].make()
     assert len(found) == 1 + len(list(module.parameters()))
+
+
+def test_memory_counts_what_lives_at_once_and_what_one_step_allocates():
+    def make(compiled):
+        kept = torch.empty(1 << 20)
+
+        def step():
+            first = torch.empty(1 << 20)
+            del first
+            second = torch.empty(2 << 20)
+            return [kept, second[:1].clone()]
+
+        return step
+
+    found = cpu_models.tensor_memory(cpu_models.Case("three", make), "eager")
+    assert 12 <= found["tensors_mib"] < 13 and found["allocations"] == 3

@@ -64,3 +64,27 @@ def test_a_backward_of_tangents_alone():
     forward, backward = graph(["x"], ["x"], mode), graph(["t"], ["t"], mode)
     add_token(forward, backward, num_fwd_outputs=1, fake_mode=mode)
     assert (outputs(forward), take_token(forward), take_token(backward)) == (["x", TOKEN], 1, 0)
+
+
+def test_a_memory_budget_saves_less_and_computes_it_again():
+    torch.manual_seed(0)
+    layers = [m for _ in range(6) for m in (torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))]
+    model, x = torch.nn.Sequential(*layers), torch.randn(64, 32)
+    own = {p.data_ptr() for p in model.parameters()}
+    found = []
+    for budget in (1.0, 0.4):
+        saved: dict[int, int] = {}
+
+        def pack(tensor, saved=saved):
+            saved[tensor.data_ptr()] = 0 if tensor.data_ptr() in own else tensor.nbytes
+            return tensor
+
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="dcompile", options={"activation_memory_budget": budget})
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = call(x).square().sum()
+        found.append((sum(saved.values()), torch.autograd.grad(loss, [*model.parameters()])))
+    (usual, expected), (less, gradients) = found
+    assert less <= 0.5 * usual
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, b)

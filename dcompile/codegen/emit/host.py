@@ -57,15 +57,20 @@ _TAKEN = frozenset(
 )
 
 
-def emit(program: Program, kernels: Kernels) -> str:
-    """The text of the host program."""
-    return _Host(program, kernels).text()
+def emit(program: Program, kernels: Kernels, *, recycle: bool = True) -> str:
+    """The text of the host program.
+
+    With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
+    in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
+    """
+    return _Host(program, kernels, recycle).text()
 
 
 class _Host:
     """Collects the lines of `make` and of `call`."""
 
-    def __init__(self, program: Program, kernels: Kernels) -> None:
+    def __init__(self, program: Program, kernels: Kernels, recycle: bool) -> None:
+        self.recycle = recycle
         self.program, self.table = program, program.table
         self.calls, self.products = kernels.calls, kernels.products
         self.prepared: dict[str, str] = {}
@@ -241,10 +246,11 @@ class _Host:
         shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
         layout = f"torch.{buffer.dtype}, {shape}, {strides}"
         late = any(not self.late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
-        if buffer.device == "cpu" and not late and not isinstance(buffer.extent, int):
+        recycle = self.recycle and buffer.device == "cpu" and not late
+        if recycle and not isinstance(buffer.extent, int):
             self.lines.append(f"{self.name(name)} = {self.once(f'run.recycled({name!r}, {layout})', 'new')}()")
             return
-        if buffer.device == "cpu" and not late and buffer.nbytes >= RECYCLE_BYTES:
+        if recycle and buffer.nbytes >= RECYCLE_BYTES:
             self.lines.append(f"{self.name(name)} = {self.once(f'run.fresh({layout})  # {name}', 'new')}()")
             return
         device = "" if buffer.device == "cpu" else f", device={buffer.device!r}"

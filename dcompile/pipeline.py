@@ -21,7 +21,7 @@ from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.reorient import reorient_columns
-from dcompile.codegen.schedule.spread import on_gpu, spread_columns, spread_rows
+from dcompile.codegen.schedule.spread import fuse_sums, on_gpu, spread_columns, spread_rows
 from dcompile.collectives.insert import insert_buckets
 from dcompile.collectives.params import Report, Request
 from dcompile.config import Config
@@ -56,6 +56,7 @@ PASSES: tuple[Pass, ...] = (
     # after fusion, which decides how many rows and columns a kernel has
     Pass(lambda program, _: spread_columns(program), "spread_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: spread_rows(program), "spread_rows", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: fuse_sums(program), "fuse_sums", needs_loops=True),
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
     Pass(lambda program, request: _bucketed(program, request), "insert_buckets", required=True),
     Pass(lambda program, _: start_early_wait_late(program), "start_early_wait_late"),

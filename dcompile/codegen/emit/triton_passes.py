@@ -188,7 +188,7 @@ class Passes(Text):
             identity = self.identity(store.mode, self.table[store.buffer].dtype)
             shape = self.shape(self._space(n))
             self.line(f"q{n} = {f'tl.broadcast_to({identity}, {shape})' if self._space(n) & self._tile else identity}")
-        self.line(f"for x0 in range(first, last, {x.block}):")
+        self.line(f"for x0 in tl.range(first, last, {x.block}, num_stages=3):")
         self.depth += 1
         self.position(x, "x0")
         for ref in live:

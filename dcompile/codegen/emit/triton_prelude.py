@@ -40,7 +40,7 @@ SPELLING: Mapping[str, str] = {
     "signbit": "signbit_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}",
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}",
     "not": "not_({0})", "shl": "shl_({0}, {1})", "shr": "shr_({0}, {1})", "where": "tl.where({0}, {1}, {2})",
-    "gcd": "gcd_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "cast": "to_{dtype}({0})",
+    "gcd": "gcd_({0}, {1})", "zeta": "zeta_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "cast": "to_{dtype}({0})",
 }  # fmt: skip
 
 TYPES: Mapping[str, str] = {
@@ -71,6 +71,29 @@ def literal(value: bool | int | float, dtype: str) -> str:
             number = float(np.float32(value)) if dtype != "float64" else float(value)
         text = repr(number) if math.isfinite(number) else f'float("{number}")'
     return f"tl.full([], {text}, tl.{register_type(dtype)})"
+
+
+_ZETA = (
+    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10, -2.950130727918164224e12,
+    1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17, -7.1661652561756670113e18,
+)  # fmt: skip
+"""Divisors in the formula of Euler and Maclaurin."""
+
+
+def _zeta_terms() -> str:
+    """That formula's terms, one after another."""
+    lines = []
+    for place, divisor in enumerate(_ZETA):
+        lines += [
+            f"factor = factor * (x + {2.0 * place})",
+            "term = term / w",
+            f"more = factor * term / {divisor!r}",
+            "total = tl.where(done, total, total + more)",
+            "done = done | (tl.abs(more / total) < least)",
+            f"factor = factor * (x + {2.0 * place + 1})",
+            "term = term / w",
+        ]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 _FUNCTIONS = """
@@ -183,6 +206,31 @@ def logaddexp_(a, b):
 
 
 @triton.jit
+def zeta_(given, start):
+    # Cephes, as eager: also for float32
+    x, q = given.to(tl.float64), start.to(tl.float64)
+    pole = (x == 1) | ((q <= 0) & (q == libdevice.floor(q)) & (x >= 1))
+    nowhere = (x < 1) | ((q <= 0) & (q != libdevice.floor(q)) & (x != libdevice.floor(x))) | (x != x) | (q != q)
+    least = 1.11022302462515654042e-16
+    total, w, count = libdevice.pow(q, -x), q, 0
+    term = tl.full(total.shape, 0.0, tl.float64)
+    done = pole | nowhere
+    active = (done == 0) & (q == q)
+    while tl.max(active.to(tl.int32) + tl.zeros([1], tl.int32)) != 0:
+        w = tl.where(active, w + 1.0, w)
+        term = tl.where(active, libdevice.pow(w, -x), term)
+        total = tl.where(active, total + term, total)
+        done = done | (active & (-least * total < term) & (term < least * total))
+        count += 1
+        active = (done == 0) & ((w <= 9) | (count < 9))
+    total = tl.where(done, total, total + term * w / (x - 1.0) - 0.5 * term)
+    factor = tl.full(total.shape, 1.0, tl.float64)
+ZETA
+    result = tl.where(pole, float("inf"), tl.where(nowhere, float("nan"), total))
+    return result.to(given.dtype)
+
+
+@triton.jit
 def mul_(a, b):
     return a * b
 
@@ -290,7 +338,9 @@ def to_float16(a):
 @lru_cache(maxsize=1)
 def functions() -> Mapping[str, str]:
     """Name -> text of each function that kernels may use."""
-    texts = [f"@triton.jit{text.rstrip()}\n" for text in _FUNCTIONS.split("@triton.jit")[1:]]
+    texts = [
+        f"@triton.jit{text.rstrip()}\n" for text in _FUNCTIONS.replace("ZETA", _zeta_terms()).split("@triton.jit")[1:]
+    ]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 
 

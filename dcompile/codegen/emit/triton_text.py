@@ -116,8 +116,8 @@ class Text:
 
     @property
     def flat_rows(self) -> bool:
-        """One row at a time: row values are scalars, and a tile has one direction."""
-        return self.plan.kind in ("rows", "columns") and self.plan.dims[0].block == 1
+        """One row, or a part of it, at a time: row values are scalars, and a tile has one direction."""
+        return self.plan.kind != "flat" and self.plan.dims[0].block == 1
 
     def shape(self, of: Iterable[str]) -> str:
         """The shape of a tensor that varies along some directions."""

@@ -128,7 +128,7 @@ def _needs_rows(nest: Nest) -> bool:
 def _pointwise(nest: Nest) -> Plan:
     axes = (*nest.rows, *nest.elements)
     nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
-    used = accesses(nest.body, nest.stores)
+    used = _full(axes, accesses(nest.body, nest.stores))
     scores = {axis.name: unit_strides(axis.name, used) - 100 * (count([axis]) < 8) for axis in axes}
     best = max(reversed(axes), key=lambda axis: scores[axis.name], default=None)
     rest = [axis for axis in axes if axis is not best]
@@ -137,6 +137,9 @@ def _pointwise(nest: Nest) -> Plan:
         y, x = Dim("y", (other,), _side(other, TURN[0])), Dim("x", (best,), _side(best, TURN[1]))
         batch = tuple(axis for axis in rest if axis is not other)
         return Plan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
+    if best and rest and (block := _row_block(nest, best)):
+        y, x = Dim("y", tuple(rest), 1), Dim("x", (best,), block)
+        return Plan("turn", nest, (y, x), max(block // 256, 1))
     size = count(axes)
     block = FLAT
     while block > 128 and size < block * PROGRAMS:
@@ -146,10 +149,31 @@ def _pointwise(nest: Nest) -> Plan:
     return Plan("flat", nest, (Dim("x", ordered, block),), max(block // 256, 1))
 
 
+def _full(axes: tuple[Axis, ...], used: list[tuple[Index, int]]) -> list[tuple[Index, int]]:
+    """The accesses that vary with most variables: a number for each row says nothing about the tile."""
+    names = {axis.name for axis in axes}
+    most = max((len(index.variables & names) for index, _ in used), default=0)
+    return [(index, weight) for index, weight in used if len(index.variables & names) == most]
+
+
 def _both_ways(nest: Nest, best: str, other: str) -> bool:
     """Are some accesses contiguous along one variable and others only along the other?"""
-    indices = [index for index, _ in accesses(nest.body, nest.stores)]
+    indices = [index for index, _ in _full((*nest.rows, *nest.elements), accesses(nest.body, nest.stores))]
     return any(stride(index, other) == 1 and stride(index, best) not in (None, 0, 1) for index in indices)
+
+
+def _row_block(nest: Nest, best: Axis) -> int:
+    """How much of one row a program takes, where some numbers belong to the whole row: it reads them once then.
+
+    0 where tiles over all elements do better: rows short, or not of whole 16 bytes, or just too long for a tile.
+    """
+    names = {axis.name for axis in nest.elements}
+    indices = [index for index, _ in accesses(nest.body, nest.stores)]
+    if not any(index.variables & names and best.name not in index.variables for index in indices):
+        return 0
+    size = count([best])
+    fitting = [block for block in (FLAT, FLAT // 2, FLAT // 4) if -(-size // block) * block <= 1.15 * size]
+    return fitting[0] if fitting and size % 8 == 0 else 0
 
 
 def _side(axis: Axis, most: int) -> int:

@@ -244,6 +244,8 @@ class _Walk:
             return False  # a view of something that was found worth computing where it is used
         if uses.memory:
             return True
+        if not tensor.heavy and uses.total <= typical(tensor.numel):
+            return False
         return not tensor.is_cheap and (uses.count > 1 or uses.numel > typical(tensor.numel))
 
 

@@ -26,6 +26,8 @@ class Uses:
     numel: int = 0
     last: int = -1
     """Position of the last user in the graph."""
+    total: int = 0
+    """How often elements are asked for, all users together: two halves of a tensor ask for each element once."""
 
 
 def find_uses(graph: Graph, kind_of: Callable[[Node], Kind]) -> dict[Node, Uses]:
@@ -40,6 +42,7 @@ def find_uses(graph: Graph, kind_of: Callable[[Node], Kind]) -> dict[Node, Uses]
             any(use.memory for use in uses),
             max((use.numel for use in uses), default=0),
             max((use.last for use in uses), default=-1),
+            sum(use.total for use in uses),
         )
     return found
 
@@ -48,10 +51,12 @@ def _use(user: Node, node: Node, kind: Kind, found: dict[Node, Uses], position: 
     if kind == "view":
         through = found[user]
         numel = 0 if user.target is operator.getitem else numel_of(user.meta.get("val"))
-        return Uses(through.count, through.memory, max(through.numel, numel), max(through.last, position[user]))
+        last = max(through.last, position[user])
+        return Uses(through.count, through.memory, max(through.numel, numel), last, through.total)
     # a reduction computes each element of its argument once, a pointwise op each element of its result
     numel = max(numel_of(user.meta.get("val")), numel_of(node.meta.get("val")))
-    return Uses(1, kind == "memory", numel, position[user])
+    asked = numel_of(node.meta.get("val")) if str(user.target) == "aten.cat.default" else numel
+    return Uses(1, kind == "memory", numel, position[user], asked)
 
 
 def numel_of(value: Any) -> int:

@@ -24,6 +24,7 @@ from dcompile.codegen.emit.triton_tiles import (
     power_of_two,
     sees_whole_rows,
 )
+from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.merge import without
 from dcompile.codegen.schedule.space import coordinates, position, radix, respace
 from dcompile.ir.analysis import (
@@ -41,8 +42,8 @@ from dcompile.ir.index import Div, Index, as_index, substitute, var
 from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
-LONG = 8192
-"""Elements from which a row is worth sharing: a program takes a few microseconds for as many."""
+LONG = 32768
+"""Elements from which a row is worth sharing: for fewer, a program takes no longer than another launch."""
 PART = 2048
 """Fewest elements of a row that a program takes."""
 
@@ -74,6 +75,12 @@ def spread_rows(program: Program) -> Program:
         parts = row_parts(step) if isinstance(step, Loop) and on_gpu(step, table) else 1
         steps += _shared(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def fuse_sums(program: Program) -> Program:
+    """Join the loops that add parts up with what is done with their results. As `fuse`, for GPUs."""
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    return fuse(program) if any(on_gpu(loop, program.table) for loop in loops) else program
 
 
 def on_gpu(loop: Loop, table: dict[str, Buffer]) -> bool:

@@ -35,6 +35,20 @@ def test_the_same_graph_has_the_same_key_traced_twice():
     assert key() == key(traced())
 
 
+def traced_symbolic(rows, columns, function=body):
+    return make_fx(function, tracing_mode="symbolic")(torch.zeros(rows, columns), torch.zeros(rows, columns))
+
+
+def test_sizes_met_while_tracing_are_not_in_the_key_of_a_symbolic_graph():
+    assert key(traced_symbolic(4, 8)) == key(traced_symbolic(5, 9)) != key()
+
+
+def test_what_is_known_of_a_size_is_in_the_key(monkeypatch):
+    known = key(traced_symbolic(4, 8))
+    monkeypatch.setattr(module.compat, "least_value", lambda shape_env, symbol: 0)
+    assert key(traced_symbolic(4, 8)) != known
+
+
 OTHER_GRAPHS = {
     "shape": lambda: traced(x=torch.zeros(5, 8), y=torch.zeros(5, 8)),
     "dtype": lambda: traced(x=torch.zeros(4, 8, dtype=torch.float16)),

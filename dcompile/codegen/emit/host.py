@@ -213,7 +213,8 @@ class _Host:
 
     def _drop(self, buffers: list[str]) -> None:
         """Release tensors after their last use, so that their memory can be used again."""
-        held = [b for b in buffers if b in self.allocated and b not in self.outputs and b in self.table]
+        kept = self.outputs | self.late  # a size that a call has told is used under its own name to the end
+        held = [b for b in buffers if b in self.allocated and b not in kept and b in self.table]
         if held:
             self.lines.append(f"del {', '.join(map(self.name, held))}")
 

@@ -1,11 +1,13 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.schedule.memory import ALIGNMENT, Block, place, plan_memory
-from dcompile.ir.index import contiguous_strides, flatten, var
+from dcompile.codegen.schedule.memory import ALIGNMENT, Block, place, place_symbolic, plan_memory
+from dcompile.ir.index import as_index, contiguous_strides, evaluate, flatten, var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import (
     Apply,
@@ -207,3 +209,36 @@ def test_zero_sized_and_scalar_buffers():
     planned = plan_memory(Program("p", (), (view("y", ()),), buffers, steps))
     verify(planned)
     assert planned.arena_bytes == ALIGNMENT
+
+
+# --- blocks of symbolic size ------------------------------------------------------------------------------------------
+
+S0, S1 = var("s0"), var("s1")
+symbolic_bytes = st.sampled_from((S0, 4 * S0, 64 * S0, S0 * S1, 4 * S0 * S1 + 4, 256 * S1, S0 + S1))
+symbolic_blocks = st.lists(
+    st.builds(lambda first, length, nbytes: Block(first, first + length, nbytes), st.integers(0, 12),
+              st.integers(0, 5), symbolic_bytes),
+    max_size=14,
+)  # fmt: skip
+
+
+@given(symbolic_blocks, st.integers(0, 3).map(lambda n: 64 * n))
+@settings(deadline=None)
+def test_blocks_of_symbolic_size_do_not_overlap_whatever_the_sizes(blocks, start):
+    offsets, end = place_symbolic(blocks, start)
+    for s0, s1 in itertools.product((2, 7, 100), (2, 33)):
+        sizes = {"s0": s0, "s1": s1}
+        at = [evaluate(as_index(offset), sizes) for offset in offsets]
+        ends = [low + evaluate(block.nbytes, sizes) for low, block in zip(at, blocks, strict=True)]
+        assert all(low >= start and low % 64 == 0 for low in at)
+        assert max(ends, default=start) <= evaluate(as_index(end), sizes)
+        for a, b in itertools.combinations(range(len(blocks)), 2):
+            together = blocks[a].first <= blocks[b].last and blocks[b].first <= blocks[a].last
+            assert not together or ends[a] <= at[b] or ends[b] <= at[a]
+
+
+def test_blocks_that_follow_one_another_share_memory_where_sizes_compare():
+    blocks = [Block(0, 1, 64 * S0), Block(2, 3, 64 * S0), Block(4, 5, 16 * S0)]
+    assert place_symbolic(blocks, 0) == ([0, 0, 0], 64 * S0)
+    apart = [Block(0, 1, 64 * S0), Block(2, 3, 64 * S1)]
+    assert place_symbolic(apart, 0)[1] == 64 * S0 + 64 * S1

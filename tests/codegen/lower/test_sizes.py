@@ -1,0 +1,54 @@
+"""Reading torch's symbolic sizes: the same numbers as torch's expressions, and never a guard."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dcompile import compat
+from dcompile.codegen.lower.sizes import Inexpressible, shape_of, size_of, strides_of, traced_sizes
+from dcompile.ir.index import as_index, evaluate
+
+
+def shapes(function, *args):
+    """(what `function` made while traced with symbols, the symbols' values, the shape environment)."""
+    gm = make_fx(function, tracing_mode="symbolic")(*args)
+    output = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    placeholder = gm.graph.find_nodes(op="placeholder")[0].meta["val"]
+    return output.meta["val"], traced_sizes(gm), placeholder.shape[0].node.shape_env
+
+
+FUNCTIONS = {
+    "a sum of products": lambda x: x.new_empty(x.shape[0] * x.shape[1] + 2 * x.shape[0], 3),
+    "halves": lambda x: x.new_empty(x.shape[0] // 2, (x.shape[1] + 3) // 4),
+    "a remainder": lambda x: x.new_empty(x.shape[0] % 3 + 1, 2),
+    "the larger one": lambda x: x.new_empty(torch.sym_max(x.shape[0], x.shape[1]), 2),
+    "a square": lambda x: x.new_empty(x.shape[0] * x.shape[0], 2),
+    "strides": lambda x: x.new_empty(x.shape[1], x.shape[0], 2).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_sizes_and_strides_are_those_of_torch_and_no_guard_is_added(function):
+    x = torch.zeros(7, 9)
+    value, known, environment = shapes(function, x)
+    before = len(environment.guards)
+    expected = function(x)
+    assert tuple(evaluate(as_index(size), known) for size in shape_of(value)) == expected.shape
+    assert tuple(evaluate(as_index(stride), known) for stride in strides_of(value)) == expected.stride()
+    assert len(environment.guards) == before
+
+
+def test_names_say_how_small_a_size_may_be(monkeypatch):
+    value, known, _ = shapes(lambda x: x * 2, torch.zeros(7, 9))
+    assert all(name[0] == "s" for name in known) and sorted(known.values()) == [7, 9]
+    for least, letter in ((2, "s"), (1, "u"), (0, "u"), (-3, "z"), (None, "z")):
+        monkeypatch.setattr(compat, "least_value", lambda *_, least=least: least)
+        (name,) = size_of(value.shape[0]).variables
+        assert name[0] == letter
+
+
+def test_a_division_of_what_may_be_negative_is_not_read(monkeypatch):
+    value, _, _ = shapes(lambda x: x.new_empty(x.shape[0] // 2, 2), torch.zeros(7, 9))
+    monkeypatch.setattr(compat, "least_value", lambda *_: None)
+    with pytest.raises(Inexpressible, match="may be negative"):
+        shape_of(value)

@@ -1,0 +1,165 @@
+"""Operations on symbolic sizes: one dynamic graph serves every size, in kernels of ours, forward and backward.
+
+Each program runs at two sizes in eager and compiled; the verifier checks bounds and memory at the sizes of tracing.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dcompile
+from dcompile.capture.entry import find_model
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def grad(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def copies(args):
+    return [a.detach().clone().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def as_list(results):
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def backward(results, args):
+    """Gradients of all that has one, from a fixed cotangent."""
+    outputs = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+    inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    if not outputs:
+        return []
+    return torch.autograd.grad(outputs, inputs, [torch.cos(o.detach()) for o in outputs], allow_unused=True)
+
+
+def check(function, *calls):
+    """The compiled function at every call's sizes equals eager; returns the receipt and the host programs."""
+    compiled = dcompile.compile(function, dynamic=True, fullgraph=True, options={"receipt": False})
+    for args in calls:
+        ours, theirs = copies(args), copies(args)
+        actual, expected = as_list(compiled(*ours)), as_list(function(*theirs))
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+        for a, e in zip(backward(actual, ours), backward(expected, theirs), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    model = find_model(compiled)
+    return dcompile.receipt(compiled), [e.source for g in model.graphs for e in g.executables.values()]
+
+
+def test_pointwise_operations_reductions_and_norms():
+    def function(x, y, w, b):
+        rms = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+        moved = torch.where(y > 0, torch.tanh(y) * x.shape[0], rms)
+        normal = F.layer_norm(moved, (w.shape[0],), w, b)
+        return normal, moved.sum(0), y.amax((0, 1)), y.detach().var(1), y.argmax(1), rms.sum(), (x * 0.5).softmax(1)
+
+    first = (grad(3, 5, 8), grad(3, 5, 8), grad(8), grad(8))
+    second = (grad(6, 70, 8), grad(6, 70, 8), grad(8), grad(8))
+    receipt, sources = check(function, first, second)
+    assert receipt.kernels and not receipt.fallbacks and not receipt.library_calls
+    assert all("def sizes(args)" in source for source in sources)
+
+
+def test_joining_cutting_and_reshaping():
+    def function(x, y):
+        joined = torch.cat([x, y, x[1:]], 0)
+        cut = joined[:, : x.shape[1] // 2] * 2, x[-2:] + 1, x[::2] * 3, x[:, -1] * 2, y[:, 1:3] - 1
+        flat = x.reshape(-1) * 2, x.t().reshape(-1) + 1, y.unsqueeze(1).expand(-1, 3, -1) * 2, x.repeat(2, 1) + 1
+        padded = F.pad(x, (1, 2)) * 2, F.pad(y, (0, 0, 1, 1)), x.flip(0) + 1, x.roll(1, 0) * 2, x.tril() * 2
+        return joined * 2, *cut, *flat, *padded, torch.stack([x, x * 2], 1)
+
+    receipt, _ = check(function, (grad(6, 8), grad(3, 8)), (grad(9, 12), grad(4, 12)))
+    assert receipt.kernels and not receipt.fallbacks
+
+
+def test_tables_positions_and_ranges():
+    def function(table, tokens, x, rows, count):
+        n = tokens.shape[1]
+        positions = torch.arange(n) + count
+        mask = positions[None, :] <= torch.arange(n)[:, None] * 2
+        looked_up = F.embedding(tokens, table) + positions[:, None]
+        picked = x.index_select(0, rows), x[rows] * 2, x.gather(0, rows[:, None].expand(-1, x.shape[1]))
+        put = torch.zeros_like(x).index_add(0, rows, x[rows])
+        made = torch.full((n, 2), x.shape[0]), torch.arange(0, n, 2), torch.linspace(0, 1, x.shape[0])
+        return looked_up, mask, *picked, put, *made, x[:, :count] + count, x.cumsum(1)
+
+    def call(batch, length, rows, columns, count):
+        tokens, chosen = torch.randint(0, 10, (batch, length)), torch.randint(0, rows, (rows + 2,))
+        return grad(10, 4), tokens, grad(rows, columns), chosen, count
+
+    receipt, _ = check(function, call(2, 5, 6, 7, 3), call(3, 9, 4, 8, 5))
+    assert receipt.kernels and not receipt.fallbacks
+
+
+def attention(q, k, v, table, target):
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    merged = mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+    loss = F.cross_entropy((merged @ table).flatten(0, 1), target.flatten())
+    return merged, loss
+
+
+def test_attention_and_the_loss_behind_it():
+    def call(batch, length):
+        heads = [grad(batch, 7, length, 4) for _ in range(3)]
+        return *heads, grad(28, 11), torch.randint(0, 11, (batch, length))
+
+    receipt, _ = check(attention, call(2, 5), call(3, 9))
+    assert receipt.kernels and not receipt.fallbacks
+
+
+def test_long_rows_are_kept_on_the_heap_and_summed_in_blocks():
+    def function(x):
+        return x.softmax(-1), x.sum(), torch.logsumexp(x, -1)
+
+    receipt, _ = check(function, (grad(2, 9000),), (grad(3, 100),), (grad(2, 20000),))
+    assert receipt.kernels and not receipt.fallbacks
+
+
+def test_bfloat16_rounds_as_eager_does():
+    def function(x, w):
+        return x * w + x.shape[0], (x.float() * 3).to(torch.bfloat16)
+
+    calls = [(torch.randn(n, 8).bfloat16(), torch.randn(8).bfloat16()) for n in (4, 7)]
+    compiled = dcompile.compile(function, dynamic=True, options={"receipt": False})
+    for args in calls:
+        for actual, expected in zip(compiled(*args), function(*args), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_sizes_that_only_the_run_tells_are_left_to_the_library_op_by_op():
+    def function(x, repeats, count):
+        found = torch.nonzero(x[0] > 0)
+        kept = x[x > 0] * 2
+        k = count.item()
+        torch._check(k >= 2)
+        torch._check(k <= x.shape[0])
+        return found * 2, kept, x[:k] + 1, torch.arange(k) * 2, torch.repeat_interleave(x, repeats, 0), x.exp() + k
+
+    import torch._dynamo.config as config
+
+    with config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        first = (torch.randn(3, 5), torch.tensor([1, 0, 2]), torch.tensor(2))
+        second = (torch.randn(4, 6), torch.tensor([1, 0, 2, 3]), torch.tensor(3))
+        receipt, _ = check(function, first, second)
+    assert receipt.kernels, "what has known sizes is still a kernel"
+    assert receipt.fallbacks and all("library" in note for note in receipt.notes)
+    assert any("known only after a library call" in note for note in receipt.notes)
+
+
+def test_a_decision_about_sizes_that_torch_alone_can_make_is_one_library_call():
+    def function(x):
+        return x.view(x.shape[0], 2, -1).transpose(0, 1).reshape(-1, x.shape[1]) + x.repeat(1, 1), x * 2
+
+    receipt, _ = check(function, (torch.randn(4, 6),), (torch.randn(5, 8),))
+    assert receipt.kernels
+    assert sum(receipt.fallbacks.values()) == len(receipt.notes) <= 1

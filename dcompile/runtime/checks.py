@@ -29,6 +29,8 @@ def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
             raise IndexError(f"index {wrong} is out of bounds: positions must be from {low} to {high - 1}")
     if not positions.numel():
         return positions
+    if positions.is_contiguous():
+        return positions.clone()
     # with its strides, zeros (of an expanded dimension) included, for the kernels were made for them
     extent = 1 + sum((size - 1) * stride for size, stride in zip(positions.shape, positions.stride(), strict=True))
     return positions.as_strided((extent,), (1,)).clone().as_strided(positions.shape, positions.stride())

@@ -51,7 +51,7 @@ class CachingCompiler:
             return {}
         from dcompile.codegen.lower import decompositions
 
-        return decompositions.table()
+        return decompositions.table(fallback_random=self.config.fallback_random)
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """What the partitioner may count on; nothing where ATen runs everything."""

@@ -48,6 +48,9 @@ class Config:
         "saves time.",
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves DDP's own reducer on.")
+    fallback_random: bool = setting(
+        False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
+    )
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
     log: str = setting("", "Log channels, comma-separated: passes,overlap,kernels,memory.", in_key=False)
     dump: str = setting("", "Directory for programs, kernels and the receipt.", in_key=False)
@@ -79,9 +82,6 @@ class Config:
         "Measure kernels for matrix products and take the fastest.",
         in_key=False,
         idle="nothing is measured while compiling; option `matmul` says whose kernel it is",
-    )
-    fallback_random: bool = setting(
-        False, "Draw eager's random numbers.", in_key=False, idle="random numbers are drawn by the library, as in eager"
     )
     shape_padding: bool = setting(
         True, "Pad matrices to sizes that GPUs multiply faster.", in_key=False, idle="matrices keep the sizes they have"

@@ -14,6 +14,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.joint import Cut, partitioner, take_token
+from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.toolbox import GradientBuckets
@@ -68,6 +69,7 @@ class Graph:
             return _boxed(compat.no_dynamo(runner, "a compiled backward"))
 
         def inference(module: Any, _inputs: Any) -> Any:
+            hand_out_keys(module)
             self._lay_out(module)
             return _boxed(self._inference(module))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.capture.keys import hand_out_keys
 
 TOKEN = "dcompile_sync"
 """Name of the value that carries `sync` from a forward to its own backward.
@@ -44,6 +45,7 @@ def partitioner(
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
+        hand_out_keys(joint)
         prepare(joint)
         forward, backward = compat.min_cut_partition(
             joint, joint_inputs, *fusible(), memory_budget, num_fwd_outputs=num_fwd_outputs, **keywords

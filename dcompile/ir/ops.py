@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dcompile.ir.philox import philox
+
 DTYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "int", "int8": "int", "int16": "int", "int32": "int", "int64": "int",
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float",
@@ -22,8 +24,8 @@ DTYPES: Mapping[str, str] = {
 
 COMPUTE_DTYPES = frozenset(DTYPES) - {"float16", "bfloat16"}
 
-DtypeRule = Literal["same", "bool", "given"]
-"""same: all arguments and the result share one dtype; bool: a truth value; given: the node says (casts, where)."""
+DtypeRule = Literal["same", "bool", "int32", "given"]
+"""same: arguments and result share one dtype; bool, int32: the result's; given: the node says (casts, where)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,8 @@ OPS: Mapping[str, Op] = {
         Op("not", 1, "same", _INTEGER, np.invert),
         Op("shl", 2, "same", frozenset(("int",)), np.left_shift),
         Op("shr", 2, "same", frozenset(("int",)), np.right_shift),
+        # (key, position, draw): 32 random bits, see ir/philox.py; int64 arguments
+        Op("philox", 3, "int32", frozenset(("int",)), philox, 40),
         Op("where", 3, "given", _ANY, np.where),  # (bool, a, b): a and b of the result's dtype
         Op("cast", 1, "given", _ANY, lambda x: x),  # rounds to nearest even; float to int truncates; x != 0 for bool
     )

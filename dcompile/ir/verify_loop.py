@@ -93,7 +93,8 @@ def _check_apply(op: str, args: tuple[str, ...], dtype: str) -> None:
         return
     require(len(set(args)) == 1, f"{op} mixes {args}")
     require(DTYPES[args[0]] in OPS[op].kinds, f"{op} is not for {args[0]}")
-    expected = "bool" if OPS[op].rule == "bool" else args[0]
+    rule = OPS[op].rule
+    expected = rule if rule in ("bool", "int32") else args[0]
     require(dtype == expected, f"{op} on {args[0]} gives {expected}, not {dtype}")
 
 

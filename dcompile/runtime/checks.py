@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dcompile import random_ops  # noqa: F401  defines operators that host programs call
 from dcompile.compat import assert_on_device
 
 

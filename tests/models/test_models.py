@@ -35,8 +35,10 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def compiled(model, **settings):
-    return torch.compile(model, backend=BACKEND, **OPTIONS, **settings)
+def compiled(model, eagers_bits=False, **settings):
+    """`eagers_bits`: random numbers are eager's, so that the same seed drops the same elements."""
+    options = {"options": {**OPTIONS["options"], "fallback_random": eagers_bits}} if IS_DCOMPILE else OPTIONS
+    return torch.compile(model, backend=BACKEND, **options, **settings)
 
 
 def twins(make, *arguments):
@@ -109,11 +111,11 @@ def test_three_adamw_steps(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_draws_what_eager_draws(name):
-    """Random numbers are ATen's, so that the same seed drops the same elements."""
     case = CASES[name]
     model, theirs = twins(case.make, 0.3)
     batch = case.batch(4, 12)
-    output = forward_backward(compiled(model.train(), fullgraph=case.fullgraph), batch, seed=7)
+    call = compiled(model.train(), eagers_bits=True, fullgraph=case.fullgraph)
+    output = forward_backward(call, batch, seed=7)
     expected = forward_backward(theirs.train(), batch, seed=7)
     assert_close(output["loss"], expected["loss"], LOSS)
     assert_same_state(model, theirs)
@@ -208,7 +210,32 @@ class Checkpointed(MLP):
 def test_checkpointing_keeps_the_dropout_mask():
     """What is run again must drop what the forward dropped, or gradients belong to another function."""
     model, theirs = twins(Checkpointed, 0.5)
-    assert_trains_alike(model, theirs, compiled(model, fullgraph=True), [CASES["mlp"].batch(8, 0) for _ in range(2)])
+    call = compiled(model, eagers_bits=True, fullgraph=True)
+    assert_trains_alike(model, theirs, call, [CASES["mlp"].batch(8, 0) for _ in range(2)])
+
+
+@pytest.mark.skipif(not IS_DCOMPILE, reason="about random numbers of ours")
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_of_our_own(name):
+    """A gradient belongs to the masks of its forward: it says how the loss moves along it, under the same seed."""
+    case = CASES[name]
+    model, _ = twins(case.make, 0.3)
+    batch = case.batch(4, 12)
+    call = compiled(model.train(), fullgraph=case.fullgraph)
+    first = forward_backward(call, batch, seed=7)["loss"]
+    norm = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+    step, losses = 2e-3 / norm, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p += sign * (1 if sign > 0 else 2) * step * p.grad
+        torch.manual_seed(7)
+        losses.append(float(call(**batch)["loss"].detach()))
+    slope = (losses[0] - losses[1]) / (2 * step)
+    assert abs(slope / norm**2 - 1) < 0.05, (slope, norm**2)
+    torch.manual_seed(8)
+    assert abs(float(call(**batch)["loss"].detach()) - float(first.detach())) > 1e-4, "another seed, another loss"
 
 
 def test_tied_weights():

@@ -25,7 +25,8 @@ SPELLING: Mapping[str, str] = {
     "nextafter": "nextafter_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "signbit": "signbit_({0})",
     "isnan": "{0} != {0}", "isinf": "isinf_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}",
     "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}",
-    "xor": "{0} ^ {1}", "not": "not_({0})", "shl": "shl_({0}, {1})", "shr": "shr_({0}, {1})",
+    "philox": "philox_({0}, {1}, {2})", "xor": "{0} ^ {1}", "not": "not_({0})",
+    "shl": "shl_({0}, {1})", "shr": "shr_({0}, {1})",
     "where": "{0} ? {1} : {2}", "cast": "to_{dtype}({0})",
 }  # fmt: skip
 

@@ -41,6 +41,7 @@ SPELLING: Mapping[str, str] = {
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}",
     "not": "not_({0})", "shl": "shl_({0}, {1})", "shr": "shr_({0}, {1})", "where": "tl.where({0}, {1}, {2})",
     "gcd": "gcd_({0}, {1})", "zeta": "zeta_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "cast": "to_{dtype}({0})",
+    "philox": "philox_({0}, {1}, {2})",
 }  # fmt: skip
 
 TYPES: Mapping[str, str] = {
@@ -228,6 +229,26 @@ def zeta_(given, start):
 ZETA
     result = tl.where(pole, float("inf"), tl.where(nowhere, float("nan"), total))
     return result.to(given.dtype)
+
+
+@triton.jit
+def philox_(key, position, draw):
+    # Philox4x32-10, as ir/philox.py
+    k0, k1 = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32 & 0xFFFFFFFF).to(tl.uint32)
+    a, b = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32 & 0xFFFFFFFF).to(tl.uint32)
+    c, d = (draw >> 2 & 0xFFFFFFFF).to(tl.uint32), (draw >> 34 & 0xFFFFFFFF).to(tl.uint32)
+    first, second = tl.full([], 0xD2511F53, tl.uint32), tl.full([], 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        was_a, was_c = a, c
+        a = tl.umulhi(was_c, second) ^ b ^ k0
+        b = was_c * second
+        c = tl.umulhi(was_a, first) ^ d ^ k1
+        d = was_a * first
+        k0 += tl.full([], 0x9E3779B9, tl.uint32)
+        k1 += tl.full([], 0xBB67AE85, tl.uint32)
+    word = draw & 3
+    chosen = tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
+    return chosen.to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -179,7 +179,7 @@ class Body:
     def apply(self, op: str, *args: Ref, dtype: str | None = None) -> Ref:
         """An operation of the table (arguments in a compute dtype), folded if it is trivial."""
         rule = OPS[op].rule
-        result = dtype or ("bool" if rule == "bool" else self.dtype(args[1] if op == "where" else args[0]))
+        result = dtype or (rule if rule in ("bool", "int32") else self.dtype(args[1] if op == "where" else args[0]))
         values = [self.values[arg] for arg in args]
         folded = self._fold(op, args, values, result)
         return self._add(Apply(op, args, result)) if folded is None else folded

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.codegen.lower import bags, foreach, rewrites
+from dcompile.codegen.lower import bags, foreach, random_table, rewrites
 
 _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
@@ -56,13 +56,22 @@ def _table() -> dict[Any, Any]:
     return {op: rule for op, rule in found.items() if getattr(op, "overloadpacket", op) not in whole} | own
 
 
-def table() -> dict[Any, Any]:
-    """Op to decomposition, for AOTAutograd: it may change the copy it gets."""
+def table(*, fallback_random: bool = False) -> dict[Any, Any]:
+    """Op to decomposition, for AOTAutograd: it may change the copy it gets.
+
+    With `fallback_random` every random number is drawn as eager draws it, by ATen.
+    """
+    own = random_table.table()
     found = {**_table(), torch.ops.aten.ldexp.Tensor: ldexp}
     found[torch.ops.aten.as_strided_scatter.default] = as_strided_scatter
     index_add, unpool = torch.ops.aten.index_add.default, torch.ops.aten.max_unpool2d.default
     found[index_add] = rewrites.fitting_slices(found[index_add])
     found[unpool] = rewrites.laid_out_as_input(found[unpool])
+    if fallback_random:
+        drawn = own.keys() - {torch.ops.aten.native_dropout.default}
+        found = {op: rule for op, rule in found.items() if op not in drawn}
+    else:
+        found |= own
     return found | {op: _unless_empty(found[op]) for op in found if str(op) in _DIVIDING}
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dcompile import random_ops
+
 AGAIN = (
     # element by element, or a look at what is there
     "constant_pad_nd", "flip", "roll", "repeat", "tril", "slice_scatter", "select_scatter", "copy", "signbit",
@@ -43,4 +45,5 @@ def table() -> tuple[frozenset[Any], frozenset[Any]]:
     """(ops that become part of a loop, those of them that may be computed again), as overload packets."""
     again = frozenset(getattr(torch.ops.aten, name) for name in AGAIN if hasattr(torch.ops.aten, name))
     once = frozenset(getattr(torch.ops.aten, name) for name in ONCE if hasattr(torch.ops.aten, name))
+    again |= frozenset(random_ops.operators())  # a key and a position in, a number out
     return again | once, again

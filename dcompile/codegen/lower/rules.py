@@ -7,6 +7,7 @@ from dcompile.codegen.lower import (
     indexing,
     pointwise,
     pooling,
+    randoms,
     reductions,
     rows,
     scans,
@@ -31,4 +32,5 @@ RULES: dict[str, Rule] = {
     **windows.RULES,
     **special.RULES,
     **creation.RULES,
+    **randoms.RULES,
 }

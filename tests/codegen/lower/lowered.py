@@ -145,7 +145,7 @@ def compile_with(seen: Seen, function: Any) -> Any:
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
-        decompositions=table(),
+        decompositions=table(fallback_random=True),
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import dcompile
 from dcompile.collectives.params import BucketRule, ParamInfo, Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.pipeline import Pipeline
 from dcompile.runtime import cache as cache_module
 from tests.distributed.harness import Ranks
 from tests.subject import ROOT
@@ -298,3 +300,21 @@ def test_the_receipt_says_what_was_loaded(tmp_path):
         receipt = dcompile.receipt(model)
         assert receipt.graphs_cached == cached and f"graphs_cached={cached}" in str(receipt)
         assert (receipt.built > 0) == (cached == 0)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_garbage_collector_is_as_it_was_after_a_failed_compile(on, monkeypatch):
+    seen = []
+
+    def failing(*_):
+        seen.append(gc.isenabled())
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(Pipeline, "compile", failing)
+    (gc.enable if on else gc.disable)()
+    try:
+        with pytest.raises(Exception, match="no luck"):
+            dcompile.compile(lambda x: x + 1, options={"receipt": False})(torch.ones(3))
+        assert seen == [False] and gc.isenabled() == on
+    finally:
+        gc.enable()

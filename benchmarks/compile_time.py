@@ -1,6 +1,7 @@
 """How long until the first training step is through: cold against inductor, warm against aot_eager, and where it goes.
 
-python -m benchmarks.compile_time [--threads N] [--only llama_block,gpt2] [--rounds 3] [--no-inductor] [--json] [--save]
+python -m benchmarks.compile_time [--threads N] [--only llama_block,gpt2] [--peers aot_eager,inductor]
+                                  [--rounds 3] [--keep FILE] [--json] [--save]
 
 Every figure is of a fresh process: from the first use of the compiler (its imports included) to the end of the first
 forward and backward. Cold: empty caches. Warm: a cache that one process before has filled; rounds interleave warm
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import common
@@ -151,12 +153,27 @@ def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
         found: dict[str, list[dict[str, Any]]] = {"cold": [child("dcompile", folder)], "warm": [], "aot_eager": []}
         for turn in range(arguments.rounds):
-            for peer in ("warm", "aot_eager")[:: 1 if turn % 2 else -1]:
+            peers = ("warm", "aot_eager") if "aot_eager" in arguments.peers else ("warm",)
+            for peer in peers[:: 1 if turn % 2 else -1]:
                 found[peer].append(child("dcompile" if peer == "warm" else peer, folder))
-        if arguments.inductor:
+        if "inductor" in arguments.peers:
             found["inductor"] = [child("inductor", folder)]
     errors = {peer: run["error"] for peer, runs in found.items() for run in runs if "error" in run}
     return {"name": name, "errors": errors, **({} if errors else compared(found))}
+
+
+def resumed(names: Sequence[str], run: Callable[[str], dict[str, Any]], kept: Path | None) -> list[dict[str, Any]]:
+    """A line for each name. Lines in the file `kept` are not run again, each new one without errors is added to it."""
+    texts = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    done = {line["name"]: line for line in map(json.loads, texts)}
+    for name in names:
+        if name in done:
+            continue
+        done[name] = run(name)
+        if kept is not None and not done[name]["errors"]:
+            with kept.open("a") as file:
+                file.write(json.dumps(done[name]) + "\n")
+    return [done[name] for name in names]
 
 
 def compared(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -168,12 +185,13 @@ def compared(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
     line = {
         "total": totals,
         "seconds": seconds,
-        "warm_beyond_aot_eager": totals["warm"] - totals["aot_eager"],
-        "cpu_beyond_aot_eager": cpu["warm"] - cpu["aot_eager"],
         "warm_worked": any(run["counts"]["built"] or run["counts"]["graphs_cached"] != 2 for run in found["warm"]),
         "stages": {"cold": cold["stages"], "warm": warm["stages"]},
         "counts": cold["counts"],
     }
+    if "aot_eager" in found:
+        line["warm_beyond_aot_eager"] = totals["warm"] - totals["aot_eager"]
+        line["cpu_beyond_aot_eager"] = cpu["warm"] - cpu["aot_eager"]
     if "inductor" in found:
         line["cold_over_inductor"] = seconds["cold"] / seconds["inductor"]
         line["total_over_inductor"] = totals["cold"] / totals["inductor"]
@@ -211,8 +229,8 @@ def page(result: Mapping[str, Any]) -> str:
             *(f"{line['total'][peer]:.2f}" if peer in line["total"] else "-" for peer in
               ("inductor", "cold", "warm", "aot_eager")),
             f"{line['cold_over_inductor']:.2f}" if "cold_over_inductor" in line else "-",
-            f"{line['warm_beyond_aot_eager']:+.2f}",
-            f"{line['cpu_beyond_aot_eager']:+.2f}",
+            *(f"{line[figure]:+.2f}" if figure in line else "-" for figure in
+              ("warm_beyond_aot_eager", "cpu_beyond_aot_eager")),
             f"{line['counts']['kernels']} of {line['counts']['kernel_calls']}",
         ]
         for line in good
@@ -251,7 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", help="lines, comma-separated")
     parser.add_argument("--rounds", type=int, default=3, help="warm starts of each peer")
-    parser.add_argument("--no-inductor", dest="inductor", action="store_false")
+    parser.add_argument("--peers", default="aot_eager,inductor", help="what dcompile is compared with")
+    parser.add_argument("--keep", default="", help="file of finished lines: a later run goes on where this one stopped")
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -260,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.child:
         common.hand_back(measure(names[0], arguments.child))
         return 0
-    result = summary([line_of(name, arguments) for name in names], arguments.threads)
+    lines = resumed(names, lambda name: line_of(name, arguments), Path(arguments.keep) if arguments.keep else None)
+    result = summary(lines, arguments.threads)
     sys.stdout.write(page(result) + "\n")
     if arguments.save:
         sys.stdout.write(f"{common.save('compile_time', 'cpu', result)}\n")

@@ -42,6 +42,28 @@ def test_figures_are_of_medians_and_failures_make_it_incomplete():
     assert "bert: warm: exit 1" in compile_time.page(result)
 
 
+def test_without_peers_there_is_nothing_to_compare_and_the_page_says_so():
+    line = compile_time.compared({"cold": [run_of(4.0)], "warm": [run_of(2.0)]})
+    result = compile_time.summary([{"name": "bert", "errors": {}, **line}], threads=1)
+    assert result["complete"] and result["worst_warm_beyond_aot_eager"] is None
+    assert " - " in compile_time.page(result)
+
+
+def test_a_stopped_run_goes_on_and_failed_lines_are_run_again(tmp_path):
+    kept, ran = tmp_path / "lines.jsonl", []
+
+    def run(name):
+        ran.append(name)
+        return {"name": name, "errors": {"warm": "exit 1"} if name == "bert" else {}}
+
+    assert [line["name"] for line in compile_time.resumed(["gpt2", "bert"], run, kept)] == ["gpt2", "bert"]
+    names = ["bert", "gpt2", "resnet"]
+    assert [line["name"] for line in compile_time.resumed(names, run, kept)] == names
+    assert ran == ["gpt2", "bert", "bert", "resnet"]
+    compile_time.resumed(["gpt2"], run, None)
+    assert ran[-1] == "gpt2"
+
+
 @pytest.mark.parametrize("counts", [{"built": 1}, {"graphs_cached": 1}])
 def test_a_warm_start_that_worked_is_said(counts):
     assert not compile_time.summary(lines_of(**counts), threads=1)["warm_compiled_nothing"]

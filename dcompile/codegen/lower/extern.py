@@ -204,6 +204,8 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
         tensor = low.result(value, node.name)
         return [_name(tensor)], tensor
     if value is None:
+        if node.users:
+            raise Unsupported(f"dcompile: {node.target} has a result that tracing did not describe")
         return [], None
     if not isinstance(value, (tuple, list)):
         return [], value

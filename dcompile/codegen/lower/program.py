@@ -150,7 +150,9 @@ class _Walk:
     def _lowered(self, node: Node) -> Any:
         args = [self._argument(arg) for arg in node.args]
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
-        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+        if node.target is operator.getitem:
+            if not isinstance(args[0], (tuple, list)):
+                raise Unsupported(f"dcompile: {node.args[0]} has no parts that tracing knows")
             return args[0][args[1]]
         args = _in_order(node.target, args, kwargs)
         value: Any = node.meta.get("val")

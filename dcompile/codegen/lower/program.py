@@ -156,6 +156,8 @@ class _Walk:
             return args[0][args[1]]
         args = _in_order(node.target, args, kwargs)
         value: Any = node.meta.get("val")
+        if value is None and node.users:  # what saves and restores the generator's state around a checkpointed layer
+            raise Unsupported(f"dcompile: tracing did not say what {node.target} returns")
         self.low.device = _device_of(value) or self.low.device
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return scalar(self.low, node, value, args, kwargs)

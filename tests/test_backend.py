@@ -140,3 +140,8 @@ else:
     raise AssertionError("a bad option was accepted")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_number_read_from_a_tensor_is_returned():
+    compiled = dcompile.compile(lambda x: (x * 2).item(), fullgraph=True, options={"receipt": False})
+    assert compiled(torch.tensor(5)) == 10 and compiled(torch.tensor(7)) == 14

@@ -25,7 +25,7 @@ train: $(if $(VENV),$(VENV)/.has-train)
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
-# Every operator of torch's table, some 20 minutes of CPU time; writes the list of what falls back to ATen.
+# Every operator of torch's table, some 35 minutes of CPU time; writes the list of what falls back to ATen.
 # It goes on where it was cut off. ARGS="--shard 2/8" runs a part; join the parts' build/ops-sweep.jsonl and run it again.
 ops-sweep: $(if $(VENV),$(VENV)/.has-test)
 	@mkdir -p build

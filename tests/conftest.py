@@ -14,6 +14,15 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the stored texts; then review the diff")
+    parser.addoption("--all-models", action="store_true", help="every aspect of every architecture, not only a sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `make models` is for."""
+    if config.getoption("--all-models"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture

@@ -1,0 +1,97 @@
+"""What describes one architecture of transformers in miniature: its class, a small random configuration, its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+VOCABULARY = 64
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model in miniature. The flags say what other tools can do with it; `tests.models.aspects` is what is tested."""
+
+    make: Callable[[], nn.Module]
+    """The model with new random weights, drawn from torch's generator; nothing in it is random in training."""
+    batch: Callable[[int, int], Batch]
+    """batch(rows, length), drawn from torch's generator."""
+    lengths: tuple[int, int] = (8, 12)
+    """Two lengths that a batch may have; the same one twice where the model's own size fixes it."""
+    fullgraph: bool = True
+    """Whether TorchDynamo traces it whole; what it cannot breaks the graph for every backend."""
+    dynamic: bool = True
+    """Whether TorchDynamo and AOTAutograd trace it with symbolic sizes."""
+    bfloat16: bool = True
+    """Whether eager PyTorch runs it in bfloat16."""
+    fallbacks: frozenset[str] = frozenset()
+    """Ops that may be left to ATen for want of a rule."""
+
+
+def pretrained(model: str, config: str, settings: Mapping[str, Any], batch: Any, **more: Any) -> Architecture:
+    """Class `model` of transformers with `config(**settings)`. Of `more`, what are no fields are settings, too."""
+    fields = {name: more.pop(name) for name in list(more) if name in Architecture.__slots__}
+    return Architecture(partial(_make, model, config, {**settings, **more}), batch, **fields)
+
+
+def _make(model: str, config: str, settings: Mapping[str, Any]) -> nn.Module:
+    nested = {name: value() for name, value in settings.items() if isinstance(value, partial)}
+    made = getattr(transformers, config)(**{**settings, **nested})
+    _quiet(made)
+    return getattr(transformers, model)(made)
+
+
+def configuration(name: str, **settings: Any) -> partial[Any]:
+    """A configuration inside another one, made anew with it."""
+    return partial(lambda: getattr(transformers, name)(**settings))
+
+
+def _quiet(config: Any) -> None:
+    """Nothing random in training: dropout, dropped layers and paths, masks over spectra, noise in routers."""
+    for name, value in vars(config).items():
+        if isinstance(value, transformers.PretrainedConfig):
+            _quiet(value)
+        elif isinstance(value, int | float) and ("drop" in name or "jitter" in name) and name != "drop_tokens":
+            setattr(config, name, type(value)(0))
+        elif name == "apply_spec_augment":
+            setattr(config, name, False)
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    """Token numbers, none of them one of the special ones below 4."""
+    return torch.randint(4, VOCABULARY, (rows, length))
+
+
+def language(rows: int, length: int) -> Batch:
+    """Next-token prediction."""
+    ids = tokens(rows, length)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def padded_language(rows: int, length: int) -> Batch:
+    """Next-token prediction with a padded row, whose padding is no target."""
+    batch = language(rows, length)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, length - 3 :] = 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+def masked_language(rows: int, length: int) -> Batch:
+    """Masked-token prediction: a third of the places are targets."""
+    batch = padded_language(rows, length)
+    hidden = torch.arange(length) % 3 == 1
+    labels = batch["labels"].masked_fill(~hidden, -100)
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 3), "labels": labels}
+
+
+def translation(rows: int, length: int) -> Batch:
+    """A padded source and a shorter target."""
+    source = padded_language(rows, length)
+    return {**source, "labels": tokens(rows, length // 2)}

@@ -1,0 +1,48 @@
+"""What is run of all architectures and aspects: a fixed sample in each test run, everything with --all-models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.architecture import Architecture
+from tests.models.aspects import ASPECTS
+from tests.subject import IS_DCOMPILE
+
+FALLBACKS: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallbacks.json").read_text())
+"""Name -> what may be left to ATen for want of a rule. A list may shrink; what is not in it is an error."""
+
+
+def every(architectures: Mapping[str, Architecture], sample: Mapping[str, str]) -> Any:
+    """Each aspect of each architecture that other tools manage, too; `sample`: name -> aspects run every time."""
+    assert sample.keys() <= architectures.keys()
+    pairs = []
+    for name, architecture in architectures.items():
+        for aspect in filter(lambda aspect: getattr(architecture, aspect, True), ASPECTS):
+            marks = () if aspect in sample.get(name, "").split() else pytest.mark.full
+            pairs.append(pytest.param(name, aspect, id=f"{name}-{aspect}", marks=marks))
+    return pytest.mark.parametrize(("name", "aspect"), pairs)
+
+
+def check(name: str, architecture: Architecture, aspect: str) -> None:
+    """One aspect of one architecture, compiled anew as in a new process; its fallbacks are the listed ones."""
+    torch.compiler.reset()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch._dynamo.config.patch(allow_rnn=True):  # else Dynamo leaves recurrent layers to eager PyTorch
+            call = ASPECTS[aspect](architecture)
+        if IS_DCOMPILE:
+            import dcompile
+
+            receipt = dcompile.receipt(call)
+            assert receipt.kernels > 0 or aspect == "dynamic" or receipt.fallbacks, str(receipt)
+            assert receipt.fallbacks.keys() <= set(FALLBACKS.get(name, ())), str(receipt)
+    finally:
+        torch.set_num_threads(threads)
+        torch.compiler.reset()

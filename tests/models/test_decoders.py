@@ -1,0 +1,22 @@
+"""Causal language models, mixtures of experts, state spaces, recurrences. All aspects: `make models`; here a sample."""
+
+import pytest
+
+from tests.models.decoders import DECODERS, EXPERTS, RECURRENT
+from tests.models.plan import check, every
+
+# Dynamo itself reads .grad of what crosses a graph break; others warn of what they will change
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ALL = DECODERS | EXPERTS | RECURRENT
+SAMPLE = {
+    "qwen2": "train",
+    "gemma2": "infer",
+    "qwen3-moe": "train",
+    "mamba": "infer",
+}
+
+
+@every(ALL, SAMPLE)
+def test_against_eager(name, aspect):
+    check(name, ALL[name], aspect)

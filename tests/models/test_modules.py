@@ -1,0 +1,37 @@
+"""Models in plain torch.nn. All aspects of each: `make models`; a sample of them in each test run."""
+
+import pytest
+
+from tests.models.modules import MODULES
+from tests.models.plan import check, every
+
+# Dynamo itself reads .grad of what crosses a graph break; others warn of what they will change
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ALL = MODULES
+SAMPLE = {
+    "lstm": "infer",
+    "lstm-projected": "train",
+    "lstm-packed": "train",
+    "rnn": "bfloat16",
+    "u-net": "infer",
+    "bag-mean": "train",
+    "bag-max": "train",
+    "fourier": "train",
+    "messages": "train",
+    "normalised": "infer",
+    "branching": "train infer",
+    "conditional": "train",
+    "nested": "train dynamic",
+    "ensemble": "train",
+    "hooked": "train dynamic",
+    "statistics": "train infer",
+    "in-place": "train infer",
+    "losses": "train",
+    "attention": "infer",
+}
+
+
+@every(ALL, SAMPLE)
+def test_against_eager(name, aspect):
+    check(name, ALL[name], aspect)

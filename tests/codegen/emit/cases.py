@@ -64,7 +64,7 @@ def operation(op: str, dtype: str) -> Program:
     body = loops.Body()
     kinds = ["bool", dtype, dtype] if op == "where" else [dtype] * arity
     args = [body.put(Load(f"x{k}", loops.I0, kind)) for k, kind in enumerate(kinds)]
-    out = "bool" if rule == "bool" else dtype
+    out = rule if rule in ("bool", "int32") else dtype
     stores = [Store("y", loops.I0, body.op(op, *args, dtype=out))]
     inputs = {f"x{k}": (kind, (n,)) for k, kind in enumerate(kinds)}
     return loops.program(body, (n,), (), stores, **inputs, y=(out, (n,)))
@@ -77,7 +77,7 @@ def operations() -> dict[str, Program]:
         for name, op in OPS.items()
         for kind in sorted(op.kinds)
         for dtype in DTYPES[kind]
-        if name != "cast"
+        if name != "cast" and (name != "philox" or dtype == "int64")
     }
 
 

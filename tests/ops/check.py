@@ -26,6 +26,8 @@ from tests.ops.cases import Case, Sample, has_backward, mapped, operators, sampl
 from tests.ops.compare import Answer, difference, same
 
 SEED = 7
+OPTIONS = {"receipt": False, "fallback_random": True}
+"""Random numbers are eager's here, so that results can be compared."""
 Usable = list[tuple[Sample, Answer]]
 
 
@@ -277,7 +279,7 @@ def _compiled(usable: Usable, *, fullgraph: bool) -> Found:
     label = given[0].label if len(given) == 1 else f"{len(given)} samples"
     dynamic = given[0].case.kind == "dynamic"
     try:
-        step = dcompile.compile(_function(given), dynamic=dynamic, fullgraph=fullgraph, options={"receipt": False})
+        step = dcompile.compile(_function(given), dynamic=dynamic, fullgraph=fullgraph, options=OPTIONS)
         actual = _call(step, given)
     except torch._dynamo.exc.TorchDynamoException as refusal:
         if fullgraph and not isinstance(refusal, torch._dynamo.exc.BackendCompilerFailed):
@@ -306,7 +308,7 @@ def _refusals(case: Case, limit: int | None, only: str) -> dict[str, Any]:
     ours, theirs = [], []
     for sample in refused:
         torch._dynamo.reset()
-        step = dcompile.compile(_function([sample]), options={"receipt": False})
+        step = dcompile.compile(_function([sample]), options=OPTIONS)
         if not _error(step, sample):
             torch._dynamo.reset()
             traced = _error(torch.compile(_function([sample]), backend="aot_eager"), sample)

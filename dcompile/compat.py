@@ -534,6 +534,11 @@ def storage_holders(storage: Any) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors, fake ones too, that share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def storage_at(address: int, nbytes: int, device: Any) -> Any:
     """A storage over memory that somebody else owns."""
     import torch

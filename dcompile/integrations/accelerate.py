@@ -36,6 +36,9 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
     use_regional_compilation: bool = False
     kernels: Literal["auto", "aten"] | None = field(default=None, metadata={"help": "Option `kernels`."})
     matmul: Literal["auto", "aten", "own"] | None = field(default=None, metadata={"help": "Option `matmul`."})
+    activation_memory_budget: float | None = field(
+        default=None, metadata={"help": "Option `activation_memory_budget`."}
+    )
     distributed: Literal["auto", "stock"] | None = field(default=None, metadata={"help": "Option `distributed`."})
     receipt: bool | None = field(default=None, metadata={"help": "Option `receipt`."})
     log: str | None = field(default=None, metadata={"help": "Option `log`."})

@@ -163,3 +163,21 @@ def test_a_decision_about_sizes_that_torch_alone_can_make_is_one_library_call():
     receipt, _ = check(function, (torch.randn(4, 6),), (torch.randn(5, 8),))
     assert receipt.kernels
     assert sum(receipt.fallbacks.values()) == len(receipt.notes) <= 1
+
+
+def test_positions_that_count_from_the_end():
+    def function(x, dim, position, start):
+        return x.select(dim, position) * 1, x[:, start:] * 1, x.select(dim, position), x[:, start:]
+
+    x = torch.arange(48.0).reshape(6, 8)
+    for dim, position, start in ((0, -1, -3), (1, 2, 5), (1, -2, -20), (0, 3, 20), (-1, -8, -8), (0, -6, 8)):
+        check(function, (x, dim, position, start), (x[:, 1:].contiguous(), dim, max(position, -6), start))
+
+
+def test_a_returned_view_of_an_input_that_only_the_library_makes():
+    def function(x, size):
+        return x.unfold(0, size, 2)
+
+    x = torch.arange(40.0)[3:].requires_grad_()
+    receipt, _ = check(function, (x[:30], 4), (x, 7))
+    assert receipt.graphs == 1

@@ -96,7 +96,9 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         args = [_in_its_storage(low, node, args[0]), *args[1:]]
     fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
     aliasing = returns_alias(target)
-    if aliasing and (copying := copying_variant(target)) is not None:
+    if aliasing and _is_returned_look(low, node, args):
+        aliasing = False
+    elif aliasing and (copying := copying_variant(target)) is not None:
         op, aliasing = copying, False
     outs, result = name_results(low, value, node)
     if returns_one_in_a_tuple(node) or any(has_no_text(arg) for arg in (*args, *kwargs.values())):
@@ -105,6 +107,17 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         return result
     low.extern(op, args, outs, kwargs=kwargs, fallback=fallback, effect=has_effect(node))
     return _own_memory(low, outs, result) if aliasing else result
+
+
+def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
+    """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies."""
+    base = args[0] if args else None
+    return (
+        isinstance(base, T)
+        and base.view is not None
+        and base.view.buffer in low.inputs
+        and all(user.op == "output" for user in node.users)
+    )
 
 
 def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> T:

@@ -22,7 +22,7 @@ AGAIN = (
     "diagonal_scatter", "_reshape_alias", "detach", "diagonal", "lift", "split_with_sizes", "transpose", "unbind",
     "split_copy", "split_with_sizes_copy", "unbind_copy", "unfold_copy", "lift_fresh", "floor_divide",
     "unfold", "fill", "new_full", "new_ones", "ones_like", "new_empty", "new_empty_strided", "empty_strided",
-    "empty_permuted",
+    "empty_permuted", "_efficientzerotensor",
 )  # fmt: skip
 """Loops that cost no more than reading what they would have saved."""
 

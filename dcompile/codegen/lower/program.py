@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from dcompile import compat
 from dcompile.codegen.lower import aten_graph
 from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
@@ -17,7 +18,7 @@ from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.rules import RULES
 from dcompile.codegen.lower.scalars import scalar
-from dcompile.codegen.lower.sizes import Inexpressible, opaque_shape, size_of, variables_of
+from dcompile.codegen.lower.sizes import Inexpressible, is_symbolic, opaque_shape, size_of, variables_of
 from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, from_view
 from dcompile.codegen.lower.uses import Kind, Uses, find_uses
 from dcompile.ir.index import Index, Size, as_index, as_size, typical, var
@@ -69,6 +70,8 @@ class _Walk:
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
         self.values: dict[Node, Any] = self.low.values
         self.arguments: list[str] = []
+        self.storages: set[int] = set()
+        """What the (fake) inputs lie in."""
 
     def run(self, grads: tuple[tuple[int, int], ...]) -> Lowered:
         outputs: tuple[Any, ...] = ()
@@ -100,6 +103,7 @@ class _Walk:
         value: Any = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             self.arguments.append(node.name)
+            self.storages.add(compat.storage_key(value))
             return self._input(node.name, value)
         if not isinstance(value, torch.SymInt):
             raise Unsupported(f"dcompile: input {node.name} is a {type(value).__name__}, not a tensor")
@@ -133,10 +137,22 @@ class _Walk:
             value = self.values[item] if isinstance(item, Node) else item
             if isinstance(value, T):
                 self.low.node = item.name if isinstance(item, Node) else "output"
-                result.append(self.low.exact(value))
+                result.append(view := self.low.exact(value))
+                self._check_alias(item, view)
             else:
                 result.append(value)
         return tuple(result)
+
+    def _check_alias(self, item: Any, view: View) -> None:
+        """What shares memory with an input in eager has to do so here: AOTAutograd reads off where in it it lies.
+
+        Where sizes are fixed it builds such views anew by itself.
+        """
+        fake = item.meta.get("val") if isinstance(item, Node) else None
+        if view.buffer in self.low.inputs or not isinstance(fake, torch.Tensor) or not is_symbolic(fake):
+            return
+        if compat.storage_key(fake) in self.storages:
+            raise Unsupported(f"dcompile: {item.target} returns a part of an input, and where it lies is not known")
 
     # --- one node ---
 

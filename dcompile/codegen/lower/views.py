@@ -90,7 +90,7 @@ def first_of(start: Size | None, size: Size) -> Size:
         return start
     if is_nonnegative(as_index(start) * -1 - 1, {}):
         return as_size(extreme("max", as_index(start) + size, 0))
-    raise Inexpressible(f"whether a slice from {start} counts from the end")
+    return _from_the_end_if_negative(start, size)
 
 
 def along(x: T, dim: int, shape: Shape, move: Callable[[Any], Any]) -> T:
@@ -117,7 +117,13 @@ def place_of(position: Size, size: Size) -> Size:
         return position
     if is_nonnegative(as_index(position) * -1 - 1, {}):
         return as_size(as_index(position) + size)
-    raise Inexpressible(f"whether position {position} counts from the end")
+    return _from_the_end_if_negative(position, size)
+
+
+def _from_the_end_if_negative(number: Size, size: Size) -> Size:
+    """A place whose sign is not known while compiling; 0 for what lies before the beginning."""
+    one_if_negative = extreme("min", extreme("max", as_index(number) * -1, 0), 1)
+    return as_size(extreme("max", as_index(number) + one_if_negative * size, 0))
 
 
 def _select(_: Lowering, value: torch.Tensor, /, x: T, dim: int, position: Size) -> T:

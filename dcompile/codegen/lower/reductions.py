@@ -13,6 +13,7 @@ from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.indices import Shape, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
+from dcompile.codegen.lower.sizes import Inexpressible
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.ir.index import Index, Size, flatten, size_product
 from dcompile.ir.nodes import Ref, Store
@@ -185,6 +186,8 @@ def finite(body: Body, ref: Ref) -> Ref:
 
 
 def _norm(low: Lowering, value: torch.Tensor, /, x: T, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> Result:
+    if not isinstance(order, int | float):
+        raise Inexpressible("a norm of symbolic order")
     compute = opmath(dtype_name(value.dtype))
 
     def build(body: Body, ref: Ref, _: Size) -> Ref:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.sizes import opaque_shape, variables_of
+from dcompile.codegen.lower.sizes import is_symbolic, opaque_shape, variables_of
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.errors import DcompileError
 from dcompile.ir.nodes import View
@@ -110,10 +110,14 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
 
 
 def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
-    """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies."""
+    """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies.
+
+    Where sizes are fixed it makes such views anew by itself.
+    """
     base = args[0] if args else None
     return (
-        isinstance(base, T)
+        is_symbolic(node.meta.get("val"))
+        and isinstance(base, T)
         and base.view is not None
         and base.view.buffer in low.inputs
         and all(user.op == "output" for user in node.users)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from dcompile.ir.index import Index, Size
@@ -52,6 +53,21 @@ def operands(value: Value) -> tuple[Ref, ...]:
 def store_operands(store: Store) -> tuple[Ref, ...]:
     """The values that a store uses."""
     return (store.value, *runtime_refs(store.index))
+
+
+def behind(body: Sequence[Value], roots: Iterable[Ref], *, through_reduces: bool = True) -> set[Ref]:
+    """All values that `roots` are computed from, themselves included.
+
+    Without `through_reduces`, reductions are among them but not what is behind those.
+    """
+    seen: set[Ref] = set()
+    stack = list(roots)
+    while stack:
+        ref = stack.pop()
+        if ref not in seen:
+            seen.add(ref)
+            stack += operands(body[ref]) if through_reduces or not isinstance(body[ref], Reduce) else ()
+    return seen
 
 
 @lru_cache(maxsize=512)

@@ -88,27 +88,36 @@ class Nest:
         return (*self.rows, *((self.lane,) if self.lane else ()), *inner)
 
 
-def make_nest(loop: Loop) -> Nest:
-    """The nest that runs `loop`."""
+def flattened(loop: Loop) -> Nest:
+    """The loop as each target begins with it: axes of one step gone, axes that need not be apart merged."""
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
     outer = [Axis(n, s) for n, s in zip(outer_names(loop), loop.outer, strict=True)]
     inner = [Axis(n, s) for n, s in zip(inner_names(loop), loop.inner, strict=True)]
     body, stores = expand(loop.body, loop.stores, inner)
+    late = len(body) != len(loop.body)
     gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
     outer, inner = [a for a in outer if a.size != 1], [a for a in inner if a.size != 1]
     body, stores = reindex(body, stores, gone)
     outer, body, stores = merge(outer, body, stores)
     inner, body, stores = merge(inner, body, stores)
     if not inner:
-        return _pointwise(outer, tuple(of_one_element(value) for value in body), stores)
-    lane = None
-    if outer and any(isinstance(value, (Reduce, Scan)) for value in body):
-        names = frozenset(axis.name for axis in inner)
-        often = [(index, weight) for index, weight in accesses(body, stores) if index.variables & names]
-        score = {a.name: unit_strides(a.name, often) for a in (outer[-1], inner[-1])}
-        if score[outer[-1].name] > score[inner[-1].name] and typical(outer[-1].size) >= 8:
-            lane = outer.pop()
-    return Nest(tuple(outer), tuple(inner), lane, body, stores, row_stores, late=len(body) != len(loop.body))
+        body = tuple(of_one_element(value) for value in body)
+    return Nest(tuple(outer), tuple(inner), None, body, stores, row_stores, late)
+
+
+def make_nest(loop: Loop) -> Nest:
+    """The nest that runs `loop`."""
+    nest = flattened(loop)
+    if not nest.elements:
+        return _pointwise(list(nest.rows), nest.body, nest.stores)
+    if nest.rows and any(isinstance(value, (Reduce, Scan)) for value in nest.body):
+        slow, fast = nest.rows[-1], nest.elements[-1]
+        names = nest.element_names
+        often = [(index, weight) for index, weight in accesses(nest.body, nest.stores) if index.variables & names]
+        score = {axis.name: unit_strides(axis.name, often) for axis in (slow, fast)}
+        if score[slow.name] > score[fast.name] and typical(slow.size) >= 8:
+            return replace(nest, rows=nest.rows[:-1], lane=slow)
+    return nest
 
 
 # --- pointwise loops --------------------------------------------------------------------------------------------------

@@ -15,14 +15,12 @@ from dcompile.codegen.emit.nest import (
     Axis,
     Nest,
     accesses,
-    expand,
-    merge,
-    reindex,
+    flattened,
     stride,
     unit_strides,
 )
-from dcompile.ir.analysis import inner_names, is_row_store, of_one_element, outer_names, runtime_refs
-from dcompile.ir.index import ZERO, Div, Index, Size, Var, flatten
+from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.index import Div, Index, Size, Var, flatten
 from dcompile.ir.nodes import Loop, Reduce, Scan, Store
 
 FLAT = 1024
@@ -97,24 +95,12 @@ class Plan:
 
 def make_plan(loop: Loop) -> Plan:
     """The tiles of a loop with fixed sizes."""
-    row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
-    outer = [Axis(n, s) for n, s in zip(outer_names(loop), fixed(loop.outer), strict=True)]
-    inner = [Axis(n, s) for n, s in zip(inner_names(loop), fixed(loop.inner), strict=True)]
-    body, stores = expand(loop.body, loop.stores, inner)
-    late = len(body) != len(loop.body)
-    gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
-    outer, inner = [a for a in outer if a.size != 1], [a for a in inner if a.size != 1]
-    body, stores = reindex(body, stores, gone)
-    outer, body, stores = merge(outer, body, stores)
-    inner, body, stores = merge(inner, body, stores)
-    if not inner:
-        body = tuple(of_one_element(value) for value in body)
-    nest = Nest(tuple(outer), tuple(inner), None, body, stores, row_stores, late)
-    combining = [n for n, store in enumerate(stores) if store.mode != "set"]
+    nest = flattened(replace(loop, outer=fixed(loop.outer), inner=fixed(loop.inner)))
+    combining = [n for n, store in enumerate(nest.stores) if store.mode != "set"]
     chunk = _chunk(nest, combining)
     if combining and chunk:
         return _columns(nest, chunk)
-    plan = _rows(nest) if inner and _needs_rows(nest) else _pointwise(nest)
+    plan = _rows(nest) if nest.elements and _needs_rows(nest) else _pointwise(nest)
     return replace(plan, atomic=bool(combining))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dcompile.codegen.schedule.merge import without
 from dcompile.codegen.schedule.space import canonical, respace
-from dcompile.ir.analysis import is_row_store, operands
+from dcompile.ir.analysis import behind, is_row_store
 from dcompile.ir.index import contiguous_strides, flatten, size_product, var
 from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
@@ -41,7 +41,7 @@ def wants_rows(loop: Loop) -> bool:
         return False
     if any(isinstance(value, Scan) for value in loop.body):
         return False
-    if any(depends_on_reduce(loop, value.arg) for value in reduces):
+    if any(isinstance(loop.body[ref], Reduce) for ref in behind(loop.body, [value.arg for value in reduces])):
         return False
     if not all(is_row_store(loop, store) for store in loop.stores):
         return False
@@ -53,19 +53,6 @@ def wants_rows(loop: Loop) -> bool:
 def _unit(load: Load, name: str) -> bool:
     coefficient = load.index.coefficient(name)
     return coefficient is not None and coefficient.constant == 1
-
-
-def depends_on_reduce(loop: Loop, ref: Ref) -> bool:
-    """Does a value use the result of a reduction?"""
-    seen: set[Ref] = set()
-    stack = [ref]
-    while stack:
-        here = stack.pop()
-        if isinstance(loop.body[here], Reduce):
-            return True
-        stack += [r for r in operands(loop.body[here]) if r not in seen]
-        seen.add(here)
-    return False
 
 
 def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
@@ -82,7 +69,8 @@ def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
             stores.append(Store(store.buffer, var("i0"), value.arg, value.op))
         else:
             finished.append(store)
-    needed = {ref for store in finished for ref in _reduces_below(loop, store.value)}
+    below = behind(loop.body, [store.value for store in finished], through_reduces=False)
+    needed = {ref for ref in below if isinstance(loop.body[ref], Reduce)}
     for ref in sorted(needed - results.keys()):
         value = loop.body[ref]
         assert isinstance(value, Reduce)
@@ -102,20 +90,6 @@ def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     finish = without(rest, frozenset())
     assert finish is not None
     return [rows, finish]
-
-
-def _reduces_below(loop: Loop, ref: Ref) -> set[Ref]:
-    found: set[Ref] = set()
-    stack, seen = [ref], {ref}
-    while stack:
-        here = stack.pop()
-        if isinstance(loop.body[here], Reduce):
-            found.add(here)
-            continue
-        below = [r for r in operands(loop.body[here]) if r not in seen]
-        seen.update(below)
-        stack += below
-    return found
 
 
 def _harmless(value: Value) -> Value:

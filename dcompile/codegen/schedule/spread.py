@@ -28,6 +28,7 @@ from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.merge import without
 from dcompile.codegen.schedule.space import coordinates, position, radix, respace
 from dcompile.ir.analysis import (
+    behind,
     inner_names,
     is_row_store,
     operands,
@@ -191,10 +192,11 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
     values = {name: as_index(0) for name in bounds}
     values |= {name: var(f"i{place}") for place, name in enumerate(outer)}
     values |= {name: var(f"j{place}") for place, name in enumerate(inner)}
+    needed = behind(loop.body, store_operands(store), through_reduces=False)
     body: list[Value] = []
     for ref, value in enumerate(loop.body):
         if isinstance(value, Reduce):
-            if ref in _cone(loop.body, [store.value, *runtime_refs(store.index)]):
+            if ref in needed:
                 if ref not in saved:
                     device = table[store.buffer].device
                     saved[ref] = _new(f"{loop.name}_rows", value.dtype, fixed(loop.outer), device, table)
@@ -210,18 +212,6 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
     made = replace(made, origin=loop.origin)
     sizes = tuple(bounds[name] for name in outer), tuple(bounds[name] for name in inner)
     return without(respace(made, *sizes, values), frozenset())
-
-
-def _cone(body: tuple[Value, ...], roots: Iterable[Ref]) -> set[Ref]:
-    """All that `roots` are computed from, reductions included but not what is behind them."""
-    seen: set[Ref] = set()
-    stack = list(roots)
-    while stack:
-        ref = stack.pop()
-        if ref not in seen:
-            seen.add(ref)
-            stack += [] if isinstance(body[ref], Reduce) else operands(body[ref])
-    return seen
 
 
 def _new(name: str, dtype: str, shape: tuple[int, ...], device: str, table: dict[str, Buffer]) -> str:
@@ -261,7 +251,7 @@ def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
     loop = replace(loop, body=body, stores=stores)
     rows, device = prod(fixed(loop.outer)), table[stores[0].buffer].device
     known = passes(loop)
-    live = _below(body, [ref for store in stores for ref in store_operands(store)])
+    live = behind(body, [ref for store in stores for ref in store_operands(store)])
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
     done: dict[Ref, str] = {}
     steps: list[Loop] = []
@@ -282,18 +272,6 @@ def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
     for name in dead:
         del table[name]
     return [kept for step in steps if (kept := without(step, dead)) is not None]
-
-
-def _below(body: tuple[Value, ...], roots: Iterable[Ref]) -> set[Ref]:
-    """All that `roots` are computed from."""
-    seen: set[Ref] = set()
-    stack = list(roots)
-    while stack:
-        ref = stack.pop()
-        if ref not in seen:
-            seen.add(ref)
-            stack += operands(body[ref])
-    return seen
 
 
 def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:

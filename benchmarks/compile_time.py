@@ -124,7 +124,7 @@ def _watch(log: list[str], clock: dict[str, float]) -> None:
 
         return call
 
-    compat.aot_compile = timed(compat.aot_compile, "aot", less="compile")
+    compat.aot.aot_compile = timed(compat.aot.aot_compile, "aot", less="compile")
     CachingCompiler.compile_graph = timed(CachingCompiler.compile_graph, "compile")  # type: ignore[method-assign]
 
 

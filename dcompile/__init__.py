@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat import check_torch as _check_torch
+from dcompile.compat.versions import check_torch as _check_torch
 from dcompile.config import Config
 
 if TYPE_CHECKING:

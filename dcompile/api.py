@@ -77,7 +77,7 @@ def compile(
         fullgraph,
         dynamic,
         guard_filter_fn,
-        compat.limits(recompile_limit=recompile_limit, shapes_spec=shapes_spec),
+        compat.dynamo.limits(recompile_limit=recompile_limit, shapes_spec=shapes_spec),
     )
 
     def apply(target: Any) -> Any:

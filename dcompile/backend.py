@@ -33,16 +33,16 @@ def dcompile_backend(
 
 def handle_compile(context: Any, fn: Any) -> Any:
     """torch.compile(fn) with this backend: the compiled callable. NotImplemented for all other backends."""
-    if not compat.is_compile_context(context):
+    if not compat.dynamo.is_compile_context(context):
         return NotImplemented
-    backend = compat.innermost_backend(context)
+    backend = compat.dynamo.innermost_backend(context)
     if getattr(backend, "compiler_fn", backend) is not dcompile_backend:
         return NotImplemented
     given = getattr(backend, "kwargs", {})
     config = Config.make(given.get("mode"), given.get("options"))
     if isinstance(fn, Module) or inspect.isclass(fn):
         return NotImplemented  # torch makes its OptimizedModule, and comes back with what that is to call
-    settings = Settings(config, *compat.context_settings(context), compat.context_limits(context))
+    settings = Settings(config, *compat.dynamo.context_settings(context), compat.dynamo.context_limits(context))
     module = _module_of(fn)
     if module is not None:
         return compiled_call(module, settings, make_toolbox(config))
@@ -58,4 +58,4 @@ def _module_of(fn: Any) -> Module | None:
     return wrapped if isinstance(wrapped, Module) else None
 
 
-compat.intercept_compile(handle_compile)
+compat.dynamo.intercept_compile(handle_compile)

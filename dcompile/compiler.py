@@ -13,7 +13,7 @@ import torch
 
 from dcompile.artifacts import log
 from dcompile.collectives.params import Executable, Request
-from dcompile.compat import guard_count
+from dcompile.compat.sizes import guard_count
 from dcompile.config import Config
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import Loadable

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.compat import check_torch
+from dcompile.compat.versions import check_torch
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError, UnsupportedTorchError
 

@@ -12,12 +12,12 @@ def test_settings_while_tracing_are_put_back():
     import torch._dynamo.config as config
 
     before = config.save_config()
-    with compat.tracing_settings():
+    with compat.dynamo.tracing_settings():
         assert not config.optimize_ddp
         assert logging.Logger.warning in config.ignore_logging_functions
     assert config.save_config() == before
     for dynamic, by_default in ((True, False), (False, True)):
-        with compat.tracing_settings(dynamic):
+        with compat.dynamo.tracing_settings(dynamic):
             assert config.assume_static_by_default == by_default
             assert config.automatic_dynamic_shapes or not dynamic
         assert config.save_config() == before
@@ -36,8 +36,8 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
     def function(x):
         return x + 1
 
-    context = compat.optimize(lambda gm, _: gm, fullgraph=False, guard_filter_fn=None, limits={})
-    compat.wrap_frame_callback(context, around)
+    context = compat.dynamo.optimize(lambda gm, _: gm, fullgraph=False, guard_filter_fn=None, limits={})
+    compat.dynamo.wrap_frame_callback(context, around)
     compiled = context(function)
     assert compiled(torch.zeros(1)).item() == 1
     assert seen.count("function") == 1  # beside frames of torch itself, which Dynamo then skips
@@ -47,11 +47,11 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
 
 def test_storage_use_count():
     x = torch.zeros(4)
-    assert compat.storage_use_count(x) == 1
+    assert compat.tensors.storage_use_count(x) == 1
     view, alias = x[1:], x.detach()
-    assert compat.storage_use_count(x) == 3
+    assert compat.tensors.storage_use_count(x) == 3
     del view, alias
-    assert compat.storage_use_count(x) == 1
+    assert compat.tensors.storage_use_count(x) == 1
 
 
 class Probe(torch.autograd.Function):
@@ -64,9 +64,9 @@ class Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.found["accumulates"] = [compat.will_accumulate(p) for p in ctx.params]
-        ctx.found["task"] = compat.backward_task()
-        compat.at_end_of_backward(lambda: ctx.found.update(grads=[p.grad is not None for p in ctx.params]))
+        ctx.found["accumulates"] = [compat.tensors.will_accumulate(p) for p in ctx.params]
+        ctx.found["task"] = compat.tensors.backward_task()
+        compat.tensors.at_end_of_backward(lambda: ctx.found.update(grads=[p.grad is not None for p in ctx.params]))
         return None, *(torch.ones_like(p) for p in ctx.params)
 
 
@@ -78,7 +78,7 @@ def params():
 def test_inside_a_backward(params):
     found = {}
     Probe.apply(found, *params).backward()
-    assert found.pop("task") >= 0 and compat.backward_task() == -1
+    assert found.pop("task") >= 0 and compat.tensors.backward_task() == -1
     assert found == {"accumulates": [True, True], "grads": [True, True]}
 
 
@@ -97,19 +97,19 @@ def test_a_backward_into_some_inputs(params):
 def test_a_gradients_input():
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput
 
-    assert compat.primal_index(GradAOTOutput(PlainAOTInput(4))) == 4
-    assert compat.primal_index(PlainAOTOutput(4)) is None and compat.primal_index(None) is None
+    assert compat.aot.primal_index(GradAOTOutput(PlainAOTInput(4))) == 4
+    assert compat.aot.primal_index(PlainAOTOutput(4)) is None and compat.aot.primal_index(None) is None
 
 
 def test_names_that_a_takeover_needs():
     class Empty:
         pass
 
-    missing = compat.ddp_missing(Empty())
+    missing = compat.ddp.missing(Empty())
     assert "_remove_autograd_hooks" in missing
     assert not [name for name in missing if name.startswith("torch._C")]
 
 
 def test_a_takeover_is_left_alone_where_a_name_is_missing(monkeypatch):
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    assert "torch._C._current_graph_task_id" in compat.ddp_missing(object())
+    assert "torch._C._current_graph_task_id" in compat.ddp.missing(object())

@@ -39,13 +39,13 @@ class Entry:
         self.root = root
         self._graph = graph
         self.model = CompiledModel(settings, toolbox)
-        self._ddp: Callable[[], Any] = compat.weak(None)
+        self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
         if root is not None:
             _NEWEST[root] = weakref.ref(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        ddp = compat.active_ddp()
+        ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and self._ddp() is not ddp:
             self._attach(ddp)
@@ -73,14 +73,14 @@ class Entry:
     def _compile(self) -> Callable[..., Any]:
         """A new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
         settings = self.model.settings
-        context = compat.optimize(
+        context = compat.dynamo.optimize(
             Backend(self.model, self._graph),
             fullgraph=settings.fullgraph,
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )
         function = _fresh_function(self.target)
-        compat.wrap_frame_callback(context, lambda code: self.model.compiling(code, function.__code__))
+        compat.dynamo.wrap_frame_callback(context, lambda code: self.model.compiling(code, function.__code__))
         compiled: Callable[..., Any] = context(function)
         return compiled
 
@@ -103,7 +103,7 @@ def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
 
 def unwrapped(module: Any) -> Any:
     """The module inside what torch.compile returned."""
-    while compat.is_optimized_module(module):
+    while compat.dynamo.is_optimized_module(module):
         module = module._orig_mod
     return module
 

@@ -64,16 +64,16 @@ class Graph:
             return _boxed(self._forward(module, tokens))
 
         def backward(module: Any, _inputs: Any) -> Any:
-            compat.no_donation()
+            compat.aot.no_donation()
             runner = _boxed(self._backward(module))
-            return _boxed(compat.no_dynamo(runner, "a compiled backward"))
+            return _boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
 
         def inference(module: Any, _inputs: Any) -> Any:
             hand_out_keys(module)
             self._lay_out(module)
             return _boxed(self._inference(module))
 
-        compiled = compat.aot_compile(
+        compiled = compat.aot.aot_compile(
             gm,
             example_inputs,
             forward=forward,
@@ -88,7 +88,7 @@ class Graph:
             ),
             decompositions=compiler.decompositions(),
         )
-        return compat.no_dynamo(self._checked(compiled), "a compiled graph")
+        return compat.dynamo.no_dynamo(self._checked(compiled), "a compiled graph")
 
     def _lay_out(self, module: Any) -> None:
         if self.model.settings.config.kernels != "aten":

@@ -47,11 +47,11 @@ def partitioner(
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         hand_out_keys(joint)
         prepare(joint)
-        forward, backward = compat.min_cut_partition(
+        forward, backward = compat.aot.min_cut_partition(
             joint, joint_inputs, *fusible(), memory_budget, num_fwd_outputs=num_fwd_outputs, **keywords
         )
         if carries_sync:
-            add_token(forward, backward, num_fwd_outputs, compat.detect_fake_mode(joint_inputs))
+            add_token(forward, backward, num_fwd_outputs, compat.aot.detect_fake_mode(joint_inputs))
         return forward, backward
 
     return partition
@@ -63,7 +63,7 @@ def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int
     pairs = zip(output.args[0][num_fwd_outputs:], output.meta["desc"][num_fwd_outputs:], strict=True)
     found = []
     for position, (node, description) in enumerate(pairs):
-        index = compat.primal_index(description)
+        index = compat.aot.primal_index(description)
         if node is not None and index is not None:
             found.append((position, index))
     return tuple(found)

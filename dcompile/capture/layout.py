@@ -40,7 +40,7 @@ def lay_channels_last(gm: GraphModule) -> int:
     """Change strides and insert copies in `gm`; returns how many values lie otherwise than before."""
     if not any(_images(node) for node in gm.graph.nodes):
         return 0
-    mode = compat.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+    mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
     if mode is None:
         return 0
     plan = _Plan(mode)

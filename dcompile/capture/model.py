@@ -31,7 +31,7 @@ class Settings:
     dynamic: bool | None = None
     guard_filter_fn: Callable[..., Any] | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """What else torch.compile was asked for that Dynamo alone looks at; see `compat.limits`."""
+    """What else torch.compile was asked for that Dynamo alone looks at; see `compat.dynamo.limits`."""
 
 
 @dataclass(eq=False)
@@ -81,15 +81,15 @@ class CompiledModel:
     @contextlib.contextmanager
     def compiling(self, code: Any, entry: Any) -> Iterator[None]:
         """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
-        breaks, began = compat.graph_break_count(), time.perf_counter()
+        breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         try:
-            with compat.tracing_settings(self.settings.dynamic):
+            with compat.dynamo.tracing_settings(self.settings.dynamic):
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began
             # a break inside the model also ends our outermost frame, where it is found first: count it once
             if code is not entry:
-                self.graph_breaks += max(compat.graph_break_count() - breaks, 0)
+                self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
 
     def begin(self, inside_ddp: bool) -> Invocation:
         """A call starts."""
@@ -170,14 +170,14 @@ class CompiledModel:
             self.adapter.decide(self.objections())
         if True not in self._reported:
             self._reported.add(True)
-            compat.at_end_of_backward(lambda: self.toolbox.first_step(self))
+            compat.tensors.at_end_of_backward(lambda: self.toolbox.first_step(self))
 
     def begin_sync(self, graph: Graph) -> None:
         """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through."""
-        task = compat.backward_task()
+        task = compat.tensors.backward_task()
         if task not in self._synced:
             self._synced[task] = []
-            compat.at_end_of_backward(lambda: self._finish_sync(task))
+            compat.tensors.at_end_of_backward(lambda: self._finish_sync(task))
         self._synced[task].append(graph)
 
     def _finish_sync(self, task: int) -> None:

@@ -51,8 +51,8 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         adapter = _PlannedDdp(ddp, settings.config.distributed == "stock")
         entry.model.adopt(adapter)
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
-    before = len(compat.graph_breaks())
-    with _as_it_was(module), compat.backward_at_once():
+    before = len(compat.dynamo.graph_breaks())
+    with _as_it_was(module), compat.aot.backward_at_once():
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -88,7 +88,7 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
     """A break inside the model also ends the frames that call it, one after another: each line counts once."""
     found: dict[Source | None, GraphBreak] = {}
-    for reason, frames in compat.graph_breaks(before):
+    for reason, frames in compat.dynamo.graph_breaks(before):
         source = source_of_frames(frames)
         found.setdefault(source, GraphBreak(reason, source))
     return tuple(found.values())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcompile.compat import group_store
+from dcompile.compat.groups import group_store
 from dcompile.errors import PlanMismatchError
 
 TIMEOUT_S = 60

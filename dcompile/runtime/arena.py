@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dcompile.compat import Held, storage_use_count
+from dcompile.compat.tensors import Held, storage_use_count
 
 ALIGNMENT = 64
 RECYCLE_BYTES = 1 << 18

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcompile.compat import storage_use_count, will_accumulate
+from dcompile.compat.tensors import storage_use_count, will_accumulate
 from dcompile.ir.nodes import Bucket
 
 KEPT = 2

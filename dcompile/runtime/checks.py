@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcompile import random_ops  # noqa: F401  defines operators that host programs call
-from dcompile.compat import assert_on_device
+from dcompile.compat.tensors import assert_on_device
 
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dcompile.compat import raw_stream
+from dcompile.compat.tensors import raw_stream
 from dcompile.errors import BuildError
 
 LAUNCHER = "gpu_launch"

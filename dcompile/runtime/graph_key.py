@@ -129,7 +129,7 @@ def _text(value: Any, numbers: dict[str, int]) -> str:
         case tuple() | list():
             return f"({','.join([_text(item, numbers) for item in value])})"
         case torch.SymInt():
-            return f"<{compat.size_expression(value)}>"
+            return f"<{compat.sizes.size_expression(value)}>"
         case torch.SymFloat() | torch.SymBool():
             return f"<{value}>"
         case torch.device():
@@ -152,7 +152,7 @@ def _sizes(sizes: Any) -> str:
 
 def _symbols(gm: GraphModule) -> Iterator[str]:
     """What lowering may know of each size symbol: whether it can be 0, 1 or negative. Not what it was while traced."""
-    for symbol, least in sorted((str(symbol), least) for symbol, least in compat.least_values(gm).items()):
+    for symbol, least in sorted((str(symbol), least) for symbol, least in compat.sizes.least_values(gm).items()):
         yield f"{symbol} {'any' if least is None or least < 0 else min(least, 2)}"
 
 

@@ -109,7 +109,7 @@ class Tree:
         """See that recordings end before the process groups do whose collectives are in them."""
         if not self._ends_with_groups:
             self._ends_with_groups = True
-            compat.before_groups_end(self.forget)
+            compat.groups.before_groups_end(self.forget)
 
     def forget(self) -> None:
         """Let go of all recordings."""
@@ -238,7 +238,7 @@ class Replayed:
             if isinstance(arg, torch.Tensor):
                 address = arg.untyped_storage().data_ptr()
                 # a graph that is retained holds the same tensor: one holder of the storage, which must not be given up
-                held[address] = held.get(address, 0) + (1 if compat.only_python_holds(arg) else -len(args))
+                held[address] = held.get(address, 0) + (1 if compat.tensors.only_python_holds(arg) else -len(args))
         for address, count in held.items():
             memory = taken.get(address)
             if memory is not None and memory.pool == pool and memory.holders == count and not memory.pinned:
@@ -344,7 +344,7 @@ def _stays(tensor: torch.Tensor, taken: dict[int, Memory]) -> bool:
     """Whether an input is expected at the same address each time."""
     return (
         isinstance(tensor, torch.nn.Parameter)
-        or compat.is_static_input(tensor)
+        or compat.tensors.is_static_input(tensor)
         or tensor.untyped_storage().data_ptr() in taken
     )
 
@@ -356,6 +356,6 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor at the same address that holds nothing: what is to be freed during the recording must not be held."""
     storage = tensor.untyped_storage()
-    outside = compat.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
+    outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(outside, tensor.storage_offset(), tensor.shape, tensor.stride())

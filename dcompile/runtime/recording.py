@@ -58,7 +58,7 @@ class Memory:
 
     def _holders(self) -> tuple[int, int]:
         # Python code shares one storage object, which counts once: its own reference count tells of the others
-        return compat.storage_holders(self._storage), sys.getrefcount(self._storage)
+        return compat.tensors.storage_holders(self._storage), sys.getrefcount(self._storage)
 
     @property
     def live(self) -> bool:
@@ -83,7 +83,7 @@ class Memory:
         """Let the allocator have the memory once nobody else holds it. The address stays known."""
         self.owned = False
         old = self._templates
-        self._storage = compat.storage_at(self.address, self.nbytes, self.device)
+        self._storage = compat.tensors.storage_at(self.address, self.nbytes, self.device)
         self._templates = [self._over(t.dtype, t.shape, t.stride(), int(t.storage_offset())) for t in old]
         del old
         self.settle()
@@ -155,7 +155,7 @@ class Recording:
 
     def fits(self, args: list[Any]) -> bool:
         """Whether the inputs lie where this recording reads them."""
-        return compat.addresses_are(args, self.addresses, self.fixed)
+        return compat.tensors.addresses_are(args, self.addresses, self.fixed)
 
     def run(self, args: list[Any], buckets: Mapping[str, Any]) -> list[Any]:
         """Replay with these inputs and this memory of gradient buckets; `args` is emptied."""

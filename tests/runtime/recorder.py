@@ -112,5 +112,7 @@ def tensor(value):
 
 def at(value):
     """The same memory, held by nobody."""
-    storage = compat.storage_at(value.untyped_storage().data_ptr(), value.untyped_storage().nbytes(), value.device)
+    storage = compat.tensors.storage_at(
+        value.untyped_storage().data_ptr(), value.untyped_storage().nbytes(), value.device
+    )
     return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.nn import Parameter
 
-from dcompile.compat import storage_use_count
+from dcompile.compat.tensors import storage_use_count
 from dcompile.runtime.graph_trees import LIMIT
 from tests.runtime.recorder import Program, Worst, at
 

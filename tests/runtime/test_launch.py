@@ -16,7 +16,7 @@ from dcompile.codegen.emit import cpp, host
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.collectives.params import Report
-from dcompile.compat import storage_use_count
+from dcompile.compat.tensors import storage_use_count
 from dcompile.config import Config
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret

@@ -41,9 +41,9 @@ class DdpAdapter(PlainAdapter):
         self._compared: set[tuple[str, ...]] = set()
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
-        missing = compat.ddp_missing(ddp)
+        missing = compat.ddp.missing(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
-        parameters = [] if missing else compat.ddp_parameters(ddp)
+        parameters = [] if missing else compat.ddp.parameters(ddp)
         self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
         self._infos = tuple(
@@ -71,7 +71,7 @@ class DdpAdapter(PlainAdapter):
         return self._infos
 
     def bucket_rule(self) -> BucketRule | None:
-        return BucketRule(*compat.ddp_bucket_bytes(self.ddp)) if self.state == "taken" else None
+        return BucketRule(*compat.ddp.bucket_bytes(self.ddp)) if self.state == "taken" else None
 
     def wants_sync(self) -> bool:
         """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
@@ -81,10 +81,10 @@ class DdpAdapter(PlainAdapter):
         """Inside DDP.forward, before the module runs."""
         ddp = self.ddp
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
-            self._held_static_graph |= compat.ddp_hold_static_graph(ddp)
-        if self.state == "taken" and compat.ddp_comm_hook_count(ddp) != self._hooks_at_takeover:
+            self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
+        if self.state == "taken" and compat.ddp.comm_hook_count(ddp) != self._hooks_at_takeover:
             self.restore("a communication hook was registered after the first step", inside_forward=True)
-        if self.state == "taken" and compat.ddp_is_joining(ddp):
+        if self.state == "taken" and compat.ddp.is_joining(ddp):
             raise DcompileError(
                 "dcompile: the Join context manager was entered after dcompile took over gradient reduction; "
                 "enter it before the first step, or compile with options={'distributed': 'stock'}"
@@ -99,27 +99,27 @@ class DdpAdapter(PlainAdapter):
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
             if self._held_static_graph:
-                compat.ddp_release_static_graph(ddp)
+                compat.ddp.release_static_graph(ddp)
             return
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
-        compat.ddp_silence_reducer(ddp)
-        self._hooks_at_takeover = compat.ddp_comm_hook_count(ddp)
+        compat.ddp.silence_reducer(ddp)
+        self._hooks_at_takeover = compat.ddp.comm_hook_count(ddp)
         self.state = "taken"
 
     def standing_objections(self) -> list[str]:
         """What speaks against taking over whatever the model does."""
-        reasons = [self._missing] if self._missing else compat.ddp_objections(self.ddp)
+        reasons = [self._missing] if self._missing else compat.ddp.objections(self.ddp)
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:
         """Inside DDP.forward, where nothing compiled ran: DDP is to queue its reduction itself after all."""
         if self._held_static_graph and self.state == "undecided":
             self._held_static_graph = False
-            compat.ddp_let_go_static_graph(self.ddp)
+            compat.ddp.let_go_static_graph(self.ddp)
 
     def restore(self, reason: str, inside_forward: bool) -> None:
         """Give reduction back to DDP: from this step on, if its forward is running."""
-        compat.ddp_rebuild_reducer(self.ddp, inside_forward)
+        compat.ddp.rebuild_reducer(self.ddp, inside_forward)
         self.state, self.reasons = "stock", (reason,)
         self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
 
@@ -145,7 +145,7 @@ class DdpAdapter(PlainAdapter):
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Whether this backward adds to .grad at all; torch.autograd.grad does not, and then DDP reduces nothing."""
-        return any(p is not None and compat.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
+        return any(p is not None and compat.tensors.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
 
     def differs(self, number: int, address: int) -> bool:
         """Whether a parameter's .grad is something else than the reduced gradient at `address`.

@@ -43,7 +43,7 @@ _WHOLE = (
 def _table() -> dict[Any, Any]:
     whole = {getattr(torch.ops.aten, name) for name in _WHOLE if hasattr(torch.ops.aten, name)}
     names = [name for name in _ALSO if hasattr(torch.ops.aten, name)]
-    found = compat.decompositions([getattr(torch.ops.aten, name) for name in names])
+    found = compat.aot.decompositions([getattr(torch.ops.aten, name) for name in names])
     own = {
         torch.ops.aten.native_dropout.default: native_dropout,
         torch.ops.aten.convolution_backward.default: convolution_backward,
@@ -99,7 +99,7 @@ def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
     """`rule`, or the empty gradient where there are no elements."""
 
     def guarded(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return torch.zeros_like(x) if compat.is_known_empty(x) else rule(grad, x, *args, **kwargs)
+        return torch.zeros_like(x) if compat.sizes.is_known_empty(x) else rule(grad, x, *args, **kwargs)
 
     return guarded
 

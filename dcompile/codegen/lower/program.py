@@ -103,7 +103,7 @@ class _Walk:
         value: Any = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             self.arguments.append(node.name)
-            self.storages.add(compat.storage_key(value))
+            self.storages.add(compat.tensors.storage_key(value))
             return self._input(node.name, value)
         if not isinstance(value, torch.SymInt):
             raise Unsupported(f"dcompile: input {node.name} is a {type(value).__name__}, not a tensor")
@@ -151,7 +151,7 @@ class _Walk:
         fake = item.meta.get("val") if isinstance(item, Node) else None
         if view.buffer in self.low.inputs or not isinstance(fake, torch.Tensor) or not is_symbolic(fake):
             return
-        if compat.storage_key(fake) in self.storages:
+        if compat.tensors.storage_key(fake) in self.storages:
             raise Unsupported(f"dcompile: {item.target} returns a part of an input, and where it lies is not known")
 
     # --- one node ---

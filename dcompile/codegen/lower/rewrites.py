@@ -29,22 +29,22 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
     """Channels of `groups` groups, dealt out in turn; laid out as `x` is."""
-    if compat.is_known_empty(x):
+    if compat.sizes.is_known_empty(x):
         return x.clone()
     split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-    return split.transpose(1, 2).reshape(x.shape).clone(memory_format=compat.suggest_memory_format(x))
+    return split.transpose(1, 2).reshape(x.shape).clone(memory_format=compat.aot.suggest_memory_format(x))
 
 
 def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
     """Every `factor` x `factor` square becomes channels; without elements the shape stays, as it does in eager."""
-    if compat.is_known_empty(x):
+    if compat.sizes.is_known_empty(x):
         return x.clone()
     *lead, channels, height, width = x.shape
     n = len(lead)
     split = x.reshape(*lead, channels, height // factor, factor, width // factor, factor)
     moved = split.permute(*range(n), n, n + 2, n + 4, n + 1, n + 3)
     shape = (*lead, channels * factor**2, height // factor, width // factor)
-    return moved.reshape(shape).clone(memory_format=compat.suggest_memory_format(x))
+    return moved.reshape(shape).clone(memory_format=compat.aot.suggest_memory_format(x))
 
 
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
@@ -77,7 +77,7 @@ def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch's decomposition, and its result channels-last if the input is, as eager has it."""
 
     def laid_out(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return rule(x, *args, **kwargs).contiguous(memory_format=compat.suggest_memory_format(x))
+        return rule(x, *args, **kwargs).contiguous(memory_format=compat.aot.suggest_memory_format(x))
 
     return laid_out
 

@@ -37,7 +37,7 @@ def size_of(value: Any) -> Size:
     """A size as torch has it, an int or a SymInt. Raises Inexpressible."""
     if isinstance(value, int):
         return value
-    return as_size(_Reader(value.node.shape_env).read(compat.size_expression(value)))
+    return as_size(_Reader(value.node.shape_env).read(compat.sizes.size_expression(value)))
 
 
 def shape_of(value: torch.Tensor) -> Shape:
@@ -54,7 +54,7 @@ def _stride(value: Any) -> Size:
     """A stride; torch's `Max(1, size)` differs from the size for tensors without elements only."""
     if isinstance(value, int):
         return value
-    return as_size(_Reader(value.node.shape_env, strides=True).read(compat.size_expression(value)))
+    return as_size(_Reader(value.node.shape_env, strides=True).read(compat.sizes.size_expression(value)))
 
 
 def numbers(shape: Shape, what: str) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ def estimate(value: Any) -> int:
 
 def symbol_name(symbol: Any, shape_env: Any) -> str:
     """Our name of a size symbol: the first letter says how small it may be (`ir.polynomial.Var`)."""
-    least = compat.least_value(shape_env, symbol)
+    least = compat.sizes.least_value(shape_env, symbol)
     letter = "s" if least is not None and least >= 2 else "u" if least is not None and least >= 0 else "z"
     name = str(symbol)
     return name if name[0] == letter else f"{letter}_{name}"
@@ -100,7 +100,7 @@ def symbol_name(symbol: Any, shape_env: Any) -> str:
 
 def traced_sizes(gm: Any) -> dict[str, int]:
     """What each size symbol of a graph was while it was traced: for checks, never for decisions."""
-    hints = {symbol_name(s, env): compat.size_hint(env, s) for s, env in compat.size_symbols(gm).items()}
+    hints = {symbol_name(s, env): compat.sizes.size_hint(env, s) for s, env in compat.sizes.size_symbols(gm).items()}
     return {name: hint for name, hint in hints.items() if hint is not None}
 
 

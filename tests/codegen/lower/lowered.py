@@ -141,7 +141,7 @@ def compile_with(seen: Seen, function: Any) -> Any:
         return call
 
     fusible_, again = fusible.table()
-    partition = functools.partial(compat.min_cut_partition, fusible=fusible_, recomputable=again)
+    partition = functools.partial(compat.aot.min_cut_partition, fusible=fusible_, recomputable=again)
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,

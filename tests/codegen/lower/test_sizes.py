@@ -42,13 +42,13 @@ def test_names_say_how_small_a_size_may_be(monkeypatch):
     value, known, _ = shapes(lambda x: x * 2, torch.zeros(7, 9))
     assert all(name[0] == "s" for name in known) and sorted(known.values()) == [7, 9]
     for least, letter in ((2, "s"), (1, "u"), (0, "u"), (-3, "z"), (None, "z")):
-        monkeypatch.setattr(compat, "least_value", lambda *_, least=least: least)
+        monkeypatch.setattr(compat.sizes, "least_value", lambda *_, least=least: least)
         (name,) = size_of(value.shape[0]).variables
         assert name[0] == letter
 
 
 def test_a_division_of_what_may_be_negative_is_not_read(monkeypatch):
     value, _, _ = shapes(lambda x: x.new_empty(x.shape[0] // 2, 2), torch.zeros(7, 9))
-    monkeypatch.setattr(compat, "least_value", lambda *_: None)
+    monkeypatch.setattr(compat.sizes, "least_value", lambda *_: None)
     with pytest.raises(Inexpressible, match="may be negative"):
         shape_of(value)

@@ -1,0 +1,8 @@
+"""Every private torch name, by area. A function imports what it needs when it is called: runtime/ loads no compiler.
+
+Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller a way to go on without it.
+"""
+
+from dcompile.compat import aot, ddp, dynamo, groups, sizes, tensors, versions
+
+__all__ = ["aot", "ddp", "dynamo", "groups", "sizes", "tensors", "versions"]

@@ -1,0 +1,128 @@
+"""AOTAutograd: joint graphs, their partition, and decompositions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def aot_compile(
+    gm: Any,
+    example_inputs: Sequence[Any],
+    *,
+    forward: Callable[[Any, Any], Any],
+    backward: Callable[[Any, Any], Any],
+    inference: Callable[[Any, Any], Any],
+    partition: Callable[..., Any],
+    decompositions: dict[Any, Any],
+) -> Callable[..., Any]:
+    """Trace forward and backward of a Dynamo graph, cut them apart, and compile each with what is given."""
+    import torch._functorch.config as config
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    # With donation on, AOTAutograd refuses backward(retain_graph=True). Memory planning of ours reuses what it may.
+    with config.patch(donated_buffer=False):  # type: ignore[no-untyped-call, unused-ignore]
+        return aot_module_simplified(
+            gm,  # type: ignore[arg-type, unused-ignore]
+            example_inputs,
+            fw_compiler=forward,  # type: ignore[arg-type, unused-ignore]
+            bw_compiler=backward,  # type: ignore[arg-type, unused-ignore]
+            inference_compiler=inference,  # type: ignore[arg-type, unused-ignore]
+            partition_fn=partition,
+            decompositions=decompositions,
+            keep_inference_input_mutations=True,
+        )
+
+
+def backward_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Have AOTAutograd call the backward's compiler with the forward's, and not in the first backward."""
+    import torch._functorch.config as config
+
+    name = "force_non_lazy_backward_lowering"
+    if not hasattr(config, name):
+        return contextlib.nullcontext()
+    return config.patch({name: True})  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+
+
+def no_donation() -> None:
+    """Say, from inside the backward compiler, that this graph donates no buffer (its run-time check wants a list)."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def min_cut_partition(
+    joint: Any,
+    joint_inputs: Any,
+    fusible: frozenset[Any],
+    recomputable: frozenset[Any],
+    memory_budget: float = 1.0,
+    **keywords: Any,
+) -> tuple[Any, Any]:
+    """torch's own choice of what to save and what to recompute: (forward, backward).
+
+    `fusible` and `recomputable` are overload packets that it is to treat so beside those it knows: the list is a
+    function of its module, replaced while the cut is made. Where torch has no such function, its own list decides.
+    `memory_budget` is the part of what this would save that may be saved at most; the rest is computed again.
+    """
+    from torch._functorch import config, partitioners
+
+    # a budget that the user has set for torch.compile itself stands where ours says nothing
+    budget = config.patch(activation_memory_budget=memory_budget) if memory_budget < 1 else contextlib.nullcontext()
+    with _more_ops(partitioners, fusible, recomputable), budget:
+        return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
+
+
+@contextlib.contextmanager
+def _more_ops(partitioners: Any, fusible: frozenset[Any], recomputable: frozenset[Any]) -> Iterator[None]:
+    own = getattr(partitioners, "get_default_op_list", None)
+    if own is None:
+        yield
+        return
+
+    def op_list() -> Any:
+        found = own()
+        again = found.recomputable_ops | recomputable
+        return dataclasses.replace(found, fusible_ops=found.fusible_ops | fusible, recomputable_ops=again)
+
+    with unittest.mock.patch.object(partitioners, "get_default_op_list", op_list):
+        yield
+
+
+def primal_index(node: Any) -> int | None:
+    """Position among the Dynamo graph's inputs that this gradient of a joint graph belongs to, or None."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    if not isinstance(node, GradAOTOutput) or not isinstance(node.grad_of, PlainAOTInput):
+        return None
+    return node.grad_of.idx
+
+
+def detect_fake_mode(values: Any) -> Any:
+    """The mode that fake tensors among `values` belong to."""
+    from torch._guards import detect_fake_mode as detect
+
+    return detect(values)
+
+
+def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
+    """torch's core decompositions of ops that autograd sees whole, and those of the ops in `also`."""
+    import torch._decomp as decomp
+
+    core = getattr(decomp, "_core_aten_decompositions_post_autograd", decomp.core_aten_decompositions)
+    return {**core(), **decomp.get_decompositions(also)}
+
+
+def suggest_memory_format(x: torch.Tensor) -> torch.memory_format:
+    """The layout that eager's kernels give to results of `x`: channels last if its strides look so."""
+    import torch._prims_common as prims
+
+    return prims.suggest_memory_format(x)

@@ -1,0 +1,121 @@
+"""DistributedDataParallel and its reducer."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dcompile.compat.tensors import at_end_of_backward
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward is running."""
+
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    return module.DistributedDataParallel._active_ddp_module if module else None
+
+
+def missing(ddp: Any) -> list[str]:
+    """Private names that taking over needs and this torch lacks."""
+    import torch
+
+    names = (
+        "_remove_autograd_hooks", "_module_parameters", "_comm_hooks", "_join_config", "mixed_precision", "reducer",
+        "_delay_all_reduce_all_params", "_use_python_reducer", "require_backward_grad_sync", "bucket_bytes_cap",
+        "bucket_bytes_cap_default", "_build_params_for_reducer", "_ddp_init_helper", "process_group",
+    )  # fmt: skip
+    engine = ("_will_engine_execute_node", "_current_graph_task_id", "_storage_Use_Count")
+    missing = [name for name in names if not hasattr(ddp, name)]
+    return missing + [f"torch._C.{name}" for name in engine if not hasattr(torch._C, name)]
+
+
+def parameters(ddp: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names (within the wrapped module) and parameters that this DDP module keeps in step, in its order."""
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    return [(names[id(parameter)], parameter) for parameter in ddp._module_parameters if id(parameter) in names]
+
+
+def objections(ddp: Any) -> list[str]:
+    """What this DDP module was asked for that only its own reducer does."""
+    import torch
+
+    comm_hook = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
+    found = {
+        "a communication hook is registered": bool(comm_hook),
+        "the Join context manager is on": bool(ddp._join_config.enable),
+        "DDP mixed precision is on": ddp.mixed_precision is not None,
+        "all-reduces are delayed (delay_all_reduce_named_params)": bool(
+            ddp._delay_all_reduce_all_params or getattr(ddp, "_delay_all_reduce_params", None)
+        ),
+        "DDP was built with the python reducer": bool(ddp._use_python_reducer),
+        "parameters are on several devices": bool(ddp.is_multi_device_module),
+        "a module asks for sparse gradients": any(
+            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+            for module in ddp.module.modules()
+        ),
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def bucket_bytes(ddp: Any) -> tuple[int, int]:
+    """Sizes at which DDP closes its first and its other buckets."""
+    from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
+
+    cap = int(ddp.bucket_bytes_cap)
+    return (int(_DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
+
+
+def hold_static_graph(ddp: Any) -> bool:
+    """Keep a static_graph DDP from queueing its one big reduction; True if it would have queued it."""
+    if not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued:
+        return False
+    ddp._static_graph_delay_allreduce_enqueued = True
+    return True
+
+
+def let_go_static_graph(ddp: Any) -> None:
+    """Undo `hold_static_graph` within the same forward."""
+    ddp._static_graph_delay_allreduce_enqueued = False
+
+
+def comm_hook_count(ddp: Any) -> int:
+    """Communication hooks registered so far."""
+    return len(ddp._comm_hooks)
+
+
+def is_joining(ddp: Any) -> bool:
+    """Whether the Join context manager is on."""
+    return bool(ddp._join_config.enable)
+
+
+def release_static_graph(ddp: Any) -> None:
+    """Queue the reduction that `hold_static_graph` kept back; call inside the backward."""
+    at_end_of_backward(ddp.reducer._delay_all_reduce)
+
+
+def silence_reducer(ddp: Any) -> None:
+    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are."""
+    ddp._remove_autograd_hooks()
+
+
+def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
+    """Put DDP's own reduction back: a new reducer, as its constructor builds it."""
+    import torch
+    from torch._C._distributed_c10d import _register_comm_hook
+
+    parameters, sparse = ddp._build_params_for_reducer()
+    static = bool(ddp.static_graph)
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
+    if static:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        _register_comm_hook(ddp.reducer, state, hook)
+    if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+        ddp.logger.set_runtime_stats_and_log()
+        ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the reducer that was there before

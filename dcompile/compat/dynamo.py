@@ -1,0 +1,212 @@
+"""TorchDynamo: compiling frames, its settings, its counters, and the door torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+def optimize(
+    backend: Callable[..., Any],
+    *,
+    fullgraph: bool,
+    guard_filter_fn: Callable[..., Any] | None,
+    limits: Mapping[str, Any],
+) -> Any:
+    """The context that compiles a function with `backend`: `context(function)` is the compiled function.
+
+    What torch.compile calls `dynamic` is for `tracing_settings`: the context would change settings at every call.
+    """
+    import torch._dynamo
+
+    # Frames behind a graph break belong to code that all models of a class share, with one limit on recompiles: where
+    # torch can, give each model a cache of its own.
+    more = {"isolate_recompiles": True} if isolates_recompiles() else {}
+    return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
+        backend=backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **more, **limits
+    )
+
+
+def isolates_recompiles() -> bool:
+    """Whether this torch can keep compiled code apart by torch.compile call (2.11 cannot)."""
+    from torch._dynamo.eval_frame import _optimize
+
+    return "isolate_recompiles" in inspect.signature(_optimize).parameters
+
+
+def limits(**given: Any) -> dict[str, Any]:
+    """Of these arguments of torch.compile the ones that say something. Raises TypeError for one this torch lacks."""
+    import torch
+
+    asked = {name: value for name, value in given.items() if value is not None}
+    known = inspect.signature(torch.compile).parameters
+    for name in asked:
+        if name not in known:
+            raise TypeError(f"dcompile: torch {torch.__version__} has no {name} in torch.compile; leave it out")
+    return asked
+
+
+def context_limits(context: Any) -> dict[str, Any]:
+    """recompile_limit and shapes_spec of a torch.compile call, where they were given."""
+    found = {"shapes_spec": getattr(context, "_shapes_spec", None)}
+    callback = context.callback
+    while callback is not None:
+        found["recompile_limit"] = found.get("recompile_limit") or getattr(callback, "_recompile_limit", None)
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def wrap_frame_callback(context: Any, around: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
+    """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here."""
+    inner = context.callback
+    if not callable(inner) or isinstance(inner, bool):
+        return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled
+
+    def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        with around(frame.f_code):
+            return inner(frame, *args, **kwargs)
+
+    # Dynamo finds the backend of a cached frame through this attribute
+    callback._torchdynamo_orig_backend = getattr(inner, "_torchdynamo_orig_backend", inner)  # type: ignore[attr-defined]
+    context.callback = callback
+
+
+@contextlib.contextmanager
+def tracing_settings(dynamic: bool | None = None) -> Iterator[None]:
+    """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
+
+    `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
+    """
+    import logging
+
+    import torch._dynamo.config as config
+
+    # DDPOptimizer would cut the graph at bucket boundaries and hide the parameters' identity.
+    # Models log in their loss (transformers' warning_once): dropping the call keeps the graph whole.
+    ignored = set(getattr(config, "ignore_logging_functions", ()))
+    ignored |= {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
+    ignored |= _transformers_logging()
+    settings: dict[str, Any] = {"optimize_ddp": False, "ignore_logging_functions": ignored}
+    if dynamic is not None:
+        settings["assume_static_by_default"] = not dynamic
+    if dynamic is False:
+        settings["automatic_dynamic_shapes"] = False
+    if keeps_static_graphs():
+        settings["automatic_dynamic_exclusion_guard"] = True
+    # A mark in profiles, whether one is taken or not: 16 of 60 Python calls of a compiled call (17 to 15 us). After a
+    # kernel that swept the cache, the code of every one of them comes from memory again.
+    if hasattr(config, "record_runtime_overhead"):
+        settings["record_runtime_overhead"] = False
+    with (
+        config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
+        _quiet_metrics(),
+    ):
+        yield
+
+
+def keeps_static_graphs() -> bool:
+    """Whether this torch can leave a shape that has a static graph to that graph once a dynamic one fits it as well.
+
+    Without, Dynamo asks the newest graph first, so that one odd batch demotes the usual shape to the dynamic program.
+    """
+    import torch._dynamo.config as config
+
+    return hasattr(config, "automatic_dynamic_exclusion_guard")
+
+
+def _quiet_metrics() -> contextlib.AbstractContextManager[Any]:
+    """Keep Dynamo's metrics from logging an error: those of torch 2.11 cannot write functions among its settings."""
+    import torch._dynamo.utils as utils
+
+    name = "_get_dynamo_config_for_logging"
+    if not hasattr(utils, name) or _can_log_functions():
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(utils, name, lambda: None)
+
+
+@functools.cache
+def _can_log_functions() -> bool:
+    import torch._dynamo.utils as utils
+
+    return "ignore_logging_functions" in inspect.getsource(utils._get_dynamo_config_for_logging)
+
+
+def _transformers_logging() -> set[Any]:
+
+    module = sys.modules.get("transformers.utils.logging")
+    names = ("warning_once", "warning_advice", "info_once")
+    return {getattr(module, name) for name in names if hasattr(module, name)} if module else set()
+
+
+def graph_break_count() -> int:
+    """Graph breaks that Dynamo has counted in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:
+    """Graph breaks of this process from the `begin`-th on: the reason, and the user's frames (innermost last)."""
+    import torch._dynamo.output_graph as output_graph
+
+    found = getattr(output_graph, "graph_break_reasons", [])[begin:]
+    return [(str(entry.reason), list(entry.user_stack)) for entry in found]
+
+
+def no_dynamo(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """`function`, never traced by Dynamo."""
+    import torch
+
+    return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+
+
+def is_compile_context(context: Any) -> bool:
+    """Whether `context` compiles what it is called with (torch.compile's), rather than disables or only runs it."""
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    return isinstance(context, OptimizeContext)
+
+
+def innermost_backend(context: Any) -> Any:
+    """What the user gave as backend to the torch.compile call behind `context`."""
+    from torch._dynamo.eval_frame import innermost_backend as innermost
+
+    return innermost(context.callback) if callable(context.callback) else None
+
+
+def context_settings(context: Any) -> tuple[bool, bool | None, Callable[..., Any] | None]:
+    """fullgraph, dynamic and guard_filter_fn of a torch.compile call."""
+    hooks = getattr(context, "_hooks", None)
+    return bool(context.fullgraph), context._dynamic, getattr(hooks, "guard_filter_fn", None)
+
+
+def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
+    """Let `handle(context, fn)` see every torch.compile; where it returns NotImplemented, torch goes on as always."""
+    from torch._dynamo.eval_frame import _TorchDynamoContext
+
+    original = _TorchDynamoContext.__call__
+    if hasattr(original, "_dcompile"):
+        return
+
+    @functools.wraps(original)
+    def __call__(self: Any, fn: Any) -> Any:
+        result = handle(self, fn)
+        return original(self, fn) if result is NotImplemented else result
+
+    __call__._dcompile = True  # type: ignore[attr-defined]
+    _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+def is_optimized_module(thing: Any) -> bool:
+    """What torch.compile(module) returns."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(thing, OptimizedModule)

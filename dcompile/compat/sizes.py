@@ -1,0 +1,65 @@
+"""Symbolic sizes, asked about without adding guards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+def guard_count(gm: Any) -> int:
+    """How many guards on symbolic sizes there are so far: whoever asks for a size's value adds one."""
+    import torch
+
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                return len(size.node.shape_env.guards)
+    return 0
+
+
+def size_expression(size: Any) -> Any:
+    """A SymInt as torch has simplified it by what its guards say so far (divisibility, for example); adds no guard."""
+    return size.node.shape_env.simplify(size.node.expr)
+
+
+def least_value(shape_env: Any, symbol: Any) -> int | None:
+    """The least value that a size symbol may have, as far as torch knows without asking for it; None if none."""
+    known = shape_env.var_to_range.get(symbol)
+    lower = None if known is None else known.lower
+    return int(lower) if lower is not None and getattr(lower, "is_Integer", isinstance(lower, int)) else None
+
+
+def size_symbols(gm: Any) -> dict[Any, Any]:
+    """Size symbols of a graph -> their shape environment."""
+    import torch
+
+    found: dict[Any, Any] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
+                if isinstance(size, torch.SymInt):
+                    found |= dict.fromkeys(size.node.expr.free_symbols, size.node.shape_env)
+    return found
+
+
+def least_values(gm: Any) -> dict[Any, int | None]:
+    """Size symbols of a graph -> the least value each may have."""
+    return {symbol: least_value(environment, symbol) for symbol, environment in size_symbols(gm).items()}
+
+
+def size_hint(shape_env: Any, symbol: Any) -> int | None:
+    """The number that a size symbol was traced with, looked up without guarding on it."""
+    numbers = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
+    return int(numbers[symbol]) if symbol in numbers else None
+
+
+def is_known_empty(tensor: Any) -> bool:
+    """Whether a tensor has no elements, as far as that is known without guarding on its sizes."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(tensor.numel() == 0))

@@ -1,0 +1,145 @@
+"""What runs around a backward, who holds a tensor, and memory of CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is now running is through."""
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(callback)
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Inside a backward: whether it is going to add to this parameter's .grad (torch.autograd.grad does not)."""
+    import torch
+    from torch.autograd.graph import get_gradient_edge
+
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:
+        return False  # what torch answers for a leaf that torch.autograd.grad was asked for
+
+
+def backward_task() -> int:
+    """Number of the backward that is now running; -1 outside."""
+    import torch
+
+    return int(torch._C._current_graph_task_id())
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether this node of the autograd graph runs a backward that AOTAutograd compiled."""
+    return bool(type(node).__name__ == "CompiledFunctionBackward")
+
+
+def raw_stream(device: int) -> int:
+    """The current stream of a GPU, as the CUDA driver takes it."""
+    import torch
+
+    fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(fast(device) if fast is not None else torch.cuda.current_stream(device).cuda_stream)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Stop with `message` unless `condition` holds, without waiting for the GPU to find out."""
+    import torch
+
+    torch._assert_async(condition, message)
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors (and other holders) refer to this tensor's storage, `tensor` itself included.
+
+    All Python code shares one storage object, which counts as one tensor does; its own reference count tells whether
+    anybody else has it.
+    """
+    import torch
+
+    storage = tensor.untyped_storage()
+    others = sys.getrefcount(storage) - _lonely_storage_references()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others  # `storage` itself is one
+
+
+class Held:
+    """A tensor that is kept, and whether anybody else has its storage: asked at every call, so in 0.2 us."""
+
+    __slots__ = ("_address", "_references", "_storage", "_uses", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """`tensor` is new: nobody else has it."""
+        import torch
+
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()  # kept: it is one object for all Python code
+        self._address = self._storage._cdata
+        self._uses = torch._C._storage_Use_Count(self._address)
+        self._references = sys.getrefcount(self._storage)
+
+    def alone(self) -> bool:
+        """No other tensor, storage object or holder in C++ refers to the storage."""
+        import torch
+
+        same = torch._C._storage_Use_Count(self._address) == self._uses
+        return bool(same and sys.getrefcount(self._storage) == self._references)
+
+
+@functools.cache
+def _lonely_storage_references() -> int:
+    """The reference count of a storage object that one local variable has: 2 or 3, depending on torch and Python."""
+    import torch
+
+    tensor = torch.empty(1)  # kept: the reference that a living tensor has to it counts, in some versions
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+def storage_holders(storage: Any) -> int:
+    """How many tensors and storages refer to one memory; all Python code together counts as one."""
+    import torch
+
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors, fake ones too, that share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_at(address: int, nbytes: int, device: Any) -> Any:
+    """A storage over memory that somebody else owns."""
+    import torch
+
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+
+
+def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -> bool:
+    """Whether the tensors at these positions lie where `addresses` has them: 20 us for 300 in Python, so in C++.
+
+    `addresses` has a number for each argument. Lists, since the C++ function takes nothing else.
+    """
+    import torch
+
+    quick = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # only in builds with CUDA
+    if quick is not None:
+        return bool(quick(args, addresses, positions))
+    return all(args[position].data_ptr() == addresses[position] for position in positions)
+
+
+def is_static_input(tensor: torch.Tensor) -> bool:
+    """Whether Dynamo or the user has said that this tensor stays where it is (buffers, caches)."""
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
+
+
+def only_python_holds(tensor: torch.Tensor) -> bool:
+    """Whether no C++ code, such as an autograd graph that is retained, holds this tensor beside Python."""
+    count = getattr(tensor, "_use_count", None)
+    return count is not None and int(count()) <= 1

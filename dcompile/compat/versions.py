@@ -1,0 +1,32 @@
+"""Which torch is supported, checked before torch is loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from typing import TYPE_CHECKING
+
+from dcompile.errors import UnsupportedTorchError
+
+if TYPE_CHECKING:
+    pass
+
+
+FIRST_TORCH, END_TORCH = (2, 11), (2, 16)
+
+
+def check_torch(version: str | None = None) -> None:
+    """Raise UnsupportedTorchError unless torch is 2.11 to 2.15; reads package metadata, so torch is not loaded."""
+    if version is None:
+        try:
+            version = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            import torch  # built from source without metadata
+
+            version = str(torch.__version__)
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not FIRST_TORCH <= (int(found[1]), int(found[2])) < END_TORCH:
+        raise UnsupportedTorchError(
+            f"dcompile: torch {version} is installed, but torch >=2.11,<2.16 is needed; "
+            "install a version in that range, for example: pip install 'torch>=2.11,<2.16'"
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
+from dcompile.figures import CPU, Figures
 from dcompile.ir.nodes import Bucket
 
 
@@ -46,6 +47,15 @@ class Request:
     """Bucket boundaries; None puts no collectives into the graph."""
     results: int = 0
     """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
+    figures: Figures = CPU
+    """What the machine can do: the same on every rank."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """(group within the plan, how many ranks it has); 2 where nothing is said."""
+
+
+Predicted: TypeAlias = "tuple[str, str, float, float, float]"
+"""(name, resource, start_us, duration_us, exposed_us) of one step: a kernel or library call on "compute", or a
+collective, named as its bucket, on its group; the last is how long its wait holds up what comes after it."""
 
 
 @dataclass(slots=True)
@@ -70,6 +80,12 @@ class Report:
     """Calls that were replays of one of them."""
     notes: list[str] = field(default_factory=list)
     """Lines for the receipt: what was given up and why."""
+    schedule: list[Predicted] = field(default_factory=list)
+    """When each step runs, by the cost model, in order; empty where the graph has no collectives."""
+    predicted_us: float = 0.0
+    """How long the graph takes by the cost model, its last wait included."""
+    exposed_us: float = 0.0
+    """Of that, how long nothing is computed because a collective is waited for."""
 
 
 class BucketSource(Protocol):

@@ -54,7 +54,7 @@ def from_record(record: Mapping[str, Any]) -> CompiledGraph:
         buckets=tuple(Bucket(**{name: _frozen(value) for name, value in b.items()}) for b in record["buckets"]),
         arena_bytes=record["arena_bytes"],
         kernels=record["kernels"],
-        report=Report(**record["report"]),
+        report=Report(**{**record["report"], "schedule": [tuple(row) for row in record["report"]["schedule"]]}),
         mutated=tuple(record["mutated"]),
         device=record["device"],
     )

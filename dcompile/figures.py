@@ -1,0 +1,217 @@
+"""What a machine can do, as far as the schedule of a program depends on it: immutable values, measured or from a table.
+
+Passes get a `Figures` and ask no device, so that equal figures give equal plans. The table holds rounded figures by
+kind of device, each with its source; `runtime/calibrate.py` measures a machine once, rounds, and keeps what it found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Collectives within groups of up to `ranks` ranks.
+
+    `gbs` is the bus bandwidth, 10^9 bytes a second: what of a ring's traffic passes one rank
+    (nccl-tests, doc/PERFORMANCE.md). `latency_us` is what the smallest collective takes between two ranks, `hop_us`
+    what each doubling of the ranks adds.
+    """
+
+    ranks: int
+    gbs: float
+    latency_us: float
+    hop_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One device and its links. Rates are those of large work; `*_us` is the least time that a piece of work takes."""
+
+    name: str
+    memory_gbs: float
+    """Memory traffic, reads and writes together, 10^9 bytes a second."""
+    tflops: tuple[tuple[str, float], ...]
+    """(dtype, 10^12 operations a second of large matrix products); float32 stands for what is not listed."""
+    attention: float
+    """Part of that rate which attention kernels reach."""
+    arithmetic_gops: float
+    """Additions a second inside our own kernels, 10^9, all lanes together."""
+    kernel_us: float
+    """Least time of one kernel of ours."""
+    library_us: float
+    """Least time of one library call."""
+    links: tuple[Link, ...]
+    """By group size, ascending; the last serves all larger groups."""
+    interference: float = 0.0
+    """By what part of a collective's time the work that runs beside it takes longer."""
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second of large matrix products."""
+        rates = dict(self.tflops)
+        return rates.get(dtype, rates["float32"]) * 1e12
+
+    def link(self, ranks: int) -> Link:
+        """How a group of so many ranks is connected."""
+        return next((link for link in self.links if link.ranks >= ranks), self.links[-1])
+
+
+RING_FACTOR: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""How often a ring of n ranks moves (n-1)/n of the whole buffer past each rank: Thakur, Rabenseifner, Gropp,
+"Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); an all-reduce is a reduce-scatter and
+an all-gather."""
+
+
+def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int) -> float:
+    """Time of one collective on a buffer of `nbytes`, the whole one (what a gather writes, a reduction reads).
+
+    A latency that grows with the logarithm of the group (NCCL goes over to trees and PAT for small messages on many
+    ranks), plus the ring's traffic over the link.
+    """
+    if ranks <= 1:
+        return figures.library_us * 1e-6
+    link = figures.link(ranks)
+    latency = link.latency_us + link.hop_us * max(math.log2(ranks) - 1, 0)
+    return latency * 1e-6 + RING_FACTOR[kind] * nbytes * (ranks - 1) / ranks / (link.gbs * 1e9)
+
+
+CPU = Figures(
+    "cpu",
+    memory_gbs=10.0,
+    tflops=(("float32", 0.1), ("bfloat16", 0.2), ("float16", 0.05), ("float64", 0.05)),
+    attention=0.4,
+    arithmetic_gops=8.0,
+    kernel_us=2.0,
+    library_us=5.0,
+    # Gloo over the loop-back device, two processes of one machine
+    links=(Link(1 << 20, gbs=1.0, latency_us=150.0, hop_us=100.0),),
+    interference=0.5,
+)
+"""One core of a server: orders of magnitude, since cores, threads and other jobs vary; measure to know better."""
+
+_H100_LINKS = (
+    Link(2, gbs=260.0, latency_us=28.0),  # two H200 with NVLink, NCCL: 265 GB/s on 116 to 416 MiB
+    Link(8, gbs=340.0, latency_us=25.0, hop_us=5.0),  # of 450 GB/s NVLink each way: nccl-tests on 8 GPUs with NVSwitch
+    Link(1 << 20, gbs=45.0, latency_us=40.0, hop_us=8.0),  # one 400 Gb/s adapter for each GPU, 90 % of 50 GB/s
+)
+
+TABLE: Mapping[str, Figures] = {
+    "cpu": CPU,
+    "h200": Figures(
+        "h200",
+        memory_gbs=4200.0,  # a copy in memory: 4270 (docs/status.md); data sheet: 4800
+        tflops=(("float32", 50.0), ("bfloat16", 800.0), ("float16", 800.0), ("float64", 60.0)),  # data sheet: 989 bf16
+        attention=0.5,
+        arithmetic_gops=30000.0,
+        kernel_us=2.5,
+        library_us=4.0,
+        links=_H100_LINKS,
+        interference=0.35,  # torch.compile and DDP on two: 12 to 17 ms of all-reduces lengthen kernels by 4 to 9 ms
+    ),
+    "h100": Figures(
+        "h100",
+        memory_gbs=2900.0,  # data sheet: 3350
+        tflops=(("float32", 50.0), ("bfloat16", 700.0), ("float16", 700.0), ("float64", 60.0)),
+        attention=0.5,
+        arithmetic_gops=30000.0,
+        kernel_us=2.5,
+        library_us=4.0,
+        links=_H100_LINKS,
+        interference=0.35,
+    ),
+    "a100": Figures(
+        "a100",
+        memory_gbs=1400.0,  # data sheet: 1555 (40 GB), 2039 (80 GB)
+        tflops=(("float32", 18.0), ("bfloat16", 250.0), ("float16", 250.0), ("float64", 15.0)),  # data sheet: 312 bf16
+        attention=0.55,
+        arithmetic_gops=9000.0,
+        kernel_us=3.0,
+        library_us=5.0,
+        links=(
+            Link(8, gbs=220.0, latency_us=28.0, hop_us=5.0),  # of 300 GB/s NVLink each way
+            Link(1 << 20, gbs=22.0, latency_us=45.0, hop_us=8.0),  # 200 Gb/s for each GPU
+        ),
+        interference=0.35,
+    ),
+}
+"""By kind of device. Rates of matrix products are 80 to 90 % of the data sheet's dense ones, as large ones reach."""
+
+
+def table_figures(device: str) -> Figures:
+    """The table's line for a device, named "cpu" or as its driver names it; the nearest of it for an unknown GPU."""
+    name = device.lower()
+    return next((figures for kind, figures in TABLE.items() if kind in name), TABLE["h100"])
+
+
+def rounded(figures: Figures) -> Figures:
+    """Every rate and time to the nearest power of the fourth root of two, so that noise seldom changes a plan."""
+    return replace(
+        figures,
+        memory_gbs=_round(figures.memory_gbs),
+        tflops=tuple((dtype, _round(rate)) for dtype, rate in figures.tflops),
+        arithmetic_gops=_round(figures.arithmetic_gops),
+        kernel_us=_round(figures.kernel_us),
+        library_us=_round(figures.library_us),
+        links=tuple(
+            replace(link, gbs=_round(link.gbs), latency_us=_round(link.latency_us), hop_us=_round(link.hop_us))
+            for link in figures.links
+        ),
+    )
+
+
+def _round(value: float) -> float:
+    """Three digits of the nearest power of 2 ** (1/4): steps of 19 %."""
+    return float(f"{2 ** (round(4 * math.log2(value)) / 4):.3g}") if value > 0 else 0.0
+
+
+def to_record(figures: Figures) -> dict[str, object]:
+    """As JSON can say it."""
+    links = [[link.ranks, link.gbs, link.latency_us, link.hop_us] for link in figures.links]
+    plain = {name: getattr(figures, name) for name in _PLAIN}
+    return {**plain, "tflops": [list(pair) for pair in figures.tflops], "links": links}
+
+
+_PLAIN = ("name", "memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "interference")
+
+
+def from_record(record: Mapping[str, object]) -> Figures:
+    """What `to_record` was given. Raises ValueError where the record is no such thing."""
+    try:
+        name, memory, attention, arithmetic, kernel, library, interference = (record[field] for field in _PLAIN)
+        return Figures(
+            name=str(name),
+            memory_gbs=_positive(memory),
+            tflops=tuple((str(dtype), _positive(rate)) for dtype, rate in _rows(record["tflops"], 2)),
+            attention=_positive(attention),
+            arithmetic_gops=_positive(arithmetic),
+            kernel_us=_positive(kernel),
+            library_us=_positive(library),
+            links=tuple(
+                Link(int(_positive(ranks)), _positive(gbs), _positive(latency), _number(hop))
+                for ranks, gbs, latency, hop in _rows(record["links"], 4)
+            ),
+            interference=_number(interference),
+        )
+    except KeyError as error:
+        raise ValueError(f"not the figures of a machine: {error} is missing") from error
+
+
+def _rows(value: object, width: int) -> list[list[object]]:
+    rows = value if isinstance(value, list) else []
+    if not rows or not all(isinstance(row, list) and len(row) == width for row in rows):
+        raise ValueError(f"not the figures of a machine: no table of {width} columns")
+    return rows
+
+
+def _positive(value: object) -> float:
+    if _number(value) == 0:
+        raise ValueError("not the figures of a machine: a rate or time of 0")
+    return _number(value)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"not the figures of a machine: {value!r} is no rate or time")
+    return float(value)

@@ -8,9 +8,10 @@ from dcompile.config import Config
 
 if TYPE_CHECKING:
     from dcompile.api import compile, list_mode_options, list_options, receipt
+    from dcompile.explain.profile import profile
     from dcompile.explain.trace import explain
 
-__all__ = ["Config", "compile", "explain", "list_mode_options", "list_options", "receipt"]
+__all__ = ["Config", "compile", "explain", "list_mode_options", "list_options", "profile", "receipt"]
 
 _check_torch()
 
@@ -19,6 +20,8 @@ def __getattr__(name: str) -> Any:
     """Load the compiler's doors late: `import dcompile.ir` and the option table need no torch."""
     if name == "explain":
         return importlib.import_module("dcompile.explain")  # a package that can be called
+    if name == "profile":
+        return importlib.import_module("dcompile.explain.profile").profile
     if name in __all__:
         from dcompile import api
 

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -128,12 +127,11 @@ def _value(text: str) -> Any:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """SHA-256 of all parameters, bit for bit; sharded ones are put together."""
+    """SHA-256 of all parameters, bit for bit."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 

@@ -31,14 +31,12 @@ def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo
     """
     done: list[_Open] = []
     filling: dict[tuple[str, str, str], _Open] = {}
-    opened: dict[tuple[str, str, str], int] = {}
-    limits = rule.limits
+    seen: set[tuple[str, str, str]] = set()
     for position, param in enumerate(sorted(params, key=lambda p: -p.number)):
         key = (param.dtype, param.device, param.group)
         if key not in filling:
-            count = opened.get(key, 0)
-            filling[key] = _Open(position, limits[min(count, len(limits) - 1)])
-            opened[key] = count + 1
+            filling[key] = _Open(position, rule.cap_bytes if key in seen else rule.first_bytes)
+            seen.add(key)
         bucket = filling[key]
         bucket.members.append(param)
         bucket.nbytes += prod(param.shape) * ITEMSIZE[param.dtype]
@@ -48,7 +46,7 @@ def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo
     return [bucket.members for bucket in sorted(done, key=lambda b: b.position)]
 
 
-def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str], wire: str = "") -> Bucket:
+def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str]) -> Bucket:
     """The bucket of these parameters, its gradients one after the other, each aligned."""
     first = members[0]
     step = ALIGN_BYTES // ITEMSIZE[first.dtype]
@@ -65,5 +63,4 @@ def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str], wir
         buffers=tuple(buffers),
         offsets=tuple(offsets),
         numel=end,
-        wire=first.dtype if wire == "own" else wire,
     )

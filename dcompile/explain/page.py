@@ -15,6 +15,7 @@ from dcompile.explain.report import (
     size_text,
     summary,
 )
+from dcompile.explain.saving import timeline_section
 from dcompile.ir.diagram import draw
 from dcompile.ir.text import show
 
@@ -27,8 +28,12 @@ tr:nth-child(even) { background: #f6f6f6; } .fallback td { background: #f8cecc; 
 
 def page(report: Report) -> str:
     """The text of the page."""
-    body = "\n".join(_body(report))
-    title = escape(f"dcompile: {report.model}")
+    return document(report.model, _body(report))
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page that needs nothing else."""
+    body, title = "\n".join(parts), escape(f"dcompile: {title}")
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
@@ -38,6 +43,10 @@ def page(report: Report) -> str:
 def _body(report: Report) -> Iterator[str]:
     yield f"<h1>{escape(report.model)}</h1>\n<p>{escape(summary(report))}</p>"
     yield _list("Gradients are left to DDP", report.reasons)
+    if report.receipt is not None:
+        yield _list("Receipt", str(report.receipt).splitlines())
+    if report.timeline is not None:
+        yield from timeline_section(report.timeline)
     yield _list("Graph breaks", [str(found) for found in report.breaks])
     for graph in report.graphs:
         yield from _graph(graph)

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dcompile.explain.receipt import Receipt
+from dcompile.explain.saving import PICTURES, save_timeline, timeline_lines
 from dcompile.explain.sources import Source
+from dcompile.explain.timeline import Timeline
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.nodes import Bucket, Collective, Extern, Loop, Program
 
@@ -95,6 +98,10 @@ class Report:
     reasons: tuple[str, ...] = ()
     """Why gradients are left to DDP's own reducer."""
     notes: tuple[str, ...] = ()
+    receipt: Receipt | None = None
+    """Of a model that has run a compiled step."""
+    timeline: Timeline | None = None
+    """What `dcompile.profile` measured of it last."""
 
     @property
     def fallbacks(self) -> tuple[Call, ...]:
@@ -104,8 +111,19 @@ class Report:
         return "\n".join(_page(self))
 
     def save(self, path: str | Path) -> Path:
-        """Write the report: one HTML page with a picture of each graph if the name ends so, else text."""
+        """Write the report: one HTML page with pictures if the name ends so, else text.
+
+        What was measured can be had alone: a trace for Perfetto (.json) or a picture (.svg, .png); ValueError if
+        nothing was.
+        """
         path = Path(path)
+        if path.suffix in PICTURES:
+            if self.timeline is None:
+                raise ValueError(
+                    f"dcompile: {path.name} would show measured steps, and none were; run some inside "
+                    "`with dcompile.profile(model):` and explain the model again"
+                )
+            return save_timeline(self.timeline, path)
         if path.suffix in (".html", ".htm"):
             from dcompile.explain.page import page
 
@@ -183,6 +201,10 @@ def _sum(sizes: Iterable[int | None]) -> int | None:
 def _page(report: Report) -> Iterator[str]:
     yield f"{report.model}: {summary(report)}"
     yield f"gradients: {'; '.join(report.reasons) or _gradients(report)}"
+    if report.receipt is not None:
+        yield from (f"receipt: {line}" for line in str(report.receipt).splitlines())
+    if report.timeline is not None:
+        yield from timeline_lines(report.timeline)
     for number, found in enumerate(report.breaks, 1):
         yield f"graph break {number}: {found}"
     for graph in report.graphs:

@@ -24,6 +24,9 @@ from dcompile.collectives.params import BucketSource, Request
 from dcompile.collectives.params import Report as Counts
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.errors import NotCompiledError
+from dcompile.explain.profile import newest_timeline
+from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.explain.report import GraphBreak, GraphReport, Report, describe_program
 from dcompile.explain.sources import Source, source_of, source_of_frames
 from dcompile.ir.nodes import Program
@@ -38,7 +41,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     gradients and random generators are afterwards what they were; for that, a copy of all parameters and buffers is
     held meanwhile. What else the model's own Python code does when it is called, it does here as well.
     """
-    settings = _settings(model)
+    settings, receipt, timeline = _settings(model), _receipt(model), newest_timeline(model)
     module, ddp = _module_of(model)
     target = module._call_impl if module is not None else original_function(model)
     planner = _Planner(settings.config)
@@ -63,6 +66,8 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         guards=tuple(guards),
         reasons=() if adapter is None else tuple(adapter.reasons),
         notes=(*dict.fromkeys(notes), *settings.config.idle()),
+        receipt=receipt,
+        timeline=timeline,
     )
 
 
@@ -71,6 +76,13 @@ def _settings(model: Any) -> Settings:
     settings = compiled.settings if compiled is not None else Settings(Config.make())
     quiet = replace(settings.config, dump="", trace_enabled=False, trace_graph_diagram=False, receipt=False)
     return replace(settings, config=quiet)
+
+
+def _receipt(model: Any) -> Receipt | None:
+    try:
+        return make_receipt(find_model(model))
+    except NotCompiledError:  # no compiled step has run
+        return None
 
 
 def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | None]:

@@ -57,12 +57,17 @@ class Recordable(Executable, Protocol):
 
     mutated: tuple[int, ...]
     """Positions of the inputs that it writes."""
+    name: str
+    on_gpu: bool
 
     def once(self, args: list[Any], buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         """Run with temporaries that end with the call."""
 
     def release(self) -> None:
         """Let go of temporaries that earlier calls have left."""
+
+    def measure(self, recorder: Any) -> None:
+        """See `HostProgram.measure`."""
 
 
 class Tree:
@@ -139,12 +144,14 @@ class Replayed:
         self._kept = Kept()
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         self._objection: str | None = None
+        self._measured = False
         self.report, self.buckets, self.source = program.report, program.buckets, program.source
+        self.name, self.on_gpu = program.name, program.on_gpu
         tree.add(self)
 
     def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         """Run the program, as a replay where one fits; `args` is emptied."""
-        if self._objection is not None or (sync and buckets is not None and buckets.accumulated()):
+        if self._measured or self._objection is not None or (sync and buckets is not None and buckets.accumulated()):
             return self._program(args, buckets=buckets, sync=sync)
         call = _Call(self.buckets, buckets, sync)
         key = (*_key(args), *call.key)
@@ -167,6 +174,11 @@ class Replayed:
     def forget(self) -> None:
         """Drop what was recorded; later calls record anew."""
         self._recordings.clear()
+
+    def measure(self, recorder: Any) -> None:
+        """See `HostProgram.measure`; while it is measured, nothing is recorded or replayed."""
+        self._measured = recorder is not None
+        self._program.measure(recorder)
 
     def _replay(self, recording: Recording, args: list[Any], call: _Call) -> list[Any]:
         results = recording.run(args, call.memories)

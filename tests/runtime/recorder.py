@@ -53,6 +53,7 @@ class Program:
         self.recorder, self.function, self.plain = recorder, function, 0
         recorder.programs.append(self)
         self.report, self.buckets, self.source = Report(), (), ""
+        self.name, self.on_gpu = "program", False
         self.mutated, self.released = mutated, 0
         self.replayed = Replayed(self, recorder.tree, **more)
 

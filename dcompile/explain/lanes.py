@@ -1,0 +1,100 @@
+"""A measured step as bars in two lanes: what a picture draws, whatever draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dcompile.explain.timeline import Exchange, Span, Step
+
+COLOURS = {
+    "forward": "#4477aa",
+    "backward": "#66ccee",
+    "optimizer": "#aa3377",
+    "waiting": "#ee6677",
+    "on the wire": "#228833",
+    "behind another": "#ccbb44",
+    "other rank late": "#bbbbbb",
+}
+"""Kind of bar -> colour: Paul Tol's bright scheme, told apart by the colour-blind too."""
+LANES = ("compute", "communication")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar; times in seconds from the step's begin."""
+
+    lane: str
+    kind: str
+    begin: float
+    end: float
+    title: str
+
+
+def bars(step: Step, finest: float = 0.0) -> list[Bar]:
+    """The bars of a step. Neighbours of one kind that are shorter than `finest` seconds are drawn as one."""
+    compute = [_compute_bar(span, step.begin) for span in step.spans]
+    return [*_merged(compute, finest), *(bar for e in step.exchanges for bar in _exchange_bars(e, step.begin))]
+
+
+def _compute_bar(span: Span, zero: float) -> Bar:
+    kind = {"optimizer": "optimizer", "wait": "waiting"}.get(span.lane) or (
+        "backward" if span.program.startswith("backward") else "forward"
+    )
+    title = f"{span.name}: {duration(span.seconds)}"
+    return Bar("compute", kind, span.begin - zero, span.end - zero, title)
+
+
+def _merged(found: Iterable[Bar], finest: float) -> Iterator[Bar]:
+    """Bars too short to be seen, joined with what is next to them."""
+    open_: Bar | None = None
+    for bar in found:
+        small = bar.kind != "waiting" and bar.end - bar.begin < finest
+        if open_ and small and bar.kind == open_.kind and bar.begin - open_.end < finest:
+            open_ = Bar(bar.lane, bar.kind, open_.begin, max(open_.end, bar.end), open_.title)
+            continue
+        if open_:
+            yield open_
+        open_ = bar
+    if open_:
+        yield open_
+
+
+def _exchange_bars(found: Exchange, zero: float) -> Iterator[Bar]:
+    what = f"{found.kind} {found.bucket}, {megabytes(found.nbytes)}"
+    late = max(found.arrived, found.latest or found.arrived)
+    pieces = (
+        (
+            "other rank late",
+            found.arrived,
+            min(late, found.ended),
+            f"{what}: rank {found.latest_rank} is not there yet",
+        ),
+        ("behind another", late, found.begin, f"{what}: behind the collective before it"),
+        ("on the wire", found.begin, found.ended, f"{what}: {duration(found.wire)}, {duration(found.exposed)} exposed"),
+    )
+    for kind, begin, end, title in pieces:
+        if end > begin:
+            yield Bar("communication", kind, begin - zero, end - zero, title)
+
+
+def duration(seconds: float) -> str:
+    """For people: `12.3 ms`, `85 us`."""
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def megabytes(nbytes: int) -> str:
+    """For people: `25.0 MiB`, `3.1 KiB`."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def caption(step: Step) -> str:
+    """The numbers below a picture."""
+    if not step.exchanges:
+        return f"step of {duration(step.seconds)}; nothing is exchanged"
+    share = step.overlapped / step.communication if step.communication else 0.0
+    return (
+        f"step of {duration(step.seconds)}: computing {duration(step.compute)}, on the wire "
+        f"{duration(step.communication)}, of which {share:.0%} while something computes; exposed "
+        f"{duration(step.exposed)} ({step.exposed / step.seconds:.1%} of the step)"
+    )

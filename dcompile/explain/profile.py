@@ -1,0 +1,182 @@
+"""profile(): measure the steps that run inside a `with` block. Outside of one, measuring costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dcompile.capture.entry import find_model
+from dcompile.capture.model import CompiledModel
+from dcompile.errors import NotCompiledError
+from dcompile.explain.clocks import latest_arrivals
+from dcompile.explain.timeline import Timeline, steps_of
+from dcompile.runtime.probe import Call, Measurable, Recorder
+
+_NEWEST: weakref.WeakKeyDictionary[CompiledModel, Timeline] = weakref.WeakKeyDictionary()
+_SERIAL = itertools.count()
+"""Numbers the measurements that ranks compare: the same on every rank, since all of them measure together."""
+
+
+class Profile:
+    """Measures a compiled model while its `with` block runs. All ranks of a job enter and leave it together.
+
+    `timeline` is there once the block has been left. The first step is left out if there are others: it prepares.
+    """
+
+    def __init__(self, model: Any) -> None:
+        found = find_model(model)
+        if found is None or not any(graph.executables for graph in found.graphs):
+            raise NotCompiledError(
+                "dcompile: profile needs a model that dcompile has compiled and that has run a step: compile it, run a "
+                "step or two, then measure"
+            )
+        self._name = _name_of(model)
+        self._model: CompiledModel = found
+        self._programs: list[Measurable] = []
+        self._hooks: list[Any] = []
+        self._updates: list[tuple[str, Any, Any]] = []
+        self._open: dict[int, Any] = {}
+        self._timeline: Timeline | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was measured; NotCompiledError inside the block, or if no compiled step ran in it."""
+        if self._timeline is None:
+            raise NotCompiledError("dcompile: nothing is measured yet; run steps inside the `with` block and leave it")
+        return self._timeline
+
+    def __str__(self) -> str:
+        from dcompile.explain.saving import timeline_lines
+
+        return "\n".join(timeline_lines(self.timeline))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the timeline: a trace for Perfetto (.json), a picture (.svg, .png), a page (.html), else text."""
+        from dcompile.explain.saving import save_timeline
+
+        return save_timeline(self.timeline, Path(path))
+
+    # --- measuring ---
+
+    def __enter__(self) -> Profile:
+        self._programs = _programs_of(self._model)
+        self._recorder = Recorder(_gpu_of(self._model))
+        for program in self._programs:
+            program.measure(self._recorder)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._update_begins),
+            register_optimizer_step_post_hook(self._update_ends),
+        ]
+        self._begin = self._recorder.now()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        end = self._recorder.now()
+        for hook in self._hooks:
+            hook.remove()
+        for program in self._programs:
+            program.measure(None)
+        if kind is None:
+            self._timeline = self._finish(end)
+            if self._timeline is not None:
+                _NEWEST[self._model] = self._timeline
+
+    def _update_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._open[id(optimizer)] = self._recorder.now()
+
+    def _update_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if id(optimizer) in self._open:
+            self._updates.append((type(optimizer).__name__, self._open.pop(id(optimizer)), self._recorder.now()))
+
+    def _finish(self, end: Any) -> Timeline | None:
+        recorder, adapter = self._recorder, self._model.adapter
+        calls = recorder.finish()
+        latest, note = self._others(calls)
+        updates = [(name, recorder.seconds(begin), recorder.seconds(done)) for name, begin, done in self._updates]
+        groups = {(program.name, bucket.name): bucket.group for program in self._programs for bucket in program.buckets}
+        begin, end = recorder.seconds(self._begin), recorder.seconds(end)
+        steps = [step for step in steps_of(calls, updates, begin, end, latest, groups) if step.spans or step.exchanges]
+        if not steps:
+            return None
+        group = getattr(adapter, "group", None)
+        return Timeline(
+            model=self._name,
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            world=dist.get_world_size(group) if group is not None else 1,
+            device="cpu" if recorder.gpu is None else torch.cuda.get_device_name(recorder.gpu),
+            steps=tuple(steps[1:] if len(steps) > 1 else steps),
+            notes=tuple(filter(None, (note, *self._notes()))),
+            predicted={
+                (program.name, name): seconds_us / 1e6
+                for program in self._programs
+                for name, resource, _, seconds_us, _ in program.report.schedule
+                if resource != "compute"
+            },
+        )
+
+    def _others(self, calls: list[Call]) -> tuple[list[tuple[float, int]] | None, str]:
+        """When the last rank came to each collective."""
+        arrivals = [(found.bucket, found.nbytes, found.arrived) for call in calls for found in call.exchanges]
+        group = getattr(self._model.adapter, "group", None)
+        if group is None or not self._model.adapter.eligible:
+            return None, ""
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps one store over restarts
+        return latest_arrivals(group, f"dcompile/{attempt}/profile/{next(_SERIAL)}", arrivals)
+
+    def _notes(self) -> Iterator[str]:
+        """What is not in the picture."""
+        more = len(_programs_of(self._model)) - len(self._programs)
+        if more:
+            yield f"{more} programs were compiled meanwhile: they are not in the timeline"
+        if any(program.report.recordings for program in self._programs):
+            yield "CUDA graphs were off while this was measured: the host's gaps between kernels are in these times"
+
+
+@contextmanager
+def profile(model: Any) -> Iterator[Profile]:
+    """Measure the training steps inside the block: `with dcompile.profile(model) as measured: ...`.
+
+    `model` as for `dcompile.receipt`; it must have run a compiled step. Inside, its programs stamp each of their steps:
+    with CUDA events on a GPU, with the host's clock on CPU. All ranks of a job do the same steps in their blocks; at
+    the end they tell one another through the store when each came to each collective. `measured.timeline` is data,
+    `print(measured)` a table, `measured.save("trace.json")` a trace for ui.perfetto.dev, `.svg`, `.png` and `.html` a
+    picture with two lanes. `dcompile.explain(model, *inputs)` shows the newest measurement with its report.
+    """
+    measured = Profile(model)
+    with measured:
+        yield measured
+
+
+def newest_timeline(model: Any) -> Timeline | None:
+    """What was measured last of a compiled model."""
+    found = find_model(model)
+    return None if found is None else _NEWEST.get(found)
+
+
+def _gpu_of(model: CompiledModel) -> torch.device | None:
+    """The GPU on which the model's programs run."""
+    if not any(program.on_gpu for program in _programs_of(model)):
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _programs_of(model: CompiledModel) -> list[Measurable]:
+    programs = [program for graph in model.graphs for program in graph.executables.values()]
+    return [program for program in programs if isinstance(program, Measurable)]
+
+
+def _name_of(model: Any) -> str:
+    root = model
+    while isinstance(root, torch.nn.Module) and type(root).__name__ in ("DistributedDataParallel", "OptimizedModule"):
+        root = getattr(root, "_orig_mod", None) or root.module
+    return type(root).__name__ if isinstance(root, torch.nn.Module) else getattr(model, "__qualname__", str(model))

@@ -1,0 +1,340 @@
+"""Measured steps as data: what computed, what was exchanged, who waited for whom. Times in seconds."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Lane = Literal["compute", "optimizer", "wait", "communication"]
+HIDDEN = 0.005
+"""Of the step: a collective that is exposed for less does not need advice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took its time."""
+
+    lane: Lane
+    name: str
+    begin: float
+    end: float
+    program: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective of one step, on this rank's clock."""
+
+    program: str
+    kind: str
+    bucket: str
+    group: str
+    nbytes: int
+    arrived: float
+    """This rank's part was ready."""
+    started: float
+    """It was handed over: gradients are scaled before."""
+    ended: float
+    wait_begin: float
+    wait_end: float
+    """While the stream that computes (on CPU, the host) did nothing but wait."""
+    producer: str
+    """What wrote the last gradient of the bucket."""
+    consumer: str
+    """What ran first after the wait."""
+    latest: float | None = None
+    """When the last rank arrived; None if the other ranks did not say."""
+    latest_rank: int | None = None
+    free: float = float("-inf")
+    """When the collective before it on the same group had ended."""
+
+    @property
+    def exposed(self) -> float:
+        return max(0.0, self.wait_end - self.wait_begin)
+
+    @property
+    def begin(self) -> float:
+        """When bytes could begin to move: all ranks there, the one before it through."""
+        return min(self.ended, max(self.arrived, self.latest or self.arrived, self.free))
+
+    @property
+    def queued(self) -> float:
+        """Time behind the collective before it, all ranks being there."""
+        return max(0.0, self.begin - max(self.arrived, self.latest or self.arrived))
+
+    @property
+    def skew(self) -> float | None:
+        """How much later than this rank the last one arrived."""
+        return None if self.latest is None else max(0.0, self.latest - self.arrived)
+
+    @property
+    def exposed_skew(self) -> float:
+        """The part of `exposed` in which another rank had not arrived."""
+        return max(0.0, min(self.wait_end, self.latest or self.wait_begin) - self.wait_begin)
+
+    @property
+    def wire(self) -> float:
+        """From when bytes could move to the end."""
+        return max(0.0, self.ended - self.begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step."""
+
+    begin: float
+    end: float
+    spans: tuple[Span, ...]
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def exposed(self) -> float:
+        return sum(exchange.exposed for exchange in self.exchanges)
+
+    @property
+    def communication(self) -> float:
+        """Time in which at least one collective moved bytes."""
+        return covered((e.begin, e.ended) for e in self.exchanges)
+
+    @property
+    def compute(self) -> float:
+        return covered((s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer"))
+
+    @property
+    def overlapped(self) -> float:
+        """Time in which bytes moved while something computed."""
+        computing = [(s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer")]
+        moving = [(e.begin, e.ended) for e in self.exchanges]
+        return self.compute + self.communication - covered([*computing, *moving])
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One bucket's collective, as the medians over the steps that were measured."""
+
+    program: str
+    kind: str
+    bucket: str
+    group: str
+    nbytes: int
+    producer: str
+    consumer: str
+    seconds: float
+    """From when bytes could move to the end."""
+    exposed: float
+    exposed_skew: float
+    queued: float
+    skew: float | None
+    """None where the other ranks did not say when they arrived."""
+    latest_rank: int | None
+    advice: str
+    predicted: float | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What `dcompile.profile` measured on one rank."""
+
+    model: str
+    rank: int
+    world: int
+    device: str
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...] = ()
+    predicted: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(program, bucket) -> seconds of the collective by the cost model."""
+    typical: Step = field(init=False)
+    """The step of median length: the one that is drawn."""
+    collectives: tuple[Collective, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.steps, "a timeline of no step"
+        ranked = sorted(self.steps, key=lambda step: step.seconds)
+        object.__setattr__(self, "typical", ranked[(len(ranked) - 1) // 2])
+        object.__setattr__(self, "collectives", tuple(_summaries(self.steps, self.predicted)))
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Time that lies in at least one span."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+# --- summaries --------------------------------------------------------------------------------------------------------
+
+
+def _summaries(steps: Sequence[Step], predicted: Mapping[tuple[str, str], float]) -> Iterator[Collective]:
+    found: dict[tuple[str, str, int], list[Exchange]] = {}
+    for step in steps:
+        times: dict[tuple[str, str], int] = {}
+        for exchange in step.exchanges:
+            key = exchange.program, exchange.bucket
+            times[key] = times.get(key, 0) + 1  # the same program may run for several micro-batches of one step
+            found.setdefault((*key, times[key]), []).append(exchange)
+    length = statistics.median(step.seconds for step in steps)
+    for exchanges in found.values():
+        first = exchanges[0]
+        skews = [e.skew for e in exchanges if e.skew is not None]
+        ranks = [e.latest_rank for e in exchanges if e.latest_rank is not None]
+        made = Collective(
+            program=first.program,
+            kind=first.kind,
+            bucket=first.bucket,
+            group=first.group,
+            nbytes=first.nbytes,
+            producer=first.producer,
+            consumer=first.consumer,
+            seconds=_median(exchanges, lambda e: e.wire),
+            exposed=_median(exchanges, lambda e: e.exposed),
+            exposed_skew=_median(exchanges, lambda e: e.exposed_skew),
+            queued=_median(exchanges, lambda e: e.queued),
+            skew=statistics.median(skews) if skews else None,
+            latest_rank=statistics.mode(ranks) if ranks else None,
+            advice="",
+            predicted=predicted.get((first.program, first.bucket)),
+        )
+        yield replace(made, advice=advise(made, length))
+
+
+def _median(exchanges: Sequence[Exchange], of: Callable[[Exchange], float]) -> float:
+    return statistics.median(map(of, exchanges))
+
+
+def advise(found: Collective, step: float) -> str:
+    """Which setting, or what else, would change how long this collective holds up the step."""
+    if found.exposed <= HIDDEN * step:
+        return "hidden: nothing waits for it"
+    if found.exposed_skew > found.exposed / 2:
+        return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"
+    if found.queued > found.seconds:
+        return "stands behind other buckets: fewer bytes (a bf16 compression hook, no_sync over micro-batches)"
+    if found.nbytes < 1 << 20:
+        return "mostly a fixed cost per collective: a larger bucket_cap_mb makes them fewer"
+    return "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, no_sync makes it rarer"
+
+
+# --- from what was recorded -------------------------------------------------------------------------------------------
+
+
+def steps_of(
+    calls: Sequence[Any],
+    updates: Sequence[tuple[str, float, float]],
+    begin: float,
+    end: float,
+    latest: Sequence[tuple[float, int]] | None,
+    groups: Mapping[tuple[str, str], str],
+) -> tuple[Step, ...]:
+    """Steps from `runtime.probe.Call`s and the optimizer's (name, begin, end).
+
+    A step ends with an optimizer's update; without any, where a forward follows a backward. `latest`: for each
+    collective in the order of their starts, when the last rank came to it, and which. `groups`: (program, bucket) ->
+    the group's name.
+    """
+    exchanges = _exchanges(calls, latest, groups)
+    spans = [span for call in calls for span in _spans(call)]
+    spans += [Span("optimizer", name, begun, ended) for name, begun, ended in updates]
+    spans += [Span("compute", f"hands {e.bucket} over", e.arrived, e.started, e.program) for e in exchanges]
+    spans += [Span("wait", f"waits for {e.bucket}", e.wait_begin, e.wait_end, e.program) for e in exchanges]
+    spans.sort(key=lambda span: span.begin)
+    cuts = [begin, *_cuts(calls, updates, end)]
+    return tuple(
+        Step(
+            one,
+            two,
+            tuple(span for span in spans if one <= span.begin < two),
+            tuple(exchange for exchange in exchanges if one <= exchange.arrived < two),
+        )
+        for one, two in itertools.pairwise(cuts)
+    )
+
+
+def _cuts(calls: Sequence[Any], updates: Sequence[tuple[str, float, float]], end: float) -> list[float]:
+    """Where each step ends."""
+    if updates:
+        ends = sorted(ended for _, _, ended in updates)
+        starts = [call.begin for call in calls]
+        # several optimizers of one step: only the last before the next program runs ends it
+        return [e for e, after in zip(ends, [*ends[1:], None], strict=True) if _runs_between(starts, e, after)]
+    kinds = [call.program.startswith("backward") for call in calls]
+    between = [call.begin for call, before, now in zip(calls[1:], kinds, kinds[1:], strict=False) if before and not now]
+    return [*between, end]
+
+
+def _runs_between(starts: Sequence[float], one: float, two: float | None) -> bool:
+    return two is None or any(one <= start < two for start in starts)
+
+
+def _spans(call: Any) -> Iterator[Span]:
+    for number, begin, end in call.spans:
+        statement = call.statements[number]
+        yield Span("compute", label(statement.name, statement.origin), begin, end, call.program)
+
+
+def label(name: str, origin: Sequence[str]) -> str:
+    """A step in a few words: the modules it came from, else what it calls."""
+    modules = list(dict.fromkeys(text.partition(": ")[0] if ": " in text else "" for text in origin))
+    shown = [module for module in modules if module]
+    if not shown:
+        shown = [text.partition(" ")[0] for text in origin[:1]] or [name]
+    return ", ".join(shown[:2]) + (", ..." if len(shown) > 2 else "")
+
+
+def _exchanges(
+    calls: Sequence[Any], latest: Sequence[tuple[float, int]] | None, groups: Mapping[tuple[str, str], str]
+) -> list[Exchange]:
+    made: list[Exchange] = []
+    free: dict[str, float] = {}
+    every = [(call, found) for call in calls for found in call.exchanges]
+    for number, (call, found) in enumerate(every):
+        if found.wait_end is None:
+            continue
+        ended = found.wait_end if found.ended is None else found.ended
+        group = groups.get((call.program, found.bucket), "")
+        last = None if latest is None else latest[number]
+        made.append(
+            Exchange(
+                call.program, found.kind, found.bucket, group, found.nbytes, found.arrived, found.started, ended,
+                found.wait_begin, found.wait_end, _producer(call, found), _consumer(call, found),
+                None if last is None else last[0], None if last is None else last[1],
+                free.get(group, float("-inf")),
+            )
+        )  # fmt: skip
+        free[group] = max(free.get(group, ended), ended)
+    return made
+
+
+def _producer(call: Any, found: Any) -> str:
+    """The last step before the start that touches the bucket."""
+    bucket = found.bucket.replace(".", "_")
+    if found.kind == "all_gather":
+        return "nothing: shards are there from the start"
+    order = [number for number, *_ in call.spans]
+    upto = order[: order.index(found.after) + 1] if found.after >= 0 else []
+    # where the text names no bucket, gradients lie in plain memory, and the start stands right behind the last of them
+    named = [number for number in upto if bucket in call.statements[number].buckets] or upto
+    if not named:
+        return "the program's inputs"
+    return label(call.statements[named[-1]].name, call.statements[named[-1]].origin)
+
+
+def _consumer(call: Any, found: Any) -> str:
+    """The first step after the wait."""
+    order = [number for number, *_ in call.spans]
+    rest = order[order.index(found.before) + 1 :] if found.before >= 0 else order
+    if not rest:
+        return "the end of the program"
+    return label(call.statements[rest[0]].name, call.statements[rest[0]].origin)

@@ -1,0 +1,283 @@
+"""Measures host programs from inside: when each step ran, when each collective started, ended and was waited for.
+
+A program that is measured runs a second text (`instrument`), in which each step is stamped; the text that runs
+otherwise stays as it is, so measuring costs nothing while it is off. A stamp is the host's clock on CPU, and an event
+on the current stream on a GPU; events are read when measuring has ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from dcompile.collectives.params import Report
+from dcompile.ir.nodes import Bucket
+
+_WORK = re.compile(r"_(k|op|launch|fn)\d+")
+"""Names that a host program gives to what computes: kernels, library calls, launch tables."""
+_MEMORY = re.compile(r"(?:_p)?_bucket_(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One step of a host program, as its text tells: what it calls, where that came from, the buckets it touches."""
+
+    name: str
+    origin: tuple[str, ...]
+    buckets: frozenset[str]
+    """With every character that no name may have written as an underscore, as in the text."""
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One collective of one call. Times are stamps until `Recorder.finish`, then seconds; None where nobody looked."""
+
+    kind: str
+    bucket: str
+    nbytes: int
+    after: int
+    """The statement that ran last before it was started; -1 if none."""
+    arrived: Any
+    started: Any = None
+    """The hand-over was through, which scales gradients among others."""
+    ended: Any = None
+    wait_begin: Any = None
+    wait_end: Any = None
+    before: int = -1
+    """The statement that ran last before it was waited for."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of one program."""
+
+    program: str
+    statements: tuple[Statement, ...]
+    begin: Any
+    end: Any = None
+    spans: list[tuple[int, Any, Any]] = field(default_factory=list)
+    """(statement, begin, end), in the order in which the host came to them."""
+    exchanges: list[Exchange] = field(default_factory=list)
+
+
+def instrument(source: str) -> tuple[str, tuple[Statement, ...]]:
+    """A host program that stamps its steps, and what these are.
+
+    In it, `_probe` (see `Probe`) is a global name.
+    """
+    lines = source.split("\n")
+    call = _call_of(ast.parse(source))
+    before: dict[int, list[str]] = {}
+    after: dict[int, list[str]] = {}
+    statements: list[Statement] = []
+    for node in call.body:
+        last = node.end_lineno or node.lineno
+        if _is_clear(node):
+            after[last] = ["_call = _probe.call(buckets)", "_now, _ran = _probe.now, _call.spans.append"]
+            after[last].append("buckets = _probe.buckets(buckets, _call)")
+        elif _works(node):
+            after[last] = [f"_ran(({len(statements)}, _begin, _now()))"]
+            before[node.lineno] = ["_begin = _now()"]
+            statements.append(_statement(node, lines))
+        elif isinstance(node, ast.Return):
+            before[node.lineno] = ["_probe.end(_call)"]
+    text: list[str] = []
+    for number, line in enumerate(lines, 1):
+        text += [f"        {added}" for added in before.get(number, ())]
+        text.append(line)
+        text += [f"        {added}" for added in after.get(number, ())]
+    return "\n".join(text), tuple(statements)
+
+
+def _call_of(module: ast.Module) -> ast.FunctionDef:
+    """The inner function `call` of `make`."""
+    found = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    assert len(found) == 1, f"a host program has {len(found)} functions named call"
+    return found[0]
+
+
+def _is_clear(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and ast.unparse(node) == "args.clear()"
+
+
+def _works(node: ast.stmt) -> bool:
+    """Whether a statement computes: a call of what `make` has prepared, its result kept, dropped or tested."""
+    value = node.test if isinstance(node, ast.If) else getattr(node, "value", None)
+    if not isinstance(node, ast.Expr | ast.Assign | ast.If) or not isinstance(value, ast.Call):
+        return False
+    return isinstance(value.func, ast.Name) and _WORK.fullmatch(value.func.id) is not None
+
+
+def _statement(node: ast.stmt, lines: list[str]) -> Statement:
+    """What a statement's text tells. The comment before it says where it came from."""
+    value: Any = node.test if isinstance(node, ast.If) else getattr(node, "value", None)
+    callee = value.func.id
+    prepared = re.compile(rf"^    {callee} = (.*)$")
+    at, found = next((n, m[1]) for n, line in enumerate(lines) if (m := prepared.match(line)))
+    comment = lines[node.lineno - 2].strip()
+    origin = tuple(comment[2:].split(", ")) if comment.startswith("# ") else ()
+    name = found.removeprefix("torch.ops.")
+    if kernel := re.match(r"run\.(?:kernel|function)\('([^']+)'", found):
+        name = kernel[1]
+    if found.startswith("run.launches("):
+        name, origin = _launched(lines[at + 1 :])
+    names = {leaf.id for leaf in ast.walk(value) if isinstance(leaf, ast.Name)}
+    buckets = frozenset(m[1] for name_ in names if (m := _MEMORY.fullmatch(name_)))
+    return Statement(name, origin, buckets)
+
+
+def _launched(lines: list[str]) -> tuple[str, tuple[str, ...]]:
+    """Name and origins of a launch table, whose rows follow its first line."""
+    origins: dict[str, None] = {}
+    kernels = 0
+    for line in lines:
+        if line == "    ])":
+            break
+        text = line.strip()
+        if text.startswith("# "):
+            origins.update(dict.fromkeys(text[2:].split(", ")))
+        else:
+            kernels += 1
+    return f"{kernels} kernels" if kernels != 1 else "1 kernel", tuple(origins)
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """A compiled program that can be measured."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    report: Report
+    on_gpu: bool
+
+    def measure(self, recorder: Recorder | None) -> None:
+        """From the next call on, tell `recorder` of each step; with None, run as ever."""
+
+
+class Recorder:
+    """Collects the calls of all programs of one rank while it is measured."""
+
+    def __init__(self, gpu: torch.device | None) -> None:
+        self.calls: list[Call] = []
+        self.gpu = gpu
+        self._side = None if gpu is None else torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call, unused-ignore]
+        """Waits for collectives, to see when they end, so that nothing else has to."""
+        self.now: Callable[[], Any] = time.perf_counter if gpu is None else self._event
+        self._anchor: tuple[Any, float] | None = None
+        if gpu is not None:
+            event = self._event()
+            event.synchronize()
+            self._anchor = event, time.perf_counter()
+
+    def _event(self) -> Any:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
+        event.record()
+        return event
+
+    def when_done(self, work: Any, done: Callable[[Any], None]) -> None:
+        """Tell when a collective has ended."""
+        if self._side is not None:
+            with torch.cuda.stream(self._side):
+                work.wait()
+                done(self._event())
+            return
+        # Gloo's own thread says so: the one that computes may be anywhere by then
+        work.get_future().add_done_callback(lambda _: done(time.perf_counter()))
+
+    def finish(self) -> list[Call]:
+        """All calls that came to their end, stamps read as seconds of the host's clock."""
+        calls = [call for call in self.calls if call.end is not None]
+        if self._anchor is not None:
+            torch.cuda.synchronize(self.gpu)
+        for call in calls:
+            call.begin, call.end = self.seconds(call.begin), self.seconds(call.end)
+            call.spans = [(number, self.seconds(begin), self.seconds(end)) for number, begin, end in call.spans]
+            for exchange in call.exchanges:
+                for name in ("arrived", "started", "ended", "wait_begin", "wait_end"):
+                    setattr(exchange, name, self.seconds(getattr(exchange, name)))
+        return calls
+
+    def seconds(self, stamp: Any) -> Any:
+        """A stamp as seconds of the host's clock (time.perf_counter)."""
+        if stamp is None or self._anchor is None:
+            return stamp
+        event, at = self._anchor
+        return at + event.elapsed_time(stamp) / 1e3
+
+
+class Probe:
+    """What the text of one measured program talks to."""
+
+    def __init__(self, program: str, statements: tuple[Statement, ...], recorder: Recorder) -> None:
+        self._program, self._statements, self._recorder = program, statements, recorder
+        self.now = recorder.now
+
+    def call(self, _buckets: Any) -> Call:
+        """A call begins."""
+        call = Call(self._program, self._statements, self.now())
+        self._recorder.calls.append(call)
+        return call
+
+    def end(self, call: Call) -> None:
+        """A call ends."""
+        call.end = self.now()
+
+    def buckets(self, buckets: Any, call: Call) -> Any:
+        """The bucket source, its collectives measured."""
+        return None if buckets is None else _Measured(buckets, call, self._recorder)
+
+
+class _Measured:
+    """A `BucketSource` or `ShardSource` around another."""
+
+    def __init__(self, inner: Any, call: Call, recorder: Recorder) -> None:
+        self._inner, self._call, self._recorder = inner, call, recorder
+        self._open: dict[str, Exchange] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def start(self, bucket: str, memory: Any) -> None:
+        sent = getattr(memory, "wire", None)
+        self._start("start", "all_reduce", bucket, memory, [memory.flat if sent is None else sent])
+
+    def start_gather(self, bucket: str, full: list[Any]) -> None:
+        self._start("start_gather", "all_gather", bucket, full, full)
+
+    def start_scatter(self, bucket: str, full: list[Any]) -> None:
+        self._start("start_scatter", "reduce_scatter", bucket, full, full)
+
+    def wait(self, bucket: str, memory: Any) -> None:
+        self._wait("wait", bucket, memory)
+
+    def wait_gather(self, bucket: str) -> None:
+        self._wait("wait_gather", bucket)
+
+    def wait_scatter(self, bucket: str) -> None:
+        self._wait("wait_scatter", bucket)
+
+    def _reached(self) -> int:
+        return self._call.spans[-1][0] if self._call.spans else -1
+
+    def _start(self, method: str, kind: str, bucket: str, given: Any, sent: list[Any]) -> None:
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        exchange = Exchange(kind, bucket, nbytes, self._reached(), self._recorder.now())
+        self._open[bucket] = exchange
+        self._call.exchanges.append(exchange)
+        getattr(self._inner, method)(bucket, given)
+        exchange.started = self._recorder.now()
+        work = self._inner.pending(bucket)
+        if work is not None:
+            self._recorder.when_done(work, lambda stamp: setattr(exchange, "ended", stamp))
+
+    def _wait(self, method: str, bucket: str, *given: Any) -> None:
+        exchange = self._open.pop(bucket)
+        exchange.before, exchange.wait_begin = self._reached(), self._recorder.now()
+        getattr(self._inner, method)(bucket, *given)
+        exchange.wait_end = self._recorder.now()

@@ -1,0 +1,87 @@
+"""What the two-rank tests of measuring run on each rank; every function is one case and returns plain data."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dcompile
+from dcompile.explain import clocks
+
+
+class SlowGradient(torch.autograd.Function):
+    """Takes its time in the backward, between the compiled programs of two layers."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+def late(seconds):
+    """Rank 1 comes `seconds` later to the only bucket of the backward."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    dcompile.compile(model, options={"receipt": False})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 64)
+
+    def step(wait):
+        y = SlowGradient.apply(model(x), wait)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0.0)
+    with dcompile.profile(model) as measured:
+        for _ in range(3):
+            dist.barrier()
+            step(seconds * dist.get_rank())
+    step(0.0)
+    (found,) = measured.timeline.collectives
+    report = dcompile.explain(model, x)
+    return {
+        "steps": len(measured.timeline.steps),
+        "world": (measured.timeline.rank, measured.timeline.world),
+        "exchange": (found.kind, found.bucket, found.group, found.nbytes),
+        "producer": found.producer,
+        "skew": found.skew,
+        "exposed": found.exposed,
+        "exposed_skew": found.exposed_skew,
+        "seconds": found.seconds,
+        "latest_rank": found.latest_rank,
+        "advice": found.advice,
+        "lanes": sorted({span.lane for span in measured.timeline.typical.spans}),
+        "kept": report.timeline is measured.timeline and report.receipt.eligible,
+        "text": str(report),
+        "notes": measured.timeline.notes,
+    }
+
+
+def machines():
+    """Ranks that take one another for other machines compare their clocks."""
+    real, rank = clocks.machine, dist.get_rank()
+    clocks.machine = lambda: f"machine {rank}"
+    now = time.perf_counter()
+    try:
+        return now, clocks.latest_arrivals(dist.group.WORLD, "machines", [("b", 4, now + 10 * rank)])
+    finally:
+        clocks.machine = real
+
+
+def alone():
+    """Only rank 1 has measured, or ranks have measured different things."""
+    missing = None
+    if dist.get_rank():
+        missing = clocks.latest_arrivals(dist.group.WORLD, "alone", [("b", 4, 1.0)], timeout_s=0.2)
+    different = clocks.latest_arrivals(dist.group.WORLD, "different", [("b", dist.get_rank(), 1.0)])
+    return missing, different

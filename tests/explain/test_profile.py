@@ -1,0 +1,81 @@
+"""dcompile.profile on one rank and on two: what is measured is what happened, and nothing stays behind."""
+
+import pytest
+import torch
+from torch import nn
+
+import dcompile
+from dcompile.errors import NotCompiledError
+from tests.distributed.harness import Ranks
+
+CASES = "tests.explain.cases:"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+@pytest.mark.timeout(240)
+def test_skew_is_apart_from_the_wire(ranks):
+    early, late = ranks.run(CASES + "late", 200, seconds=0.2)
+    for found in (early, late):
+        assert found["steps"] == 2, "the first of three is left out"
+        assert found["exchange"] == ("all_reduce", "bucket0", "ddp", 2 * (64 * 64 + 64) * 4)
+        assert found["latest_rank"] == 1 and found["producer"].startswith("0")
+        assert found["lanes"] == ["compute", "optimizer", "wait"] and found["kept"]
+        assert "all_reduce bucket0" in found["text"] and "receipt: adapter=ddp" in found["text"]
+        assert found["notes"] == ()
+    assert (early["world"], late["world"]) == ((0, 2), (1, 2))
+    assert 0.15 < early["skew"] < 0.6 and late["skew"] == 0
+    assert early["exposed_skew"] > 0.15 and early["seconds"] < early["skew"]
+    assert "rank 1 comes later" in early["advice"]
+
+
+def test_clocks_of_different_machines(ranks):
+    for now, (latest, note) in ranks.run(CASES + "machines"):
+        ((at, rank),) = latest
+        assert rank == 1 and 8 < at - now < 12 and "compared to within" in note
+
+
+def test_a_rank_that_measures_alone_says_so(ranks):
+    (_, different), (missing, other) = ranks.run(CASES + "alone")
+    assert missing[0] is None and "not all ranks had measured" in missing[1]
+    assert different == other and different[0] is None and "different collectives" in different[1]
+
+
+def test_a_plain_model_on_one_rank(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    with pytest.raises(NotCompiledError, match="has compiled"):
+        dcompile.profile(model).__enter__()
+    dcompile.compile(model, options={"receipt": False})
+    model(x).sum().backward()
+    with pytest.raises(ValueError, match="run some inside"):
+        dcompile.explain(model, x).save(tmp_path / "x.svg")
+    with dcompile.profile(model) as measured:
+        with pytest.raises(NotCompiledError, match="nothing is measured yet"):
+            print(measured)
+        for _ in range(3):
+            model(x).sum().backward()
+    found = measured.timeline
+    assert len(found.steps) == 2 and found.world == 1 and found.collectives == () and found.typical.compute > 0
+    assert "nothing is exchanged" in str(measured)
+    report = dcompile.explain(model, x)
+    for name in ("x.json", "x.svg", "x.html", "x.txt"):
+        assert measured.save(tmp_path / name).stat().st_size > 50
+        assert report.save(tmp_path / f"report-{name}").exists()
+    assert "<svg" in (tmp_path / "report-x.html").read_text() and "Receipt" in (tmp_path / "report-x.html").read_text()
+
+
+def test_an_error_inside_leaves_the_model_as_it_was():
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    dcompile.compile(model, options={"receipt": False})
+    model(x).sum().backward()
+    with pytest.raises(ZeroDivisionError), dcompile.profile(model):
+        model(x).sum().backward()
+        raise ZeroDivisionError
+    model(x).sum().backward()
+    assert dcompile.explain(model, x).timeline is None

@@ -1,0 +1,97 @@
+"""What a measured host program tells, and that an unmeasured one is the very text that was compiled."""
+
+import torch
+from torch import nn
+
+import dcompile
+from dcompile.capture.entry import find_model
+from dcompile.runtime.probe import Recorder, instrument
+
+SOURCE = '''"""2 kernel calls, 1 library calls, arena of 0 bytes."""
+
+import torch
+
+
+def make(run):
+    _at0 = run.address + 64
+    _k1 = run.kernel('k12', 2)
+    _op2 = torch.ops.aten.mm.out
+    _launch3 = run.launches(1, [
+        # head: aten.add.Tensor (m.py:1)
+        ('k5', 'f', 4, (0,)),
+        # tail: aten.mul.Tensor (m.py:2), head: aten.sum.default (m.py:3)
+        ('k6', 'f', 4, (0,)),
+    ])
+    _v4 = run.view(torch.float32, (2,), (1,), 0)
+
+    def call(args, buckets=None, sync=False):
+        x, = args
+        args.clear()
+        _bucket_b_0 = buckets.acquire('b.0')
+        _p_bucket_b_0 = _bucket_b_0.flat.data_ptr()
+        # layers.0: aten.neg.default (m.py:4)
+        if _k1(x.data_ptr(), _p_bucket_b_0 + 64):
+            run.division_by_zero()
+        _op2(x, _v4, out=run.bucket_view(_bucket_b_0, 'g', (2,), (1,), 0))
+        _launch3(stream, x)
+        if sync:
+            buckets.start('b.0', _bucket_b_0)
+        return [x]
+
+    return call
+'''
+
+
+def test_each_step_is_stamped_and_known_by_its_text():
+    text, statements = instrument(SOURCE)
+    compile(text, "measured", "exec")
+    assert [(s.name, s.origin, s.buckets) for s in statements] == [
+        ("k12", ("layers.0: aten.neg.default (m.py:4)",), {"b_0"}),
+        ("aten.mm.out", (), {"b_0"}),
+        (
+            "2 kernels",
+            ("head: aten.add.Tensor (m.py:1)", "tail: aten.mul.Tensor (m.py:2)", "head: aten.sum.default (m.py:3)"),
+            set(),
+        ),
+    ]
+    lines = text.splitlines()
+    kept = [line for line in lines if line in SOURCE.splitlines()]
+    assert kept == SOURCE.splitlines(), "nothing is left out or moved"
+    assert text.count("_begin = _now()") == text.count("_begin, _now()))") == 3
+    end = lines.index("        return [x]")
+    assert lines[end - 1] == "        _probe.end(_call)"
+    assert lines.index("        buckets = _probe.buckets(buckets, _call)") < lines.index(
+        "        _bucket_b_0 = buckets.acquire('b.0')"
+    )
+
+
+def test_a_measured_program_computes_the_same_and_is_afterwards_as_it_was():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    dcompile.compile(model, options={"receipt": False})
+
+    def step():
+        model.zero_grad()
+        y = model(x)
+        y.sum().backward()
+        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = step()
+    (graph,) = find_model(model).graphs
+    programs = list(graph.executables.values())
+    texts = [program._text["make"].__code__ for program in programs]
+    recorder = Recorder(None)
+    for program in programs:
+        program.measure(recorder)
+    assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    for program in programs:
+        program.measure(None)
+    assert [program._text["make"].__code__ for program in programs] == texts
+    assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    calls = recorder.finish()
+    assert [call.program for call in calls] == ["forward0", "backward0"]
+    for call, program in zip(calls, programs, strict=True):
+        assert [number for number, _, _ in call.spans] == list(range(len(call.statements)))
+        assert len(call.spans) == program.report.kernel_calls + program.report.library_calls
+        stamps = [call.begin, *(at for _, begin, end in call.spans for at in (begin, end)), call.end]
+        assert stamps == sorted(stamps)

@@ -1,0 +1,509 @@
+"""Training steps on several GPUs: DDP and FSDP2 under torch.compile and under dcompile, on the same Llama in one job.
+
+    python -m benchmarks.gpu_ddp_fsdp --ranks 2 --only 160M-ddp,160M-fsdp2 --json --save
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.gpu_ddp_fsdp --only 1B-ddp
+    python -m benchmarks.gpu_ddp_fsdp --merge one.json two.json --save
+
+A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. All peers of a line live in one
+job and are timed in turn, round after round, by CUDA events; the slowest rank counts. FSDP2 is fully_shard on each
+block and on the root; torch.compile gets each block, as its users do, dcompile the model. Memory is what a peer adds to
+the job's: parameters, optimizer, and the peak of a step. Kernels are torch.profiler's: communication is NCCL's, exposed
+is the part of it in which no other kernel runs, idle the part of the step in which none runs at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import environment, finish, table
+from benchmarks.gpu_train import SHAPES, Shape
+from benchmarks.ranks import Job, is_rank, joined, run_job
+
+MODULE = "benchmarks.gpu_ddp_fsdp"
+WARM_UP = 4
+"""Steps before the first timing: they compile, and record CUDA graphs."""
+DCOMPILE = {"receipt": False}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A model and how it is spread."""
+
+    shape: Shape
+    kind: str
+    ratio: float | None = None
+    """Targets: dcompile's step over the base's, exposed part of its step, its peak memory over the base's."""
+    exposed: float | None = None
+    memory: float | None = None
+
+
+LINES = {
+    "160M-ddp": Line(SHAPES["160M"], "ddp", ratio=0.6),
+    "160M-fsdp2": Line(SHAPES["160M"], "fsdp2", ratio=0.3),
+    "1B-ddp": Line(SHAPES["1B"], "ddp", ratio=0.85, exposed=0.01),
+    "1B-fsdp2": Line(SHAPES["1B"], "fsdp2", ratio=0.85, exposed=0.03, memory=0.9),
+    "tiny-ddp": Line(SHAPES["tiny"], "ddp"),
+    "tiny-fsdp2": Line(SHAPES["tiny"], "fsdp2"),
+}
+"""The tiny ones are there to try the benchmark itself, also on CPU."""
+BASE = "torch.compile"
+PEERS = ("eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile reduce-overhead")
+DEFAULT_PEERS = (BASE, "dcompile", "dcompile reduce-overhead")
+
+
+# --- one peer ---------------------------------------------------------------------------------------------------------
+
+
+def make_model(shape: Shape, device: Any) -> Any:
+    """The model of gpu_train, with the same parameters on every rank and for every peer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        max_position_embeddings=shape.length,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def spread(model: Any, kind: str, name: str, device: Any) -> Any:
+    """What a peer's user writes: wrap or shard the model, and compile it."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import dcompile
+
+    def torch_compiled(module: Any) -> Any:
+        return torch.compile(module, mode="reduce-overhead" if name.endswith("reduce-overhead") else None)
+
+    if kind == "ddp":
+        ids = [device] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids)
+    else:
+        layers = model.model.layers
+        for number, layer in enumerate(layers):
+            if name.startswith("torch.compile"):
+                layers[number] = torch_compiled(layer)
+            fully_shard(layers[number])
+        fully_shard(model)
+    if name.startswith("dcompile"):
+        graphs = {"triton.cudagraphs": True} if name.endswith("reduce-overhead") else {}
+        return dcompile.compile(model, options={**DCOMPILE, **graphs})
+    return torch_compiled(model) if kind == "ddp" and name.startswith("torch.compile") else model
+
+
+class Training:
+    """One peer: its model, its optimizer, and what a step of it takes."""
+
+    def __init__(self, name: str, line: Line, job: Job) -> None:
+        import torch
+
+        self.name, self.job, self.gpu = name, job, job.device.type == "cuda"
+        self._before = _memory(job.device)
+        self.call = spread(make_model(line.shape, job.device), line.kind, name, job.device)
+        self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, fused=True)
+        generator = torch.Generator().manual_seed(1 + job.rank)
+        size = (line.shape.rows, line.shape.length)
+        self.tokens = torch.randint(0, line.shape.vocabulary, size, generator=generator).to(job.device)
+        self.losses: list[float] = []
+        began = time.perf_counter()
+        for _ in range(WARM_UP):
+            self.losses.append(float(self.step()))
+        if self.gpu:
+            torch.cuda.synchronize()
+        self.warm_up = time.perf_counter() - began
+
+    def step(self) -> Any:
+        """One step; the loss."""
+        loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def time(self, steps: int) -> float:
+        """Milliseconds a step, over `steps` of them, on the slowest rank."""
+        import torch
+
+        self.job.barrier()
+        if not self.gpu:
+            began = time.perf_counter()
+            for _ in range(steps):
+                self.step()
+            return max(self.job.all((time.perf_counter() - began) * 1e3 / steps))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            self.step()
+        end.record()
+        torch.cuda.synchronize()
+        return max(self.job.all(float(start.elapsed_time(end)) / steps))
+
+    def look(self, steps: int) -> dict[str, Any]:
+        """Memory, kernels, exposed communication and idle time; what dcompile says about it. Of rank 0."""
+        found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up)), "losses": self.losses}
+        if self.gpu:
+            found |= self._memory() | self._kernels(steps)
+        if self.name.startswith("dcompile"):
+            found |= self._explained()
+        self.job.barrier()
+        return found
+
+    def _memory(self) -> dict[str, Any]:
+        """What this peer holds at the peak of a step: as allocated, and as reserved with the pools of CUDA graphs."""
+        import torch
+
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        allocated = torch.cuda.max_memory_allocated() - self._before[0]
+        reserved = torch.cuda.max_memory_reserved() - self._before[1]
+        worst = [max(values) / 2**20 for values in zip(*self.job.all((allocated, reserved)), strict=True)]
+        return {"peak_mib": worst[0], "reserved_mib": worst[1]}
+
+    def _kernels(self, steps: int) -> dict[str, Any]:
+        import torch
+
+        self.job.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(steps):
+                self.step()
+            torch.cuda.synchronize()
+        events = [
+            (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        ]
+        return lanes(events, steps)
+
+    def _explained(self) -> dict[str, Any]:
+        """The receipt, and each collective as dcompile.profile measures it."""
+        import dcompile
+
+        try:
+            receipt = dcompile.receipt(self.call)
+            taken = receipt.eligible and receipt.adapter != "plain"
+            said: dict[str, Any] = {"took_over": taken, "adapter": receipt.adapter, "replays": receipt.replays}
+            said |= {"reasons": list(receipt.reasons), "notes": list(receipt.notes)}
+            said |= {"collectives_in_graphs": receipt.collectives, "kernels_own": receipt.kernel_calls}
+        except Exception as error:  # a missing receipt is a result, and no reason to lose the times
+            return {"took_over": False, "reasons": [_first_line(error)]}
+        if receipt.replays or not taken:
+            return said  # measuring one that is replayed would show it without its CUDA graphs
+        try:
+            with dcompile.profile(self.call) as measured:
+                for _ in range(4):
+                    self.step()
+            said["profile"] = str(measured).splitlines()
+            folder = os.environ.get("DCOMPILE_BENCH_TIMELINES")
+            if folder and self.job.main:
+                for ending in ("svg", "json"):
+                    measured.save(Path(folder) / f"{self.job.size}x-{self.name}.{ending}")
+        except Exception as error:
+            said["profile"] = [f"failed: {_first_line(error)}"]
+        return said
+
+
+def _memory(device: Any) -> tuple[int, int]:
+    """(allocated, reserved) bytes on a GPU, nothing cached."""
+    import torch
+
+    if device.type != "cuda":
+        return 0, 0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:
+    """Milliseconds a step, of kernels given as (name, begin, end) in milliseconds."""
+    from dcompile.explain.timeline import covered
+
+    kernels = list(events)
+    network = [(begin, end) for name, begin, end in kernels if "nccl" in name.lower()]
+    work = [(begin, end) for name, begin, end in kernels if "nccl" not in name.lower()]
+    busy, computing = covered([*network, *work]), covered(work)
+    whole = max((end for *_, end in kernels), default=0.0) - min((begin for _, begin, _ in kernels), default=0.0)
+    return {
+        "kernels": round(len(kernels) / steps),
+        "compute_ms": computing / steps,
+        "comm_ms": covered(network) / steps,
+        "exposed_ms": (busy - computing) / steps,
+        "idle_ms": (whole - busy) / steps,
+        "profiled_ms": whole / steps,
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+# --- one line ---------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    label: str, names: Sequence[str], rounds: int, steps: int, job: Job, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """All peers of one line; `keep` gets what is known after each of its parts."""
+    import torch
+
+    torch._dynamo.config.recompile_limit = 64  # the peers' models share the code of their class
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    line, found = LINES[label], dict[str, Any]()
+    peers = []
+    for name in names:
+        try:
+            peer, error = Training(name, line, job), ""
+        except Exception as raised:  # a peer that fails is a result, and no reason to lose the others
+            peer, error = None, _first_line(raised)
+        errors = [f"rank {rank}: {said}" for rank, said in enumerate(job.all(error)) if said]
+        if errors or peer is None:
+            found[name] = {"error": "; ".join(errors)[:400]}
+            peer = None
+        else:
+            found[name] = peer.look(steps=3)
+            peers.append(peer)
+        keep(found)
+    samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for turn in range(rounds):
+        for place in range(len(peers)):
+            peer = peers[(turn + place) % len(peers)]
+            samples[peer.name].append(peer.time(steps))
+        for peer in peers:
+            taken = sorted(samples[peer.name])
+            middle = statistics.median(taken)
+            found[peer.name] |= {"ms": middle, "spread": (taken[-1] - taken[0]) / middle, "rounds": len(taken)}
+        keep(found)
+    for peer in peers:
+        values = (
+            [float(p.detach().float().sum()) for p in list(peer.call.parameters())[:4]] if line.kind == "ddp" else []
+        )
+        found[peer.name]["ranks_equal"] = len({tuple(said) for said in job.all(values)}) == 1
+    keep(found)
+    return found
+
+
+def be_rank(arguments: argparse.Namespace) -> int:
+    """Measure all lines as one rank of a job; rank 0 writes them down as they come."""
+    lines: dict[str, Any] = {}
+    with joined(arguments.device) as (job, after):
+        for label in arguments.only:
+
+            def keep(found: dict[str, Any], label: str = label) -> None:
+                lines[label] = found
+                if job.main:
+                    Path(arguments.out).write_text(json.dumps(_result(lines, arguments, job.size)))
+
+            measure(label, arguments.peers, arguments.rounds, arguments.steps, job, keep)
+            gc.collect()
+            if job.device.type == "cuda":
+                import torch
+
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+    if job.main:
+        result = _result(lines, arguments, job.size) | after
+        Path(arguments.out).write_text(json.dumps(result))
+        if not arguments.quiet:
+            show(result)
+    return 0
+
+
+def _result(lines: dict[str, Any], arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    import torch
+
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    return {
+        "benchmark": "gpu_ddp_fsdp",
+        "device": device,
+        "ranks": ranks,
+        "environment": {**environment(torch.get_num_threads()), "cuda": torch.version.cuda},
+        "lines": lines,
+        "complete": all("ms" in found for line in lines.values() for found in line.values()),
+    }
+
+
+# --- what it came to --------------------------------------------------------------------------------------------------
+
+
+def verdicts(label: str, line: dict[str, Any]) -> list[str]:
+    """How the best of dcompile's modes stands to the line's targets."""
+    base, line_ = line.get(BASE, {}), LINES[label]
+    ours = {name: found for name, found in line.items() if name.startswith("dcompile") and "ms" in found}
+    if not ours or "ms" not in base:
+        return [f"{label}: cannot be judged, a peer is missing"]
+    name = min(ours, key=lambda n: ours[n]["ms"])
+    best = ours[name]
+    said = []
+
+    def judge(what: str, value: float, target: float | None) -> None:
+        if target is not None:
+            said.append(
+                f"{label}, {name}: {what} {value:.3f}, target {target}: {'met' if value <= target else 'MISSED'}"
+            )
+
+    judge("step over torch.compile's", best["ms"] / base["ms"], line_.ratio)
+    if "exposed_ms" in best:
+        judge("exposed part of the step", best["exposed_ms"] / best["profiled_ms"], line_.exposed)
+        memory = "reserved_mib" if best.get("replays") else "peak_mib"
+        judge("peak memory over torch.compile's", best[memory] / base[memory], line_.memory)
+    if not best.get("took_over"):
+        why = "; ".join(best.get("reasons") or best.get("notes") or ["no reason given"])
+        said.append(f"{label}, {name}: communication was LEFT TO STOCK: {why}")
+    return said
+
+
+def show(result: dict[str, Any]) -> None:
+    """Tables and verdicts."""
+    head = [
+        "ms",
+        "spread",
+        "ratio",
+        "compute",
+        "comm",
+        "exposed",
+        "idle",
+        "peak MiB",
+        "reserved",
+        "kernels",
+        "warm-up s",
+    ]
+    for label, line in result["lines"].items():
+        base = line.get(BASE, {}).get("ms")
+        rows = []
+        for name, found in line.items():
+            if "error" in found:
+                rows.append([name, found["error"][:60], *[""] * (len(head) - 1)])
+                continue
+            cells = [_cell(found.get("ms"), 2), _cell(found.get("spread"), 3)]
+            cells.append(_cell(found["ms"] / base, 3) if base and "ms" in found else "")
+            cells += [_cell(found.get(key), 2) for key in ("compute_ms", "comm_ms", "exposed_ms", "idle_ms")]
+            cells += [_cell(found.get(key), 0) for key in ("peak_mib", "reserved_mib", "kernels", "warm_up_s")]
+            rows.append([name, *cells])
+        print(table([f"{label} x{result['ranks']}", *head], rows))
+        for name, found in line.items():
+            for note in found.get("profile", ()):
+                print(f"  {name}: {note}")
+        print("\n".join(verdicts(label, line)), flush=True)
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def merge(paths: Sequence[str]) -> dict[str, Any]:
+    """One result of several: lines of all, the environment of the last."""
+    results = [json.loads(Path(path).read_text()) for path in paths]
+    ranks = {result["ranks"] for result in results}
+    if len(ranks) > 1:
+        raise SystemExit(f"--merge: results on {sorted(ranks)} ranks do not belong together")
+    lines: dict[str, Any] = {}
+    for result in results:
+        for label, line in result["lines"].items():
+            lines.setdefault(label, {}).update(line)
+    return {**results[-1], "lines": lines, "complete": all(result["complete"] for result in results)}
+
+
+def launch(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Each line as a job of its own, shown and written down as soon as it is there."""
+    lines: dict[str, Any] = {}
+    last: dict[str, Any] = {"ranks": arguments.ranks, "complete": False}
+    complete = True
+    Path(arguments.out).unlink(missing_ok=True)
+    for label in arguments.only:
+        part = Path(f"{arguments.out}.{label}")
+        part.unlink(missing_ok=True)
+        given = ["--only", label, "--out", str(part), "--quiet", "--device", arguments.device]
+        given += [
+            "--peers",
+            ",".join(arguments.peers),
+            "--rounds",
+            str(arguments.rounds),
+            "--steps",
+            str(arguments.steps),
+        ]
+        failed = run_job(MODULE, given, arguments.ranks, arguments.deadline, {"NCCL_NVLS_ENABLE": "0"})
+        if failed:
+            print(f"{label}: {failed}", file=sys.stderr, flush=True)
+        found = (
+            json.loads(part.read_text()) if part.exists() else {**last, "lines": {label: {"job": {"error": failed}}}}
+        )
+        if failed:
+            found["failed"] = failed
+        show(found)
+        if "teardown_s" in found:
+            print(f"{label}: process groups ended in {found['teardown_s']:.1f} s", flush=True)
+        lines |= found["lines"]
+        complete = complete and bool(found["complete"]) and not failed
+        last = {**found, "lines": lines, "complete": complete}
+        Path(arguments.out).write_text(json.dumps(last))
+        part.unlink(missing_ok=True)
+    return last
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ",".join(label for label in LINES if not label.startswith("tiny"))
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs, where no launcher has started the ranks")
+    parser.add_argument("--only", default=default, help=f"lines, of {', '.join(LINES)}")
+    parser.add_argument("--peers", default=",".join(DEFAULT_PEERS), help=f"what to time, of {', '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: Gloo, to try the benchmark")
+    parser.add_argument("--deadline", type=float, default=540, help="seconds that one line may take")
+    parser.add_argument("--out", default="gpu_ddp_fsdp.json", help="written anew after each part of a line")
+    parser.add_argument("--merge", nargs="+", metavar="FILE", help="join results in place of measuring")
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
+    arguments = parser.parse_args(given)
+    arguments.only, arguments.peers = arguments.only.split(","), arguments.peers.split(",")
+    for asked, known in ((arguments.only, LINES), (arguments.peers, PEERS)):
+        if unknown := [name for name in asked if name not in known]:
+            parser.error(f"{unknown[0]}: not one of {', '.join(known)}")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    if is_rank() and not arguments.merge:
+        return be_rank(arguments)
+    if arguments.merge:
+        result = merge(arguments.merge)
+        show(result)
+    else:
+        import torch
+
+        if arguments.device == "cuda" and torch.cuda.device_count() < arguments.ranks:
+            raise SystemExit(f"this needs {arguments.ranks} CUDA GPUs, and there are {torch.cuda.device_count()}")
+        result = launch(arguments)
+    device = f"{result['ranks']}x-{str(result.get('device', 'none')).replace(' ', '-').lower()}"
+    return finish("gpu_ddp_fsdp", device, result, keep=arguments.save, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

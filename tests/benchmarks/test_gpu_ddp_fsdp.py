@@ -1,0 +1,86 @@
+"""The benchmark on several GPUs, tried on two Gloo ranks: all lines run, peers compute the same, numbers are right."""
+
+import json
+
+import pytest
+
+from benchmarks import gpu_ddp_fsdp
+from benchmarks.gpu_ddp_fsdp import BASE, lanes, merge, parse, show, verdicts
+from benchmarks.ranks import run_job
+
+
+@pytest.mark.timeout(280)
+def test_every_line_runs_on_two_ranks(tmp_path):
+    out = tmp_path / "out.json"
+    arguments = ["--only", "tiny-ddp,tiny-fsdp2", "--peers", "eager,dcompile", "--device", "cpu", "--quiet"]
+    arguments += ["--rounds", "2", "--steps", "1", "--out", str(out)]
+    assert not run_job(gpu_ddp_fsdp.MODULE, arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
+    result = json.loads(out.read_text())
+    assert result["complete"] and result["ranks"] == 2 and 0 <= result["teardown_s"] < 5
+    for line in result["lines"].values():
+        assert list(line) == ["eager", "dcompile"]
+        for found in line.values():
+            assert found["ms"] > 0 and found["rounds"] == 2 and found["ranks_equal"]
+        assert line["dcompile"]["losses"] == pytest.approx(line["eager"]["losses"], rel=0.02)
+    ddp = result["lines"]["tiny-ddp"]["dcompile"]
+    assert (
+        ddp["took_over"] and ddp["collectives_in_graphs"] == 1 and any("all_reduce" in said for said in ddp["profile"])
+    )
+
+
+def test_a_failing_rank_ends_the_job_and_says_why(tmp_path):
+    failed = run_job(gpu_ddp_fsdp.MODULE, ["--only", "nonsense"], 2, 100)
+    assert "rank 0 ended with 2" in failed and "nonsense: not one of 160M-ddp" in failed
+
+
+def test_exposed_is_where_only_nccl_runs():
+    found = lanes([("gemm", 0, 4), ("ncclDevKernel_AllReduce", 3, 6), ("add", 5, 7), ("add", 8, 9)], 1)
+    assert found == {
+        "kernels": 4, "compute_ms": 7, "comm_ms": 3, "exposed_ms": 1, "idle_ms": 1, "profiled_ms": 9,
+    }  # fmt: skip
+    assert lanes([], 1)["profiled_ms"] == 0
+
+
+def peer(ms, **more):
+    return {"ms": ms, "exposed_ms": 1.0, "profiled_ms": 100.0, "peak_mib": 100.0, "reserved_mib": 150.0, **more}
+
+
+def test_verdicts_are_of_the_fastest_mode(capsys):
+    line = {
+        BASE: peer(100.0),
+        "dcompile": peer(90.0, took_over=True, peak_mib=80.0),
+        "dcompile reduce-overhead": peer(80.0, took_over=True, replays=4, reserved_mib=140.0),
+    }
+    said = verdicts("1B-fsdp2", line)
+    assert [text.split(": ", 1)[1] for text in said] == [
+        "step over torch.compile's 0.800, target 0.85: met",
+        "exposed part of the step 0.010, target 0.03: met",
+        "peak memory over torch.compile's 0.933, target 0.9: MISSED",
+    ]
+    assert (
+        "LEFT TO STOCK: no hooks"
+        in verdicts("1B-ddp", {BASE: peer(2.0), "dcompile": peer(1.0, reasons=["no hooks"])})[-1]
+    )
+    assert "cannot be judged" in verdicts("1B-ddp", {BASE: {"error": "x"}})[0]
+    show({"ranks": 2, "lines": {"1B-fsdp2": {**line, "eager": {"error": "out of memory"}}}})
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_results_are_merged(tmp_path):
+    for name, lines, ranks in (
+        ("a", {"1B-ddp": {BASE: {"ms": 1}}}, 2),
+        ("b", {"1B-ddp": {"dcompile": {"ms": 2}}}, 2),
+        ("c", {}, 4),
+    ):
+        (tmp_path / name).write_text(json.dumps({"lines": lines, "ranks": ranks, "complete": name != "b"}))
+    both = merge([tmp_path / "a", tmp_path / "b"])
+    assert both["lines"] == {"1B-ddp": {BASE: {"ms": 1}, "dcompile": {"ms": 2}}} and not both["complete"]
+    with pytest.raises(SystemExit, match="do not belong together"):
+        merge([tmp_path / "a", tmp_path / "c"])
+
+
+def test_unknown_names_are_refused(capsys):
+    assert parse(["--only", "1B-ddp"]).only == ["1B-ddp"]
+    with pytest.raises(SystemExit):
+        parse(["--peers", "dcompiler"])
+    assert "dcompiler: not one of eager" in capsys.readouterr().err

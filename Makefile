@@ -15,7 +15,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test models ops-sweep fuzz lint format clean
+.PHONY: train test models dist-matrix ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -28,6 +28,10 @@ test: $(if $(VENV),$(VENV)/.has-test)
 # Every architecture of tests/models in training, inference, bfloat16 and with symbolic sizes: about half an hour.
 models: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile --all-models $(if $(TESTS),$(TESTS),tests/models)
+
+# Every way to distribute a model, on two and four Gloo ranks, with ATen's kernels and with ours, against stock PyTorch.
+dist-matrix: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m pytest -n 1 --dist loadfile --full tests/distributed/test_matrix.py $(ARGS)
 
 # Every operator of torch's table, some 35 minutes of CPU time; writes the list of what falls back to ATen.
 # It goes on where it was cut off. ARGS="--shard 2/8" runs a part; join the parts' build/ops-sweep.jsonl and run it again.

@@ -34,7 +34,7 @@ def own_function() -> Callable[[Any, Any, Any], object]:
     from dcompile.codegen.emit import build, gemm
     from dcompile.config import Config
     from dcompile.runtime.cache import KernelCache
-    from dcompile.runtime.launch import kernel
+    from dcompile.runtime.libraries import kernel
 
     source = gemm.source()
     function = kernel(build.build([source], Config(), KernelCache.open(Config())).libraries[source.name], source.name)

@@ -28,6 +28,7 @@ from dcompile.runtime.graph_key import (
 )
 from dcompile.runtime.graph_trees import Replayed, Tree
 from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.workspaces import Workspaces
 
 if TYPE_CHECKING:
     from dcompile.pipeline import Pipeline
@@ -40,6 +41,7 @@ class CachingCompiler:
         self.config = config
         self._trees: dict[str, Tree] = {}
         """One for each device that programs are replayed on."""
+        self._workspaces = Workspaces()
         if config.skip or config.until:
             self._pipeline()  # says now if there is no such pass
 
@@ -106,7 +108,7 @@ class CachingCompiler:
             return None
         graph, libraries = found
         graph = replace(graph, source=with_numbers(graph.source, device_numbers(gm)))
-        executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm)))
+        executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm)), self._workspaces)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
         log(self.config, "passes", f"{request.name}: from the cache")
@@ -118,7 +120,7 @@ class CachingCompiler:
             made, built = self._pipeline().compile(gm, request, cache)
         if key is not None and guard_count(gm) != guards:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
-        executable = HostProgram(request.name, made)
+        executable = HostProgram(request.name, made, self._workspaces)
         if key is not None and not self._compiles_anew():
             source = without_numbers(made.graph.source, device_numbers(gm))
             cache.put_graph(key, replace(made.graph, source=source))

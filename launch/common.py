@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -127,11 +128,12 @@ def _value(text: str) -> Any:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """SHA-256 of all parameters, bit for bit."""
+    """SHA-256 of all parameters, bit for bit; sharded ones are put together."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 

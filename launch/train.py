@@ -1,4 +1,4 @@
-"""Train a byte-level Llama with DDP: torchrun --standalone --nproc-per-node 2 launch/train.py --backend dcompile"""
+"""Train a byte-level Llama with DDP or FSDP2: torchrun --nproc-per-node 2 launch/train.py --backend dcompile"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,6 +27,9 @@ from common import (
 )
 from data import END, Text, batch, load_text
 from report import Reporter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
@@ -37,6 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", default="llama_10m", help="Llama config: a JSON file, or a name from launch/configs")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is cuda where there is a GPU")
+    add("--wrap", choices=("ddp", "fsdp"), default="ddp", help="each rank holds all parameters, or a share of each")
     add("--backend", choices=("eager", "inductor", "dcompile"), default="dcompile", help="what compiles the model")
     add("--compile.mode", dest="compile_mode", metavar="MODE", help="mode of torch.compile")
     add("--compile.fullgraph", dest="compile_fullgraph", action="store_true", help="a graph break is an error")
@@ -48,7 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, help="learning rate after warm-up")
     add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
     add("--clip-norm", type=float, default=1.0, help="largest gradient norm; 0 clips nothing")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes under autocast, parameters stay fp32")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes in it, parameters stay fp32")
     add("--seed", type=int, default=0, help="of parameters and batches")
     add("--data", metavar="PATH", help="a text file or a folder of them; without it the Python standard library")
     add("--max-data-mb", type=positive, default=64, help="text beyond this is not read")
@@ -68,8 +73,8 @@ def positive(text: str) -> int:
     return value
 
 
-def build_model(args: argparse.Namespace, world: World) -> DistributedDataParallel:
-    """The model, as any script builds it: Hugging Face's Llama in stock DDP."""
+def build_model(args: argparse.Namespace, world: World) -> torch.nn.Module:
+    """The model, as any script builds it: Hugging Face's Llama in stock DDP or FSDP2."""
     config = load_config(args.config)
     if config.vocab_size <= END:
         raise UserError(f"--config {args.config}: vocab_size {config.vocab_size} leaves no room for 257 tokens")
@@ -79,9 +84,31 @@ def build_model(args: argparse.Namespace, world: World) -> DistributedDataParall
         )
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(config).to(world.device)
+    if args.wrap == "fsdp":
+        return shard(model, args, world)
     return DistributedDataParallel(
         model, device_ids=[world.device] if world.device.type == "cuda" else None, bucket_cap_mb=args.bucket_cap_mb
     )
+
+
+def shard(model: LlamaForCausalLM, args: argparse.Namespace, world: World) -> torch.nn.Module:
+    """FSDP2: one group of parameters for each layer, and one for the rest."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.dtype == "bf16" else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@contextlib.contextmanager
+def reducing(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
+    """Whether gradients of what runs inside are reduced over the ranks: after the last micro-step only."""
+    if isinstance(model, DistributedDataParallel):
+        with contextlib.nullcontext() if wanted else model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(wanted)
+        yield
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
@@ -91,27 +118,32 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 
 def training_step(
     model: torch.nn.Module,
+    wrapped: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     text: Text,
     step: int,
     args: argparse.Namespace,
     world: World,
 ) -> tuple[float, float]:
-    """Forward, backward and update; returns the loss, mean over ranks and micro-steps, and the gradient norm."""
+    """Forward, backward and update; returns the loss, mean over ranks and micro-steps, and the gradient norm.
+
+    `model` is what is called; `wrapped` is the DDP or FSDP module itself, without what torch.compile put around it.
+    """
     loss_sum = torch.zeros((), device=world.device)
     for micro in range(args.grad_accum):
         tokens = batch(text.train, args.batch_size, args.seq_len, (args.seed, step, micro, world.rank))
         tokens = tokens.to(world.device, non_blocking=True)
         last = micro == args.grad_accum - 1
-        with contextlib.nullcontext() if last else model.no_sync():
-            with torch.autocast(world.device.type, torch.bfloat16, enabled=args.dtype == "bf16"):
+        with reducing(wrapped, last):
+            with torch.autocast(world.device.type, torch.bfloat16, enabled=args.dtype == "bf16" and args.wrap == "ddp"):
                 loss = model(input_ids=tokens, labels=tokens).loss / args.grad_accum
             loss.backward()
         loss_sum += loss.detach()
     losses = torch.zeros(world.size)
     losses[world.rank] = loss_sum.cpu()
     dist.all_reduce(losses)  # each rank has its own place, so this gathers them
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm or math.inf))
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm or math.inf)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     check_finite(losses.tolist(), norm, step)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(args, step)
@@ -142,20 +174,21 @@ def evaluate(model: torch.nn.Module, text: Text, args: argparse.Namespace, world
 
 def train(args: argparse.Namespace, world: World) -> None:
     text = load_text(args.data, args.max_data_mb, args.seq_len)
-    model = build_model(args, world)
+    model = wrapped = build_model(args, world)
+    plain = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    settings = {"seed": args.seed, "data": args.data, **model.module.config.to_diff_dict()}
+    settings = {"seed": args.seed, "data": args.data, **plain.config.to_diff_dict()}
     del settings["transformers_version"]
     found = find(args.output_dir, args.resume)
     done = load(found, model, optimizer, settings) if found else 0
     report = Reporter(args.output_dir, done, args.steps, args.log_freq, world)
     count = sum(parameter.numel() for parameter in model.parameters())
-    report.say(f"{args.config}: {count / 1e6:.1f} M parameters, {world.size} x {world.device.type}, {args.backend}")
+    size = f"{count / 1e6:.1f} M parameters"
+    report.say(f"{args.config}: {size}, {world.size} x {world.device.type}, {args.wrap}, {args.backend}")
     report.say(f"data: {text.description}")
     if found:
         report.say(f"continuing from {found}, step {done}")
 
-    plain = model.module
     model = compile_model(
         model, args.backend, args.compile_mode, args.compile_fullgraph, parse_options(args.compile_options)
     )
@@ -165,7 +198,7 @@ def train(args: argparse.Namespace, world: World) -> None:
     seconds: list[float] = []
     for step in range(done + 1, args.steps + 1):
         started = time.perf_counter()
-        loss, norm = training_step(model, optimizer, text, step, args, world)
+        loss, norm = training_step(model, wrapped, optimizer, text, step, args, world)
         losses.append(loss)
         seconds.append(time.perf_counter() - started)
         report.step(

@@ -14,7 +14,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the stored texts; then review the diff")
-    parser.addoption("--all-models", action="store_true", help="every aspect of every architecture, not only a sample")
+    parser.addoption(
+        "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -202,7 +202,8 @@ class Graph:
         lines = []
         for bucket in self.executables["backward"].buckets:
             names = ", ".join(f"{infos[n].fqn}[{prod(infos[n].shape)}]" for n in bucket.params)
-            lines.append(f"all_reduce {bucket.name} {bucket.dtype} {bucket.numel} elements of {bucket.group}: {names}")
+            what = f"{bucket.dtype} as {bucket.wire}" if bucket.wire else bucket.dtype
+            lines.append(f"all_reduce {bucket.name} {what} {bucket.numel} elements of {bucket.group}: {names}")
         return lines
 
 

@@ -35,6 +35,6 @@ class Toolbox:
     make_buckets: MakeBuckets
     agree: Callable[[Any, str, list[str], bool], None]
     """(process group, what is compared, this rank's lines, whether every rank is to look at every other)."""
-    average: Callable[[Any, list[Any]], None]
-    """(process group, tensors): average each over the ranks, in place, with DDP's arithmetic."""
+    average: Callable[[Any, list[Any], str], None]
+    """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]

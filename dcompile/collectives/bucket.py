@@ -31,12 +31,14 @@ def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo
     """
     done: list[_Open] = []
     filling: dict[tuple[str, str, str], _Open] = {}
-    seen: set[tuple[str, str, str]] = set()
+    opened: dict[tuple[str, str, str], int] = {}
+    limits = rule.limits
     for position, param in enumerate(sorted(params, key=lambda p: -p.number)):
         key = (param.dtype, param.device, param.group)
         if key not in filling:
-            filling[key] = _Open(position, rule.cap_bytes if key in seen else rule.first_bytes)
-            seen.add(key)
+            count = opened.get(key, 0)
+            filling[key] = _Open(position, limits[min(count, len(limits) - 1)])
+            opened[key] = count + 1
         bucket = filling[key]
         bucket.members.append(param)
         bucket.nbytes += prod(param.shape) * ITEMSIZE[param.dtype]
@@ -46,7 +48,7 @@ def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo
     return [bucket.members for bucket in sorted(done, key=lambda b: b.position)]
 
 
-def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str]) -> Bucket:
+def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str], wire: str = "") -> Bucket:
     """The bucket of these parameters, its gradients one after the other, each aligned."""
     first = members[0]
     step = ALIGN_BYTES // ITEMSIZE[first.dtype]
@@ -63,4 +65,5 @@ def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str]) -> 
         buffers=tuple(buffers),
         offsets=tuple(offsets),
         numel=end,
+        wire=first.dtype if wire == "own" else wire,
     )

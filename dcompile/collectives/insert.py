@@ -39,7 +39,7 @@ def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: Bucket
     buckets = []
     for number, members in enumerate(assign([gradient.param for gradient in gradients], rule)):
         buffers = [placed[param.number].buffer for param in members]
-        buckets.append(lay_out(members, f"bucket{number}", buffers))
+        buckets.append(lay_out(members, f"bucket{number}", buffers, rule.wire))
     return replace(
         program,
         outputs=_outputs(program, gradients),

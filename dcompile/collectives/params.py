@@ -32,6 +32,16 @@ class BucketRule:
 
     first_bytes: int
     cap_bytes: int
+    more_bytes: tuple[int, ...] = ()
+    """Limits of the third bucket and those behind it, if each has its own; the last one holds for all that follow."""
+    wire: str = ""
+    """dtype that gradients are cast to for the exchange, as a compression hook asks for; "own" is their own. Then they
+    are divided by the world size there, as DDP's hooks do; where this is empty, they are multiplied by its inverse."""
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Size at which each bucket closes, in the order of reduction; the last one holds for all that follow."""
+        return (self.first_bytes, self.cap_bytes, *self.more_bytes)
 
 
 @dataclass(frozen=True, slots=True)

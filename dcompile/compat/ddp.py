@@ -43,9 +43,8 @@ def objections(ddp: Any) -> list[str]:
     """What this DDP module was asked for that only its own reducer does."""
     import torch
 
-    comm_hook = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
     found = {
-        "a communication hook is registered": bool(comm_hook),
+        "a communication hook is registered": wire(ddp) is None,
         "the Join context manager is on": bool(ddp._join_config.enable),
         "DDP mixed precision is on": ddp.mixed_precision is not None,
         "all-reduces are delayed (delay_all_reduce_named_params)": bool(
@@ -61,11 +60,35 @@ def objections(ddp: Any) -> list[str]:
     return [reason for reason, holds in found.items() if holds]
 
 
-def bucket_bytes(ddp: Any) -> tuple[int, int]:
-    """Sizes at which DDP closes its first and its other buckets."""
+def wire(ddp: Any) -> str | None:
+    """What this DDP module's communication hook sends gradients as: a dtype's name, or "own" if it casts nothing.
+
+    "" without a hook; None if only the reducer can call it: a hook of the user's, several, another group than DDP's.
+    """
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if not ddp._comm_hooks:
+        return None if ddp._get_ddp_logging_data().get("comm_hook") else ""
+    (hook, state), *others = ddp._comm_hooks
+    known = (
+        (default_hooks.allreduce_hook, "own"),
+        (default_hooks.fp16_compress_hook, "float16"),
+        (default_hooks.bf16_compress_hook, "bfloat16"),
+    )
+    # without a state, these hooks take the default group, whichever DDP was given
+    same_group = (dist.group.WORLD if state is None else state) is ddp.process_group
+    return next((dtype for ours, dtype in known if ours is hook), None) if same_group and not others else None
+
+
+def bucket_bytes(ddp: Any) -> tuple[int, ...]:
+    """Sizes at which DDP closes its buckets, in the order of reduction: two or more; the last holds for all others."""
     from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 
     cap = int(ddp.bucket_bytes_cap)
+    each = tuple(map(int, getattr(ddp, "bucket_bytes_cap_list", ())))  # from torch 2.13 on
+    if each:
+        return each if len(each) > 1 else each * 2
     return (int(_DEFAULT_FIRST_BUCKET_BYTES) if ddp.bucket_bytes_cap_default else cap), cap
 
 

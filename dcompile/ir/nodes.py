@@ -267,6 +267,8 @@ class Bucket:
     buffers: tuple[str, ...]
     offsets: tuple[int, ...]
     numel: int
+    wire: str = ""
+    """dtype of what is exchanged, if a hook has a say in it: gradients are cast before, and cast back behind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,20 @@ class Arena:
         self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
         self._start = -self._memory.data_ptr() % ALIGNMENT
         self.address = self._memory.data_ptr() + self._start
+        self._stream: torch.cuda.Stream | None = None
 
-    def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory, once it is given back, until what `stream` does with it is done."""
-        self._memory.record_stream(stream)
+    def follow(self, raw_stream: int, device: int) -> None:
+        """The next call works on this stream, the device's current one: let it wait for what the last one's still does.
+
+        The memory, once it is given back, is kept until both are done with it.
+        """
+        if self._stream is not None and self._stream.cuda_stream == raw_stream:
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+            self._memory.record_stream(stream)
+        self._stream = stream
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
         """A tensor over the arena from byte `offset` on."""

@@ -26,6 +26,8 @@ class BucketMemory:
     """
 
     flat: torch.Tensor
+    wire: torch.Tensor | None = None
+    """What is exchanged in place of `flat`, if it is of another dtype."""
     tensors: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def is_free(self) -> bool:
@@ -74,7 +76,9 @@ class Buckets:
     def _allocate(self, bucket: Bucket) -> BucketMemory:
         device = next((p.device for p in map(self._param, bucket.params) if p is not None), bucket.device)
         # zeroed once: the gaps between aligned gradients are reduced too, and should be finite
-        return BucketMemory(torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device))
+        flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
+        cast = bucket.wire not in ("", bucket.dtype)
+        return BucketMemory(flat, torch.empty_like(flat, dtype=getattr(torch, bucket.wire)) if cast else None)
 
     def _param(self, number: int) -> Any:
         return self.params[number]()
@@ -94,8 +98,8 @@ class Buckets:
             if param is not None and param.grad is not None and will_accumulate(param):
                 self._view(number, memory).add_(param.grad.detach())
                 param.grad = None
-        memory.flat.mul_(self._scale)  # DDP scales before it sums
-        self._works[bucket] = dist.all_reduce(memory.flat, group=self.group, async_op=True)
+        payload = scaled(memory.flat, self.group, self._scale, self._table[bucket].wire, memory.wire)
+        self._works[bucket] = dist.all_reduce(payload, group=self.group, async_op=True)
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""
@@ -112,6 +116,8 @@ class Buckets:
                 "another rank has failed, stalled, or does not run this step"
             )
             raise
+        if memory.wire is not None:
+            memory.flat.copy_(memory.wire)
         self._reduced[bucket] = memory
 
     def accumulated(self) -> bool:
@@ -142,10 +148,28 @@ class Buckets:
         return self._view(number, self._reduced[self._places[number][0]])
 
 
-def average(group: Any, tensors: list[torch.Tensor]) -> None:
-    """Average each tensor over the ranks, in place, with DDP's arithmetic: scale, then sum."""
+def scaled(
+    flat: torch.Tensor, group: Any, scale: float, wire: str = "", memory: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What goes to the all-reduce for `flat`: DDP scales before it sums. `flat` itself, unless there is `memory`."""
+    if not wire:
+        return flat.mul_(scale)
+    # DDP's own hooks cast first, and divide in the dtype that they send
+    payload = flat if memory is None else memory.copy_(flat)
+    return payload.div_(dist.get_world_size(group))
+
+
+def average(group: Any, tensors: list[torch.Tensor], wire: str = "") -> None:
+    """Average each tensor over the ranks, in place, with DDP's arithmetic: scale, then sum. `wire` as in BucketRule."""
     scale = 1 / dist.get_world_size(group)
-    works = [dist.all_reduce(tensor.mul_(scale), group=group, async_op=True) for tensor in tensors]
-    for work in works:
+    pairs = []
+    for tensor in tensors:
+        cast = wire not in ("", "own") and getattr(torch, wire) != tensor.dtype
+        memory = torch.empty_like(tensor, dtype=getattr(torch, wire)) if cast else None
+        payload = scaled(tensor, group, scale, wire, memory)
+        pairs.append((dist.all_reduce(payload, group=group, async_op=True), payload))
+    for (work, payload), tensor in zip(pairs, tensors, strict=True):
         if work is not None:
             work.wait()
+        if payload is not tensor:
+            tensor.copy_(payload)

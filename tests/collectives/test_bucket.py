@@ -19,7 +19,7 @@ def torchs_assignment(infos, rule):
     """What torch's compute_bucket_assignment_by_size makes of the parameters in reverse."""
     backwards = infos[::-1]
     tensors = [torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for p in backwards]
-    indices, _ = dist._compute_bucket_assignment_by_size(tensors, [rule.first_bytes, rule.cap_bytes], [])
+    indices, _ = dist._compute_bucket_assignment_by_size(tensors, list(rule.limits), [])
     return [[backwards[i].number for i in bucket] for bucket in indices]
 
 
@@ -31,7 +31,7 @@ def test_same_boundaries_as_torch(seed):
         ParamInfo(i, f"p{i}", shape, rng.choice(("float32", "float32", "bfloat16")), "cpu")
         for i, shape in enumerate(shapes)
     ]
-    rule = BucketRule(rng.choice((1, 1000, 4000)), rng.choice((2000, 8000)))
+    rule = BucketRule(rng.choice((1, 1000, 4000)), rng.choice((2000, 8000)), rng.choice(((), (500,), (3000, 100))))
     assert [[p.number for p in bucket] for bucket in assign(infos, rule)] == torchs_assignment(infos, rule)
 
 
@@ -51,6 +51,11 @@ def test_order_of_the_argument_does_not_matter():
     infos = params([(n,) for n in (5, 900, 3, 80, 700)])
     rule = BucketRule(1000, 2000)
     assert assign(infos, rule) == assign(infos[::-1], rule)
+
+
+@pytest.mark.parametrize(("wire", "sent"), [("", ""), ("float16", "float16"), ("own", "bfloat16")])
+def test_a_bucket_says_what_goes_over_the_wire(wire, sent):
+    assert lay_out(params([(3,)], "bfloat16"), "b", ["w"], wire).wire == sent
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

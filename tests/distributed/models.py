@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -100,6 +101,24 @@ class Branching(nn.Module):
         return self.c(x if short else torch.relu(self.b(x)))
 
 
+class Lora(nn.Module):
+    """Frozen layers, each with a trained product of two thin matrices beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (12, 40, 40, 4)
+        pairs = list(itertools.pairwise(sizes))
+        self.base = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
+        self.down = nn.ModuleList(nn.Linear(a, 3, bias=False) for a, _ in pairs)
+        self.up = nn.ModuleList(nn.Linear(3, b, bias=False) for _, b in pairs)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for base, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = torch.tanh(base(x) + up(down(x)))
+        return x
+
+
 def llama(tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,7 +139,8 @@ def batch(model: nn.Module, rank: int, step: int) -> dict[str, Any]:
     if type(model).__name__.startswith("Llama"):
         tokens = torch.randint(0, 64, (2, 10), generator=generator)
         return {"input_ids": tokens, "labels": tokens}
-    return {"x": torch.randn(8, 12, generator=generator)}
+    x = torch.randn(8, 12, generator=generator)
+    return {"x": x.to(next(model.parameters()).dtype)}
 
 
 def loss_of(result: Any) -> torch.Tensor:

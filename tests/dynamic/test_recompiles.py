@@ -98,5 +98,6 @@ def test_a_size_met_before_is_not_prepared_again():
     for rows in (4, 9, 4, 9):
         compiled(torch.randn(rows, 5))
     (graph,) = find_model(compiled).graphs
-    ((workspace,),) = graph.executables["inference"]._idle.values()
-    assert sorted(workspace._calls) == [(4, 5), (9, 5)]
+    program = graph.executables["inference"]
+    prepared = program._workspaces.take(-1)._prepared[program]
+    assert sorted(prepared.calls) == [(4, 5), (9, 5)]

@@ -103,6 +103,18 @@ def test_a_checkpoint_of_eager_is_continued_by_the_compiler(eager: Run, tmp_path
     assert relative_difference(rest, run.losses) < 1e-5
 
 
+def test_sharded_by_fsdp_it_trains_the_same_and_reads_checkpoints_of_ddp(eager: Run, tmp_path: Path) -> None:
+    run = trained(tmp_path, BACKEND, "--wrap=fsdp", f"--resume={eager.folder / 'step-000005'}")
+    assert run.status == 0, run.output
+    rest = {step: loss for step, loss in eager.losses.items() if step > 5}
+    assert relative_difference(rest, run.losses) < 1e-5
+    held_out = [
+        [line["held_out_loss"] for line in read_metrics(r.folder / "metrics.jsonl") if line.get("held_out_loss")][-1]
+        for r in (eager, run)
+    ]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
+
+
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled: Run, tmp_path: Path) -> None:
     run = trained(tmp_path, BACKEND, "--resume=auto", script="tests/launch/faulty_train.py", restarts=1, FAULT="die")
     assert run.status == 0, run.output

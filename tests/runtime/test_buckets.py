@@ -177,3 +177,22 @@ def test_average_of_one_rank_is_the_value():
     tensors = [torch.full((2,), 3.0), torch.full((1,), 5.0)]
     average(dist.group.WORLD, tensors)
     assert [t.tolist() for t in tensors] == [[3.0, 3.0], [5.0]]
+
+
+@pytest.mark.parametrize("wire", ["own", "float32", "bfloat16"])
+def test_average_over_the_wire_rounds_to_its_dtype(wire):
+    tensors = [torch.tensor([1 / 3, 5.0])]
+    average(dist.group.WORLD, tensors, wire)
+    want = torch.tensor([1 / 3, 5.0])
+    assert torch.equal(tensors[0], want.bfloat16().float() if wire == "bfloat16" else want)
+
+
+def test_a_compressed_bucket_adds_in_full_precision_and_hands_on_what_was_sent():
+    params = [torch.nn.Parameter(torch.ones(2))]
+    bucket = Bucket("b", "float32", "cpu", "ddp", (0,), ("x",), (0,), 16, wire="bfloat16")
+    buckets = Buckets((bucket,), {0: weakref.ref(params[0])}, dist.group.WORLD)
+    step(
+        buckets, params, 1 + 2**-9, sync=False
+    )  # one bfloat16 between 1 and 2 is 2**-7: rounded alone, it would be lost
+    step(buckets, params, 2**-8 + 2**-9)
+    assert params[0].grad.tolist() == [1 + 2**-7] * 2 and params[0].grad.dtype == torch.float32

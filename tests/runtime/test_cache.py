@@ -19,7 +19,7 @@ from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime import cache as cache_module
 from dcompile.runtime.cache import KernelCache, cache_directory
-from dcompile.runtime.launch import kernel
+from dcompile.runtime.libraries import kernel
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,7 +253,7 @@ from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.launch import kernel
+from dcompile.runtime.libraries import kernel
 config = Config(cache_dir=sys.argv[1], compile_timeout_s=60)
 texts = {f"number{n}": f'extern "C" int64 number{n}() {{ return {n}; }}' for n in range(30, 34)}
 sources = [KernelSource(name, text, (), 1, False) for name, text in texts.items()]

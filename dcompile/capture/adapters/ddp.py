@@ -71,7 +71,10 @@ class DdpAdapter(PlainAdapter):
         return self._infos
 
     def bucket_rule(self) -> BucketRule | None:
-        return BucketRule(*compat.ddp.bucket_bytes(self.ddp)) if self.state == "taken" else None
+        if self.state != "taken":
+            return None
+        first, second, *more = compat.ddp.bucket_bytes(self.ddp)
+        return BucketRule(first, second, tuple(more), compat.ddp.wire(self.ddp) or "")
 
     def wants_sync(self) -> bool:
         """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
@@ -161,7 +164,7 @@ class DdpAdapter(PlainAdapter):
         self,
         elsewhere: Mapping[int, torch.Tensor],
         covered: Collection[int],
-        average: Callable[[Any, list[Any]], None],
+        average: Callable[[Any, list[Any], str], None],
     ) -> None:
         """At the end of a synced backward: reduce what reached .grad beside the compiled graphs.
 
@@ -183,7 +186,7 @@ class DdpAdapter(PlainAdapter):
         self.unreduced.clear()
         if not outside and not left:
             return
-        average(self.group, [*(rest for *_, rest in outside), *left.values()])
+        average(self.group, [*(rest for *_, rest in outside), *left.values()], compat.ddp.wire(self.ddp) or "")
         for _, param, view, rest in outside:
             param.grad.copy_(view + rest)
         self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])

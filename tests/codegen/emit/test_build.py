@@ -15,7 +15,7 @@ from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
 from dcompile.machine import cpu_features, openmp_library
 from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.launch import kernel
+from dcompile.runtime.libraries import kernel
 from tests.codegen.emit import loops
 
 

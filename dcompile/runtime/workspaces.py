@@ -1,0 +1,221 @@
+"""The memory that programs of one model take turns in, and the calls that are prepared for it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dcompile.collectives.params import BucketSource
+from dcompile.runtime import checks, gpu
+from dcompile.runtime.arena import Arena, Fresh, Recycled
+from dcompile.runtime.libraries import kernel, library
+
+Call = Callable[[list[Any], BucketSource | None, bool], list[Any]]
+
+SIZES_KEPT = 16
+"""Sizes for which a dynamic program keeps its prepared calls; preparing one takes about as long as running it once."""
+
+
+class Preparable(Protocol):
+    """A program that can be prepared for an arena."""
+
+    libraries: Mapping[str, Path]
+
+    @property
+    def make(self) -> Callable[..., Call]:
+        """Prepares a call, given a `Run` and the sizes."""
+
+    @property
+    def needs(self) -> Callable[..., int]:
+        """Bytes of the arena, given the sizes."""
+
+
+class Workspaces:
+    """The workspaces of one model; nothing in an arena outlives a call, so its forwards and backwards share them.
+
+    A call takes an idle one and gives it back; if there is none (a second thread, or a call within a call), it gets
+    another, which is dropped afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[Workspace]] = {}
+        """For each GPU; -1 is none."""
+
+    def take(self, device: int) -> Workspace:
+        try:
+            return self._idle[device].pop()
+        except (KeyError, IndexError):
+            lasting = device not in self._idle
+            self._idle.setdefault(device, [])
+            return Workspace(device, lasting)
+
+    def give_back(self, workspace: Workspace) -> None:
+        if workspace.lasting:
+            self._idle.setdefault(workspace.device, []).append(workspace)
+
+    def release(self) -> None:
+        """Let go of the idle ones; a later call makes one anew."""
+        self._idle.clear()
+
+
+class _Prepared:
+    """The calls of one program: one, or where sizes vary, one for each of the sizes met last."""
+
+    def __init__(self) -> None:
+        self.calls: OrderedDict[tuple[int, ...], Call] = OrderedDict()
+        self.run: Run | None = None
+        self.results: dict[str, Recycled] = {}
+        """Memory of results whose size varies, by name; it outlives the arena."""
+
+
+class Workspace:
+    """An arena as large as the largest of the programs that ran in it needs, and what they have prepared for it."""
+
+    def __init__(self, device: int, lasting: bool = False) -> None:
+        self.device, self.lasting = device, lasting
+        self.arena: Arena | None = None
+        """Calls know only addresses in it."""
+        self._prepared: dict[Preparable, _Prepared] = {}
+
+    def call(self, program: Preparable, sizes: tuple[int, ...]) -> Call:
+        """The program's call for these sizes."""
+        prepared = self._prepared.get(program)
+        found = None if prepared is None else prepared.calls.get(sizes)
+        if prepared is None or found is None:
+            return self._prepare(program, sizes)
+        if len(prepared.calls) > 1:
+            prepared.calls.move_to_end(sizes)
+        return found
+
+    def _prepare(self, program: Preparable, sizes: tuple[int, ...]) -> Call:
+        with torch.inference_mode(False):  # views of the arena outlive the mode of the call that made them
+            arena = self._arena_of(program.needs(*sizes))
+            prepared = self._prepared.setdefault(program, _Prepared())
+            if prepared.run is None:
+                prepared.run = Run(arena, program.libraries, prepared.results, self.device)
+            call = program.make(prepared.run, *sizes)
+        prepared.calls[sizes] = call
+        if len(prepared.calls) > SIZES_KEPT:
+            prepared.calls.popitem(last=False)
+        return call
+
+    def _arena_of(self, nbytes: int) -> Arena:
+        if self.arena is None or self.arena.nbytes < nbytes:
+            for prepared in self._prepared.values():  # before the arena goes to which they point
+                prepared.run = None
+                prepared.calls.clear()
+            self.arena = None
+            self.arena = Arena(nbytes, "cpu" if self.device < 0 else f"cuda:{self.device}")
+        return self.arena
+
+
+class Run:
+    """What a host program asks for while it prepares itself, and for rare cases while it runs."""
+
+    def __init__(self, arena: Arena, libraries: Mapping[str, Path], results: dict[str, Recycled], device: int) -> None:
+        self.device = device
+        self.arena = arena
+        self.libraries = libraries
+        self.results = results
+        """Memory of results whose size varies, by name."""
+
+    def at(self, offset: int) -> gpu.Address:
+        """An address in the arena, for a launch table."""
+        return gpu.Address(self.arena.address + offset)
+
+    def launches(self, count: int, kernels: list[tuple[str, str, int, tuple[int, ...]]]) -> gpu.Launches:
+        """A run of kernels: each its name, function, grid and arguments, which are addresses or one of `count`."""
+        found = [(self.libraries[name], function, grid, arguments) for name, function, grid, arguments in kernels]
+        launcher = gpu.launcher(library(self.libraries[gpu.LAUNCHER]))
+        return gpu.Launches(launcher, self.device, count, found)
+
+    def stream(self) -> int:
+        """The stream to launch on. The arena follows: what another stream still does with it is waited for."""
+        now = gpu.stream_of(self.device)
+        self.arena.follow(now, self.device)
+        return now
+
+    @staticmethod
+    def realigned(call: Call, args: list[Any], written: tuple[int, ...], buckets: Any, sync: bool) -> list[Any]:
+        """Call again with copies of those arguments that do not start at whole 16 bytes, as kernels expect.
+
+        Arguments at the positions `written` get what the program wrote back.
+        """
+        given = [*args]
+        for place, arg in enumerate(given):
+            if isinstance(arg, torch.Tensor) and arg.is_cuda and arg.data_ptr() % 16:
+                args[place] = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device).copy_(
+                    arg
+                )
+        copies = {place: args[place] for place in written if args[place] is not given[place]}
+        results = call(args, buckets, sync)
+        for place, copy in copies.items():
+            given[place].copy_(copy)
+        return results
+
+    @property
+    def address(self) -> int:
+        """Where the arena begins."""
+        return self.arena.address
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
+        """A tensor in the arena."""
+        return self.arena.view(dtype, shape, strides, offset)
+
+    def fresh(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Fresh:
+        """An allocator of one large result."""
+        return Fresh(dtype, shape, strides)
+
+    def recycled(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Callable[[], torch.Tensor]:
+        """An allocator of one result whose size varies from call to call."""
+        memory = self.results.setdefault(name, Recycled())
+        return functools.partial(memory, dtype, shape, strides)
+
+    def kernel(self, name: str, addresses: int, sizes: int = 0) -> Any:
+        """A compiled kernel that takes this many addresses, and after them this many sizes."""
+        function = kernel(self.libraries[name], name)
+        function.argtypes = [ctypes.c_void_p] * addresses + [ctypes.c_int64] * sizes
+        return function
+
+    @staticmethod
+    def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
+        """Integers in memory, for a kernel that takes their address."""
+        return (ctypes.c_int64 * len(values))(*values)
+
+    @staticmethod
+    def function(op: str) -> Callable[..., Any]:
+        """A function that is not in `torch.ops`."""
+        return checks.function(op)
+
+    @staticmethod
+    def bucket_view(
+        memory: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        """A tensor in bucket memory, built once for each memory."""
+        key = (name, shape, strides, offset)
+        found = memory.tensors.get(key)
+        if found is None:
+            found = memory.tensors[key] = memory.flat.as_strided(shape, strides, offset)
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    def fit(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        """A library result with the strides that kernels were made for; strides of single elements do not matter."""
+        pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+        fits = tensor.numel() == 0 or all(size == 1 or actual == planned for size, actual, planned in pairs)
+        if fits and not (tensor.is_cuda and tensor.data_ptr() % 16):
+            return tensor
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    @staticmethod
+    def division_by_zero() -> None:
+        """What eager says after an integer division by zero."""
+        raise RuntimeError("ZeroDivisionError")

@@ -1,0 +1,90 @@
+"""The numerics matrix: every way to distribute a model that is compared with stock PyTorch, as data.
+
+A row names a case (`module:function`) that trains both ways and returns what `training.compare` returns, with the
+receipt. `test_matrix.py` runs rows on two and four ranks, with ATen's kernels and with ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+SHARED = 1e-7
+"""A parameter of two graphs is reduced in each, and the two are added: the same sum in another order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the matrix.
+
+    `tolerance`: largest difference on two ranks with ATen's kernels; 0 is bit for bit. `reasons`: why it stays stock.
+    """
+
+    name: str
+    case: str
+    how: Mapping[str, Any]
+    tolerance: float = 0
+    graphs: int = 1
+    reasons: tuple[str, ...] = ()
+    needs: str = ""
+    """A parameter of DDP's constructor that older versions of torch lack."""
+    adapter: str = "ddp"
+    always: bool = True
+    """Whether every test run has it on two ranks, or `make dist-matrix` alone."""
+
+    @property
+    def wire_epsilon(self) -> float:
+        """One rounding of what gradients are sent as, if that is short: more than two are then added in that dtype, and
+        in an order that depends on where in its bucket a gradient lies."""
+        wire = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}.get(self.how.get("hook", ""))
+        return 0 if wire is None else torch.finfo(wire).eps
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.needs) and self.needs not in inspect.signature(DistributedDataParallel).parameters
+
+
+def _ddp(
+    title: str, tolerance: float = 0, graphs: int = 1, reasons: tuple[str, ...] = (), needs: str = "", **how: Any
+) -> Row:
+    """A row whose model is the title's first word, unless `how` names one."""
+    how = {"name": title.partition(",")[0]} | how
+    always = how.pop("always", True)
+    case = "tests.distributed.cases:against_stock"
+    return Row(f"DDP: {title}", case, how, tolerance, graphs, reasons, needs, always=always)
+
+
+VIEW = {"gradient_as_bucket_view": True}
+UNUSED = {"find_unused_parameters": True}
+SEVERAL = ("find_unused_parameters=True, and the model was captured in several graphs",)
+DDP_ROWS = (
+    _ddp("mlp"),
+    _ddp("mlp, bucket view", **VIEW),
+    _ddp("mlp, static graph", static_graph=True),
+    _ddp("mlp, no_sync", accumulate=True),
+    _ddp("mlp, no_sync, bucket view", accumulate=True, **VIEW),
+    _ddp("mlp, two buckets", bucket_cap_mb=0.002),
+    _ddp("mlp, a limit for each bucket", bucket_cap_mb_list=[0.001, 0.002, 0.004], needs="bucket_cap_mb_list"),
+    _ddp("mlp, a group of its own", group="all"),
+    _ddp("mlp, a group of half the ranks", group="half"),
+    _ddp("mlp, fp16 hook", hook="fp16_compress_hook"),
+    _ddp("mlp, bf16 hook", hook="bf16_compress_hook"),
+    _ddp("mlp, bf16 hook, no_sync, two buckets", hook="bf16_compress_hook", accumulate=True, bucket_cap_mb=0.002),
+    _ddp("mlp, all-reduce hook, own group", hook="allreduce_hook", group="all"),
+    _ddp("mlp, half precision, bf16 hook", name="mlp_bf16", hook="bf16_compress_hook"),
+    _ddp("layer shared over a graph break", SHARED, 2, name="shared", accumulate=True),
+    _ddp("weights tied over a graph break", SHARED, 2, name="tied_break", accumulate=True),
+    _ddp("graph break, unused parameters", 0, 2, SEVERAL, name="shared", **UNUSED),
+    _ddp("BatchNorm, unused parameters", name="norm", **UNUSED),
+    _ddp("LoRA, no_sync", name="lora", accumulate=True),
+    _ddp("LoRA, bf16 hook", name="lora", hook="bf16_compress_hook", always=False),
+    _ddp("llama"),
+    _ddp("llama, bf16 hook", hook="bf16_compress_hook", always=False),
+    _ddp("tied Llama, no_sync", name="llama_tied", accumulate=True),
+)
+ROWS: tuple[Row, ...] = DDP_ROWS

@@ -1,0 +1,70 @@
+"""The numerics matrix: two ranks with ATen's kernels always, a sample of the rest, all of it by `make dist-matrix`."""
+
+import random
+
+import pytest
+
+from tests.distributed.harness import Ranks
+from tests.distributed.matrix import ROWS
+
+CLOSE = 1e-5
+"""Relative difference of losses where sums may run in another order: own kernels, or more than two ranks."""
+EPSILON = 2**-23
+"""One rounding of a float32 number, relative to its size."""
+SAMPLE = random.Random(5).sample([row for row in ROWS if row.always], 4)
+
+
+def rows(usual):
+    """All rows; those that are not `usual` for `make dist-matrix` only."""
+    return [pytest.param(row, id=row.name, marks=() if row in usual else pytest.mark.full) for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    ranks = Ranks()
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+def run(ranks, row, kernels):
+    if row.missing:
+        pytest.skip(f"this torch's DDP has no {row.needs}")
+    results = ranks.run(row.case, 240, **row.how, options={"kernels": kernels})
+    for found in results:
+        receipt = found["receipt"]
+        assert (receipt.adapter, receipt.eligible, receipt.reasons) == (row.adapter, not row.reasons, row.reasons)
+        assert receipt.graphs == row.graphs and receipt.graph_breaks == row.graphs - 1
+        assert receipt.collectives >= row.graphs or row.reasons
+        assert receipt.kernels > 0 or kernels == "aten"
+        assert found["ranks"] == 0, "ranks differ from one another"
+        assert found["keys"], "checkpoints have other keys than stock's"
+    return results
+
+
+@pytest.mark.parametrize("row", rows([row for row in ROWS if row.always]))
+def test_two_ranks_equal_stock(pair, row):
+    for found in run(pair, row, "aten"):
+        for what in ("param", "buffer", "after loading"):
+            assert found[what] <= row.tolerance, what
+        assert found["loss"] <= row.tolerance or found["relative"] <= (EPSILON if row.tolerance else 0)
+        assert found["grad"] <= (2 * EPSILON if row.tolerance else 0)
+
+
+@pytest.mark.parametrize("row", rows(SAMPLE))
+def test_two_ranks_with_our_kernels_stay_close(pair, row):
+    for found in run(pair, row, "auto"):
+        assert found["relative"] <= CLOSE
+
+
+@pytest.mark.parametrize("kernels", ["aten", "auto"])
+@pytest.mark.parametrize("row", rows(SAMPLE))
+def test_four_ranks_stay_close(four, row, kernels):
+    for found in run(four, row, kernels):
+        assert found["relative"] <= max(CLOSE, row.wire_epsilon)

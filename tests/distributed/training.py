@@ -57,11 +57,12 @@ class Training:
         return {n: p.detach().clone() for n, p in self.inner.named_parameters()}
 
     def state(self) -> dict[str, Any]:
-        """A checkpoint, as stock PyTorch writes it."""
-        return {"model": self.wrapped.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """A checkpoint, as stock PyTorch writes it; less the prefix of a module that torch.compile has wrapped."""
+        model = {name.replace("_orig_mod.", ""): value for name, value in self.wrapped.state_dict().items()}
+        return {"model": model, "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.wrapped.load_state_dict(state["model"])
+        self.inner.load_state_dict({name.removeprefix("module."): value for name, value in state["model"].items()})
         self.optimizer.load_state_dict(state["optimizer"])
 
 

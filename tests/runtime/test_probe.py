@@ -79,14 +79,14 @@ def test_a_measured_program_computes_the_same_and_is_afterwards_as_it_was():
     expected = step()
     (graph,) = find_model(model).graphs
     programs = list(graph.executables.values())
-    texts = [program._text["make"].__code__ for program in programs]
+    texts = [program.make.__code__ for program in programs]
     recorder = Recorder(None)
     for program in programs:
         program.measure(recorder)
     assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
     for program in programs:
         program.measure(None)
-    assert [program._text["make"].__code__ for program in programs] == texts
+    assert [program.make.__code__ for program in programs] == texts
     assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
     calls = recorder.finish()
     assert [call.program for call in calls] == ["forward0", "backward0"]

@@ -105,7 +105,11 @@ class Profile:
         updates = [(name, recorder.seconds(begin), recorder.seconds(done)) for name, begin, done in self._updates]
         groups = {(program.name, bucket.name): bucket.group for program in self._programs for bucket in program.buckets}
         begin, end = recorder.seconds(self._begin), recorder.seconds(end)
-        steps = [step for step in steps_of(calls, updates, begin, end, latest, groups) if step.spans or step.exchanges]
+        steps = [
+            step
+            for step in steps_of(calls, updates, begin, end, latest, groups, serial=recorder.gpu is not None)
+            if step.spans or step.exchanges
+        ]
         if not steps:
             return None
         group = getattr(adapter, "group", None)

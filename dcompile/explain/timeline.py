@@ -237,14 +237,15 @@ def steps_of(
     end: float,
     latest: Sequence[tuple[float, int]] | None,
     groups: Mapping[tuple[str, str], str],
+    serial: bool = True,
 ) -> tuple[Step, ...]:
     """Steps from `runtime.probe.Call`s and the optimizer's (name, begin, end).
 
     A step ends with an optimizer's update; without any, where a forward follows a backward. `latest`: for each
     collective in the order of their starts, when the last rank came to it, and which. `groups`: (program, bucket) ->
-    the group's name.
+    the group's name. `serial`: collectives of a group run one after another, as on NCCL's stream; Gloo has threads.
     """
-    exchanges = _exchanges(calls, latest, groups)
+    exchanges = _exchanges(calls, latest, groups, serial)
     spans = [span for call in calls for span in _spans(call)]
     spans += [Span("optimizer", name, begun, ended) for name, begun, ended in updates]
     spans += [Span("compute", f"hands {e.bucket} over", e.arrived, e.started, e.program) for e in exchanges]
@@ -294,7 +295,10 @@ def label(name: str, origin: Sequence[str]) -> str:
 
 
 def _exchanges(
-    calls: Sequence[Any], latest: Sequence[tuple[float, int]] | None, groups: Mapping[tuple[str, str], str]
+    calls: Sequence[Any],
+    latest: Sequence[tuple[float, int]] | None,
+    groups: Mapping[tuple[str, str], str],
+    serial: bool,
 ) -> list[Exchange]:
     made: list[Exchange] = []
     free: dict[str, float] = {}
@@ -313,7 +317,8 @@ def _exchanges(
                 free.get(group, float("-inf")),
             )
         )  # fmt: skip
-        free[group] = max(free.get(group, ended), ended)
+        if serial:
+            free[group] = max(free.get(group, ended), ended)
     return made
 
 

@@ -69,6 +69,11 @@ def test_a_collective_waits_for_the_link_and_for_other_ranks():
     assert second.seconds == pytest.approx(12 * MS) and second.exposed == pytest.approx(10 * MS)
     assert (first.producer, second.producer, second.consumer) == ("head", "tail", "the end of the program")
     assert timeline().collectives[0].skew is None, "nobody said when the others came"
+    made, update = one_step()
+    aside = Timeline("Net", 0, 2, "cpu", steps_of(made, [update], 0, 45 * MS, None, GROUPS, serial=False)).collectives[
+        1
+    ]
+    assert aside.queued == 0 and aside.seconds == pytest.approx(14 * MS), "Gloo exchanges both at once"
 
 
 def test_what_would_change_it():

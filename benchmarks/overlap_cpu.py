@@ -1,0 +1,224 @@
+"""Does communication hide behind compute on CPU, and is dcompile no slower than stock DDP?
+
+python -m benchmarks.overlap_cpu [--ranks 2] [--rounds 15] [--timeline overlap.svg] [--json] [--save]
+
+A Llama of ten million float32 parameters in DistributedDataParallel over Gloo, one process for each rank, one thread in
+each. Stock eager DDP, torch.compile and dcompile live in the same job and take turns, step by step; a step takes as
+long as its slowest rank. Ratios are medians over rounds of a peer's step over stock's of the same round, so that a slow
+spell of the machine falls on both: below 1, the peer is faster. CPU time is of all threads of all ranks, Gloo's too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import environment, finish, table
+from benchmarks.ranks import Job, joined, run_job
+
+MODULE = "benchmarks.overlap_cpu"
+CONFIGS = Path(__file__).parent.parent / "launch" / "configs"
+PEERS = ("stock", "torch.compile", "dcompile")
+WARM_UP = 3
+"""Steps before the first timing: the first compiles, and DDP rebuilds its buckets after it."""
+TARGET = 1.0
+"""dcompile's step over stock's."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step of one peer: seconds on the slowest rank, CPU seconds of all ranks."""
+
+    wall: float
+    cpu: float
+
+
+class Training:
+    """One peer on one rank."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, job: Job) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        import dcompile
+
+        self.name, self.job = name, job
+        torch.manual_seed(0)
+        config = LlamaConfig.from_json_file(CONFIGS / f"{arguments.config}.json")
+        model = DistributedDataParallel(LlamaForCausalLM(config), bucket_cap_mb=arguments.bucket_cap_mb)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        compilers: dict[str, Callable[[Any], Any]] = {
+            "stock": lambda m: m,
+            "torch.compile": torch.compile,
+            "dcompile": lambda m: dcompile.compile(m, options={"receipt": False}),
+        }
+        self.call = compilers[name](model)
+        generator = torch.Generator().manual_seed(1 + job.rank)
+        size = (arguments.rows, arguments.length)
+        self.tokens = torch.randint(0, config.vocab_size, size, generator=generator)
+        began = time.perf_counter()
+        self.losses = [self.step() for _ in range(WARM_UP)]
+        self.warm_up = time.perf_counter() - began
+
+    def step(self) -> float:
+        """Forward, backward, update; the loss."""
+        loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def sample(self) -> Sample:
+        """One step, all ranks starting together."""
+        self.job.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.step()
+        found = self.job.all((time.perf_counter() - wall, time.process_time() - cpu))
+        return Sample(max(took for took, _ in found), sum(used for _, used in found))
+
+
+def be_rank(arguments: argparse.Namespace) -> int:
+    """One rank of the job; rank 0 writes the result."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # the peers' models share the code of their class
+    result: dict[str, Any] = {}
+    with joined("cpu") as (job, after):
+        peers = {name: Training(name, arguments, job) for name in arguments.peers}
+        rounds = []
+        gc.collect()
+        gc.disable()
+        for turn in range(arguments.rounds):
+            shift = turn % len(peers)
+            order = arguments.peers[shift:] + arguments.peers[:shift]
+            taken = {name: peers[name].sample() for name in order}
+            rounds.append(taken)
+        gc.enable()
+        result["peers"] = summary(rounds)
+        for name, peer in peers.items():
+            result["peers"][name] |= {"losses": peer.losses, "warm_up_s": peer.warm_up}
+        if "dcompile" in peers:
+            result |= _timeline(peers["dcompile"], arguments)
+    if job.main:
+        Path(arguments.child).write_text(json.dumps(result | after))
+    return 0
+
+
+def _timeline(peer: Training, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What dcompile.profile measures of a few steps of dcompile."""
+    import dcompile
+
+    receipt = dcompile.receipt(peer.call)
+    with dcompile.profile(peer.call) as measured:
+        for _ in range(6):
+            peer.job.barrier()
+            peer.step()
+    for path in arguments.timeline if peer.job.main else ():
+        measured.save(path)
+    step = measured.timeline.typical
+    return {
+        "took_over": receipt.eligible and receipt.adapter == "ddp",
+        "collectives": len(step.exchanges),
+        "overlapped": step.overlapped / step.communication if step.communication else 0.0,
+        "exposed": step.exposed / step.seconds,
+        "profile": str(measured).splitlines(),
+    }
+
+
+def summary(rounds: Sequence[dict[str, Sample]]) -> dict[str, Any]:
+    """Medians over rounds, and of the ratios within each round."""
+    found: dict[str, Any] = {}
+    for name in rounds[0]:
+        walls = [taken[name].wall for taken in rounds]
+        middle = statistics.median(walls)
+        found[name] = {
+            "ms": middle * 1e3,
+            "spread": (max(walls) - min(walls)) / middle,
+            "cpu_ms": statistics.median(taken[name].cpu for taken in rounds) * 1e3,
+        }
+        if "stock" in rounds[0]:
+            found[name] |= {
+                "of_stock": statistics.median(taken[name].wall / taken["stock"].wall for taken in rounds),
+                "cpu_of_stock": statistics.median(taken[name].cpu / taken["stock"].cpu for taken in rounds),
+            }
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table, what the timeline says, and the verdict."""
+    rows = []
+    for name, found in result["peers"].items():
+        keys = (("ms", 1), ("spread", 2), ("cpu_ms", 1), ("of_stock", 3), ("cpu_of_stock", 3), ("warm_up_s", 1))
+        rows.append([name, *(f"{found[key]:.{digits}f}" if key in found else "" for key, digits in keys)])
+    print(table(["step", "ms", "spread", "CPU ms", "of stock's", "CPU of stock's", "warm-up s"], rows))
+    print("\n".join(result.get("profile", ())))
+    ours = result["peers"].get("dcompile", {})
+    if "of_stock" in ours:
+        verdict = "met" if ours["of_stock"] <= TARGET else "MISSED"
+        print(f"dcompile's step over stock's: {ours['of_stock']:.3f}, target {TARGET}: {verdict}")
+    if "took_over" in result and not result["took_over"]:
+        print("dcompile LEFT COMMUNICATION TO STOCK")
+
+
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"some of {','.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each peer")
+    parser.add_argument("--config", default="llama_10m", help="a file of launch/configs")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of each rank")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--bucket-cap-mb", type=float, default=4, help="of DDP, for all peers")
+    parser.add_argument("--deadline", type=float, default=900, help="seconds that the job may take")
+    parser.add_argument(
+        "--timeline", nargs="+", default=[], metavar="FILE", help="save dcompile's: .svg .png .json .html"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(given)
+    arguments.peers = arguments.peers.split(",")
+    if unknown := [name for name in arguments.peers if name not in PEERS]:
+        parser.error(f"--peers {unknown[0]}: not one of {','.join(PEERS)}")
+    return arguments
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if given is None else list(given)
+    arguments = parse(given)
+    if arguments.child:
+        return be_rank(arguments)
+    with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
+        out = Path(folder) / "result.json"
+        found = environment(1)  # how busy the machine was before the job
+        failed = run_job(MODULE, [*given, "--child", str(out)], arguments.ranks, arguments.deadline, _SETTINGS)
+        if failed:
+            print(failed, file=sys.stderr)
+            return 1
+        measured = json.loads(out.read_text())
+    show(measured)
+    settings = {
+        key: getattr(arguments, key) for key in ("config", "rows", "length", "bucket_cap_mb", "rounds", "ranks")
+    }
+    result = {
+        "benchmark": "overlap_cpu", "environment": found, "settings": settings, **measured, "complete": True,
+    }  # fmt: skip
+    return finish("overlap_cpu", "cpu", result, keep=arguments.save, as_json=arguments.json)
+
+
+_SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -104,7 +104,8 @@ class Pipeline:
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: lower(gm, request.name, request.grads, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
-        program = self._schedule(lowered.program, request, sizes)
+        donated = tuple(lowered.program.inputs[position] for position in request.donated)
+        program = self._schedule(replace(lowered.program, donated=donated), request, sizes)
         kernels = self._timed(request, "emit", lambda: _emit(program, self._own_products()))
         report = _report(program, kernels)
         if reason and self.config.kernels != "aten":

@@ -13,7 +13,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.causal import replace_constant_masks
-from dcompile.capture.joint import Cut, partitioner, take_token
+from dcompile.capture.joint import Cut, donated_positions, partitioner, take_token
 from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
@@ -111,7 +111,8 @@ class Graph:
         return checked
 
     def _build(self, gm: Any, kind: Any, **more: Any) -> Executable:
-        request = Request(name=f"{kind}{self.number}", kind=kind, **more)
+        donated = donated_positions(gm) if kind == "backward" else ()
+        request = Request(name=f"{kind}{self.number}", kind=kind, donated=donated, **more)
         executable = self.model.toolbox.compiler.compile_graph(gm, request)
         self.executables[kind] = executable
         return executable

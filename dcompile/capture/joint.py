@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ Whether gradients are reduced is decided when the forward runs (no_sync), and fo
 the answer must travel with the saved tensors. The compiled programs do not see it: the forward's caller puts a constant
 among the saved tensors, the backward's caller takes it out again.
 """
+
+DONATED = "dcompile_donated"
+"""The mark of a backward's inputs that its program may overwrite."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def partitioner(
         forward, backward = compat.aot.min_cut_partition(
             joint, joint_inputs, *fusible(), memory_budget, num_fwd_outputs=num_fwd_outputs, **keywords
         )
+        mark_donated(forward, backward, num_fwd_outputs)
         if carries_sync:
             add_token(forward, backward, num_fwd_outputs, compat.aot.detect_fake_mode(joint_inputs))
         return forward, backward
@@ -96,6 +101,36 @@ def add_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any)
     received.meta["val"] = value
     forward.recompile()
     backward.recompile()
+
+
+def mark_donated(forward: Any, backward: Any, num_fwd_outputs: int) -> None:
+    """Note at the backward's inputs which of them are its own: saved tensors whose memory nobody outside sees.
+
+    That is what shares storage neither with inputs and results of the forward, nor with another saved tensor. Hooks and
+    retained graphs may still hold it, which shows in each call.
+    """
+    *_, output = forward.graph.nodes
+    results, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
+    outside = {*map(_memory, forward.graph.find_nodes(op="placeholder")), *map(_memory, results)}
+    counts = Counter(map(_memory, saved))
+    own = {node.name for node in saved if isinstance(node, torch.fx.Node) and counts[_memory(node)] == 1}
+    own -= {node.name for node in saved if _memory(node) is None or _memory(node) in outside}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in own:
+            node.meta[DONATED] = True
+
+
+def donated_positions(backward: Any) -> tuple[int, ...]:
+    """Positions of the inputs that `mark_donated` has marked."""
+    return tuple(n for n, node in enumerate(backward.graph.find_nodes(op="placeholder")) if DONATED in node.meta)
+
+
+def _memory(node: Any) -> int | None:
+    """What tells the memory of a node's value from that of others; None if it is no tensor that has any."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return compat.tensors.storage_key(value)
 
 
 def take_token(gm: Any) -> int | None:

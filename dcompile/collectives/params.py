@@ -57,6 +57,8 @@ class Request:
     """Bucket boundaries; None puts no collectives into the graph."""
     results: int = 0
     """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
+    donated: tuple[int, ...] = ()
+    """Positions of the inputs that are the graph's own: saved tensors that nobody outside can see."""
     figures: Figures = CPU
     """What the machine can do: the same on every rank."""
     ranks: tuple[tuple[str, int], ...] = ()

@@ -102,6 +102,45 @@ def _lonely_storage_references() -> int:
     return sys.getrefcount(storage)
 
 
+def is_only_reference(tensor: torch.Tensor) -> bool:
+    """Whether one local variable of the caller's caller is all that refers to a tensor and its storage.
+
+    Called as `is_only_reference(x)` by a function that got `x` as its one argument from that variable.
+    """
+    import torch
+
+    if sys.getrefcount(tensor) != _references_of_one_variable() or not only_python_holds(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    lonely = sys.getrefcount(storage) == _lonely_storage_references()
+    return lonely and int(torch._C._storage_Use_Count(storage._cdata)) == _uses_of_one_tensor()
+
+
+@functools.cache
+def _references_of_one_variable() -> int:
+    """What `sys.getrefcount` says two calls below the function that has the only reference; Pythons differ."""
+    import torch
+
+    def count(tensor: torch.Tensor) -> int:
+        return sys.getrefcount(tensor)
+
+    def between(tensor: torch.Tensor) -> int:
+        return count(tensor)
+
+    tensor = torch.empty(1)
+    return between(tensor)
+
+
+@functools.cache
+def _uses_of_one_tensor() -> int:
+    """Holders of a storage that one tensor has, while Python looks at it."""
+    import torch
+
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def storage_holders(storage: Any) -> int:
     """How many tensors and storages refer to one memory; all Python code together counts as one."""
     import torch

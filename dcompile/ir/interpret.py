@@ -19,6 +19,7 @@ from dcompile.ir.analysis import inner_names, is_row_store, outer_names
 from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
 from dcompile.ir.nodes import (
     ITEMSIZE,
+    LODGED,
     Apply,
     Arg,
     Buffer,
@@ -142,7 +143,10 @@ class _Machine:
         blocks = {"arena": self.size(program.arena_bytes)}
         blocks |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
         self.blocks = {name: np.full(size, GARBAGE, np.uint8) for name, size in blocks.items()}
-        self.memory = {buffer.name: self._allocate(buffer) for buffer in program.buffers}
+        lodged = [buffer for buffer in program.buffers if (buffer.storage or "").startswith(LODGED)]
+        self.memory = {buffer.name: self._allocate(buffer) for buffer in program.buffers if buffer not in lodged}
+        self.blocks |= {LODGED + name: flat.view(np.uint8) for name, flat in self.memory.items()}
+        self.memory |= {buffer.name: self._allocate(buffer) for buffer in lodged}
         for name in program.inputs:
             if name in self.table:
                 self._fill(name, np.asarray(inputs[name]))

@@ -209,7 +209,8 @@ class Buffer:
 
     `storage` is None until memory planning, then the name of what it lies in, at `offset` bytes: "arena" (persistent,
     reused from call to call), "bucket:NAME" (gradient bucket), "out" (escapes to the caller: allocated for each call),
-    "input" (the caller's), "library" (allocated by a library call).
+    "input" (the caller's), "library" (allocated by a library call), or LODGED and the name of another buffer: a result
+    that is not written yet, or a donated input or library result that is no longer read.
     """
 
     name: str
@@ -244,6 +245,9 @@ class Buffer:
         assert isinstance(extent, int), f"{self.name} has a dynamic shape"
         return extent * ITEMSIZE[self.dtype]
 
+
+LODGED = "in:"
+"""Before the name of the buffer in whose memory another one lies."""
 
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
@@ -286,6 +290,8 @@ class Program:
     arena_bytes: Size = 0
     sizes: tuple[tuple[str, Index], ...] = ()
     """What integer inputs are worth that are not size symbols themselves: expressions of these."""
+    donated: tuple[str, ...] = ()
+    """Inputs whose memory the program may use for other buffers once it has read them for the last time."""
 
     @property
     def table(self) -> dict[str, Buffer]:

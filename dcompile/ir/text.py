@@ -37,6 +37,7 @@ def digest(program: Program) -> str:
 def show(program: Program) -> str:
     """The whole program: its face, its buffers, its steps."""
     lines = [f"program {program.name}({', '.join(program.inputs)})"]
+    lines += [f"  donated: {', '.join(program.donated)}"] if program.donated else []
     lines += [f"  {show_buffer(buffer)}" for buffer in program.buffers]
     for number, step in enumerate(program.steps):
         first, *rest = show_step(step).splitlines()

@@ -10,19 +10,22 @@ The rules:
   6. a loop reads an input that it overwrites only where it writes;
   7. each collective has one wait, and nothing touches its buffers in between;
   8. outputs and gradients exist;
-  9. once memory is planned, every buffer has a place, and buffers alive at the same time do not overlap.
+  9. once memory is planned, every buffer has a place, and buffers alive at the same time do not overlap; a buffer lies
+     in another one only where that is a result, what the library allocated, or an input that is donated.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from dcompile.errors import VerifyError
 from dcompile.ir.analysis import can_overwrite
 from dcompile.ir.index import Index, Size, as_index
 from dcompile.ir.nodes import (
     ITEMSIZE,
+    LODGED,
     Arg,
     Buffer,
     Collective,
@@ -231,13 +234,18 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
         return
     capacity: dict[str, Size] = {"arena": program.arena_bytes}
     capacity |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
+    hosts = [buffer for buffer in program.buffers if isinstance(buffer.extent, int) and _may_host(buffer, program)]
+    capacity |= {LODGED + buffer.name: buffer.nbytes for buffer in hosts}
     escaping = {output.buffer for output in program.outputs if isinstance(output, View)}
     shared: dict[str, list[Buffer]] = defaultdict(list)
     for buffer in program.buffers:
         require(buffer.storage is not None, f"{buffer.name} has no place in memory")
         is_input = buffer.name in program.inputs
         require((buffer.storage == "input") == is_input, f"{buffer.name} cannot lie in {buffer.storage}")
-        require(buffer.storage != "arena" or buffer.name not in escaping, f"output {buffer.name} lies in the arena")
+        lodged = (buffer.storage or "").startswith(LODGED)
+        inside = buffer.storage == "arena" or lodged
+        require(not inside or buffer.name not in escaping, f"output {buffer.name} lies in the {buffer.storage}")
+        require(not lodged or buffer.storage in capacity, f"{buffer.name} may not lie in {buffer.storage}")
         if buffer.storage in capacity:
             shared[buffer.storage].append(buffer)
             offset, size = buffer.offset, capacity[buffer.storage]
@@ -245,8 +253,13 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
                 inside = offset >= 0 and offset + buffer.nbytes <= size and offset % ITEMSIZE[buffer.dtype] == 0
                 require(inside, f"{buffer.name} lies outside {buffer.storage}, or not on an element")
     lives = _lives(program)
-    for buffers in shared.values():
-        _check_overlaps(program, buffers, lives)
+    for storage, buffers in shared.items():
+        host = table.get(storage.removeprefix(LODGED)) if storage.startswith(LODGED) else None
+        _check_overlaps(program, buffers if host is None else [replace(host, offset=0), *buffers], lives)
+
+
+def _may_host(buffer: Buffer, program: Program) -> bool:
+    return buffer.storage in ("out", "library") or buffer.name in program.donated
 
 
 def _lives(program: Program) -> dict[str, tuple[int, int]]:
@@ -259,6 +272,9 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
     for position, step in enumerate(program.steps):
         for name in step.reads | step.writes:
             lives[name] = (lives.get(name, (position, position))[0], position)
+    for name in program.inputs:
+        if name in lives:
+            lives[name] = (-1, lives[name][1])
     for output in program.outputs:
         if isinstance(output, View) and output.buffer in lives:
             lives[output.buffer] = (lives[output.buffer][0], len(program.steps))

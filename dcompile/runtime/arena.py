@@ -16,7 +16,7 @@ class Arena:
 
     def __init__(self, nbytes: int, device: str | torch.device = "cpu") -> None:
         self.nbytes = nbytes
-        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(nbytes + ALIGNMENT if nbytes else 0, dtype=torch.uint8, device=device)
         self._start = -self._memory.data_ptr() % ALIGNMENT
         self.address = self._memory.data_ptr() + self._start
         self._stream: torch.cuda.Stream | None = None
@@ -36,7 +36,7 @@ class Arena:
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
         """A tensor over the arena from byte `offset` on."""
-        return _over(self._memory, dtype, shape, strides, self._start + offset)
+        return over(self._memory, dtype, shape, strides, self._start + offset)
 
 
 class Fresh:
@@ -79,7 +79,7 @@ class Recycled:
         if holder is None or not fits or storage_use_count(holder) != 1:
             holder = torch.empty(wanted, dtype=torch.uint8)
         self._holder = holder
-        return _over(holder, dtype, shape, strides, 0)
+        return over(holder, dtype, shape, strides, 0)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -89,10 +89,15 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _over(
+def over(
     memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], start: int
 ) -> torch.Tensor:
     """A tensor of its own (no view, with its own version counter) over another one's storage, from byte `start`."""
     empty = torch.empty(0, dtype=dtype, device=memory.device)
     assert start % empty.itemsize == 0, f"{dtype} at byte {start} is not aligned"
     return empty.set_(memory.untyped_storage(), start // empty.itemsize, shape, strides)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values and strides elsewhere."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

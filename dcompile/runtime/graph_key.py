@@ -85,7 +85,7 @@ def _value(node: Node) -> Any:
 
 
 def _request(request: Request) -> Iterator[str]:
-    yield f"{request.kind} {request.grads} {request.rule} {request.figures} {request.ranks}"
+    yield f"{request.kind} {request.grads} {request.rule} {request.figures} {request.ranks} {request.donated}"
     for param in request.params:  # less their names
         yield f"{param.number} {param.shape} {param.dtype} {param.device} {param.kind} {param.group}"
 

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from dcompile.collectives.params import BucketSource
+from dcompile.compat.tensors import is_only_reference
 from dcompile.runtime import checks, gpu
-from dcompile.runtime.arena import Arena, Fresh, Recycled
+from dcompile.runtime.arena import Arena, Fresh, Recycled, copied, over
 from dcompile.runtime.libraries import kernel, library
 
 Call = Callable[[list[Any], BucketSource | None, bool], list[Any]]
@@ -167,6 +168,21 @@ class Run:
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
         """A tensor in the arena."""
         return self.arena.view(dtype, shape, strides, offset)
+
+    @staticmethod
+    def inherit(tensor: torch.Tensor) -> torch.Tensor:
+        """Memory that may be overwritten, with the contents of `tensor`: its own, if only the caller's variable has it.
+
+        A graph that is retained, a hook, or whoever else refers to the tensor must never see another one's values.
+        """
+        return tensor if is_only_reference(tensor) else copied(tensor)
+
+    @staticmethod
+    def within(
+        tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        """A tensor in the memory of another one, `offset` bytes behind its beginning."""
+        return over(tensor, dtype, shape, strides, int(tensor.storage_offset()) * tensor.itemsize + offset)
 
     def fresh(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Fresh:
         """An allocator of one large result."""

@@ -13,7 +13,7 @@ import builtins
 import functools
 import keyword
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
+    LODGED,
     Arg,
     Buffer,
     Collective,
@@ -80,7 +81,10 @@ class _Host:
         self.pointers: set[str] = set()
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
-        self.last = _last_uses(program)
+        self.hosts = {b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if _is_lodged(b)}
+        """Buffer -> the buffer in whose memory it lies."""
+        self.inherited: set[str] = set()
+        self.last = _last_uses(program, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
         prepares = bool(loops) or isinstance(program.arena_bytes, Index)
         self.sources = sources(program)
@@ -241,6 +245,9 @@ class _Host:
     def _ensure(self, name: str) -> None:
         """Allocate an escaping buffer before the first step that writes it."""
         buffer = self.table[name]
+        if name in self.hosts:
+            self._inherit(self.hosts[name])
+            return
         if name in self.allocated or buffer.storage == "arena" or self._bucket_of(buffer) is not None:
             return
         self.allocated.add(name)
@@ -257,9 +264,21 @@ class _Host:
         device = "" if buffer.device == "cpu" else f", device={buffer.device!r}"
         self.lines.append(f"{self.name(name)} = empty_strided({shape}, {strides}, dtype=torch.{buffer.dtype}{device})")
 
+    def _inherit(self, host: str) -> None:
+        """See that others may lie in a buffer's memory from now on: nobody else must be able to see it."""
+        if self.table[host].storage == "out":
+            self._ensure(host)
+        elif host not in self.inherited:
+            self.inherited.add(host)
+            self.lines.append(f"{self.name(host)} = run.inherit({self.name(host)})")
+            self.pointers.discard(f"_p_{self.name(host)}")  # it may be a copy
+
     def _pointer(self, name: str) -> str:
         """The address of a buffer, for a kernel."""
         buffer = self.table[name]
+        if name in self.hosts:
+            pointer = self._pointer(self.hosts[name])
+            return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
         if buffer.storage == "arena":
             return self.once(f"run.address + {self._index(buffer.offset)}", "at")
         bucket = self._bucket_of(buffer)
@@ -379,6 +398,8 @@ class _Host:
             if fresh:
                 return f"as_strided({flat}.flat, {shape}, {strides}, {at})"
             return f"run.bucket_view({flat}, {view.buffer!r}, {shape}, {strides}, {at})"
+        if view.buffer in self.hosts:
+            return self._view_in_host(view, shape, strides)
         name = self.name(view.buffer)
         if (
             _same(view.shape, buffer.shape)
@@ -386,10 +407,29 @@ class _Host:
             and as_index(view.offset) == as_index(0)
         ):
             return name
+        if buffer.storage == "out" and fresh and self._is_shown_once(view.buffer):
+            # no view of another tensor, which would keep that one: a backward may take the memory of what is saved
+            at = self._index(as_index(view.offset) * ITEMSIZE[buffer.dtype])
+            return f"run.within({name}, torch.{buffer.dtype}, {shape}, {strides}, {at})"
         if buffer.storage == "out":
             return f"as_strided({name}, {shape}, {strides}, {self._index(view.offset)})"
         offset = "" if as_index(view.offset) == as_index(0) else f" + {self._index(view.offset)}"
         return f"as_strided({name}, {shape}, {strides}, {name}.storage_offset(){offset})"
+
+    def _is_shown_once(self, name: str) -> bool:
+        return sum(isinstance(output, View) and output.buffer == name for output in self.program.outputs) == 1
+
+    def _view_in_host(self, view: View, shape: str, strides: str) -> str:
+        """A tensor in another buffer's memory."""
+        buffer, host = self.table[view.buffer], self.table[self.hosts[view.buffer]]
+        assert isinstance(buffer.offset, int), f"{buffer.name} has no fixed place in {host.name}"
+        name, itemsize = self.name(host.name), ITEMSIZE[buffer.dtype]
+        if host.dtype != buffer.dtype:
+            at = self._index(as_index(view.offset) * itemsize + buffer.offset)
+            return f"run.within({name}, torch.{buffer.dtype}, {shape}, {strides}, {at})"
+        at = self._index(as_index(view.offset) + buffer.offset // itemsize)
+        start = "" if host.storage == "out" else f"{name}.storage_offset() + "
+        return f"as_strided({name}, {shape}, {strides}, {start}{at})"
 
     def _output(self, output: View | Index | int | float | bool | None) -> str:
         match output:
@@ -490,9 +530,14 @@ def _all_views(program: Program) -> Iterator[View]:
     yield from (output for output in program.outputs if isinstance(output, View))
 
 
-def _last_uses(program: Program) -> dict[str, int]:
-    """The last step that touches each buffer."""
-    return {name: position for position, step in enumerate(program.steps) for name in sorted(step.reads | step.writes)}
+def _is_lodged(buffer: Buffer) -> bool:
+    return (buffer.storage or "").startswith(LODGED)
+
+
+def _last_uses(program: Program, hosts: Mapping[str, str]) -> dict[str, int]:
+    """The last step that touches each buffer, or another one in its memory."""
+    touched = ((position, step.reads | step.writes) for position, step in enumerate(program.steps))
+    return {n: at for at, names in touched for n in sorted(names.union(hosts[n] for n in names if n in hosts))}
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------

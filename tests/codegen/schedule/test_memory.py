@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.schedule.memory import ALIGNMENT, Block, place, place_symbolic, plan_memory
+from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.placing import ALIGNMENT, Block, place, place_symbolic
 from dcompile.ir.index import as_index, contiguous_strides, evaluate, flatten, var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import (

@@ -1,0 +1,172 @@
+"""Temporaries in the memory of results and saved tensors: never two in one place, never in memory still in use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.schedule import lodging
+from dcompile.codegen.schedule.lodging import Host, lodge
+from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.placing import Block
+from dcompile.errors import VerifyError
+from dcompile.ir.index import var
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import LODGED, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
+from dcompile.ir.verify import verify
+from tests.codegen.emit.harness import call, compiled, placed, read
+from tests.codegen.schedule.test_memory import N, buffer, double, view
+from tests.ir.fuzz import random_program
+
+KIB = 1 << 10
+STEPS = 40
+
+spans = st.tuples(st.integers(0, 30), st.integers(0, 9))
+block_lists = st.lists(
+    st.builds(lambda span, n: Block(span[0], sum(span), n * KIB), spans, st.integers(1, 60)), max_size=25
+)
+host_lists = st.lists(st.tuples(st.integers(4, 80), st.integers(0, STEPS - 1), st.booleans()), max_size=12)
+
+
+@given(block_lists, host_lists, st.integers(0, 400))
+@settings(max_examples=150, deadline=None)
+def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, other):
+    hosts = [Host(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
+    base = np.full(STEPS, other * KIB, np.int64)
+    for host in hosts:
+        base[slice(host.edge, None) if host.early else slice(0, host.edge + 1)] += host.nbytes
+    usual, found = lodge(blocks, [], {}, base, set()), lodge(blocks, hosts, {}, base, set())
+    held = base.copy()
+    table = {host.name: host for host in hosts}
+    for host in hosts:
+        inside = [b for b, (name, _) in zip(blocks, found.places, strict=True) if name == host.name]
+        if inside and host.early:
+            held[min(b.first for b in inside) : host.edge] += host.nbytes
+        elif inside:
+            held[host.edge + 1 : max(b.last for b in inside) + 1] += host.nbytes
+    for n, (block, (name, at)) in enumerate(zip(blocks, found.places, strict=True)):
+        assert at >= 0 and at + block.nbytes <= (found.arena_bytes if name is None else table[name].nbytes)
+        assert name is None or table[name].open_for(block, False)
+        for earlier, (where, start) in zip(blocks[:n], found.places, strict=False):
+            together = where == name and earlier.first <= block.last and block.first <= earlier.last
+            assert not together or at + block.nbytes <= start or start + earlier.nbytes <= at
+    assert found.peak == found.arena_bytes + int(held.max(initial=0)) <= usual.peak
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Random programs are small."""
+    for name in ("SMALLEST_HOST", "SMALLEST_GUEST", "WORTH"):
+        monkeypatch.setattr(lodging, name, 1)
+
+
+def given_away(program: Program) -> Program:
+    return replace(program, donated=tuple(name for name in program.inputs if name in program.table))
+
+
+def test_planning_keeps_every_value(small):
+    lodged = 0
+    for seed in range(60):
+        program, inputs = random_program(seed)
+        planned = plan_memory(given_away(program))
+        verify(planned)
+        lodged += sum((b.storage or "").startswith(LODGED) for b in planned.buffers)
+        for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
+            np.testing.assert_array_equal(before, after)
+    assert lodged > 30
+
+
+def test_compiled_kernels_bear_it(small):
+    made = [random_program(seed, size=12, exact=True) for seed in range(12)]
+    programs = [(plan_memory(given_away(program)), inputs) for program, inputs in made]
+    functions = compiled([program for program, _ in programs])
+    lodged = 0
+    for program, inputs in programs:
+        arena = np.full(program.arena_bytes, 0xA5, np.uint8)
+        within = {
+            b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if LODGED in (b.storage or "")
+        }
+        apart = [b for b in program.buffers if b.storage != "arena" and b.name not in within]
+        memory = {b.name: placed(b, inputs.get(b.name)) for b in apart}
+        inside = [b for b in program.buffers if b.storage == "arena"]
+        memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in inside}
+        for name, host in within.items():
+            start = program.table[name].offset
+            memory[name] = memory[host].view(np.uint8)[start : start + max(program.table[name].nbytes, 1)]
+        lodged += len(within)
+        for step in program.steps:
+            assert call(cpp.emit(step, program.table), functions, memory) == 0
+        for output, expected in zip(program.outputs, interpret(program, inputs), strict=True):
+            found = read(program.table[output.buffer], output, memory[output.buffer])
+            np.testing.assert_array_equal(found, expected)
+    assert lodged > 5
+
+
+def test_a_chain_takes_the_memory_of_the_result(small):
+    """x -> b0 -> b1 -> y: all in place."""
+    steps = (double("x", "b0"), double("b0", "b1"), double("b1", "y"))
+    planned = plan_memory(Program("p", ("x",), (view("y"),), tuple(map(buffer, ("x", "b0", "b1", "y"))), steps))
+    verify(planned)
+    assert planned.arena_bytes == 0
+    assert planned.table["b0"].storage == planned.table["b1"].storage == LODGED + "y"
+
+
+def test_what_is_given_away_makes_room_for_what_comes_later(small):
+    """Four inputs are in memory at first: one of them serves later, where there is no result to lie in yet."""
+    names = ("x0", "x1", "x2", "x3")
+    body = (*(Load(name, var("i0"), "float32") for name in names), Apply("add", (0, 1), "float32"))
+    body += (Apply("add", (2, 3), "float32"), Apply("add", (4, 5), "float32"))
+    first = Loop("k", (N,), (), body, (Store("u", var("i0"), 6),))
+    product = Extern("aten.mm.default", (view("b"), view("b")), (), ("y",), "alloc")
+    buffers = tuple(map(buffer, (*names, "u", "b", "y")))
+    program = Program("p", names, (view("u"), view("y")), buffers, (first, double("u", "b"), product))
+    kept, given_ = plan_memory(program), plan_memory(given_away(program))
+    verify(given_)
+    assert kept.table["b"].storage == "arena" and given_.table["b"].storage in {LODGED + name for name in names}
+    assert given_.arena_bytes == 0
+
+
+def test_what_is_read_later_is_no_place(small):
+    steps = (double("x", "b0"), double("b0", "b1"), double("b1", "y"), double("x", "z"))
+    program = Program("p", ("x",), (view("y"), view("z")), tuple(map(buffer, ("x", "b0", "b1", "y", "z"))), steps)
+    planned = plan_memory(replace(program, donated=("x",)))
+    verify(planned)
+    assert all(buffer.storage != LODGED + "x" for buffer in planned.buffers)
+    wrong = tuple(replace(b, storage=LODGED + "x", offset=0) if b.name == "b0" else b for b in planned.buffers)
+    with pytest.raises(VerifyError, match="alive together"):
+        verify(replace(planned, buffers=wrong))
+    kept = replace(planned, donated=(), buffers=wrong)
+    with pytest.raises(VerifyError, match="may not lie"):
+        verify(kept)
+
+
+def test_what_a_collective_works_on_stays_in_the_arena(small):
+    steps = (
+        double("x", "g"),
+        Collective("all_reduce", "b0", "ddp", ("g",)),
+        Wait("b0", ("g",)),
+        double("g", "y"),
+    )
+    planned = plan_memory(Program("p", ("x",), (view("y"),), tuple(map(buffer, "xgy")), steps, donated=("x",)))
+    verify(planned)
+    assert planned.table["g"].storage == "arena"
+
+
+def test_a_library_result_that_is_done_with_makes_room(small):
+    body = (Load("t", var("i0"), "float32"), Load("s", var("i0"), "float32"), Apply("add", (0, 1), "float32"))
+    steps = (
+        Extern("aten.two.default", (view("x"),), (), ("t", "s"), "alloc"),
+        Loop("k", (N,), (), body, (Store("a", var("i0"), 2),)),
+        double("a", "b"),
+        Extern("aten.mm.default", (view("b"), view("b")), (), ("y",), "alloc"),
+    )
+    planned = plan_memory(Program("p", ("x",), (view("y"),), tuple(map(buffer, "xtsaby")), steps))
+    verify(planned)
+    assert planned.arena_bytes == 0
+    assert planned.table["a"].storage == planned.table["b"].storage
+    assert planned.table["a"].storage in (LODGED + "t", LODGED + "s")

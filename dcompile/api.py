@@ -16,6 +16,7 @@ from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.runtime.agree import agree
 from dcompile.runtime.buckets import Buckets, average
+from dcompile.runtime.shards import Shards
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -95,7 +96,7 @@ def compile(
 
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
-    return Toolbox(CachingCompiler(config), Buckets, agree, average, print_receipt)
+    return Toolbox(CachingCompiler(config), Buckets, agree, average, print_receipt, Shards)
 
 
 def print_receipt(model: CompiledModel) -> None:

@@ -22,8 +22,10 @@ from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.codegen.schedule.spread import fuse_sums, on_gpu, spread_columns, spread_rows
+from dcompile.collectives.gather import insert_gathers
 from dcompile.collectives.insert import insert_buckets
 from dcompile.collectives.params import Report, Request
+from dcompile.collectives.scatter import copied_bytes, insert_scatters
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import draw
@@ -59,6 +61,12 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: fuse_sums(program), "fuse_sums", needs_loops=True),
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
     Pass(lambda program, request: _bucketed(program, request), "insert_buckets", required=True),
+    Pass(lambda program, request: insert_scatters(program, request.params), "insert_scatters", required=True),
+    Pass(
+        lambda program, request: insert_gathers(program, request.params, request.gathers, request.results),
+        "insert_gathers",
+        required=True,
+    ),
     Pass(lambda program, _: start_early_wait_late(program), "start_early_wait_late"),
     Pass(lambda program, _: plan_memory(program), "plan_memory", required=True),
 )
@@ -202,7 +210,8 @@ class Pipeline:
 
 def _bucketed(program: Program, request: Request) -> Program:
     if request.rule is None:
-        return replace(program, grads=())
+        sharded = {param.number for param in request.params if param.shard is not None}
+        return replace(program, grads=tuple(grad for grad in program.grads if grad[1] in sharded))
     return insert_buckets(program, request.params, request.rule)
 
 
@@ -271,4 +280,5 @@ def _report(program: Program, kernels: Kernels) -> Report:
         library_calls=sum(not step.fallback for step in externs) - len(kernels.products),
         fallbacks=fallbacks,
         collectives=len(program.buckets),
+        bytes_copied=copied_bytes(program),
     )

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter, GivenBack
 from dcompile.capture.graph import Backend, Graph
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
@@ -50,7 +51,14 @@ class Entry:
         if inside_ddp and self._ddp() is not ddp:
             self._attach(ddp)
         if self._compiled is None:
+            self._take_over_shards()
             self._compiled = self._compile()
+        if self.model.shards is not None:
+            return self._call_sharded(args, kwargs)
+        return self._call(inside_ddp, args, kwargs)
+
+    def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
+        assert self._compiled is not None, "called before it was compiled"
         call = self.model.begin(inside_ddp)
         try:
             result = self._compiled(*args, **kwargs)
@@ -58,6 +66,33 @@ class Entry:
             self.model.end(call)
         self.model.judge(call, result)
         return result
+
+    def _take_over_shards(self) -> None:
+        """Before anything is traced: take over sharded parameters, if the module has some."""
+        states = compat.fsdp2.states_in(self.root) if self.root is not None else []
+        known = self.model.adapter
+        if states and not (isinstance(known, Fsdp2Adapter) and not known.eligible):
+            stock = self.model.settings.config.distributed == "stock"
+            self.model.adopt(Fsdp2Adapter(states, stock))
+
+    def _call_sharded(self, args: Any, kwargs: Any) -> Any:
+        """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""
+        adapter = self.model.adapter
+        assert isinstance(adapter, Fsdp2Adapter), "only FSDP shards parameters"
+        if adapter.outdated():
+            self._compiled = None
+            return self(*args, **kwargs)
+        if compat.dynamo.is_off():
+            return self.target(*args, **kwargs)
+        args, kwargs = adapter.prepare(args, kwargs)
+        try:
+            with adapter.scope():
+                return self._call(False, args, kwargs)
+        except GivenBack as reason:
+            adapter.restore(str(reason))
+        self.model.adopt(adapter)
+        self._compiled = self._compile()
+        return self._call(False, args, kwargs)
 
     def _is_root_of(self, ddp: Any) -> bool:
         """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
@@ -80,7 +115,9 @@ class Entry:
             limits=settings.limits,
         )
         function = _fresh_function(self.target)
-        compat.dynamo.wrap_frame_callback(context, lambda code: self.model.compiling(code, function.__code__))
+        compat.dynamo.wrap_frame_callback(
+            context, lambda code: self.model.compiling(code, function.__code__), self.model.compiled
+        )
         compiled: Callable[..., Any] = context(function)
         return compiled
 

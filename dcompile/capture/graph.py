@@ -12,13 +12,14 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.causal import replace_constant_masks
-from dcompile.capture.joint import Cut, donated_positions, partitioner, take_token
+from dcompile.capture.joint import Cut, donated_positions, partitioner, recompute_views, take_token
 from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.toolbox import GradientBuckets
-from dcompile.collectives.params import Executable, Request
+from dcompile.collectives.params import Executable, ParamInfo, Request
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -44,7 +45,10 @@ class Graph:
         """(position among the backward's outputs, parameter number)."""
         self.notes: list[str] = []
         """What was done to the graph before AOTAutograd saw it, for people."""
-        self._agreed = False
+        self._agreed: set[str] = set()
+        """Kinds of programs whose collectives were compared between ranks."""
+        self._sharded: dict[str, int] = {}
+        """Name of a placeholder -> number of the sharded parameter that it stands for."""
         self._cut = Cut(())
         model.graphs.append(self)
 
@@ -70,6 +74,7 @@ class Graph:
 
         def inference(module: Any, _inputs: Any) -> Any:
             hand_out_keys(module)
+            self._find_shards(module)
             self._lay_out(module)
             return _boxed(self._inference(module))
 
@@ -83,12 +88,26 @@ class Graph:
                 self.adapter.carries_sync,
                 found,
                 compiler.fusible,
-                self._lay_out,
+                self._prepare,
                 self.model.settings.config.activation_memory_budget,
             ),
             decompositions=compiler.decompositions(),
         )
         return compat.dynamo.no_dynamo(self._checked(compiled), "a compiled graph")
+
+    def _prepare(self, joint: Any) -> None:
+        """Before the joint graph is cut apart."""
+        self._lay_out(joint)
+        recompute_views(joint, self._find_shards(joint))
+
+    def _find_shards(self, module: Any) -> list[Any]:
+        """Placeholders of sharded parameters; forward and backward will call them by the same names."""
+        if not isinstance(self.adapter, Fsdp2Adapter):
+            return []
+        inputs = [(node, compat.aot.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
+        found = {node: self.params[index] for node, index in inputs if index in self.params}
+        self._sharded = {node.name: number for node, number in found.items()}
+        return list(found)
 
     def _lay_out(self, module: Any) -> None:
         if self.model.settings.config.kernels != "aten":
@@ -111,28 +130,58 @@ class Graph:
         return checked
 
     def _build(self, gm: Any, kind: Any, **more: Any) -> Executable:
-        donated = donated_positions(gm) if kind == "backward" else ()
+        if self._sharded:
+            more = self._shards(gm, kind) | more
+        empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
+        donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
         request = Request(name=f"{kind}{self.number}", kind=kind, donated=donated, **more)
         executable = self.model.toolbox.compiler.compile_graph(gm, request)
         self.executables[kind] = executable
         return executable
 
+    def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
+        """What a program has to gather and to reduce."""
+        infos = self.adapter.param_infos()
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        held = [(position, self._sharded[name]) for position, name in enumerate(names) if name in self._sharded]
+        # what the forward has kept arrives in the backward as it was gathered
+        gathers = tuple(entry for entry in held if kind != "backward" or _reshards(infos[entry[1]]))
+        grads = self.grads if kind == "backward" else ()
+        used = sorted({number for _, number in (*gathers, *grads)})
+        return {"gathers": gathers, "grads": grads, "params": tuple(infos[number] for number in used)}
+
+    def _gathering(self, run: Executable) -> Boxed:
+        """A forward or inference program, with what it gathers through."""
+        adapter, shards = self.adapter, self.model.shards
+        if not self._sharded or not run.buckets:
+            return run
+        assert isinstance(adapter, Fsdp2Adapter) and shards is not None, "only sharded parameters are gathered"
+        kind = "inference" if not self.training else "forward"
+
+        def gathering(args: list[Any]) -> list[Any]:
+            self._agree(kind)
+            return run(args, buckets=shards.source(run.buckets))
+
+        return gathering
+
     def _inference(self, gm: Any) -> Boxed:
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
+        gathering = self._gathering(run)
 
         def inference(args: list[Any]) -> list[Any]:
             model.ran(self)
-            return run(args)
+            return gathering(args)
 
         return inference
 
     def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Boxed:
         position = take_token(gm)
         run, model = self._build(gm, "forward", results=self._cut.results), self.model
+        gathering = self._gathering(run)
 
         def forward(args: list[Any]) -> list[Any]:
             sync = model.ran(self)
-            results = list(run(args))
+            results = list(gathering(args))
             if position is not None:
                 results.insert(position, tokens[sync])
             return results
@@ -170,41 +219,55 @@ class Graph:
 
     def _run_backward(self, args: list[Any], sync: bool) -> list[Any]:
         run, buckets, adapter = self.executables["backward"], self.buckets, self.adapter
+        if isinstance(adapter, Fsdp2Adapter) and run.buckets:
+            return self._run_sharded_backward(run, adapter, args)
         if buckets is None:
             return run(args)
         assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
         accumulates = adapter.accumulates(number for _, number in self.grads)
         sync = sync and adapter.eligible and accumulates
         if sync:
-            self._agree()
+            self._agree("backward")
             buckets.begin()
             self.model.begin_sync(self)
         elif accumulates:
             adapter.unreduced.update(number for _, number in self.grads)
         return run(args, buckets=buckets, sync=sync)
 
-    def _agree(self) -> None:
-        """Before the first reduction: see that every rank is about to run the same collectives.
+    def _run_sharded_backward(self, run: Executable, adapter: Fsdp2Adapter, args: list[Any]) -> list[Any]:
+        shards = self.model.shards
+        assert shards is not None, "only sharded parameters are reduced to shards"
+        accumulates = any(compat.tensors.will_accumulate(adapter.virtual(number)) for _, number in self.grads)
+        self._agree("backward")
+        if accumulates:
+            self.model.flush_after_backward()
+        return run(args, buckets=shards.source(run.buckets, accumulates))
+
+    def _agree(self, kind: str) -> None:
+        """Before a program's first collective: see that every rank is about to run the same ones.
 
         A plan that was compared before is not compared again: one rank may compile anew alone (another batch size).
         """
-        if self._agreed:
+        if kind in self._agreed:
             return
-        self._agreed = True
-        adapter, plan = self.adapter, self.plan()
-        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
+        self._agreed.add(kind)
+        adapter, plan = self.adapter, self.plan(kind)
+        assert isinstance(adapter, DdpAdapter | Fsdp2Adapter), "only what was taken over has collectives"
         subject = adapter.subject_of(tuple(plan))
         if subject is not None:
-            self.model.toolbox.agree(adapter.group, subject, plan, self.model.settings.config.verify)
+            for number, group in enumerate(adapter.process_groups()):
+                about = f"{subject}.{number}" if number else subject
+                self.model.toolbox.agree(group, about, plan, self.model.settings.config.verify)
 
-    def plan(self) -> list[str]:
-        """The collectives of the backward, one line each, the same on every rank that runs the same program."""
+    def plan(self, kind: str = "backward") -> list[str]:
+        """The collectives of a program, one line each, the same on every rank that runs the same program."""
         infos = {info.number: info for info in self.adapter.param_infos()}
         lines = []
-        for bucket in self.executables["backward"].buckets:
+        for bucket in self.executables[kind].buckets:
             names = ", ".join(f"{infos[n].fqn}[{prod(infos[n].shape)}]" for n in bucket.params)
             what = f"{bucket.dtype} as {bucket.wire}" if bucket.wire else bucket.dtype
-            lines.append(f"all_reduce {bucket.name} {what} {bucket.numel} elements of {bucket.group}: {names}")
+            exchange = f"{bucket.kind} {bucket.name} {what} {bucket.numel} elements of {bucket.group}"
+            lines.append(f"{exchange}: {names}")
         return lines
 
 
@@ -220,6 +283,10 @@ class Backend:
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
         return self._graph(model, example_inputs).compile(gm, example_inputs)
+
+
+def _reshards(info: ParamInfo) -> bool:
+    return info.shard is not None and info.shard.reshard
 
 
 def _boxed(function: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,34 @@ def partitioner(
         return forward, backward
 
     return partition
+
+
+VIEWS = frozenset(
+    (
+        "aten.t.default", "aten.permute.default", "aten.transpose.int", "aten.view.default",
+        "aten._unsafe_view.default", "aten.reshape.default", "aten.expand.default", "aten.unsqueeze.default",
+        "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.slice.Tensor", "aten.select.int",
+        "aten.detach.default", "aten.alias.default", "aten.split.Tensor", "aten.split_with_sizes.default",
+        "aten.unbind.int", "aten._to_copy.default", "aten.clone.default", "aten.as_strided.default",
+        "prims.convert_element_type.default",
+    )
+)  # fmt: skip
+"""What only looks at a tensor, or converts it."""
+
+
+def recompute_views(joint: Any, parameters: Iterable[Any]) -> None:
+    """Have the backward look at these parameters anew, so that the forward saves nothing of them but themselves.
+
+    A saved view or conversion of a gathered parameter would keep its memory until the backward.
+    """
+    closure = set(parameters)
+    if not closure:
+        return
+    for node in joint.graph.nodes:
+        looks = node.op == "call_function" and (str(node.target) in VIEWS or node.target is operator.getitem)
+        if looks and node.all_input_nodes and closure.issuperset(node.all_input_nodes):
+            closure.add(node)
+            compat.aot.always_recompute(node)
 
 
 def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int], ...]:

@@ -13,9 +13,10 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter, GivenBack
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.eligibility import outside_use
-from dcompile.capture.toolbox import Toolbox
+from dcompile.capture.toolbox import ShardedParameters, Toolbox
 from dcompile.config import Config
 
 if TYPE_CHECKING:
@@ -62,18 +63,24 @@ class CompiledModel:
         self.toolbox = toolbox
         self.adapter: PlainAdapter = PlainAdapter()
         self.graphs: list[Graph] = []
+        self.shards: ShardedParameters | None = None
+        """Sharded parameters that programs gather."""
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
         self.graph_breaks = 0
         self.compile_seconds = 0.0
         self._calls = threading.local()
         self._synced: dict[int, list[Graph]] = {}
+        self._flushing: set[int] = set()
         self._reported: set[bool] = set()
 
     def adopt(self, adapter: PlainAdapter) -> None:
         """Start over under another adapter: graphs captured so far carry no sync flag for it."""
         self.adapter = adapter
         self.graphs, self.variants, self.newest = [], {}, None
+        self.shards = None
+        if isinstance(adapter, Fsdp2Adapter) and adapter.eligible:
+            self.shards = self.toolbox.make_shards(adapter.units, adapter.groups)
         self._reported = set()
 
     # --- forward ---
@@ -90,6 +97,11 @@ class CompiledModel:
             # a break inside the model also ends our outermost frame, where it is found first: count it once
             if code is not entry:
                 self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
+
+    def compiled(self, whole: bool) -> None:
+        """A frame was compiled, `whole` or with code that stays eager. Raises GivenBack before any of it runs."""
+        if not whole and self.shards is not None:
+            raise GivenBack("a part of the model is not compiled (graph break), where parameters would be missing")
 
     def begin(self, inside_ddp: bool) -> Invocation:
         """A call starts."""
@@ -179,6 +191,18 @@ class CompiledModel:
             self._synced[task] = []
             compat.tensors.at_end_of_backward(lambda: self._finish_sync(task))
         self._synced[task].append(graph)
+
+    def flush_after_backward(self) -> None:
+        """A backward adds to gradients of sharded parameters: when it is through, reduce what earlier ones left."""
+        shards, task = self.shards, compat.tensors.backward_task()
+        if shards is not None and task not in self._flushing:
+            self._flushing.add(task)
+
+            def flush() -> None:
+                self._flushing.discard(task)
+                shards.flush()
+
+            compat.tensors.at_end_of_backward(flush)
 
     def _finish_sync(self, task: int) -> None:
         graphs = self._synced.pop(task)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dcompile.collectives.params import BucketSource, Compiler
+from dcompile.collectives.params import BucketSource, Compiler, ShardGroup, ShardSource, ShardUnit
 from dcompile.ir.nodes import Bucket
 
 
@@ -27,6 +27,20 @@ MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any
 """(buckets, parameter number -> weak reference, process group) -> memory."""
 
 
+class ShardedParameters(Protocol):
+    """The sharded parameters of one model, and what capture/ asks of them."""
+
+    def source(self, buckets: tuple[Bucket, ...], accumulates: bool = False) -> ShardSource:
+        """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad."""
+
+    def flush(self) -> None:
+        """A backward is through: reduce gradients of earlier ones that it did not reach."""
+
+
+MakeShards = Callable[[Mapping[int, ShardUnit], Mapping[str, ShardGroup]], ShardedParameters]
+"""(unit number -> unit, group name -> group) -> what exchanges them."""
+
+
 @dataclass(frozen=True)
 class Toolbox:
     """Compiler, bucket memory, agreement between ranks, and who is told about the first compiled step."""
@@ -38,3 +52,4 @@ class Toolbox:
     average: Callable[[Any, list[Any], str], None]
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]
+    make_shards: MakeShards

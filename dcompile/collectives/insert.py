@@ -141,7 +141,8 @@ def _steps(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) 
     copies: dict[int, list[Step]] = {}
     for gradient in gradients:
         if gradient.copied:
-            copies.setdefault(ready[gradient.buffer], []).append(_copy(gradient))
+            copy = copy_into(gradient.buffer, gradient.view, gradient.param, "its bucket")
+            copies.setdefault(ready[gradient.buffer], []).append(copy)
     # A communicator runs collectives in the order in which they are started, and every rank must start them in the
     # same order: bucket i+1 never starts before bucket i, even if its gradients are ready first.
     starts: dict[int, list[Step]] = {}
@@ -157,16 +158,18 @@ def _steps(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) 
     return (*steps, *waits)
 
 
-def _copy(gradient: _Gradient) -> Extern:
-    """Copy a gradient to its place: a concatenation of one, the plain copy that has an out= overload of its own."""
-    view = gradient.view
+def copy_into(buffer: str, view: View, param: ParamInfo, where: str) -> Extern:
+    """Copy a gradient to its place: a concatenation of one, the plain copy that has an out= overload of its own.
+
+    It converts, too, if the place has another dtype.
+    """
     if not view.shape:
         view = replace(view, shape=(1,), strides=(1,))  # a scalar cannot be concatenated
     return Extern(
         op="aten.cat.default",
         args=((view,),),
         kwargs=(),
-        outs=(gradient.buffer,),
+        outs=(buffer,),
         mode="out",
-        origin=(f"gradient of {gradient.param.fqn}, into its bucket",),
+        origin=(f"gradient of {param.fqn}, into {where}",),
     )

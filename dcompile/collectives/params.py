@@ -10,6 +10,26 @@ from dcompile.ir.nodes import Bucket
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """How a parameter is spread over ranks: as a part of a unit, which is gathered and reduced as a whole.
+
+    A unit is one parameter, padded at its end to a multiple of the number of shards, or several of them in a row.
+    `together` is the number of the units that share collectives.
+    """
+
+    unit: int
+    together: int
+    offset: int
+    """Where the parameter begins in its unit, in elements."""
+    numel: int
+    """Elements of the whole unit, padding included."""
+    reduce_dtype: str
+    """What gradients are summed in over the ranks."""
+    reshard: bool
+    """Whether the backward gathers anew; otherwise the forward's gathered values are kept for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParamInfo:
     """What the compiler knows of one parameter that is kept in step across ranks.
 
@@ -22,8 +42,10 @@ class ParamInfo:
     shape: tuple[int, ...]
     dtype: str
     device: str
-    kind: Literal["replicated"] = "replicated"
+    kind: Literal["replicated", "sharded"] = "replicated"
     group: str = "ddp"
+    shard: Shard | None = None
+    """Of a sharded parameter; `shape` and `dtype` are then those of the gathered one, which computing uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +76,9 @@ class Request:
     """Backward of a model that was taken over: (position among the outputs, parameter number)."""
     params: tuple[ParamInfo, ...] = ()
     rule: BucketRule | None = None
-    """Bucket boundaries; None puts no collectives into the graph."""
+    """Bucket boundaries; None puts no all-reduces into the graph."""
+    gathers: tuple[tuple[int, int], ...] = ()
+    """(position among the inputs, parameter number) of each sharded parameter that the graph gathers."""
     results: int = 0
     """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
     donated: tuple[int, ...] = ()
@@ -79,6 +103,8 @@ class Report:
     library_calls: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     collectives: int = 0
+    bytes_copied: int = 0
+    """Bytes that a call copies only to bring gradients to where they are reduced."""
     built: int = 0
     cache_hits: int = 0
     graphs_cached: int = 0
@@ -119,6 +145,72 @@ class BucketSource(Protocol):
         """The all-reduce of this memory has happened by a replay, without `start` and `wait`."""
 
 
+class ShardSource(Protocol):
+    """Carries out the collectives of a program with sharded parameters. Tensors are flat, one for each unit."""
+
+    def start_gather(self, bucket: str, full: list[Any]) -> None:
+        """Start filling `full` with the units that the ranks hold shards of."""
+
+    def wait_gather(self, bucket: str) -> None:
+        """Wait for what `start_gather` began."""
+
+    def start_scatter(self, bucket: str, full: list[Any]) -> None:
+        """Start summing up `full` over the ranks, each of which gets its own shard."""
+
+    def wait_scatter(self, bucket: str) -> None:
+        """Wait for what `start_scatter` began, and hand the shards on as gradients."""
+
+
+class ShardUnit(Protocol):
+    """One unit of sharded parameters, at run time."""
+
+    name: str
+    group: str
+    """Name of its `ShardGroup`."""
+
+    def data(self) -> Any:
+        """This rank's shard, padded, as a flat tensor of the dtype that computing uses."""
+
+    def commit(self, gradient: Any) -> None:
+        """Add this rank's reduced shard, a flat tensor of the reduce dtype with its padding, to the gradient."""
+
+
+AnySource: TypeAlias = BucketSource | ShardSource
+"""What a program's collectives go through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How gradients are averaged. Operations are torch.distributed.ReduceOp; None divides by nothing."""
+
+    divide_before: float | None
+    divide_after: float | None
+    scatter: Any
+    reduce: Any
+    """Of the all-reduce among replicas."""
+
+
+class ShardGroup(Protocol):
+    """Units that share collectives, at run time."""
+
+    name: str
+
+    def gather_group(self) -> Any:
+        """The process group to gather over."""
+
+    def scatter_group(self) -> Any:
+        """The process group to reduce over."""
+
+    def replica_group(self) -> Any:
+        """The process group of ranks with the same shards; None if there is one replica."""
+
+    def wants(self) -> Literal["nothing", "shards", "all"]:
+        """What a backward that runs now is to reduce over: nothing, the shards alone, or replicas too."""
+
+    def reduction(self, dtype: Any) -> Reduction:
+        """How gradients of this dtype are averaged."""
+
+
 class Executable(Protocol):
     """A compiled graph. Calling it empties `args` (AOTAutograd's boxed convention)."""
 
@@ -126,8 +218,8 @@ class Executable(Protocol):
     buckets: tuple[Bucket, ...]
     source: str
 
-    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
-        """Run; `sync` says whether the collectives happen in this call."""
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        """Run; `sync` says whether all-reduces happen in this call. Of sharded parameters the source decides it."""
 
 
 class Compiler(Protocol):

@@ -106,6 +106,26 @@ def primal_index(node: Any) -> int | None:
     return node.grad_of.idx
 
 
+def input_index(placeholder: Any) -> int | None:
+    """Position among the Dynamo graph's inputs that a placeholder of AOTAutograd's graphs stands for, or None."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    description = placeholder.meta.get("desc")
+    return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def always_recompute(node: Any) -> None:
+    """Have the partitioner compute this node again in the backward, whatever it costs to save it.
+
+    The number orders regions of gradient checkpointing; a region that is behind another makes torch save what the two
+    share. No region is behind this one.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = 1 << 30
+
+
 def detect_fake_mode(values: Any) -> Any:
     """The mode that fake tensors among `values` belong to."""
     from torch._guards import detect_fake_mode as detect

@@ -64,15 +64,26 @@ def context_limits(context: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def wrap_frame_callback(context: Any, around: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
-    """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here."""
+def wrap_frame_callback(
+    context: Any,
+    around: Callable[[Any], contextlib.AbstractContextManager[Any]],
+    compiled: Callable[[bool], None] = lambda whole: None,
+) -> None:
+    """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here.
+
+    `compiled` is then told whether there is code for all of the frame: it has no graph break, and is not left to eager.
+    It may raise: the frame does not run then.
+    """
     inner = context.callback
     if not callable(inner) or isinstance(inner, bool):
         return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled
 
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        breaks = graph_break_count()
         with around(frame.f_code):
-            return inner(frame, *args, **kwargs)
+            result = inner(frame, *args, **kwargs)
+        compiled(getattr(result, "guarded_code", None) is not None and graph_break_count() == breaks)
+        return result
 
     # Dynamo finds the backend of a cached frame through this attribute
     callback._torchdynamo_orig_backend = getattr(inner, "_torchdynamo_orig_backend", inner)  # type: ignore[attr-defined]
@@ -151,6 +162,15 @@ def graph_break_count() -> int:
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
+
+
+def is_off() -> bool:
+    """Whether torch.compile is switched off as a whole, by a setting or by `torch.compiler.set_stance`."""
+    import torch._dynamo.config as config
+    from torch._dynamo import eval_frame
+
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
+    return bool(getattr(config, "disable", False)) or stance in ("force_eager", "eager_on_recompile")
 
 
 def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:

@@ -42,6 +42,8 @@ class Receipt:
     recordings: int = 0
     """CUDA graphs that were recorded, and how many calls were replays."""
     replays: int = 0
+    bytes_copied: int = 0
+    """What a step copies only to bring gradients to where they are reduced."""
     reasons: tuple[str, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -94,6 +96,7 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),
+        bytes_copied=sum(report.bytes_copied for report in reports),
         reasons=tuple(model.adapter.reasons),
         fallbacks=_fallbacks(reports),
         notes=tuple(

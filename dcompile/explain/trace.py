@@ -20,7 +20,7 @@ from dcompile.capture.graph import Graph
 from dcompile.capture.model import Settings
 from dcompile.capture.toolbox import Toolbox
 from dcompile.codegen.lower.origin import origin_of
-from dcompile.collectives.params import BucketSource, Request
+from dcompile.collectives.params import AnySource, Request
 from dcompile.collectives.params import Report as Counts
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
@@ -45,7 +45,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     module, ddp = _module_of(model)
     target = module._call_impl if module is not None else original_function(model)
     planner = _Planner(settings.config)
-    toolbox = Toolbox(planner, _no_buckets, _nothing, _nothing, _nothing)
+    toolbox = Toolbox(planner, _no_buckets, _nothing, _nothing, _nothing, _no_buckets)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
@@ -159,7 +159,7 @@ class _Eager:
         self.report = Counts()
         self.buckets = program.buckets
 
-    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         del buckets, sync
         values = list(args)
         args.clear()

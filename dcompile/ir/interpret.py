@@ -20,6 +20,7 @@ from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
 from dcompile.ir.nodes import (
     ITEMSIZE,
     LODGED,
+    WITHIN,
     Apply,
     Arg,
     Buffer,
@@ -132,6 +133,10 @@ def _encode(values: Any, dtype: str) -> Array:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
+def _lies_in_another(buffer: Buffer) -> bool:
+    return (buffer.storage or "").startswith((WITHIN, LODGED))
+
+
 class _Machine:
     """Memory and the steps that change it."""
 
@@ -143,10 +148,11 @@ class _Machine:
         blocks = {"arena": self.size(program.arena_bytes)}
         blocks |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
         self.blocks = {name: np.full(size, GARBAGE, np.uint8) for name, size in blocks.items()}
-        lodged = [buffer for buffer in program.buffers if (buffer.storage or "").startswith(LODGED)]
-        self.memory = {buffer.name: self._allocate(buffer) for buffer in program.buffers if buffer not in lodged}
-        self.blocks |= {LODGED + name: flat.view(np.uint8) for name, flat in self.memory.items()}
-        self.memory |= {buffer.name: self._allocate(buffer) for buffer in lodged}
+        self.memory: dict[str, Array] = {}
+        for buffer in sorted(program.buffers, key=_lies_in_another):
+            self.memory[buffer.name] = self._allocate(buffer)
+            inside = self.memory[buffer.name].view(np.uint8)
+            self.blocks |= {WITHIN + buffer.name: inside, LODGED + buffer.name: inside}
         for name in program.inputs:
             if name in self.table:
                 self._fill(name, np.asarray(inputs[name]))

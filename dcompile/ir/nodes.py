@@ -168,7 +168,12 @@ class Extern:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Starts an exchange on a bucket; a later Wait ends it. Every rank starts the same ones in the same order."""
+    """Starts an exchange on a bucket; a later Wait ends it. Every rank starts the same ones in the same order.
+
+    An all_reduce works on `buffers` in place. An all_gather fills them with what every rank holds a shard of. A
+    reduce_scatter sums them up over the ranks, and each rank keeps its own shard of the sums, outside of the program;
+    what it leaves in `buffers` is of no use.
+    """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     bucket: str
@@ -177,7 +182,7 @@ class Collective:
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(self.buffers)
+        return frozenset() if self.kind == "all_gather" else frozenset(self.buffers)
 
     @property
     def writes(self) -> frozenset[str]:
@@ -209,8 +214,9 @@ class Buffer:
 
     `storage` is None until memory planning, then the name of what it lies in, at `offset` bytes: "arena" (persistent,
     reused from call to call), "bucket:NAME" (gradient bucket), "out" (escapes to the caller: allocated for each call),
-    "input" (the caller's), "library" (allocated by a library call), or LODGED and the name of another buffer: a result
-    that is not written yet, or a donated input or library result that is no longer read.
+    "input" (the caller's), "library" (allocated by a library call); LODGED and the name of another buffer: a result
+    that is not written yet, or a donated input or library result that is no longer read; or, also before planning,
+    WITHIN and the name of another buffer: a part of it, which lives as long as any of its parts.
     """
 
     name: str
@@ -258,9 +264,22 @@ ITEMSIZE = {
 """Bytes of one element. `symint` is a host number, `object` any other Python value: library calls alone use them."""
 
 
+WITHIN = "within:"
+
+
+def holder_of(buffer: Buffer) -> str | None:
+    """Name of the buffer that this one is a part of."""
+    storage = buffer.storage or ""
+    return storage.removeprefix(WITHIN) if storage.startswith(WITHIN) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are reduced together: one storage with fixed offsets. `sizes` and `offsets` in elements."""
+    """What one collective exchanges. `offsets` and `sizes` in elements.
+
+    Under all_reduce: gradients in one storage of the bucket's own, at fixed offsets. Under all_gather and
+    reduce_scatter: units, each of which is cut into one shard for each rank: whole parameters, or several in a row.
+    """
 
     name: str
     dtype: str
@@ -270,9 +289,17 @@ class Bucket:
     """Identity of each parameter: its number in the adapter's parameter order."""
     buffers: tuple[str, ...]
     offsets: tuple[int, ...]
+    """Where each parameter begins; units count as laid end to end."""
     numel: int
     wire: str = ""
     """dtype of what is exchanged, if a hook has a say in it: gradients are cast before, and cast back behind."""
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"] = "all_reduce"
+    units: tuple[int, ...] = ()
+    """Number of each unit."""
+    holders: tuple[str, ...] = ()
+    """The buffer that each unit is gathered into, or that its gradients lie in."""
+    sizes: tuple[int, ...] = ()
+    """Of each unit, padding included: a multiple of the number of shards."""
 
 
 @dataclass(frozen=True, slots=True)

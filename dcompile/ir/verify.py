@@ -26,6 +26,7 @@ from dcompile.ir.index import Index, Size, as_index
 from dcompile.ir.nodes import (
     ITEMSIZE,
     LODGED,
+    WITHIN,
     Arg,
     Buffer,
     Collective,
@@ -34,6 +35,7 @@ from dcompile.ir.nodes import (
     Program,
     View,
     Wait,
+    holder_of,
     views_of,
 )
 from dcompile.ir.symbols import specialise, symbols_of
@@ -212,6 +214,11 @@ class _Order:
             self.written.add(name)
 
     def _start(self, step: Collective) -> None:
+        if step.kind == "all_gather":
+            for name in step.buffers:
+                require(name not in self.closed and name not in self.inputs, f"{name} has a second writer")
+            self.closed.update(step.buffers)
+            self.written.update(step.buffers)
         for name in step.buffers:
             require(name in self.written, f"{name} is sent before it is written")
         again = step.bucket in self.flying or step.bucket in self.landed
@@ -236,6 +243,9 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
     capacity |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
     hosts = [buffer for buffer in program.buffers if isinstance(buffer.extent, int) and _may_host(buffer, program)]
     capacity |= {LODGED + buffer.name: buffer.nbytes for buffer in hosts}
+    holders = {holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    require(holders <= table.keys(), f"parts of unknown buffers: {', '.join(sorted(holders - table.keys()))}")
+    capacity |= {f"{WITHIN}{name}": table[name].nbytes for name in holders}
     escaping = {output.buffer for output in program.outputs if isinstance(output, View)}
     shared: dict[str, list[Buffer]] = defaultdict(list)
     for buffer in program.buffers:
@@ -269,8 +279,10 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
     its result: so they live as long as the results.
     """
     lives: dict[str, tuple[int, int]] = {}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
     for position, step in enumerate(program.steps):
-        for name in step.reads | step.writes:
+        names = step.reads | step.writes
+        for name in names.union(holders[name] for name in names if name in holders):
             lives[name] = (lives.get(name, (position, position))[0], position)
     for name in program.inputs:
         if name in lives:

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from dcompile import compat
-from dcompile.collectives.params import BucketSource, Executable
+from dcompile.collectives.params import AnySource, BucketSource, Executable
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.recording import Kept, Memory, Recording, Result, Slot
 
@@ -60,7 +60,7 @@ class Recordable(Executable, Protocol):
     name: str
     on_gpu: bool
 
-    def once(self, args: list[Any], buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+    def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run with temporaries that end with the call."""
 
     def release(self) -> None:
@@ -149,11 +149,12 @@ class Replayed:
         self.name, self.on_gpu = program.name, program.on_gpu
         tree.add(self)
 
-    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run the program, as a replay where one fits; `args` is emptied."""
-        if self._measured or self._objection is not None or (sync and buckets is not None and buckets.accumulated()):
-            return self._program(args, buckets=buckets, sync=sync)
-        call = _Call(self.buckets, buckets, sync)
+        source = cast(BucketSource | None, buckets)  # programs with sharded parameters are not recorded
+        if self._measured or self._objection is not None or (sync and source is not None and source.accumulated()):
+            return self._program(args, buckets=source, sync=sync)
+        call = _Call(self.buckets, source, sync)
         key = (*_key(args), *call.key)
         recordings = self._recordings.get(key)
         if recordings is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dcompile.collectives.params import BucketSource
+from dcompile.collectives.params import AnySource
 from dcompile.runtime import gpu
 from dcompile.runtime.compiled import Loadable
 from dcompile.runtime.libraries import kernel
@@ -45,7 +45,7 @@ class HostProgram:
         """Bytes of the arena, given the sizes."""
         self._workspaces = Workspaces() if workspaces is None else workspaces
 
-    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run the program; `args` is emptied."""
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -60,7 +60,7 @@ class HostProgram:
     def _device(self, args: list[Any]) -> int:
         return gpu.device_of(args) if self.on_gpu else -1
 
-    def _run(self, args: list[Any], buckets: BucketSource | None, sync: bool, device: int) -> list[Any]:
+    def _run(self, args: list[Any], buckets: AnySource | None, sync: bool, device: int) -> list[Any]:
         sizes = () if self._sizes is None else self._sizes(args)
         workspace = self._workspaces.take(device)
         try:
@@ -68,7 +68,7 @@ class HostProgram:
         finally:
             self._workspaces.give_back(workspace)
 
-    def once(self, args: list[Any], buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+    def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run with an arena that ends with the call: to be recorded, with memory of the recorder's pool."""
         args.extend(self._constants)
         sizes = () if self._sizes is None else self._sizes(args)

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
-from dcompile.collectives.params import BucketSource
+from dcompile.collectives.params import AnySource
 from dcompile.compat.tensors import is_only_reference
 from dcompile.runtime import checks, gpu
 from dcompile.runtime.arena import Arena, Fresh, Recycled, copied, over
 from dcompile.runtime.libraries import kernel, library
 
-Call = Callable[[list[Any], BucketSource | None, bool], list[Any]]
+Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
 SIZES_KEPT = 16
 """Sizes for which a dynamic program keeps its prepared calls; preparing one takes about as long as running it once."""

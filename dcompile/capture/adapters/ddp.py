@@ -63,6 +63,10 @@ class DdpAdapter(PlainAdapter):
     def group(self) -> Any:
         return self.ddp.process_group
 
+    def process_groups(self) -> list[Any]:
+        """All process groups that gradients are reduced over."""
+        return [self.group]
+
     def number_of(self, parameter: Any) -> int | None:
         number = self._numbers.get(id(parameter))
         return number if number is not None and self.refs[number]() is parameter else None

@@ -14,16 +14,18 @@ import functools
 import keyword
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
-from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, var
+from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
     LODGED,
     Arg,
+    Bucket,
     Buffer,
     Collective,
     Extern,
@@ -33,6 +35,7 @@ from dcompile.ir.nodes import (
     Step,
     View,
     Wait,
+    holder_of,
     views_of,
 )
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
@@ -56,6 +59,10 @@ _TAKEN = frozenset(
         "stream",
     )
 )
+
+
+_STARTS = {"all_gather": "start_gather", "reduce_scatter": "start_scatter"}
+_WAITS = {"all_gather": "wait_gather", "reduce_scatter": "wait_scatter"}
 
 
 def emit(program: Program, kernels: Kernels, *, recycle: bool = True) -> str:
@@ -103,6 +110,7 @@ class _Host:
         self.dying: list[str] = []
         """Tensors to be released behind that launch."""
         self.on_gpu = any(kernel.launches for kernel in self.calls)
+        self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
         for view in _all_views(program):
@@ -170,7 +178,8 @@ class _Host:
     def _call(self) -> None:
         self._inputs()
         for bucket in self.program.buckets:
-            self.lines.append(f"{self._memory(bucket.name)} = buckets.acquire({bucket.name!r})")
+            if bucket.kind == "all_reduce":
+                self.lines.append(f"{self._memory(bucket.name)} = buckets.acquire({bucket.name!r})")
         calls = iter(self.calls)
         dying: dict[int, list[str]] = {}
         for name, position in self.last.items():
@@ -228,11 +237,28 @@ class _Host:
                 self._loop(step, next(calls))
             case Extern():
                 self._extern(step)
-            case Collective():
+            case Collective("all_reduce"):
                 memory = self._memory(step.bucket)
                 self.lines += ["if sync:", f"    buckets.start({step.bucket!r}, {memory})"]
+            case Collective(kind):
+                self._exchange(kind, self.exchanged[step.bucket])
             case Wait():
-                self.lines += ["if sync:", f"    buckets.wait({step.bucket!r}, {self._memory(step.bucket)})"]
+                self._wait(step.bucket)
+
+    def _exchange(self, kind: str, bucket: Bucket) -> None:
+        """Start gathering or reducing units, each as one flat tensor."""
+        for name in bucket.holders:
+            self._ensure(name)
+        whole = [View(name, (size,), (1,)) for name, size in zip(bucket.holders, bucket.sizes, strict=True)]
+        tensors = ", ".join(map(self._view, whole))
+        self.lines.append(f"buckets.{_STARTS[kind]}({bucket.name!r}, [{tensors}])")
+
+    def _wait(self, name: str) -> None:
+        kind = self.exchanged[name].kind
+        if kind == "all_reduce":
+            self.lines += ["if sync:", f"    buckets.wait({name!r}, {self._memory(name)})"]
+        else:
+            self.lines.append(f"buckets.{_WAITS[kind]}({name!r})")
 
     # --- memory ---
 
@@ -242,9 +268,23 @@ class _Host:
     def _bucket_of(self, buffer: Buffer) -> str | None:
         return (buffer.storage or "").removeprefix("bucket:") if (buffer.storage or "").startswith("bucket:") else None
 
+    def _placed(self, name: str) -> Buffer:
+        """The buffer that memory planning has placed: this one, or the one that it is a part of."""
+        buffer = self.table[name]
+        holder = holder_of(buffer)
+        return buffer if holder is None else self.table[holder]
+
+    def _within(self, name: str) -> Size:
+        """Bytes from the start of the placed buffer to this one."""
+        buffer = self.table[name]
+        return 0 if holder_of(buffer) is None else buffer.offset
+
     def _ensure(self, name: str) -> None:
         """Allocate an escaping buffer before the first step that writes it."""
-        buffer = self.table[name]
+        buffer = self._placed(name)
+        if buffer.name != name:
+            self._ensure(buffer.name)
+            return
         if name in self.hosts:
             self._inherit(self.hosts[name])
             return
@@ -275,12 +315,19 @@ class _Host:
 
     def _pointer(self, name: str) -> str:
         """The address of a buffer, for a kernel."""
-        buffer = self.table[name]
+        buffer = self._placed(name)
+        if buffer.name != name:
+            within = self._within(name)
+            return self._pointer(buffer.name) + (f" + {within}" if within else "")
         if name in self.hosts:
             pointer = self._pointer(self.hosts[name])
             return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
         if buffer.storage == "arena":
-            return self.once(f"run.address + {self._index(buffer.offset)}", "at")
+            at = as_size(as_index(buffer.offset) + as_index(self._within(name)))
+            return self.once(f"run.address + {self._index(at)}", "at")
+        if buffer.name != name:
+            within = self._within(name)
+            return self._pointer(buffer.name) + (f" + {within}" if within else "")
         bucket = self._bucket_of(buffer)
         pointer = f"_p_{self.name(name)}" if bucket is None else f"_p{self._memory(bucket)}"
         if pointer not in self.pointers:
@@ -330,8 +377,10 @@ class _Host:
 
     def _place(self, name: str) -> str:
         """A kernel's argument in a launch table: an address in the arena, or the name of one known at each call."""
-        buffer = self.table[name]
-        return f"run.at({buffer.offset})" if buffer.storage == "arena" else self._pointer(name)
+        buffer = self._placed(name)
+        if buffer.storage != "arena":
+            return self._pointer(name)
+        return f"run.at({self._index(as_size(as_index(buffer.offset) + as_index(self._within(name))))})"
 
     def _launch(self) -> None:
         """Start the waiting kernels, then release what only they needed."""
@@ -383,7 +432,10 @@ class _Host:
 
     def _view(self, view: View, fresh: bool = False) -> str:
         """An expression for a tensor; `fresh` where it is handed to the caller, who may keep it."""
-        buffer = self.table[view.buffer]
+        buffer = self._placed(view.buffer)
+        if buffer.name != view.buffer:
+            start = floordiv(as_index(self._within(view.buffer)), ITEMSIZE[buffer.dtype], {})
+            view = replace(view, buffer=buffer.name, offset=as_size(as_index(view.offset) + start))
         shape, strides = self._tuple(view.shape), self._tuple(view.strides)
         if buffer.storage == "arena":
             assert not fresh, f"output {view.buffer} lies in the arena"

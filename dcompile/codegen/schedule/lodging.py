@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dcompile.codegen.schedule.placing import Block, aligned, best_gap, place
-from dcompile.ir.nodes import Buffer, Collective, Program, View, Wait
+from dcompile.ir.nodes import Buffer, Collective, Program, View, Wait, holder_of
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
 """Bytes: an address that each call works out anew costs more than less memory gains."""
@@ -68,9 +68,14 @@ def hosts_of(program: Program, storages: Mapping[str, str], lives: Mapping[str, 
 
 
 def in_flight(program: Program) -> frozenset[str]:
-    """Buffers that collectives work on; they stay where the run time expects them."""
+    """Buffers that collectives work on, in part or as a whole; they stay where the run time expects them."""
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
     return frozenset(
-        name for step in program.steps if isinstance(step, (Collective, Wait)) for name in step.reads | step.writes
+        found
+        for step in program.steps
+        if isinstance(step, (Collective, Wait))
+        for name in step.reads | step.writes
+        for found in (name, holders.get(name, name))
     )
 
 

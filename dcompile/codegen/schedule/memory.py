@@ -10,7 +10,7 @@ from dcompile.codegen.schedule.lodging import Host, held_bytes, hosts_of, in_fli
 from dcompile.codegen.schedule.placing import Block, place_symbolic
 from dcompile.ir.analysis import can_overwrite
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Loop, Program, View
+from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Loop, Program, View, holder_of
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]
@@ -58,11 +58,14 @@ def _settle(buffer: Buffer, storage: str, place: tuple[str | None, Size] | None)
 def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[str, Life]:
     """First and last touch of each buffer; `behind` names what else a buffer's readers may see.
 
-    A wait touches the buffers of its collective, so they live while it is in flight.
+    A wait touches the buffers of its collective, so they live while it is in flight. Who touches a part of a buffer
+    touches the buffer.
     """
     lives: dict[str, Life] = {}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
     for position, step in enumerate(program.steps):
         names = step.reads | step.writes
+        names = names.union(holders[name] for name in names if name in holders)
         for name in names.union(*(behind[name] for name in names if name in behind)):
             lives[name] = (lives.get(name, (position, position))[0], position)
     return lives

@@ -9,7 +9,9 @@ from dcompile.ir.nodes import Collective, Program, Step, Wait
 
 
 def start_early_wait_late(program: Program) -> Program:
-    """Start each collective right behind the last step that touches its buffers, and wait just before the next one.
+    """Start each all-reduce right behind the last step that touches its buffers, and wait just before the next one.
+
+    All-gathers and reduce-scatters stay where they are: starting early and waiting late holds their memory longer.
 
     Guarantees: the same steps, all but starts and waits in their old order, bitwise-equal values, and collectives that
     start in their old order, which is the same on every rank.
@@ -26,8 +28,9 @@ def _wait_late(steps: list[Step], touched: dict[int, frozenset[str]]) -> list[St
     """Hold each wait back until a step touches what it guards."""
     result: list[Step] = []
     pending: list[Wait] = []
+    reduces = {step.bucket for step in steps if isinstance(step, Collective) and step.kind == "all_reduce"}
     for step in steps:
-        if isinstance(step, Wait):
+        if isinstance(step, Wait) and step.bucket in reduces:
             pending.append(step)
             continue
         due = [wait for wait in pending if touched[id(step)].intersection(wait.buffers)]
@@ -41,7 +44,7 @@ def _start_early(steps: list[Step], touched: dict[int, frozenset[str]]) -> list[
     result: list[Step] = []
     for step in steps:
         place = len(result)
-        if isinstance(step, Collective):
+        if isinstance(step, Collective) and step.kind == "all_reduce":
             while place and not isinstance(result[place - 1], Collective):
                 if touched[id(result[place - 1])].intersection(step.buffers):
                     break

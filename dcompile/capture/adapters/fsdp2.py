@@ -1,0 +1,289 @@
+"""A module with FSDP2 (`fully_shard`): its parameters are gathered and its gradients reduced inside the programs.
+
+While a compiled call runs, modules show virtual parameters in place of the sharded ones: of the full shape, without
+memory. They are what is traced; programs gather into memory of their own. FSDP's hooks rest meanwhile; where they
+convert inputs and outputs (MixedPrecisionPolicy), traceable ones do. Outside of such calls the module is as FSDP left
+it: sharded DTensors, with hooks, so that optimizers, checkpoints and direct calls of submodules work as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.collectives.params import ParamInfo, Reduction, Shard, ShardGroup, ShardUnit
+from dcompile.errors import DcompileError
+
+_SERIAL = itertools.count()
+"""Numbers adapters in the order of their creation, which is the same on every rank."""
+
+
+class GivenBack(DcompileError):
+    """The call cannot run with virtual parameters: it starts again with FSDP's own hooks."""
+
+
+class Unit:
+    """One parameter; see `collectives.params.ShardUnit`."""
+
+    def __init__(self, param: Any, number: int, group: str) -> None:
+        self.param = param
+        self.name = compat.fsdp2.full_name(param, number)
+        self.group = group
+        self.virtual = compat.fsdp2.virtual_parameter(param)
+
+    def data(self) -> torch.Tensor:
+        return compat.fsdp2.shard_data(self.param)
+
+    def commit(self, gradient: torch.Tensor) -> None:
+        compat.fsdp2.add_gradient(self.param, gradient)
+
+
+class Group:
+    """The parameters that one `fully_shard` call groups; see `collectives.params.ShardGroup`."""
+
+    def __init__(self, group: Any, name: str) -> None:
+        self.group = group
+        self.name = name
+
+    def gather_group(self) -> Any:
+        return self.group._all_gather_process_group
+
+    def scatter_group(self) -> Any:
+        return self.group._reduce_scatter_process_group
+
+    def replica_group(self) -> Any:
+        return compat.fsdp2.replica_group(self.group)
+
+    def wants(self) -> Literal["nothing", "shards", "all"]:
+        """As FSDP, asked in the backward (set_requires_gradient_sync, set_requires_all_reduce)."""
+        if not self.group.reduce_grads:
+            return "nothing"
+        return "all" if self.group.all_reduce_grads else "shards"
+
+    def reduction(self, dtype: torch.dtype) -> Reduction:
+        replicas = self.replica_group()
+        return reduction(
+            shards=self.scatter_group().size(),
+            replicas=1 if replicas is None else replicas.size(),
+            replicated=replicas is not None,
+            dtype=dtype,
+            factor=self.group.gradient_divide_factor,
+            sums_only=compat.fsdp2.sums_only(self.group),
+        )
+
+
+def reduction(
+    *, shards: int, replicas: int, replicated: bool, dtype: torch.dtype, factor: float | None, sums_only: bool
+) -> Reduction:
+    """FSDP2's way of averaging gradients over `shards` times `replicas` ranks; `factor` is the user's divisor.
+
+    float16 is divided by about the root of the divisor before the sum and by the rest after it, against overflow.
+    """
+    from torch.distributed import ReduceOp
+
+    del replicated
+    ranks = shards * replicas
+    small = dtype not in (torch.float32, torch.bfloat16)
+    if not small and not sums_only:
+        if factor is None:
+            average = ReduceOp.SUM if ranks == 1 else ReduceOp.AVG
+            return Reduction(None, None, average, average)
+        scaled = ReduceOp.AVG if factor == shards else ReduceOp.PREMUL_SUM(1 / factor)
+        return Reduction(None, None, scaled, ReduceOp.SUM)
+    divisor = float(ranks) if factor is None else factor
+    if not small:
+        return Reduction(None, divisor, ReduceOp.SUM, ReduceOp.SUM)
+    before = 1.0
+    while divisor % before == 0 and divisor / before > before:
+        before *= 2
+    return Reduction(before, divisor / before, ReduceOp.SUM, ReduceOp.SUM)
+
+
+class Fsdp2Adapter(PlainAdapter):
+    """State of the takeover of the `fully_shard` calls on one compiled module and those inside it."""
+
+    name = "fsdp2"
+
+    def __init__(self, states: list[Any], stock: bool, serial: int | None = None) -> None:
+        self._states = states
+        self._serial = next(_SERIAL) if serial is None else serial
+        self._compared: set[tuple[str, ...]] = set()
+        self.notes = ()
+        missing = compat.fsdp2.missing(states)
+        reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
+        if not missing:
+            compat.fsdp2.initialize(states)
+            reasons = compat.fsdp2.objections(states)
+        self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
+        self.units: dict[int, ShardUnit] = {}
+        self.groups: dict[str, ShardGroup] = {}
+        self._units: list[Unit] = []
+        self._groups: list[Group] = []
+        self._hooks: list[tuple[dict[int, Any], int, Callable[..., Any]]] = []
+        self._infos: tuple[ParamInfo, ...] = ()
+        if not self.reasons:
+            self._take_over()
+        self._numbers = {id(unit.virtual): number for number, unit in enumerate(self._units)}
+        self._settings = self._settings_now()
+
+    @property
+    def eligible(self) -> bool:  # type: ignore[override]
+        return not self.reasons
+
+    def _take_over(self) -> None:
+        infos = []
+        for state in self._states:
+            for group in compat.fsdp2.groups_of(state):
+                entry = Group(group, f"fsdp{len(self._groups)}")
+                for param in group.fsdp_params:
+                    unit = Unit(param, len(self._units), entry.name)
+                    infos.append(self._info(unit, entry, len(self._units), len(self._groups)))
+                    self._units.append(unit)
+                self._groups.append(entry)
+                if compat.fsdp2.reshards_partly(group):
+                    self.notes = (
+                        "reshard_after_forward=N: backwards gather over all ranks of a group, as if it were True",
+                    )
+            before, after = compat.fsdp2.hook_places(state)
+            cast_in, cast_out = _before(compat.fsdp2.input_cast(state)), _after(compat.fsdp2.output_cast(state))
+            self._hooks += [(table, key, cast_in) for table, key in before]
+            self._hooks += [(table, key, cast_out) for table, key in after]
+        self._infos = tuple(infos)
+        self.units = dict(enumerate(self._units))
+        self.groups = {entry.name: entry for entry in self._groups}
+
+    @staticmethod
+    def _info(unit: Unit, entry: Group, number: int, together: int) -> ParamInfo:
+        virtual, group = unit.virtual, entry.group
+        padded = unit.param.padded_sharded_param_size.numel() * entry.gather_group().size()
+        shard = Shard(
+            unit=number,
+            together=together,
+            offset=0,
+            numel=padded,
+            reduce_dtype=_name(compat.fsdp2.reduce_dtype(unit.param)),
+            reshard=bool(group._reshard_after_forward),
+        )
+        shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
+        return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
+
+    def number_of(self, parameter: Any) -> int | None:
+        number = self._numbers.get(id(parameter))
+        return number if number is not None and self._units[number].virtual is parameter else None
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        return self._infos
+
+    def virtual(self, number: int) -> torch.nn.Parameter:
+        """What stands for a parameter while it is traced."""
+        return self._units[number].virtual
+
+    def outdated(self) -> bool:
+        """Whether a setting that plans depend on has changed (set_reshard_after_forward)."""
+        return self._settings != self._settings_now()
+
+    def _settings_now(self) -> tuple[Any, ...]:
+        return tuple(entry.group._reshard_after_forward for entry in self._groups)
+
+    def restore(self, reason: str) -> None:
+        """Leave everything to FSDP from now on."""
+        self.reasons = (reason,)
+        self.notes = (*self.notes, f"parameters and gradients were given back to FSDP: {reason}")
+        self._numbers = {}
+
+    def subject_of(self, plan: tuple[str, ...]) -> str | None:
+        """Name of the comparison of a new plan between ranks, which all make the same ones in the same order."""
+        if plan in self._compared:
+            return None
+        self._compared.add(plan)
+        return f"sharded collectives, model {self._serial} plan {len(self._compared)}"
+
+    def process_groups(self) -> list[Any]:
+        """All process groups that the programs communicate over, each once."""
+        found = {id(group): group for entry in self._groups for group in (entry.gather_group(), entry.replica_group())}
+        return [group for group in found.values() if group is not None]
+
+    # --- calls ---
+
+    def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What FSDP's root does before its forward, beside gathering."""
+        root = self._states[0]
+        if not root._is_root:
+            return args, kwargs  # the root around us has done it
+        compat.fsdp2.wait_for_optimizer(root)
+        return compat.fsdp2.inputs_to_device(root, args, kwargs)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """While a compiled call runs: virtual parameters in place of sharded ones, FSDP's hooks at rest."""
+        for entry in self._groups:
+            if not entry.group.is_sharded:
+                entry.group._to_sharded()  # the user gathered it by hand, or a direct call left it so
+        before = [compat.fsdp2.shown(unit.param) for unit in self._units]
+        hooks = [table[key] for table, key, _ in self._hooks]
+        try:
+            for unit in self._units:
+                wanted = unit.param.sharded_param.requires_grad
+                if unit.virtual.requires_grad != wanted:
+                    unit.virtual.requires_grad_(wanted)
+                compat.fsdp2.show(unit.param, unit.virtual)
+            for table, key, hook in self._hooks:
+                table[key] = hook
+            yield
+        finally:
+            for unit, parameter in zip(self._units, before, strict=True):
+                compat.fsdp2.show(unit.param, parameter)
+            for (table, key, _), hook in zip(self._hooks, hooks, strict=True):
+                table[key] = hook
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- hooks that can be traced -----------------------------------------------------------------------------------------
+
+
+def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
+    """A hook before a forward that converts its inputs."""
+
+    def cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
+        del module
+        return None if dtype is None else (_converted(args, dtype), _converted(kwargs, dtype))
+
+    return cast_inputs
+
+
+def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
+    """A hook after a forward that converts its outputs."""
+
+    def cast_output(module: Any, args: Any, output: Any) -> Any:
+        del module, args
+        return None if dtype is None else _converted(output, dtype)
+
+    return cast_output
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with floating-point tensors converted: in sequences, mappings and dataclasses, as FSDP does."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if torch.is_floating_point(value) and value.dtype != dtype else value
+    if isinstance(value, dict):
+        if dataclasses.is_dataclass(value):  # as transformers' outputs, which are both
+            return type(value)(**{name: _converted(item, dtype) for name, item in value.items()})
+        return {name: _converted(item, dtype) for name, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return dataclasses.replace(value, **{name: _converted(getattr(value, name), dtype) for name in names})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_converted(item, dtype) for item in value])
+    if isinstance(value, list | tuple):
+        return type(value)([_converted(item, dtype) for item in value])
+    return value

@@ -1,0 +1,140 @@
+"""Put the reduce-scatters of sharded parameters' gradients into a backward program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from dcompile.collectives.insert import can_place, copy_into
+from dcompile.collectives.params import ParamInfo
+from dcompile.collectives.units import Together, by_unit, shard_of, unit_bucket
+from dcompile.ir.index import contiguous_strides
+from dcompile.ir.nodes import ITEMSIZE, WITHIN, Bucket, Buffer, Collective, Program, Step, View, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """One gradient: where the program returned it, and the buffer within its unit that holds it."""
+
+    output: int
+    param: ParamInfo
+    view: View
+    buffer: str
+    copied: bool
+
+    @property
+    def holder(self) -> str:
+        return f"grads{shard_of(self.param).unit}"
+
+
+def insert_scatters(program: Program, params: tuple[ParamInfo, ...]) -> Program:
+    """Reduce gradients of sharded parameters, all that a group has in this program with one reduce-scatter.
+
+    Guarantees: the same values before the reduction. Gradients are written where they are sent from, unless they have
+    another dtype or the library allocates them; the program returns None in their place. One reduction is in flight
+    at most, so that the memory of full gradients is soon free again.
+    Relies on: every buffer has one writer; no storage is planned yet.
+    """
+    infos = {param.number: param for param in params if param.shard is not None}
+    gradients = [_gradient(program, at, infos[n]) for at, n in program.grads if n in infos and _exists(program, at)]
+    if not gradients:
+        return program
+    written = {name: position for position, step in enumerate(program.steps) for name in step.writes}
+    ready = {g.buffer: written.get(g.view.buffer, -1) for g in gradients}  # -1: an input of the program
+    buckets = _buckets(gradients, ready)
+    placed = {gradient.output for gradient in gradients}
+    return replace(
+        program,
+        outputs=tuple(None if at in placed else output for at, output in enumerate(program.outputs)),
+        grads=tuple((at, n) for at, n in program.grads if at not in placed),
+        buffers=_buffers(program, gradients, [bucket for _, bucket in buckets]),
+        steps=_steps(program, gradients, ready, buckets),
+        buckets=(*program.buckets, *(bucket for _, bucket in buckets)),
+    )
+
+
+def _exists(program: Program, output: int) -> bool:
+    return isinstance(program.outputs[output], View)
+
+
+def _gradient(program: Program, output: int, param: ParamInfo) -> _Gradient:
+    view = program.outputs[output]
+    assert isinstance(view, View)
+    same = program.table[view.buffer].dtype == shard_of(param).reduce_dtype
+    copied = not (same and can_place(program, output))
+    return _Gradient(output, param, view, f"grad{param.number}" if copied else view.buffer, copied)
+
+
+def _buckets(gradients: Sequence[_Gradient], ready: Mapping[str, int]) -> list[tuple[int, Bucket]]:
+    """(step after which its last gradient is there, bucket), in order of that step."""
+    buffer_of = {gradient.param.number: gradient.buffer for gradient in gradients}
+    members: dict[Together, list[ParamInfo]] = {}
+    for param in (gradient.param for gradient in gradients):
+        shard = shard_of(param)
+        members.setdefault((shard.together, shard.reduce_dtype, param.device), []).append(param)
+    found: list[tuple[int, Together, Bucket]] = []
+    for key, group in members.items():
+        units = by_unit(group)
+        holders = {unit: f"grads{unit}" for unit in units}
+        buffers = [buffer_of[param.number] for of_unit in units.values() for param in of_unit]
+        bucket = unit_bucket("reduce_scatter", units, holders, buffers, key[1])
+        found.append((max(ready[name] for name in buffers), key, bucket))
+    found.sort(key=lambda entry: entry[:2])
+    return [(at, replace(bucket, name=f"scatter{number}")) for number, (at, _, bucket) in enumerate(found)]
+
+
+def _buffers(program: Program, gradients: Sequence[_Gradient], buckets: Sequence[Bucket]) -> tuple[Buffer, ...]:
+    """All buffers, gradients as parts of their units."""
+    copies = [
+        Buffer(g.buffer, shard_of(g.param).reduce_dtype, shape, contiguous_strides(shape), g.param.device)
+        for g in gradients
+        if g.copied and (shape := g.param.shape or (1,))
+    ]
+    units = [
+        Buffer(name, bucket.dtype, (size,), (1,), bucket.device)
+        for bucket in buckets
+        for name, size in zip(bucket.holders, bucket.sizes, strict=True)
+    ]
+    place = {g.buffer: g for g in gradients}
+    parts = (
+        replace(buffer, storage=f"{WITHIN}{g.holder}", offset=shard_of(g.param).offset * ITEMSIZE[buffer.dtype])
+        if (g := place.get(buffer.name)) is not None
+        else buffer
+        for buffer in (*program.buffers, *copies)
+    )
+    return (*parts, *units)
+
+
+def _steps(
+    program: Program,
+    gradients: Sequence[_Gradient],
+    ready: Mapping[str, int],
+    buckets: Sequence[tuple[int, Bucket]],
+) -> tuple[Step, ...]:
+    """The steps, with copies behind their source; each reduction is waited for before the next one starts."""
+    after: dict[int, list[Step]] = {}
+    for g in gradients:
+        if g.copied:
+            after.setdefault(ready[g.buffer], []).append(copy_into(g.buffer, g.view, g.param, "its unit"))
+    flying: Bucket | None = None
+    for at, bucket in buckets:
+        if flying is not None:
+            after.setdefault(at, []).append(Wait(flying.name, flying.buffers))
+        after.setdefault(at, []).append(Collective("reduce_scatter", bucket.name, bucket.group, bucket.buffers))
+        flying = bucket
+    steps: list[Step] = [*after.get(-1, ())]
+    for position, step in enumerate(program.steps):
+        steps += [step, *after.get(position, ())]
+    return (*steps, Wait(flying.name, flying.buffers)) if flying is not None else tuple(steps)
+
+
+def copied_bytes(program: Program) -> int:
+    """Bytes of gradients that a call copies, or converts, only to bring them to where they are reduced."""
+    within = {
+        buffer.name: prod(size for size in buffer.shape if isinstance(size, int)) * ITEMSIZE[buffer.dtype]
+        for buffer in program.buffers
+        if (buffer.storage or "").startswith((WITHIN, "bucket:"))
+    }
+    copies = (step for step in program.steps if getattr(step, "op", "") == "aten.cat.default")
+    return sum(within.get(name, 0) for step in copies for name in step.writes)

@@ -1,0 +1,222 @@
+"""FSDP2: what `fully_shard` keeps of a module, its hooks, and its arithmetic."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_STATE = ("_is_root", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
+          "_post_forward_hook_handle")  # fmt: skip
+_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", "all_reduce_grads", "is_sharded",
+          "_to_sharded", "_reshard_after_forward", "_all_gather_process_group", "_reduce_scatter_process_group",
+          "gradient_divide_factor")  # fmt: skip
+_PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor",
+          "_setattr_on_modules", "_module_info", "init_dtype_attrs", "_orig_size", "fsdp_placement", "is_dtensor",
+          "offload_to_cpu", "padded_sharded_param_size")  # fmt: skip
+
+
+def states_in(module: torch.nn.Module) -> list[Any]:
+    """The state of each `fully_shard` call on `module` or modules inside it, each once, outer ones first."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    found = {id(state): state for m in module.modules() if (state := _get_module_fsdp_state(m)) is not None}
+    return list(found.values())
+
+
+def initialize(states: list[Any]) -> None:
+    """What FSDP's first forward does: find roots, and whatever it leaves until then."""
+    for state in states:
+        if state._is_root is None:
+            state._lazy_init()
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Groups of parameters that communicate together."""
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def missing(states: list[Any]) -> list[str]:
+    """Private names that taking over needs and this torch lacks."""
+    found: dict[str, None] = {}
+    for state in states:
+        found |= dict.fromkeys(name for name in _STATE if not hasattr(state, name))
+        for group in groups_of(state):
+            known = {*dir(type(group)), *vars(group)}  # some are properties that raise before the first forward
+            found |= dict.fromkeys(name for name in _GROUP if name not in known)
+            for param in group.fsdp_params:
+                found |= dict.fromkeys(name for name in _PARAM if not hasattr(param, name))
+    return list(found)
+
+
+def objections(states: list[Any]) -> list[str]:
+    """What these modules were asked for that only FSDP's own hooks do. They are initialized."""
+    found: dict[str, None] = {}
+    for state in states:
+        for group in groups_of(state):
+            found |= dict.fromkeys(_objections(group))
+    return list(found)
+
+
+def _objections(group: Any) -> Iterator[str]:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    if not isinstance(group.mesh_info, FSDPMeshInfo):
+        yield "parameters are replicated, not sharded"
+        return
+    if type(getattr(group, "_all_gather_comm", None)).__name__ not in ("DefaultAllGather", "NoneType"):
+        yield "all-gathers are the user's own, or use memory of their own"
+    if type(getattr(group, "_reduce_scatter_comm", None)).__name__ not in ("DefaultReduceScatter", "NoneType"):
+        yield "reduce-scatters are the user's own, or use memory of their own"
+    if getattr(group, "_all_reduce_hook", None) is not None:
+        yield "an all-reduce hook is set"
+    if getattr(group, "reduce_scatter_unused_params", False):
+        yield "unused parameters take part in reductions (set_reduce_scatter_unused_params)"
+    for param in group.fsdp_params:
+        if param.offload_to_cpu:
+            yield "parameters are kept in CPU memory (CPUOffloadPolicy)"
+        if param.fsdp_placement.dim != 0:
+            yield f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
+        if param.is_dtensor:
+            yield "parameters are DTensors already (tensor parallelism)"
+        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            yield "parameters bring all-gather extensions (fsdp_pre_all_gather)"
+        if not param.orig_dtype.is_floating_point:
+            yield f"a parameter has dtype {param.orig_dtype}"
+
+
+def reshards_partly(group: Any) -> bool:
+    """Whether the forward leaves parameters sharded over fewer ranks (reshard_after_forward=N)."""
+    return bool(getattr(group, "_use_post_forward_mesh", False))
+
+
+def replica_group(group: Any) -> Any:
+    """The process group of ranks that hold the same shards, or None."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+
+    return group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+
+
+def sums_only(group: Any) -> bool:
+    """Whether reductions are to be plain sums (set_force_sum_reduction_for_comms)."""
+    return bool(getattr(group, "force_sum_reduction_for_comms", False))
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def compute_dtype(param: Any) -> torch.dtype:
+    """What the gathered parameter is computed with."""
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
+
+
+def reduce_dtype(param: Any) -> torch.dtype:
+    """What its gradients are reduced in."""
+    return param.reduce_dtype or compute_dtype(param)
+
+
+def full_name(param: Any, number: int) -> str:
+    """Its name within the root module, which FSDP finds when it is initialized."""
+    return param._param_fqn or f"{param._module_info.param_name}#{number}"
+
+
+def virtual_parameter(param: Any) -> torch.nn.Parameter:
+    """A parameter that looks like the gathered one, and holds no memory: for tracing. Its elements must not be read."""
+    import torch
+
+    tensor = torch.empty(param._orig_size, dtype=compute_dtype(param), device=param.device)
+    tensor.untyped_storage().resize_(0)
+    return torch.nn.Parameter(tensor, requires_grad=param.sharded_param.requires_grad)
+
+
+def shown(param: Any) -> torch.nn.Parameter:
+    """What the module has in this parameter's place."""
+    found: torch.nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
+    return found
+
+
+def show(param: Any, instead: torch.nn.Parameter) -> None:
+    """Put another tensor in its place, wherever modules share it."""
+    param._setattr_on_modules(instead)
+
+
+def shard_data(param: Any) -> torch.Tensor:
+    """This rank's shard, flat and padded, as it is to be gathered."""
+    data: torch.Tensor = param._sharded_param_data
+    dtype = compute_dtype(param)
+    return data if data.dtype == dtype else data.to(dtype)
+
+
+def add_gradient(param: Any, shard: torch.Tensor) -> None:
+    """Set or add to the sharded parameter's .grad, and run its hooks, as FSDP does after a reduction."""
+    shard = shard.to(param.orig_dtype)
+    new = shard.as_strided(param.sharded_size, param.contiguous_sharded_stride, shard.storage_offset())
+    sharded = param.sharded_param
+    if sharded.grad is None:
+        sharded.grad = param.to_sharded_dtensor(new)
+    else:
+        sharded.grad._local_tensor += new
+    for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(sharded)
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+Place = tuple[dict[int, Any], int]
+"""A hook: the module's table, and its key there."""
+
+
+def hook_places(state: Any) -> tuple[list[Place], list[Place]]:
+    """Where FSDP's hooks before and after the forward of this state's modules are registered."""
+    before = [module._forward_pre_hooks for module in state._modules]
+    after = [module._forward_hooks for module in state._modules]
+    handles: list[Any] = []
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handles += getattr(handle, "handles", None) or [handle]  # one handle stands for several modules' hooks
+    places = [(handle.hooks_dict_ref(), handle.id) for handle in {id(handle): handle for handle in handles}.values()]
+    return (
+        [(table, key) for table, key in places if any(table is other for other in before)],
+        [(table, key) for table, key in places if any(table is other for other in after)],
+    )
+
+
+def input_cast(state: Any) -> torch.dtype | None:
+    """What floating-point inputs of the modules are converted to."""
+    dtype: torch.dtype | None = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
+    return dtype
+
+
+def output_cast(state: Any) -> torch.dtype | None:
+    """What floating-point outputs of the modules are converted to."""
+    dtype: torch.dtype | None = state._mp_policy.output_dtype
+    return dtype
+
+
+def inputs_to_device(state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """What FSDP's root does to inputs of a forward: they go to the parameters' device."""
+    if state._device.type == "cpu" or not (args or kwargs):
+        return args, kwargs
+    from torch.distributed.utils import _to_kwargs
+
+    moved, named = _to_kwargs(args, kwargs, state._device, False)
+    return moved[0], named[0]
+
+
+def wait_for_optimizer(state: Any) -> None:
+    """Wait for the event that the user has named (set_post_optim_event)."""
+    import torch
+
+    context = state._state_ctx
+    event = getattr(context, "post_optim_event", None)
+    if event is not None:
+        torch.get_device_module(state._device).current_stream().wait_event(event)
+        context.post_optim_event = None

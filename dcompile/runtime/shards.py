@@ -1,0 +1,174 @@
+"""Sharded parameters while a program runs: gathered into its memory, and their gradients reduced to shards again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile.collectives.params import ShardGroup, ShardUnit
+from dcompile.ir.nodes import Bucket
+
+
+@dataclass(eq=False)
+class Shards:
+    """The sharded parameters of one model: who holds what, and gradients that are still to be reduced."""
+
+    units: Mapping[int, ShardUnit]
+    groups: Mapping[str, ShardGroup]
+    _whole: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    """Unit -> sum of its gradients on this rank, padded, from backwards that were not to reduce them."""
+    _partial: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    """Unit -> sum of its shards that have been reduced, but not among replicas yet."""
+
+    def source(self, buckets: tuple[Bucket, ...], accumulates: bool = False) -> Exchange:
+        """What one call of a program with these buckets exchanges through.
+
+        `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not.
+        """
+        return Exchange(self, {bucket.name: bucket for bucket in buckets}, accumulates)
+
+    def flush(self) -> None:
+        """At the end of a backward: reduce what earlier ones left of units that this one did not reach.
+
+        Every rank has left gradients of the same units, as it ran the same backwards.
+        """
+        for number in sorted(self._whole):
+            group = self._group_of(number)
+            if group.wants() != "nothing":
+                whole = self._whole.pop(number)
+                pending = self._scatter(group, {number: whole}, f"the rest of {self.units[number].name}")
+                self._finish(pending)
+
+    def _group_of(self, number: int) -> ShardGroup:
+        return self.groups[self.units[number].group]
+
+    # --- reductions ---
+
+    def _scatter(self, group: ShardGroup, full: Mapping[int, torch.Tensor], name: str) -> _Reducing:
+        """Start reducing units of one group."""
+        process_group = group.scatter_group()
+        first = next(iter(full.values()))
+        rule = group.reduction(first.dtype)
+        for number, tensor in full.items():
+            if number in self._whole:
+                tensor.add_(self._whole.pop(number))
+            if rule.divide_before not in (None, 1):
+                tensor.div_(rule.divide_before)
+        world = dist.get_world_size(process_group)
+        sizes = [tensor.numel() // world for tensor in full.values()]
+        flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        shards = dict(zip(full, torch.split(flat, sizes), strict=True))
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = rule.scatter
+        with _named(name, full, self.units, process_group):
+            work = process_group.reduce_scatter_tensor_coalesced(list(shards.values()), list(full.values()), options)
+        return _Reducing(name, group, flat, shards, work)
+
+    def _finish(self, pending: _Reducing) -> None:
+        """Wait for a reduction, go on among replicas if it is to, and hand the shards on as gradients."""
+        group, shards = pending.group, pending.shards
+        with _named(pending.name, shards, self.units, group.scatter_group()):
+            pending.work.wait()
+        rule, replicas = group.reduction(pending.flat.dtype), group.replica_group()
+        if replicas is not None and group.wants() == "shards":
+            for number, shard in shards.items():
+                kept = self._partial.get(number)
+                self._partial[number] = shard if kept is None else kept.add_(shard)
+            return
+        if replicas is not None:
+            for number, shard in shards.items():
+                if number in self._partial:
+                    shard.add_(self._partial.pop(number))
+            with _named(f"{pending.name} among replicas", shards, self.units, replicas):
+                dist.all_reduce(pending.flat, group=replicas, op=rule.reduce)
+        if rule.divide_after not in (None, 1):
+            pending.flat.div_(rule.divide_after)
+        for number, shard in shards.items():
+            self.units[number].commit(shard)
+
+    def keep(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Add up gradients that are not to be reduced yet."""
+        for number, tensor in full.items():
+            kept = self._whole.get(number)
+            self._whole[number] = tensor.clone() if kept is None else kept.add_(tensor)
+
+
+@dataclass(eq=False)
+class _Reducing:
+    """A reduce-scatter in flight."""
+
+    name: str
+    group: ShardGroup
+    flat: torch.Tensor
+    """All shards of this rank, end to end."""
+    shards: dict[int, torch.Tensor]
+    work: Any
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The collectives of one call of a program; see `collectives.params.ShardSource`."""
+
+    shards: Shards
+    buckets: Mapping[str, Bucket]
+    accumulates: bool
+    _gathering: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, default_factory=dict)
+    """Bucket -> its work, and the shards that it reads, which must live until it is done."""
+    _reducing: dict[str, _Reducing] = field(init=False, default_factory=dict)
+
+    def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start filling `full` with the units that the ranks hold shards of."""
+        found = self.buckets[bucket]
+        group = self.shards.groups[found.group].gather_group()
+        shards = [self.shards.units[number].data() for number in found.units]
+        with self._named("all-gather", found, group):
+            self._gathering[bucket] = (group.allgather_into_tensor_coalesced(full, shards), shards)
+
+    def wait_gather(self, bucket: str) -> None:
+        """Wait for what `start_gather` began."""
+        found = self.buckets[bucket]
+        work, _ = self._gathering.pop(bucket)
+        with self._named("all-gather", found, self.shards.groups[found.group].gather_group()):
+            work.wait()
+
+    def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start summing up `full` over the ranks; or keep it, in a backward that is not to reduce."""
+        if not self.accumulates:
+            return
+        found = self.buckets[bucket]
+        group = self.shards.groups[found.group]
+        units = dict(zip(found.units, full, strict=True))
+        if group.wants() == "nothing":
+            self.shards.keep(units)
+        else:
+            self._reducing[bucket] = self.shards._scatter(group, units, f"the reduce-scatter {bucket}")
+
+    def wait_scatter(self, bucket: str) -> None:
+        """Wait for what `start_scatter` began, and hand the shards on as gradients."""
+        pending = self._reducing.pop(bucket, None)
+        if pending is not None:
+            self.shards._finish(pending)
+
+    def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
+        return _named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+
+
+@contextlib.contextmanager
+def _named(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
+    """Say in an error which collective failed, of which parameters, and over which ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = [units[number].name for number in numbers]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        error.add_note(
+            f"dcompile: rank {dist.get_rank()} was in {what} of {', '.join(names[:3])}{more}, "
+            f"over ranks {dist.get_process_group_ranks(group)}; "
+            "another rank has failed, stalled, or does not run this step"
+        )
+        raise

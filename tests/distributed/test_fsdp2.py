@@ -1,0 +1,50 @@
+"""FSDP2 on two Gloo ranks: dcompile against stock eager FSDP2 in the same processes."""
+
+import pytest
+
+from tests.distributed.harness import Ranks
+
+CASES = "tests.distributed.fsdp_cases:"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+def values(ranks, case, **keywords):
+    return ranks.run(CASES + case, 150, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("how", "collectives"),
+    [
+        # gathers of the forward, those that the backward needs again, reductions
+        pytest.param({"name": "mlp", "wrap": "root"}, 1 + 0 + 1, id="mlp, root"),
+        pytest.param({"name": "mlp"}, 3 + 1 + 3, id="mlp"),
+        pytest.param({"name": "mlp", "accumulate": True}, 7, id="mlp, without sync"),
+        pytest.param({"name": "mlp", "order": "torch.compile"}, 7, id="mlp, torch.compile"),
+        pytest.param({"name": "mlp", "order": "module.compile"}, 7, id="mlp, module.compile"),
+        pytest.param({"name": "mlp", "reshard_after_forward": False}, 3 + 0 + 3, id="mlp, not resharded"),
+        pytest.param({"name": "uneven"}, 7, id="uneven and empty shards"),
+        pytest.param({"name": "uneven", "wrap": "root", "accumulate": True}, 2, id="uneven, root, without sync"),
+        pytest.param({"name": "llama"}, 3 + 2 + 3, id="Llama"),
+        pytest.param({"name": "llama_tied", "accumulate": True}, 3 + 2 + 3, id="tied Llama, without sync"),
+    ],
+)
+def test_training_equals_stock_fsdp(ranks, how, collectives):
+    for found in values(ranks, "against_stock", **how):
+        receipt = found["receipt"]
+        assert (receipt.adapter, receipt.eligible, receipt.reasons) == ("fsdp2", True, ())
+        assert (receipt.graphs, receipt.graph_breaks, receipt.collectives) == (1, 0, collectives)
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_training_with_our_kernels_stays_close(ranks, name):
+    for found in values(ranks, "against_stock", name=name, options={}):
+        assert found["receipt"].kernels > 0 and found["receipt"].eligible
+        assert found["ranks"] == 0
+        assert found["loss"] <= 1e-5 and found["grad"] <= 1e-5

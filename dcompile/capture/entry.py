@@ -115,8 +115,9 @@ class Entry:
             limits=settings.limits,
         )
         function = _fresh_function(self.target)
+        model, own = self.model, function.__code__
         compat.dynamo.wrap_frame_callback(
-            context, lambda code: self.model.compiling(code, function.__code__), self.model.compiled
+            context, lambda code: model.compiling(code, own), lambda code, whole: model.compiled(code, own, whole)
         )
         compiled: Callable[..., Any] = context(function)
         return compiled

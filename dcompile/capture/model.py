@@ -98,9 +98,12 @@ class CompiledModel:
             if code is not entry:
                 self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
 
-    def compiled(self, whole: bool) -> None:
-        """A frame was compiled, `whole` or with code that stays eager. Raises GivenBack before any of it runs."""
-        if not whole and self.shards is not None:
+    def compiled(self, code: Any, entry: Any, whole: bool) -> None:
+        """A frame was compiled, `whole` or with code that stays eager. Raises GivenBack before any of it runs.
+
+        If the outermost frame is whole, all of the model is in it; what else comes by is torch's own.
+        """
+        if code is entry and not whole and self.shards is not None:
             raise GivenBack("a part of the model is not compiled (graph break), where parameters would be missing")
 
     def begin(self, inside_ddp: bool) -> Invocation:

@@ -67,7 +67,7 @@ def context_limits(context: Any) -> dict[str, Any]:
 def wrap_frame_callback(
     context: Any,
     around: Callable[[Any], contextlib.AbstractContextManager[Any]],
-    compiled: Callable[[bool], None] = lambda whole: None,
+    compiled: Callable[[Any, bool], None] = lambda code, whole: None,
 ) -> None:
     """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here.
 
@@ -82,7 +82,7 @@ def wrap_frame_callback(
         breaks = graph_break_count()
         with around(frame.f_code):
             result = inner(frame, *args, **kwargs)
-        compiled(getattr(result, "guarded_code", None) is not None and graph_break_count() == breaks)
+        compiled(frame.f_code, getattr(result, "guarded_code", None) is not None and graph_break_count() == breaks)
         return result
 
     # Dynamo finds the backend of a cached frame through this attribute

@@ -124,3 +124,190 @@ def against_stock(
         "ranks": across_ranks(found["params"]),
         "receipt": dcompile.receipt(module),
     }
+
+
+# --- one thing at a time: each case runs the same steps under stock FSDP2 and under dcompile, and compares
+
+
+def same_as_stock(
+    steps: Callable[[Any, Any], Any], name: str = "mlp", wrap: str = "blocks", **how: Any
+) -> dict[str, Any]:
+    """Run `steps(call, module)` both ways: largest difference of gradients and of what it returns, and the receipt."""
+    order, options = how.pop("order", "compile"), how.pop("options", None)
+    stock, module = make(name, wrap, **how), make(name, wrap, **how)
+    call = compiled(module, order, options)
+    expected, found = steps(stock, stock), steps(call, module)
+    return {
+        "grad": largest_difference(gradients(stock), gradients(module)),
+        "param": largest_difference(parameters(stock), parameters(module)),
+        "result": 0.0 if expected is None else largest_difference(expected, found),
+        "receipt": dcompile.receipt(module),
+    }
+
+
+def backward(call: Any, module: Any, step: int = 0) -> None:
+    loss_of(call(**inputs(module, step))).backward()
+
+
+def forwards_of_all_kinds() -> dict[str, Any]:
+    """Evaluation, forwards without backward, and a submodule called by itself, between training steps."""
+
+    def steps(call: Any, module: Any) -> dict[str, Any]:
+        backward(call, module)
+        found = {}
+        module.eval()
+        with torch.no_grad():
+            found["eval"] = call(**inputs(module, 1))
+        with torch.inference_mode():
+            found["inference"] = call(**inputs(module, 2)).clone()
+        module.train()
+        call(**inputs(module, 3))  # its graph is dropped
+        found["part"] = module.a(inputs(module, 4)["x"]).detach()
+        backward(call, module, 5)
+        return found
+
+    return same_as_stock(steps)
+
+
+def kept_graph() -> dict[str, Any]:
+    """A second backward of one forward; and of parameters that were kept for it, or are gathered again."""
+
+    def steps(call: Any, module: Any) -> None:
+        loss = loss_of(call(**inputs(module, 0)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    return same_as_stock(steps)
+
+
+def frozen(**how: Any) -> dict[str, Any]:
+    """Some parameters without gradients, from the start and later."""
+
+    def steps(call: Any, module: Any) -> None:
+        module.a.weight.requires_grad_(False)
+        backward(call, module, 0)
+        module.b.requires_grad_(False)
+        backward(call, module, 1)
+
+    return same_as_stock(steps, **how)
+
+
+def autograd_grad() -> dict[str, Any]:
+    """Gradients of inputs alone reduce nothing and leave no .grad behind."""
+
+    def steps(call: Any, module: Any) -> dict[str, Any]:
+        x = inputs(module, 0)["x"].requires_grad_()
+        (found,) = torch.autograd.grad(loss_of(call(x)), [x])
+        assert all(p.grad is None for p in module.parameters())
+        return {"found": found}
+
+    return same_as_stock(steps)
+
+
+def left_over() -> dict[str, Any]:
+    """Gradients of a step without sync, of a layer that the step with sync does not reach."""
+
+    class Branching(models.Branching):
+        def forward(self, x: torch.Tensor, short: bool = False) -> torch.Tensor:
+            return super().forward(x, short)
+
+    MAKE["branching"] = Branching
+
+    def steps(call: Any, module: Any) -> None:
+        module.set_requires_gradient_sync(False)
+        loss_of(call(inputs(module, 0)["x"], False)).backward()
+        module.set_requires_gradient_sync(True)
+        loss_of(call(inputs(module, 1)["x"], True)).backward()
+
+    return same_as_stock(steps, "branching")
+
+
+def hooks_and_settings() -> dict[str, Any]:
+    """Hooks on parameters, replaced parameters, a divisor of one's own, and resharding that is changed on the way."""
+    fired: list[str] = []
+
+    def steps(call: Any, module: Any) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+        backward(call, module, 0)
+        module.load_state_dict({n: p.detach().clone() * 0.5 for n, p in module.state_dict().items()}, assign=True)
+        module.set_gradient_divide_factor(2.0)
+        backward(call, module, 1)
+        module.set_reshard_after_forward(False)
+        backward(call, module, 2)
+        module.set_reshard_after_forward(True)
+        backward(call, module, 3)
+
+    found = same_as_stock(steps)
+    half = len(fired) // 2
+    return found | {"fired": (half, sorted(fired[:half]) == sorted(fired[half:]))}
+
+
+def stock_by_option() -> dict[str, Any]:
+    def steps(call: Any, module: Any) -> None:
+        for step in range(2):
+            backward(call, module, step)
+
+    return same_as_stock(steps, options={**ATEN, "distributed": "stock"})
+
+
+def graph_break() -> dict[str, Any]:
+    """A layer that Dynamo may not see would find parameters without data: all goes back to FSDP."""
+    MAKE["outside"] = models.UsedOutside
+
+    def steps(call: Any, module: Any) -> None:
+        for step in range(2):
+            backward(call, module, step)
+
+    return same_as_stock(steps, "outside")
+
+
+def checkpoints(folder: str) -> dict[str, Any]:
+    """What stock FSDP2 saves is loaded into a compiled module and back; names and values are the same."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    stock, module = make("mlp"), make("mlp")
+    call = compiled(module)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (stock, module)]
+    for step in range(2):
+        for run, m, optimizer in ((stock, stock, optimizers[0]), (call, module, optimizers[1])):
+            backward(run, m, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {}
+    pairs = ((stock, module, optimizers), (module, stock, optimizers[::-1]))
+    for number, (source, target, (theirs, ours)) in enumerate(pairs):
+        saved = dict(zip(("model", "optim"), get_state_dict(source, theirs), strict=True))
+        dcp.save(saved, checkpoint_id=f"{folder}/{number}")
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.zero_()
+        wanted = dict(zip(("model", "optim"), get_state_dict(target, ours), strict=True))
+        dcp.load(wanted, checkpoint_id=f"{folder}/{number}")
+        set_state_dict(target, ours, model_state_dict=wanted["model"], optim_state_dict=wanted["optim"])
+        found[f"keys{number}"] = list(saved["model"]) == list(wanted["model"])
+        found[f"same{number}"] = largest_difference(parameters(source), parameters(target)) == 0
+    for run, m in ((stock, stock), (call, module)):
+        backward(run, m, 5)
+    return found | {"grad": largest_difference(gradients(stock), gradients(module))}
+
+
+def memory() -> dict[str, Any]:
+    """Bytes of gathered parameters that a forward leaves behind, and bytes that a step copies."""
+    found: dict[str, Any] = {}
+    for reshard in (True, False):
+        module = make("mlp", reshard_after_forward=reshard)
+        call = compiled(module, options={})
+        sizes = {p.numel() * 4 for p in module.parameters() if p.ndim == 2}
+        backward(call, module)
+        loss = loss_of(call(**inputs(module, 1)))
+        node = loss.grad_fn
+        while "Compiled" not in type(node).__name__:
+            node = node.next_functions[0][0]
+        saved = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in node.saved_tensors}
+        found["gathered again" if reshard else "kept"] = sorted(n for n in saved.values() if n in sizes)
+        found["modules"] = all(type(p).__name__ == "DTensor" for p in module.parameters())
+        loss.backward()
+        assert dcompile.receipt(module).eligible
+    return found | {"copied": dcompile.receipt(module).bytes_copied}

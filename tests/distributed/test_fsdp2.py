@@ -48,3 +48,38 @@ def test_training_with_our_kernels_stays_close(ranks, name):
         assert found["receipt"].kernels > 0 and found["receipt"].eligible
         assert found["ranks"] == 0
         assert found["loss"] <= 1e-5 and found["grad"] <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["forwards_of_all_kinds", "kept_graph", "frozen", "autograd_grad", "left_over"])
+def test_ways_to_run_equal_stock_fsdp(ranks, case):
+    for found in values(ranks, case):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        assert found["receipt"].eligible
+
+
+def test_hooks_and_settings_equal_stock_fsdp(ranks):
+    for found in values(ranks, "hooks_and_settings"):
+        assert (found["grad"], found["param"], found["fired"]) == (0, 0, (6, True))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("stock_by_option", "option distributed='stock'"),
+        ("graph_break", "a part of the model is not compiled (graph break), where parameters would be missing"),
+    ],
+)
+def test_what_cannot_be_taken_over_stays_stock(ranks, case, reason):
+    for found in values(ranks, case):
+        assert (found["grad"], found["param"]) == (0, 0)
+        assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
+
+
+def test_checkpoints_go_both_ways(ranks, tmp_path):
+    for found in values(ranks, "checkpoints", folder=str(tmp_path)):
+        assert found == {"keys0": True, "same0": True, "keys1": True, "same1": True, "grad": 0}
+
+
+def test_gathered_parameters_are_not_kept(ranks):
+    for found in values(ranks, "memory"):
+        assert found == {"gathered again": [], "kept": [640, 6400], "modules": True, "copied": 0}

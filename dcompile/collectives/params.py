@@ -160,6 +160,9 @@ class ShardSource(Protocol):
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began, and hand the shards on as gradients."""
 
+    def pending(self, bucket: str) -> Any:
+        """The torch.distributed.Work that is in flight for a bucket, or None."""
+
 
 class ShardUnit(Protocol):
     """One unit of sharded parameters, at run time."""

@@ -154,6 +154,13 @@ class Exchange:
         if pending is not None:
             self.shards._finish(pending)
 
+    def pending(self, bucket: str) -> Any:
+        """The work that is in flight for a bucket, or None."""
+        if bucket in self._gathering:
+            return self._gathering[bucket][0]
+        reducing = self._reducing.get(bucket)
+        return None if reducing is None else reducing.work
+
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
         return _named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules._functions import SyncBatchNorm
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter, GivenBack
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.eligibility import outside_use
+from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import ShardedParameters, Toolbox
 from dcompile.config import Config
 
@@ -90,7 +92,7 @@ class CompiledModel:
         """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         try:
-            with compat.dynamo.tracing_settings(self.settings.dynamic):
+            with compat.dynamo.tracing_settings(self.settings.dynamic, {SyncBatchNorm: sync_batch_norm}):
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began

@@ -91,10 +91,13 @@ def wrap_frame_callback(
 
 
 @contextlib.contextmanager
-def tracing_settings(dynamic: bool | None = None) -> Iterator[None]:
+def tracing_settings(
+    dynamic: bool | None = None, instead: Mapping[Any, Callable[..., Any]] | None = None
+) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
-    `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
+    `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed. `instead`:
+    for an autograd Function of torch's, the function that is traced where `apply` of the former is called.
     """
     import logging
 
@@ -119,6 +122,7 @@ def tracing_settings(dynamic: bool | None = None) -> Iterator[None]:
     with (
         config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
         _quiet_metrics(),
+        _traced_instead(instead or {}),
     ):
         yield
 
@@ -131,6 +135,24 @@ def keeps_static_graphs() -> bool:
     import torch._dynamo.config as config
 
     return hasattr(config, "automatic_dynamic_exclusion_guard")
+
+
+@contextlib.contextmanager
+def _traced_instead(instead: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Trace other functions where Dynamo meets `apply` of these autograd Functions."""
+    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    original = AutogradFunctionVariable.call_apply
+
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        function = instead.get(self.fn_cls)
+        if function is None:
+            return original(self, tx, args, kwargs)
+        return UserFunctionVariable(function).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
+
+    with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
+        yield
 
 
 def _quiet_metrics() -> contextlib.AbstractContextManager[Any]:

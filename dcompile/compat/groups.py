@@ -38,6 +38,21 @@ def group_store(group: Any) -> Any:
     return c10d._get_process_group_store(group)
 
 
+def gathered(tensor: Any, group: Any) -> Any:
+    """This tensor of every rank, one behind the other along the first dimension: traced, an operation of the graph."""
+    import torch.distributed._functional_collectives as functional
+
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # renamed in torch 2.13
+    return gather(tensor, 0, group)
+
+
+def summed(tensor: Any, group: Any) -> Any:
+    """The sum of this tensor over the ranks: traced, an operation of the graph."""
+    import torch.distributed._functional_collectives as functional
+
+    return functional.all_reduce(tensor, "sum", group)
+
+
 def weak(thing: Any) -> Callable[[], Any]:
     """A weak reference, or None as a function."""
     return weakref.ref(thing) if thing is not None else (lambda: None)

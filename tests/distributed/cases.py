@@ -539,3 +539,36 @@ def hangs() -> None:
 
     while dist.get_rank() == 1:
         time.sleep(1)
+
+
+def sync_norm(options: dict[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:
+    """SyncBatchNorm against BatchNorm over all ranks' batches at once; `rows` is the size of each rank's batch.
+
+    Stock SyncBatchNorm has no kernels on CPUs; this is what it stands for. Losses of ranks are averaged, as by DDP.
+    """
+    rank = dist.get_rank()
+    torch.manual_seed(7)
+    reference = models.Normed()
+    torch.manual_seed(7)
+    ddp = dcompile.compile(DDP(models.Normed(models.SyncNorm)), options=dict(options))
+    worst: dict[str, float] = {"loss": 0, "grad": 0, "buffer": 0}
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        batches = [torch.randn(n, 3, 6, 6, generator=generator) for n in rows]
+        outputs = reference(torch.cat(batches)).split(rows)
+        losses = [output.pow(2).sum() for output in outputs]
+        reference.zero_grad()
+        ddp.zero_grad()
+        torch.stack(losses).mean().backward()
+        loss = ddp(batches[rank]).pow(2).sum()
+        loss.backward()
+        expected = {n: p.grad for n, p in reference.named_parameters()}
+        buffers = dict(reference.named_buffers()), dict(ddp.module.named_buffers())
+        for what, difference in (
+            ("loss", abs(loss.item() - losses[rank].item()) / max(abs(losses[rank].item()), 1)),
+            ("grad", largest_difference(expected, gradients(ddp))),
+            ("buffer", largest_difference(*buffers)),
+        ):
+            worst[what] = max(worst[what], difference)
+    report = dcompile.explain(ddp, batches[rank])
+    return worst | {"ranks": across_ranks(gradients(ddp)), "receipt": dcompile.receipt(ddp), "text": str(report)}

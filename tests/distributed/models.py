@@ -6,7 +6,9 @@ import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules._functions import SyncBatchNorm
 
 
 class Mlp(nn.Module):
@@ -56,6 +58,30 @@ class NormUnused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class SyncNorm(nn.BatchNorm2d):
+    """What SyncBatchNorm does in training, which itself refuses CPUs: there torch has no kernels for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_batches_tracked.add_(1)
+        group, statistics = dist.group.WORLD, (self.running_mean, self.running_var)
+        return SyncBatchNorm.apply(
+            x, self.weight, self.bias, *statistics, self.eps, self.momentum, group, dist.get_world_size(group)
+        )
+
+
+class Normed(nn.Module):
+    """Two convolutions, each with a BatchNorm behind it."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm_a, self.norm_b, self.head = norm(8), norm(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm_a(self.a(x)))
+        return self.head(torch.relu(self.norm_b(self.b(x))).mean((2, 3)))
 
 
 class UsedOutside(nn.Module):

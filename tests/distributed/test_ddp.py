@@ -80,6 +80,13 @@ def test_mixed_precision(ranks):
         assert found["grad"] <= 2**-8  # one rounding of bfloat16: autograd's formulas round elsewhere than eager's
 
 
+@pytest.mark.parametrize(("kernels", "rows"), [("aten", (4, 4)), ("auto", (5, 2)), ("auto", (3, 0))])
+def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows):
+    for found in values(ranks, "sync_norm", options={"kernels": kernels}, rows=rows):
+        assert found["receipt"].eligible and found["receipt"].graphs == 1 and found["receipt"].graph_breaks == 0
+        assert max(found["loss"], found["grad"], found["buffer"]) <= 1e-5 and found["ranks"] == 0
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(ranks, reentrant):
     for found in values(ranks, "checkpointed", reentrant=reentrant):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules._functions import SyncBatchNorm
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
@@ -92,7 +91,7 @@ class CompiledModel:
         """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         try:
-            with compat.dynamo.tracing_settings(self.settings.dynamic, {SyncBatchNorm: sync_batch_norm}):
+            with compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm):
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began

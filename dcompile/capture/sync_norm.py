@@ -46,7 +46,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     """(result, mean, biased variance, elements of a channel over all ranks); only the result has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, group: Any, world: int) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, group: Any, world: int) -> Any:
         channels, dims = x.shape[1], _all_but_channels(x)
         wide = _wide(x)
         own = x.numel() // channels
@@ -72,7 +72,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return y.to(x.dtype), mean, var, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Any, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any, *_: Any) -> Any:
         x, weight, mean, invstd, total = ctx.saved_tensors
         dims = _all_but_channels(x)
         wide = _wide(grad)

@@ -91,13 +91,11 @@ def wrap_frame_callback(
 
 
 @contextlib.contextmanager
-def tracing_settings(
-    dynamic: bool | None = None, instead: Mapping[Any, Callable[..., Any]] | None = None
-) -> Iterator[None]:
+def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[..., Any] | None = None) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
-    `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed. `instead`:
-    for an autograd Function of torch's, the function that is traced where `apply` of the former is called.
+    `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
+    `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied.
     """
     import logging
 
@@ -122,7 +120,7 @@ def tracing_settings(
     with (
         config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
         _quiet_metrics(),
-        _traced_instead(instead or {}),
+        _traced_instead(sync_batch_norm),
     ):
         yield
 
@@ -138,18 +136,18 @@ def keeps_static_graphs() -> bool:
 
 
 @contextlib.contextmanager
-def _traced_instead(instead: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Trace other functions where Dynamo meets `apply` of these autograd Functions."""
+def _traced_instead(sync_batch_norm: Callable[..., Any] | None) -> Iterator[None]:
+    """Trace another function where Dynamo meets `apply` of SyncBatchNorm's autograd Function."""
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
+    from torch.nn.modules._functions import SyncBatchNorm
 
     original = AutogradFunctionVariable.call_apply
 
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        function = instead.get(self.fn_cls)
-        if function is None:
+        if sync_batch_norm is None or self.fn_cls is not SyncBatchNorm:
             return original(self, tx, args, kwargs)
-        return UserFunctionVariable(function).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
+        return UserFunctionVariable(sync_batch_norm).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
 
     with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
         yield

@@ -73,7 +73,9 @@ def test_command(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_example(number: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(blocks("python")[number])
+    script.write_text(blocks("python")[number].replace("timeline.svg", str(tmp_path / "timeline.svg")))
     status, output = run([sys.executable, str(script)], tmp_path)
     assert status == 0, output
     assert "adapter=" in output, "the receipt is printed"
+    if "dcompile.profile" in script.read_text():
+        assert "all_reduce bucket0" in output and (tmp_path / "timeline.svg").read_text().startswith("<svg")

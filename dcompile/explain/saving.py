@@ -102,19 +102,20 @@ def _plot(timeline: Timeline, path: Path) -> None:
     except ImportError as error:
         raise ImportError("dcompile: a .png needs matplotlib; .svg, .html and .json need nothing") from error
     step = timeline.typical
-    figure = Figure(figsize=(11, 2.8), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11, 3), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
     seen: set[str] = set()
     for bar in bars(step, finest=step.seconds / 2000):
+        edge = {"edgecolor": "white", "linewidth": 0.5} if bar.lane == LANES[1] else {}
         name = bar.kind if bar.kind not in seen else None
         seen.add(bar.kind)
         place = len(LANES) - LANES.index(bar.lane)
         left, width = bar.begin * 1e3, (bar.end - bar.begin) * 1e3
-        axes.barh(place, width, left=left, height=0.7, color=COLOURS[bar.kind], label=name)
+        axes.barh(place, width, left=left, height=0.7, color=COLOURS[bar.kind], label=name, **edge)
     axes.set_yticks(range(1, len(LANES) + 1), reversed(LANES))
     axes.set_xlim(0, step.seconds * 1e3)
     axes.set_xlabel(f"ms\n{caption(step)}", fontsize=8)
     axes.set_title(f"{timeline.model}, rank {timeline.rank} of {timeline.world}, {timeline.device}", fontsize=9)
-    axes.legend(fontsize=7, ncols=len(seen), loc="lower center", bbox_to_anchor=(0.5, -0.75))
+    figure.legend(fontsize=7, ncols=len(seen), loc="outside lower center")
     figure.savefig(path)

@@ -10,6 +10,7 @@ from dcompile.explain.lanes import COLOURS, LANES, bars, caption
 from dcompile.explain.timeline import Timeline
 
 WIDTH, LEFT, TOP, LANE, GAP = 1000, 120, 40, 44, 14
+_EDGE = ' stroke="#ffffff" stroke-width="0.8"'
 _TEXT = 'font-family="sans-serif" font-size="12" fill="#222222"'
 
 
@@ -37,9 +38,10 @@ def _lines(timeline: Timeline) -> Iterator[str]:
     for bar in bars(step, finest=0.7 / scale):
         used.add(bar.kind)
         y = TOP + LANES.index(bar.lane) * (LANE + GAP)
+        edge = _EDGE if bar.lane == LANES[1] else ""
         yield (
             f'<rect x="{LEFT + bar.begin * scale:.2f}" y="{y}" width="{max((bar.end - bar.begin) * scale, 0.3):.2f}" '
-            f'height="{LANE}" fill="{COLOURS[bar.kind]}"><title>{escape(bar.title)}</title></rect>'
+            f'height="{LANE}" fill="{COLOURS[bar.kind]}"{edge}><title>{escape(bar.title)}</title></rect>'
         )
     for at in ticks(step.seconds):
         x = LEFT + at * scale

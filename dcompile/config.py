@@ -47,6 +47,11 @@ class Config:
         "Part of the activations that the backward may keep, 0 to 1: what is left out is computed again. 1 keeps what "
         "saves time.",
     )
+    overlap_mb: int = setting(
+        -1,
+        "What starting all-gathers early and waiting late for reductions may add to a graph's peak memory, in MiB. "
+        "-1: as much as the largest all-gather and the largest reduce-scatter hold.",
+    )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves DDP's own reducer on.")
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."

@@ -16,8 +16,8 @@ class Link:
     """Collectives within groups of up to `ranks` ranks.
 
     `gbs` is the bus bandwidth, 10^9 bytes a second: what of a ring's traffic passes one rank
-    (nccl-tests, doc/PERFORMANCE.md). `latency_us` is what the smallest collective takes between two ranks, `hop_us`
-    what each doubling of the ranks adds.
+    (nccl-tests, doc/PERFORMANCE.md); of a network, what each rank of a node adds to it. `latency_us` is what any
+    collective takes, `hop_us` what passing on from one rank to the next adds.
     """
 
     ranks: int
@@ -44,7 +44,9 @@ class Figures:
     library_us: float
     """Least time of one library call."""
     links: tuple[Link, ...]
-    """By group size, ascending; the last serves all larger groups."""
+    """Within a node, by group size, ascending; the last one's size is that of a node."""
+    network: Link | None = None
+    """Between nodes; None: all ranks are in one."""
     interference: float = 0.0
     """By what part of a collective's time the work that runs beside it takes longer."""
 
@@ -54,8 +56,20 @@ class Figures:
         return rates.get(dtype, rates["float32"]) * 1e12
 
     def link(self, ranks: int) -> Link:
-        """How a group of so many ranks is connected."""
+        """How so many ranks of one node are connected."""
         return next((link for link in self.links if link.ranks >= ranks), self.links[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group: how many ranks it has, and which communicator it is, whose collectives run one after another.
+
+    `replicas`: among how many of its like what it has reduced is summed up again (HSDP).
+    """
+
+    ranks: int = 2
+    lane: str = "communication"
+    replicas: int = 1
 
 
 RING_FACTOR: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -64,17 +78,29 @@ RING_FACTOR: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_red
 an all-gather."""
 
 
-def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int) -> float:
+def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, stride: int = 1) -> float:
     """Time of one collective on a buffer of `nbytes`, the whole one (what a gather writes, a reduction reads).
 
-    A latency that grows with the logarithm of the group (NCCL goes over to trees and PAT for small messages on many
-    ranks), plus the ring's traffic over the link.
+    Latency of a ring, or of a tree for an all-reduce if that is shorter, plus the ring's traffic over the slowest link;
+    several rings share a node's adapters (as in NCCL, src/graph/tuning.cc). Ranks of the group lie `stride` apart, and
+    ranks of a node next to one another.
     """
     if ranks <= 1:
         return figures.library_us * 1e-6
-    link = figures.link(ranks)
-    latency = link.latency_us + link.hop_us * max(math.log2(ranks) - 1, 0)
-    return latency * 1e-6 + RING_FACTOR[kind] * nbytes * (ranks - 1) / ranks / (link.gbs * 1e9)
+    node = figures.links[-1].ranks
+    network = figures.network if ranks * stride > node else None
+    inside = max(1, min(ranks, node // stride)) if network else ranks
+    link = figures.link(inside)
+    nodes = -(-ranks // inside)
+    rounds = RING_FACTOR[kind]
+    latency, gbs = link.latency_us + rounds * (ranks - nodes) * link.hop_us, link.gbs
+    if network is not None:
+        gbs = min(network.gbs * inside, link.gbs if inside > 1 else network.gbs)
+        latency = network.latency_us + rounds * ((ranks - nodes) * link.hop_us + (nodes - 1) * network.hop_us)
+        if kind == "all_reduce":
+            deep = 2 * ((inside - 1) * link.hop_us + 2 * math.ceil(math.log2(nodes)) * network.hop_us)
+            latency = min(latency, network.latency_us + deep)
+    return latency * 1e-6 + rounds * nbytes * (ranks - 1) / ranks / (gbs * 1e9)
 
 
 CPU = Figures(
@@ -86,16 +112,17 @@ CPU = Figures(
     kernel_us=2.0,
     library_us=5.0,
     # Gloo over the loop-back device, two processes of one machine
-    links=(Link(1 << 20, gbs=1.0, latency_us=150.0, hop_us=100.0),),
+    links=(Link(1 << 20, gbs=1.0, latency_us=150.0, hop_us=50.0),),
     interference=0.5,
 )
 """One core of a server: orders of magnitude, since cores, threads and other jobs vary; measure to know better."""
 
-_H100_LINKS = (
-    Link(2, gbs=260.0, latency_us=28.0),  # two H200 with NVLink, NCCL: 265 GB/s on 116 to 416 MiB
-    Link(8, gbs=340.0, latency_us=25.0, hop_us=5.0),  # of 450 GB/s NVLink each way: nccl-tests on 8 GPUs with NVSwitch
-    Link(1 << 20, gbs=45.0, latency_us=40.0, hop_us=8.0),  # one 400 Gb/s adapter for each GPU, 90 % of 50 GB/s
+_NVLINK4 = (
+    Link(2, gbs=260.0, latency_us=26.0, hop_us=1.9),  # two H200, NCCL: 265 GB/s from 116 to 416 MiB
+    Link(8, gbs=340.0, latency_us=24.0, hop_us=1.9),  # nccl-tests on DGX H100: 340 to 370 of 450 GB/s each way
 )
+_INFINIBAND_400 = Link(1 << 20, gbs=45.0, latency_us=35.0, hop_us=4.0)
+"""DGX H100: one ConnectX-7 of 400 Gb/s for each GPU, 90 % of 50 GB/s. Hops as NCCL's tuning.cc has them (LL128)."""
 
 TABLE: Mapping[str, Figures] = {
     "cpu": CPU,
@@ -107,7 +134,8 @@ TABLE: Mapping[str, Figures] = {
         arithmetic_gops=30000.0,
         kernel_us=2.5,
         library_us=4.0,
-        links=_H100_LINKS,
+        links=_NVLINK4,
+        network=_INFINIBAND_400,
         interference=0.35,  # torch.compile and DDP on two: 12 to 17 ms of all-reduces lengthen kernels by 4 to 9 ms
     ),
     "h100": Figures(
@@ -118,7 +146,8 @@ TABLE: Mapping[str, Figures] = {
         arithmetic_gops=30000.0,
         kernel_us=2.5,
         library_us=4.0,
-        links=_H100_LINKS,
+        links=_NVLINK4,
+        network=_INFINIBAND_400,
         interference=0.35,
     ),
     "a100": Figures(
@@ -129,14 +158,23 @@ TABLE: Mapping[str, Figures] = {
         arithmetic_gops=9000.0,
         kernel_us=3.0,
         library_us=5.0,
-        links=(
-            Link(8, gbs=220.0, latency_us=28.0, hop_us=5.0),  # of 300 GB/s NVLink each way
-            Link(1 << 20, gbs=22.0, latency_us=45.0, hop_us=8.0),  # 200 Gb/s for each GPU
-        ),
+        links=(Link(8, gbs=225.0, latency_us=28.0, hop_us=1.9),),  # of 300 GB/s NVLink each way
+        network=Link(1 << 20, gbs=22.0, latency_us=40.0, hop_us=4.0),  # DGX A100: 200 Gb/s for each GPU
         interference=0.35,
     ),
 }
 """By kind of device. Rates of matrix products are 80 to 90 % of the data sheet's dense ones, as large ones reach."""
+
+
+FABRICS: Mapping[str, Figures] = {
+    "h100-ib400": replace(TABLE["h100"], name="h100-ib400"),
+    "h200-ib400": replace(TABLE["h200"], name="h200-ib400"),
+    "a100-ib200": replace(TABLE["a100"], name="a100-ib200"),
+    # one adapter of 100 Gb/s for a node of eight GPUs, 80 % of it over TCP
+    "h100-eth100": replace(TABLE["h100"], name="h100-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
+    "h200-eth100": replace(TABLE["h200"], name="h200-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
+}
+"""What `dcompile.simulate` compares: nodes of eight GPUs, and what is between the nodes."""
 
 
 def table_figures(device: str) -> Figures:
@@ -154,11 +192,13 @@ def rounded(figures: Figures) -> Figures:
         arithmetic_gops=_round(figures.arithmetic_gops),
         kernel_us=_round(figures.kernel_us),
         library_us=_round(figures.library_us),
-        links=tuple(
-            replace(link, gbs=_round(link.gbs), latency_us=_round(link.latency_us), hop_us=_round(link.hop_us))
-            for link in figures.links
-        ),
+        links=tuple(map(_rounded_link, figures.links)),
+        network=None if figures.network is None else _rounded_link(figures.network),
     )
+
+
+def _rounded_link(link: Link) -> Link:
+    return replace(link, gbs=_round(link.gbs), latency_us=_round(link.latency_us), hop_us=_round(link.hop_us))
 
 
 def _round(value: float) -> float:
@@ -168,9 +208,12 @@ def _round(value: float) -> float:
 
 def to_record(figures: Figures) -> dict[str, object]:
     """As JSON can say it."""
-    links = [[link.ranks, link.gbs, link.latency_us, link.hop_us] for link in figures.links]
-    plain = {name: getattr(figures, name) for name in _PLAIN}
-    return {**plain, "tflops": [list(pair) for pair in figures.tflops], "links": links}
+    links = [*figures.links, *filter(None, (figures.network,))]
+    return {name: getattr(figures, name) for name in _PLAIN} | {
+        "tflops": [list(pair) for pair in figures.tflops],
+        "links": [[link.ranks, link.gbs, link.latency_us, link.hop_us] for link in links],
+        "has_network": figures.network is not None,
+    }
 
 
 _PLAIN = ("name", "memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "interference")
@@ -180,6 +223,11 @@ def from_record(record: Mapping[str, object]) -> Figures:
     """What `to_record` was given. Raises ValueError where the record is no such thing."""
     try:
         name, memory, attention, arithmetic, kernel, library, interference = (record[field] for field in _PLAIN)
+        links = [
+            Link(int(_positive(ranks)), _positive(gbs), _positive(latency), _number(hop))
+            for ranks, gbs, latency, hop in _rows(record["links"], 4)
+        ]
+        network = links.pop() if record["has_network"] is True and len(links) > 1 else None
         return Figures(
             name=str(name),
             memory_gbs=_positive(memory),
@@ -188,10 +236,8 @@ def from_record(record: Mapping[str, object]) -> Figures:
             arithmetic_gops=_positive(arithmetic),
             kernel_us=_positive(kernel),
             library_us=_positive(library),
-            links=tuple(
-                Link(int(_positive(ranks)), _positive(gbs), _positive(latency), _number(hop))
-                for ranks, gbs, latency, hop in _rows(record["links"], 4)
-            ),
+            links=tuple(links),
+            network=network,
             interference=_number(interference),
         )
     except KeyError as error:

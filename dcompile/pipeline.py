@@ -20,6 +20,7 @@ from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.order import start_early_wait_late
+from dcompile.codegen.schedule.overlap import overlap, predicted
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.codegen.schedule.spread import fuse_sums, on_gpu, spread_columns, spread_rows
 from dcompile.collectives.gather import insert_gathers
@@ -68,6 +69,9 @@ PASSES: tuple[Pass, ...] = (
         required=True,
     ),
     Pass(lambda program, _: start_early_wait_late(program), "start_early_wait_late"),
+    Pass(
+        lambda program, request: overlap(program, request.figures, dict(request.groups), request.early_bytes), "overlap"
+    ),
     Pass(lambda program, _: plan_memory(program), "plan_memory", required=True),
 )
 
@@ -116,6 +120,9 @@ class Pipeline:
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes)
         kernels = self._timed(request, "emit", lambda: _emit(program, self._own_products()))
         report = _report(program, kernels)
+        if program.buckets:
+            foreseen = predicted(program, request.figures, dict(request.groups))
+            report.schedule, report.predicted_us, report.exposed_us = foreseen
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         report.notes += lowered.declined

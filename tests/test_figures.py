@@ -29,7 +29,7 @@ def test_records_keep_everything(figures):
         {"links": [[2, 1.0]]},
         {"links": [[2, float("nan"), 1.0, 1.0]]},
         {"interference": -1},
-        {"name": None, "library_us": None},
+        {"library_us": None},
     ],
 )
 def test_what_is_no_record_is_refused(change):
@@ -46,18 +46,31 @@ def test_rounding_is_coarse_and_settles():
     assert rounded(H200).memory_gbs == pytest.approx(H200.memory_gbs, rel=0.1)
 
 
-def test_groups_are_served_by_the_smallest_link_that_reaches_all():
+def test_a_group_inside_a_node_is_served_by_the_smallest_link_that_reaches_all():
     assert [H200.link(n).ranks for n in (2, 3, 8)] == [2, 8, 8]
-    assert H200.link(9) == H200.link(1 << 24) == H200.links[-1]
 
 
 def test_collectives_cost_what_a_ring_moves():
-    line = dataclasses.replace(H200, links=(Link(8, gbs=100.0, latency_us=10.0, hop_us=2.0),))
+    line = dataclasses.replace(H200, links=(Link(8, gbs=100.0, latency_us=10.0, hop_us=2.0),), network=None)
     gather = collective_seconds(line, "all_gather", 8 * 10**8, 8)
-    assert gather == pytest.approx(7e-3 + 14e-6)
+    assert gather == pytest.approx(7e-3 + 24e-6)
     assert collective_seconds(line, "reduce_scatter", 8 * 10**8, 8) == gather
-    assert collective_seconds(line, "all_reduce", 8 * 10**8, 8) == pytest.approx(14e-3 + 14e-6)
+    assert collective_seconds(line, "all_reduce", 8 * 10**8, 8) == pytest.approx(14e-3 + 38e-6)
     assert collective_seconds(line, "all_reduce", 8 * 10**8, 1) < 1e-5
+
+
+def test_between_nodes_the_adapters_of_a_group_add_up():
+    wire = Link(1 << 20, gbs=10.0, latency_us=20.0, hop_us=5.0)
+    line = dataclasses.replace(H200, links=(Link(8, gbs=100.0, latency_us=10.0, hop_us=2.0),), network=wire)
+    size = 10**9
+    whole_nodes = collective_seconds(line, "all_gather", size, 16)  # a ring for each of eight adapters
+    assert whole_nodes == pytest.approx((20 + 14 * 2 + 5) * 1e-6 + size * 15 / 16 / 80e9)
+    one_of_each = collective_seconds(line, "all_gather", size, 2, stride=8)
+    assert one_of_each == pytest.approx((20 + 5) * 1e-6 + size / 2 / 10e9)
+    many = [collective_seconds(line, "all_gather", 1000, n) for n in (64, 1024)]
+    assert many[1] > 10 * many[0]  # a ring's latency grows with its ranks
+    trees = [collective_seconds(line, "all_reduce", 1000, n) for n in (64, 1024)]
+    assert trees[1] < 2 * trees[0]  # that of a tree with their logarithm
 
 
 @pytest.mark.parametrize(

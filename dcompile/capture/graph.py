@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
@@ -20,6 +21,7 @@ from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, ParamInfo, Request
+from dcompile.figures import Group
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -43,6 +45,9 @@ class Graph:
                 self.params[position] = number
         self.grads: tuple[tuple[int, int], ...] = ()
         """(position among the backward's outputs, parameter number)."""
+        devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
+        self.device = min(devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu"))
+        """What the graph runs on: a GPU if any input is on one."""
         self.notes: list[str] = []
         """What was done to the graph before AOTAutograd saw it, for people."""
         self._agreed: set[str] = set()
@@ -134,7 +139,7 @@ class Graph:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
-        request = Request(name=f"{kind}{self.number}", kind=kind, donated=donated, **more)
+        request = Request(name=f"{kind}{self.number}", kind=kind, donated=donated, **self._machine(), **more)
         executable = self.model.toolbox.compiler.compile_graph(gm, request)
         self.executables[kind] = executable
         return executable
@@ -163,6 +168,19 @@ class Graph:
             return run(args, buckets=shards.source(run.buckets))
 
         return gathering
+
+    def _machine(self) -> dict[str, Any]:
+        """What the cost model is told."""
+        found = self.adapter.communicators()
+        lanes: dict[int, str] = {}
+        for name, group in found.items():
+            lanes.setdefault(id(group), name)
+        config = self.model.settings.config
+        return {
+            "figures": self.model.toolbox.figures(self.device, next(iter(found.values()), None)),
+            "groups": tuple((name, Group(dist.get_world_size(g), lanes[id(g)])) for name, g in found.items()),
+            "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
+        }
 
     def _inference(self, gm: Any) -> Boxed:
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model

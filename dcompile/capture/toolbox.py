@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from dcompile.collectives.params import BucketSource, Compiler, ShardGroup, ShardSource, ShardUnit
+from dcompile.figures import Figures, table_figures
 from dcompile.ir.nodes import Bucket
 
 
@@ -41,6 +44,11 @@ MakeShards = Callable[[Mapping[int, ShardUnit], Mapping[str, ShardGroup]], Shard
 """(unit number -> unit, group name -> group) -> what exchanges them."""
 
 
+def figures_from_table(device: Any, _group: Any) -> Figures:
+    """What the table says of a device."""
+    return table_figures(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+
+
 @dataclass(frozen=True)
 class Toolbox:
     """Compiler, bucket memory, agreement between ranks, and who is told about the first compiled step."""
@@ -53,3 +61,5 @@ class Toolbox:
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]
     make_shards: MakeShards
+    figures: Callable[[Any, Any], Figures] = figures_from_table
+    """(device, process group or None) -> what the machine can do; the same on every rank of the group."""

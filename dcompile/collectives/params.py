@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from dcompile.figures import CPU, Figures
+from dcompile.figures import CPU, Figures, Group
 from dcompile.ir.nodes import Bucket
 
 
@@ -85,13 +85,15 @@ class Request:
     """Positions of the inputs that are the graph's own: saved tensors that nobody outside can see."""
     figures: Figures = CPU
     """What the machine can do: the same on every rank."""
-    ranks: tuple[tuple[str, int], ...] = ()
-    """(group within the plan, how many ranks it has); 2 where nothing is said."""
+    groups: tuple[tuple[str, Group], ...] = ()
+    """(group within the plan, its size and communicator)."""
+    early_bytes: int | None = None
+    """What overlapping collectives may add to the graph's peak memory; None: one unit on its way in, one out."""
 
 
 Predicted: TypeAlias = "tuple[str, str, float, float, float]"
 """(name, resource, start_us, duration_us, exposed_us) of one step: a kernel or library call on "compute", or a
-collective, named as its bucket, on its group; the last is how long its wait holds up what comes after it."""
+collective, named as its bucket, on its communicator; the last is how long its wait holds up what comes after it."""
 
 
 @dataclass(slots=True)

@@ -29,6 +29,13 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
         return False  # what torch answers for a leaf that torch.autograd.grad was asked for
 
 
+def fake_mode() -> Any:
+    """A mode in which tensors have shapes and no memory; others are taken for fake ones."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def backward_task() -> int:
     """Number of the backward that is now running; -1 outside."""
     import torch

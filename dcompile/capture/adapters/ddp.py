@@ -74,6 +74,9 @@ class DdpAdapter(PlainAdapter):
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
 
+    def communicators(self) -> dict[str, Any]:
+        return {"ddp": self.group}
+
     def bucket_rule(self) -> BucketRule | None:
         if self.state != "taken":
             return None

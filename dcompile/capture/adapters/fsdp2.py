@@ -205,6 +205,9 @@ class Fsdp2Adapter(PlainAdapter):
         self._compared.add(plan)
         return f"sharded collectives, model {self._serial} plan {len(self._compared)}"
 
+    def communicators(self) -> dict[str, Any]:
+        return {entry.name: entry.gather_group() for entry in self._groups}
+
     def process_groups(self) -> list[Any]:
         """All process groups that the programs communicate over, each once."""
         found = {id(group): group for entry in self._groups for group in (entry.gather_group(), entry.replica_group())}

@@ -26,6 +26,10 @@ class PlainAdapter:
         """Every parameter that is kept in step, by number."""
         return ()
 
+    def communicators(self) -> dict[str, Any]:
+        """The process group behind each group of the plan."""
+        return {}
+
     def bucket_rule(self) -> BucketRule | None:
         """Where buckets end; None: no buckets."""
         return None

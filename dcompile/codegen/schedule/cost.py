@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
-from dcompile.figures import Figures, collective_seconds
+from dcompile.figures import Figures, Group, collective_seconds
 from dcompile.ir.analysis import operands, row_values, sizes
 from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.nodes import (
@@ -34,18 +34,35 @@ TILE = 128
 """Matrix products on GPUs work on whole tiles of about this many rows and columns."""
 
 
-def durations(program: Program, figures: Figures, ranks: Mapping[str, int]) -> list[float]:
-    """Seconds of each step on the resource that it uses; a wait takes none of its own.
+def durations(program: Program, figures: Figures, groups: Mapping[str, Group]) -> list[float]:
+    """Seconds of each step on the resource that it uses; a wait takes some of its own only where there are replicas.
 
-    `ranks` says how many there are in each group; 2 where it does not.
+    `groups` describes those of the plan; one that is not there counts as two ranks.
     """
     table = program.table
+    started = {step.bucket: step for step in program.steps if isinstance(step, Collective)}
     on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
-    return [step_seconds(step, table, figures, ranks, on_gpu) for step in program.steps]
+    return [
+        _among_replicas(started[step.bucket], table, figures, groups)
+        if isinstance(step, Wait)
+        else step_seconds(step, table, figures, groups, on_gpu)
+        for step in program.steps
+    ]
+
+
+def _among_replicas(
+    step: Collective, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, Group]
+) -> float:
+    """What a wait does itself: sum up the shards of a reduction among replicas."""
+    group = groups.get(step.group, Group())
+    if step.kind != "reduce_scatter" or group.replicas == 1:
+        return 0.0
+    shard = collective_bytes(step, table) // group.ranks
+    return collective_seconds(figures, "all_reduce", shard, group.replicas, stride=group.ranks)
 
 
 def step_seconds(
-    step: Step, table: Mapping[str, Buffer], figures: Figures, ranks: Mapping[str, int], on_gpu: bool = False
+    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, Group], on_gpu: bool = False
 ) -> float:
     """Seconds of one step."""
     match step:
@@ -56,8 +73,8 @@ def step_seconds(
         case Extern():
             return extern_seconds(step, table, figures, on_gpu)
         case Collective():
-            count = ranks.get(step.group, 2)
-            return collective_seconds(figures, step.kind, collective_bytes(step, table), count)
+            group = groups.get(step.group, Group())
+            return collective_seconds(figures, step.kind, collective_bytes(step, table), group.ranks)
         case Wait():
             return 0.0
 

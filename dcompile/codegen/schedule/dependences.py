@@ -21,12 +21,13 @@ def touches(steps: Sequence[Step]) -> list[frozenset[str]]:
     return [reads | writes for reads, writes in _accesses(steps)]
 
 
-def edges(steps: Sequence[Step]) -> list[frozenset[int]]:
+def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozenset[int]]:
     """For each step, the earlier steps that it must not overtake.
 
     Read after write, write after read and write after write, a collective and its wait counting as both on their
     buffers; besides, collectives start in one order (each rank must start the same ones), and so run library calls with
-    effects. Edges implied by others through one buffer are left out.
+    effects. Edges implied by others through one buffer are left out. Without `ordered_starts`, the caller sees to the
+    order of collectives.
     """
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = defaultdict(list)
@@ -40,7 +41,7 @@ def edges(steps: Sequence[Step]) -> list[frozenset[int]]:
             writer[name] = number
         for name in reads - writes:
             readers[name].append(number)
-        if isinstance(step, Collective):
+        if isinstance(step, Collective) and ordered_starts:
             before.update(() if last_start is None else (last_start,))
             last_start = number
         if isinstance(step, Extern) and step.effect:

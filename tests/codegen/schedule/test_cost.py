@@ -9,7 +9,7 @@ from dcompile.codegen.schedule.cost import (
     loop_operations,
     step_seconds,
 )
-from dcompile.figures import TABLE
+from dcompile.figures import TABLE, Group
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import (
     Apply,
@@ -146,9 +146,11 @@ def test_a_programs_durations():
     )
     bucket = Bucket("b", "bfloat16", "cuda", "ddp", (0,), ("g",), (0,), 1 << 20)
     program = Program("p", ("x",), (view("g", 1 << 20),), tuple(table.values()), steps, buckets=(bucket,))
-    kernel, reduction, wait = durations(program, H200, {"ddp": 8})
+    kernel, reduction, wait = durations(program, H200, {"ddp": Group(8)})
     assert kernel == pytest.approx((4 << 20) / 4200e9 + 2.5e-6)
     assert collective_bytes(steps[1], table) == 2 << 20
-    assert reduction == pytest.approx(35e-6 + 2 * 7 / 8 * (2 << 20) / 340e9)
+    assert reduction == pytest.approx((24 + 14 * 1.9) * 1e-6 + 2 * 7 / 8 * (2 << 20) / 340e9)
     assert wait == 0
-    assert step_seconds(steps[1], table, H200, {}) == pytest.approx(28e-6 + (2 << 20) / 260e9)  # two ranks
+    assert step_seconds(steps[1], table, H200, {}) == pytest.approx(
+        (26 + 2 * 1.9) * 1e-6 + (2 << 20) / 260e9
+    )  # two ranks

@@ -1,0 +1,72 @@
+"""What a sequence of steps comes to: one stream that computes, one for each communicator, by durations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dcompile.figures import Group
+from dcompile.ir.nodes import Collective, Step, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One step on its resource, in seconds from the start. `held_up`: how long its wait holds up what comes after."""
+
+    step: int
+    resource: str
+    start: float
+    duration: float
+    held_up: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans of all steps but waits, in order of the steps."""
+
+    spans: tuple[Span, ...]
+    total: float
+    exposed: float
+    """How long nothing is computed because a collective is waited for."""
+
+
+def timeline(
+    steps: Sequence[Step], seconds: Sequence[float], groups: Mapping[str, Group], interference: float = 0.0
+) -> Timeline:
+    """Run the steps in their order; `groups` says which communicator each group is.
+
+    A collective begins when all steps before it are computed and its communicator is done with the ones before;
+    computing goes on until a wait, which holds it up until its collective is through. While a collective runs, what is
+    computed takes longer by `interference` of the time.
+    """
+    now = exposed = 0.0
+    free: dict[str, float] = {}
+    flying: dict[str, int] = {}
+    spans: list[Span] = []
+    for number, (step, duration) in enumerate(zip(steps, seconds, strict=True)):
+        match step:
+            case Collective():
+                lane = lane_of(step, groups)
+                start = max(now, free.get(lane, 0.0))
+                free[lane] = start + duration
+                flying[step.bucket] = len(spans)
+                spans.append(Span(number, lane, start, duration))
+            case Wait():
+                at = flying.pop(step.bucket)
+                span = spans[at]
+                late = max(span.start + span.duration - now, 0.0) + duration
+                spans[at] = Span(span.step, span.resource, span.start, span.duration, late)
+                exposed += late
+                now += late
+            case _:
+                beside = max(max(free.values(), default=0.0) - now, 0.0)
+                slowed = min(duration * (1 + interference), beside)
+                took = slowed + max(duration - slowed / (1 + interference), 0.0)
+                spans.append(Span(number, "compute", now, took))
+                now += took
+    return Timeline(tuple(spans), now, exposed)
+
+
+def lane_of(step: Collective, groups: Mapping[str, Group]) -> str:
+    """The communicator that a collective runs on; groups of which nothing is said are one each."""
+    return groups[step.group].lane if step.group in groups else step.group

@@ -1,0 +1,59 @@
+"""How far the cost model is from steps that were measured: files that benchmarks/gpu_ddp_fsdp.py writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dcompile.errors import OptionError
+from dcompile.figures import table_figures
+from dcompile.simulate.estimate import Setup, estimate
+from dcompile.simulate.models import SHAPES, configuration
+from dcompile.simulate.trace import Spread, trace
+
+BATCHES: Mapping[str, tuple[int, int]] = {"1B": (4, 2048), "160M": (4, 1024), "tiny": (2, 64)}
+"""Rows and tokens a row of each benchmark's model."""
+COMPARED = {"ms": "step", "compute_ms": "compute", "comm_ms": "communication", "exposed_ms": "exposed"}
+"""Field of the benchmark -> field of the estimate. Measured compute includes the optimizer."""
+
+
+def check(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Predicted and measured milliseconds of each line and each of dcompile's modes, with the relative error."""
+    lines = measured.get("lines")
+    if not isinstance(lines, Mapping):
+        raise OptionError("dcompile: the file holds no lines of benchmarks/gpu_ddp_fsdp.py")
+    rows = []
+    for label, peers in lines.items():
+        shape, _, kind = label.partition("-")
+        ours = {name: found for name, found in peers.items() if name.startswith("dcompile") and "ms" in found}
+        if shape not in SHAPES or shape not in BATCHES or not ours:
+            continue
+        predicted = predict(shape, kind, int(measured["ranks"]), str(measured["device"]))
+        for name, found in ours.items():
+            for field, value in predicted.items():
+                if field in found:
+                    error = value / found[field] - 1 if found[field] else None
+                    rows.append(
+                        {"line": label, "peer": name, "what": field, "predicted": value, "measured": found[field]}
+                        | {"error": error}
+                    )
+    if not rows:
+        raise OptionError("dcompile: the file holds no measured step of dcompile on a known model")
+    return {"device": measured["device"], "ranks": measured["ranks"], "rows": rows, "text": "\n".join(map(_line, rows))}
+
+
+def predict(shape: str, kind: str, ranks: int, device: str) -> dict[str, float]:
+    """Milliseconds by the model."""
+    rows, length = BATCHES[shape]
+    sharded = kind.startswith("fsdp")
+    spread = Spread("fsdp" if sharded else "ddp", ranks, ranks if sharded else 1)
+    traced = trace(configuration(shape, length), spread, batch=rows, length=length)
+    found = estimate(traced, Setup(table_figures(device), spread))
+    times = {field: 1e3 * getattr(found, name) for field, name in COMPARED.items()}
+    return times | {"compute_ms": times["compute_ms"] + 1e3 * found.update, "peak_mib": found.peak / (1 << 20)}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    error = "" if row["error"] is None else f"{row['error']:+.0%}"
+    head = f"{row['line']:12} {row['peer']:26} {row['what']:12}"
+    return f"{head} predicted {row['predicted']:9.2f} measured {row['measured']:9.2f} {error}"

@@ -1,0 +1,145 @@
+"""From traced programs to memory and time of a rank, by the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+import numpy as np
+
+from dcompile.codegen.schedule.cost import collective_bytes, durations
+from dcompile.codegen.schedule.overlap import overlap
+from dcompile.codegen.schedule.timeline import Timeline, timeline
+from dcompile.collectives.params import ParamInfo
+from dcompile.figures import Figures
+from dcompile.ir.index import typical
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Program, View, holder_of
+from dcompile.simulate.trace import Spread, Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What beside the programs decides what a step takes."""
+
+    figures: Figures
+    spread: Spread
+    state_dtype: str = "bfloat16"
+    """Of parameters, gradients and Adam's two moments as they are kept."""
+    early_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One step of one rank. Bytes, and seconds."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    saved: float
+    """What the forward keeps for the backward."""
+    gathered: float
+    """The most that lies gathered at one time; part of `peak`."""
+    peak: float
+    collectives: float
+    exchanged: float
+    """Bytes that all collectives are about, whole buffers."""
+    compute: float
+    communication: float
+    exposed: float
+    tail: float
+    """Of that, behind the last step that computes."""
+    update: float
+    """The optimizer, by the bytes of fused Adam."""
+    step: float
+
+
+def estimate(traced: Traced, setup: Setup) -> Estimate:
+    """What the traced step comes to."""
+    groups = {"group": setup.spread.group}
+    programs = [overlap(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)]
+    # gigabytes of GPU memory: sizes of kernels' tiles count
+    programs = [replace(p, buffers=tuple(replace(b, device="cuda") for b in p.buffers)) for p in programs]
+    lines = [
+        timeline(p.steps, durations(p, setup.figures, groups), groups, setup.figures.interference) for p in programs
+    ]
+    parameters = _kept_bytes(traced.parameters, setup)
+    forward, backward = (live_bytes(program, traced.held) for program in programs)
+    starts = [step for program in programs for step in program.steps if isinstance(step, Collective)]
+    tables = {id(step): program.table for program in programs for step in program.steps}
+    communication = sum(span.duration for line in lines for span in line.spans if span.resource != "compute")
+    update = 7 * parameters / (setup.figures.memory_gbs * 1e9)  # reads and writes three, reads the gradient
+    total = sum(line.total for line in lines)
+    exposed = sum(line.exposed for line in lines)
+    return Estimate(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=2 * parameters,
+        saved=saved_bytes(programs[0], traced.results),
+        gathered=max(live_bytes(program, traced.held, only="full").max(initial=0) for program in programs),
+        peak=3 * parameters + max(forward.max(initial=0), parameters + backward.max(initial=0)),
+        collectives=len(starts),
+        exchanged=sum(collective_bytes(step, tables[id(step)]) for step in starts),
+        compute=total - exposed,
+        communication=communication,
+        exposed=exposed,
+        tail=sum(map(_tail, lines)),
+        update=update,
+        step=total + update,
+    )
+
+
+def _tail(line: Timeline) -> float:
+    ends = [span.start + span.duration for span in line.spans if span.resource == "compute"]
+    return line.total - max(ends, default=0.0)
+
+
+def extrapolated(shallow: Estimate, deep: Estimate, traced: tuple[int, int], layers: int) -> Estimate:
+    """The estimate for `layers`, along the line through those of two depths: each further layer adds the same."""
+    factor = (layers - traced[1]) / (traced[1] - traced[0])
+    values = ((getattr(shallow, f.name), getattr(deep, f.name)) for f in fields(Estimate))
+    return Estimate(*(high + factor * (high - low) for low, high in values))
+
+
+def _kept_bytes(parameters: Iterable[ParamInfo], setup: Setup) -> float:
+    """What this rank holds of all parameters."""
+    size = ITEMSIZE[setup.state_dtype]
+    whole = sum(size * (p.shard.numel / setup.spread.shard if p.shard else prod(p.shape)) for p in parameters)
+    return float(whole)
+
+
+def saved_bytes(forward: Program, results: int) -> float:
+    """What the forward's outputs behind its results hold, beside its inputs."""
+    kept = {output.buffer for output in forward.outputs[results:] if isinstance(output, View)}
+    kept -= set(forward.inputs)
+    return float(sum(_nbytes(forward.table[name]) for name in kept))
+
+
+def live_bytes(program: Program, held: frozenset[str], only: str = "") -> np.ndarray:
+    """Live bytes at each step, parameters and gradient buckets apart: inputs until their last use, outputs to the end.
+
+    `only` restricts it to buffers whose names begin so.
+    """
+    table, count = program.table, len(program.steps)
+    first: dict[str, int] = dict.fromkeys((n for n in program.inputs if n in table), 0)
+    last = dict.fromkeys(first, 0)
+    for position, step in enumerate(program.steps):
+        for name in step.reads | step.writes:
+            root = holder_of(table[name]) or name
+            first.setdefault(root, position)
+            last[root] = position
+    for output in program.outputs:
+        if isinstance(output, View) and output.buffer not in program.inputs:
+            last[holder_of(table[output.buffer]) or output.buffer] = count - 1
+    change = np.zeros(count + 1)
+    for name, begin in first.items():
+        if name in held or not name.startswith(only):
+            continue
+        change[begin] += _nbytes(table[name])
+        change[last[name] + 1] -= _nbytes(table[name])
+    return np.cumsum(change)
+
+
+def _nbytes(buffer: Buffer) -> int:
+    in_bucket = (buffer.storage or "").startswith("bucket:")
+    return 0 if in_bucket else typical(buffer.extent) * ITEMSIZE[buffer.dtype]

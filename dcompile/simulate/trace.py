@@ -1,0 +1,222 @@
+"""Plan the forward and backward of a model that holds no data, spread over ranks that are not there.
+
+The pipeline is that of a real run: TorchDynamo, AOTAutograd, lowering, fusion, insertion of collectives, scheduling,
+memory planning. Parameters and inputs are fake CPU tensors, which have no memory; the programs are then costed as if
+they ran on the machine that is asked about. Attention is therefore the CPU's operator, whose work is that of the GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.entry import Entry
+from dcompile.capture.graph import Graph
+from dcompile.capture.model import Settings
+from dcompile.capture.toolbox import Toolbox
+from dcompile.collectives.params import BucketRule, BucketSource, ParamInfo, Report, Request, Shard
+from dcompile.compiler import CachingCompiler
+from dcompile.config import Config
+from dcompile.errors import OptionError
+from dcompile.figures import Group
+from dcompile.ir.nodes import Program
+from dcompile.pipeline import Pipeline
+
+DDP_RULE = BucketRule(1 << 20, 25 << 20)
+"""DDP's own default limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a model is spread: `ddp`, or `fsdp` (fully_shard on each layer and on the root) over `shard` ranks.
+
+    With fewer ranks to a shard group than there are, groups are replicas of one another (HSDP).
+    """
+
+    kind: Literal["plain", "ddp", "fsdp"]
+    world: int
+    shard: int = 1
+    reduce_dtype: str = "bfloat16"
+    reshard: bool = True
+
+    @property
+    def group(self) -> Group:
+        """What the programs' collectives run on."""
+        if self.kind == "fsdp":
+            return Group(self.shard, replicas=self.world // self.shard)
+        return Group(self.world)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The programs of one step, without places in memory, and what is known of the parameters."""
+
+    forward: Program
+    backward: Program
+    parameters: tuple[ParamInfo, ...]
+    held: frozenset[str]
+    """Inputs of the programs that are parameters: there the whole time."""
+    results: int
+    """Outputs of the forward that the user sees."""
+
+
+def trace(config: Any, spread: Spread, *, batch: int, length: int, dtype: str = "bfloat16") -> Traced:
+    """The programs of one training step of a causal language model, before collectives are scheduled.
+
+    Raises OptionError where the model does not come out as one graph.
+    """
+    import transformers
+
+    models: Any = transformers.AutoModelForCausalLM
+    planner = _Planner(Config.make(options={"receipt": False, "skip": "overlap", "matmul": "aten"}))
+    with compat.tensors.fake_mode(), _default_dtype(getattr(torch, dtype)):
+        model = models.from_config(config).train()
+        tokens = torch.zeros((batch, length), dtype=torch.int64)
+        toolbox = Toolbox(planner, _nothing, _nothing, _nothing, _nothing, _nothing)
+        entry = Entry(model._call_impl, None, Settings(planner.config), toolbox, _Graph)
+        adapter = _Adapter(model, spread)
+        entry.model.adopt(adapter)
+        with compat.aot.backward_at_once():
+            entry(input_ids=tokens, labels=tokens)
+    names = sorted(planner.programs)
+    if names != ["backward0", "forward0"]:
+        raise OptionError(f"dcompile: the model was captured as {', '.join(names) or 'nothing'}, not as one graph")
+    graph = entry.model.graphs[0]
+    assert isinstance(graph, _Graph), "the entry makes graphs of the class that it was given"
+    held = frozenset(graph.placeholders)
+    return Traced(planner.programs["forward0"], planner.programs["backward0"], adapter.infos, held, graph.results)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Adapter(PlainAdapter):
+    """Parameters spread as DDP or fully_shard would: numbered, in groups of layers, padded to whole shards."""
+
+    def __init__(self, model: torch.nn.Module, spread: Spread) -> None:
+        self.spread = spread
+        named = list(model.named_parameters())
+        groups = _groups(model)
+        self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+        self._kept = [parameter for _, parameter in named]  # so that no id is given out anew
+        self.infos = tuple(self._info(n, name, p, groups.get(id(p), 0)) for n, (name, p) in enumerate(named))
+
+    def _info(self, number: int, name: str, parameter: Any, together: int) -> ParamInfo:
+        shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+        if self.spread.kind != "fsdp":
+            return ParamInfo(number, name, shape, dtype, "cpu", group="group")
+        rows = -(-shape[0] // self.spread.shard) * self.spread.shard
+        shard = Shard(
+            unit=number,
+            together=together,
+            offset=0,
+            numel=rows * prod(shape[1:]),
+            reduce_dtype=self.spread.reduce_dtype,
+            reshard=self.spread.reshard and together > 0,  # as fully_shard: the root's stay gathered
+        )
+        return ParamInfo(number, name, shape, dtype, "cpu", "sharded", "group", shard)
+
+    def number_of(self, parameter: Any) -> int | None:
+        return self._numbers.get(id(parameter)) if self.spread.kind != "plain" else None
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        return self.infos
+
+
+def _groups(model: torch.nn.Module) -> dict[int, int]:
+    """Parameter -> its layer, counted from 1; all others belong to the root."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1]
+    longest = max(lists, key=len, default=torch.nn.ModuleList())
+    return {id(p): number for number, layer in enumerate(longest, 1) for p in layer.parameters()}
+
+
+class _Graph(Graph):
+    """A graph whose backward is planned with its forward, for ranks that the adapter makes up."""
+
+    placeholders: dict[str, int]
+    results = 0
+
+    def _find_shards(self, module: Any) -> list[Any]:
+        inputs = [(node, compat.aot.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
+        found = {node: self.params[index] for node, index in inputs if index in self.params}
+        self.placeholders = {node.name: number for node, number in found.items()}
+        return list(found) if self._spread.kind == "fsdp" else []
+
+    @property
+    def _spread(self) -> Spread:
+        assert isinstance(self.adapter, _Adapter), "simulated graphs have simulated parameters"
+        return self.adapter.spread
+
+    def _build(self, gm: Any, kind: Any, **more: Any) -> Any:
+        if self._spread.kind == "fsdp":
+            self._sharded = self.placeholders
+            more |= self._shards(gm, kind)
+        elif self._spread.kind == "ddp" and kind == "backward":
+            more |= {"grads": self.grads, "params": self.adapter.param_infos(), "rule": DDP_RULE}
+        compiler = self.model.toolbox.compiler
+        return compiler.compile_graph(gm, Request(name=f"{kind}{self.number}", kind=kind, **more))
+
+    def _gathering(self, run: Any) -> Any:
+        return run
+
+    def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Any:
+        self.results = self._cut.results
+        return super()._forward(gm, tokens)
+
+    def _backward(self, gm: Any) -> Any:
+        return self._build(gm, "backward")
+
+
+class _Planner(CachingCompiler):
+    """Plans each graph, and lets torch's fake tensors run it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.programs: dict[str, Program] = {}
+
+    def compile_graph(self, gm: Any, request: Request) -> Any:
+        self.programs[request.name] = _unplaced(Pipeline(self.config).plan(gm, request).program)
+        return _Fake(gm)
+
+
+def _unplaced(program: Program) -> Program:
+    """As before memory planning, so that it can be scheduled anew; what lies in a bucket or a unit stays there."""
+    planned = {"arena", "out", "input", "library"}
+    buffers = tuple(
+        replace(buffer, storage=None, offset=0) if buffer.storage in planned else buffer for buffer in program.buffers
+    )
+    return replace(program, buffers=buffers, arena_bytes=0)
+
+
+class _Fake:
+    """Implements `collectives.params.Executable` by shapes alone."""
+
+    source, buckets = "", ()
+
+    def __init__(self, gm: Any) -> None:
+        self.gm, self.report = gm, Report()
+
+    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
+        del buckets, sync
+        values = list(args)
+        args.clear()
+        with torch.no_grad():
+            return list(self.gm(*values))
+
+
+def _nothing(*_: Any) -> Any:
+    return None

@@ -16,6 +16,7 @@ from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
 from dcompile.codegen.lower.program import Lowered, lower
 from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
+from dcompile.codegen.schedule.accumulate import accumulate_products
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
@@ -54,6 +55,8 @@ class Pass:
 
 PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: drop_dead(program), "drop_dead"),
+    # before fusion, which makes one loop of sums and what reads them
+    Pass(lambda program, _: accumulate_products(program), "accumulate_products", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: reorient_columns(program), "reorient_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
     # after fusion, which decides how many rows and columns a kernel has

@@ -6,7 +6,24 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from dcompile.ir.index import Index, Size
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
+from dcompile.ir.nodes import (
+    ITEMSIZE,
+    Apply,
+    Buffer,
+    Const,
+    Extern,
+    IndexOf,
+    Load,
+    Loop,
+    Reduce,
+    Ref,
+    Scan,
+    Step,
+    Store,
+    Value,
+    View,
+    views_of,
+)
 
 
 def outer_names(loop: Loop) -> tuple[str, ...]:
@@ -114,6 +131,29 @@ def can_overwrite(loop: Loop, source: str, target: str) -> bool:
         return False
     last = passes(loop)[store.value]
     return all(at <= last for at in _passes_that_need(loop, frozenset(loads)))
+
+
+def takes_over(step: Step, old: Buffer, new: Buffer) -> bool:
+    """May `new`, which the step writes, take the very memory of `old`, which it reads for the last time?
+
+    For loops, see `can_overwrite`. A product that adds to a matrix (`aten.addmm`) may write its result over that.
+    Empty buffers, and such of another extent, cannot.
+    """
+    if old.name not in step.reads or new.name not in step.writes or new.extent == 0:
+        return False
+    if ITEMSIZE[old.dtype] != ITEMSIZE[new.dtype] or old.extent != new.extent or old.name in step.writes:
+        return False
+    match step:
+        case Loop():
+            return can_overwrite(step, old.name, new.name)
+        case Extern(op, (View() as added, *factors), _, (_,), "out") if op in ADDING_PRODUCTS:
+            lies_so = (added.buffer, added.shape, added.strides, added.offset) == (old.name, new.shape, new.strides, 0)
+            return lies_so and all(view.buffer != old.name for factor in factors for view in views_of(factor))
+        case _:
+            return False
+
+
+ADDING_PRODUCTS = ("aten.addmm.default", "aten.baddbmm.default")
 
 
 def _load(loop: Loop, ref: Ref) -> Load:

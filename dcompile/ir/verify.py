@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.errors import VerifyError
-from dcompile.ir.analysis import can_overwrite
+from dcompile.ir.analysis import can_overwrite, takes_over
 from dcompile.ir.index import Index, Size, as_index
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -321,13 +321,7 @@ def _place(buffer: Buffer) -> int:
 def _replaces(program: Program, old: Buffer, new: Buffer, lives: Mapping[str, tuple[int, int]]) -> bool:
     """Does `new` take the memory of `old` in place, in the last step that reads `old`?"""
     at = lives[new.name][0]
-    step = program.steps[at] if at < len(program.steps) else None
-    same = old.offset == new.offset and ITEMSIZE[old.dtype] == ITEMSIZE[new.dtype]
-    fresh = isinstance(step, Loop) and old.name not in step.writes and new.name not in step.reads
-    return (
-        same
-        and fresh
-        and lives[old.name][1] == at
-        and isinstance(step, Loop)
-        and can_overwrite(step, old.name, new.name)
-    )
+    if at >= len(program.steps) or lives[old.name][1] != at or old.offset != new.offset:
+        return False
+    step = program.steps[at]
+    return new.name not in step.reads and takes_over(step, old, new)

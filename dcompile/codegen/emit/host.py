@@ -480,6 +480,8 @@ class _Host:
             at = self._index(as_index(view.offset) * itemsize + buffer.offset)
             return f"run.within({name}, torch.{buffer.dtype}, {shape}, {strides}, {at})"
         at = self._index(as_index(view.offset) + buffer.offset // itemsize)
+        if at == "0" and _same(view.shape, host.shape) and _same(view.strides, host.strides):
+            return name
         start = "" if host.storage == "out" else f"{name}.storage_offset() + "
         return f"as_strided({name}, {shape}, {strides}, {start}{at})"
 

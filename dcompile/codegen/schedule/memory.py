@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from dcompile.codegen.schedule.lodging import Host, held_bytes, hosts_of, in_flight, lodge
 from dcompile.codegen.schedule.placing import Block, place_symbolic
-from dcompile.ir.analysis import can_overwrite
+from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Loop, Program, View, holder_of
+from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Program, View, holder_of
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]
@@ -127,12 +127,10 @@ def _in_place_groups(program: Program, arena: Sequence[Buffer], lives: Mapping[s
             dying[lives[buffer.name][1]].append(buffer)
     group_of: dict[str, list[Buffer]] = {buffer.name: [buffer] for buffer in arena}
     for position, step in enumerate(program.steps):
-        if not isinstance(step, Loop):
-            continue
         for name in sorted(step.writes & table.keys()):
             new = table[name]
             for old in dying[position]:
-                if old.name in step.reads and _fits(old, new) and can_overwrite(step, old.name, name):
+                if takes_over(step, old, new):
                     dying[position].remove(old)
                     group_of[name] = group_of[old.name]
                     group_of[name].append(new)
@@ -153,15 +151,9 @@ def _heirs(
     for host in hosts:
         buffer = table[host.name]
         old, new, at = (tail, buffer, last) if host.early else (buffer, head, first)
-        step = program.steps[at] if host.edge == at and at < len(program.steps) else None
-        touched = isinstance(step, Loop) and old.name in step.reads and new.name in step.writes and _fits(old, new)
-        if touched and isinstance(step, Loop) and can_overwrite(step, old.name, new.name):
+        if host.edge == at and at < len(program.steps) and takes_over(program.steps[at], old, new):
             found.add(host.name)
     return frozenset(found)
-
-
-def _fits(old: Buffer, new: Buffer) -> bool:
-    return ITEMSIZE[old.dtype] == ITEMSIZE[new.dtype] and 0 != old.extent == new.extent
 
 
 def _block(group: Sequence[Buffer], lives: Mapping[str, Life]) -> Block:

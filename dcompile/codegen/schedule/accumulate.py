@@ -1,0 +1,125 @@
+"""Sums of matrix products: each product adds to the one before, instead of all being kept until a loop adds them up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dcompile.ir.nodes import Apply, Buffer, Extern, Load, Loop, Program, Step, View
+
+ADDING = {"aten.mm.default": "aten.addmm.default", "aten.bmm.default": "aten.baddbmm.default"}
+DTYPES = ("float32", "float64")  # narrower ones are rounded after each operation, which a product that adds does not do
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A loop that adds up products, and perhaps one other value in front. All by position among the steps."""
+
+    loop: int
+    start: str
+    """The first addend, to which the others are added."""
+    begun: int
+    """The step that writes it."""
+    products: tuple[int, ...]
+    """The others, in order."""
+
+
+def accumulate_products(program: Program) -> Program:
+    """Let matrix products add to one another where a loop would only add up their results.
+
+    A weight that is used many times, such as a recurrent layer's, gets as many gradients: they need the memory of one
+    then, and no loop reads them all again.
+    Guarantees: the same values, but for the order and rounding of these sums.
+    Relies on: no step having been fused, so that a loop that only adds is seen as one.
+    """
+    sums = find_sums(program)
+    if not sums:
+        return program
+    gone = {found.loop for found in sums}
+    instead: dict[int, list[Step]] = defaultdict(list)
+    buffers = list(program.buffers)
+    table = program.table
+    for found in sums:
+        total = table[_stored(program.steps[found.loop])]
+        so_far, at = found.start, found.begun
+        for number, position in enumerate(found.products):
+            gone.add(position)
+            last = number == len(found.products) - 1
+            into = total if last else replace(total, name=f"{total.name}_so_far{number}")
+            buffers += [] if last else [into]
+            at = max(at, position)
+            instead[at].append(_adding(program.steps[position], table[so_far], into))
+            so_far = into.name
+            table[so_far] = into
+    kept = [[*([] if n in gone else [step]), *instead[n]] for n, step in enumerate(program.steps)]
+    steps = tuple(step for group in kept for step in group)
+    used = {name for step in steps for name in step.reads | step.writes} | set(program.inputs)
+    return replace(program, steps=steps, buffers=tuple(buffer for buffer in buffers if buffer.name in used))
+
+
+def find_sums(program: Program) -> list[Sum]:
+    """Loops that add up products which nothing else reads, and at most one value that nothing reads later."""
+    writers: dict[str, list[int]] = defaultdict(list)
+    readers: dict[str, list[int]] = defaultdict(list)
+    for number, step in enumerate(program.steps):
+        for name in step.writes:
+            writers[name].append(number)
+        for name in step.reads:
+            readers[name].append(number)
+    shown = {output.buffer for output in program.outputs if isinstance(output, View)}
+    table, found = program.table, []
+    for number, step in enumerate(program.steps):
+        addends = _addends(step, table) if isinstance(step, Loop) else None
+        if addends is None or not all(
+            len(writers[name]) == 1 and readers[name][-1] == number and name not in shown for name in addends
+        ):
+            continue
+        products = [name for name in addends if len(readers[name]) == 1 and _is_product(program, writers[name][0])]
+        others = [name for name in addends if name not in products]
+        read = frozenset().union(*(program.steps[writers[name][0]].reads for name in products))
+        changes = any(len(writers[name]) > (name not in program.inputs) for name in read)
+        if len(others) > 1 or not products or changes:  # a product that waits for its turn must find what it reads
+            continue
+        products.sort(key=lambda name: writers[name][0])
+        start, *rest = [*others, *products]
+        found.append(Sum(number, start, writers[start][0], tuple(writers[name][0] for name in rest)))
+    return found
+
+
+def _stored(step: Step) -> str:
+    (name,) = step.writes
+    return name
+
+
+def _addends(loop: Loop, table: Mapping[str, Buffer]) -> list[str] | None:
+    """What a loop adds up, if it does nothing else: buffers that lie as the one it writes does."""
+    if len(loop.stores) != 1 or loop.stores[0].mode != "set" or len(loop.body) < 3:
+        return None
+    (store,) = loop.stores
+    target = table[store.buffer]
+    loads = [value for value in loop.body if isinstance(value, Load)]
+    adds = [value for value in loop.body if isinstance(value, Apply) and value.op == "add"]
+    used = sorted(ref for add in adds for ref in add.args)
+    each_once = used == [ref for ref in range(len(loop.body)) if ref != store.value]
+    if len(loads) + len(adds) != len(loop.body) or not each_once or target.dtype not in DTYPES:
+        return None
+    layout = (target.shape, target.strides, target.dtype, target.device)
+    for load in loads:
+        buffer = table[load.buffer]
+        lies_so = (buffer.shape, buffer.strides, buffer.dtype, buffer.device) == layout
+        if not lies_so or load.index != store.index or load.mask is not None:
+            return None
+    names = [load.buffer for load in loads]
+    return names if len(set(names)) == len(names) and store.buffer not in names else None
+
+
+def _is_product(program: Program, position: int) -> bool:
+    step = program.steps[position]
+    return isinstance(step, Extern) and step.op in ADDING and step.mode == "out" and not step.kwargs
+
+
+def _adding(step: Step, start: Buffer, into: Buffer) -> Extern:
+    assert isinstance(step, Extern)
+    whole = View(start.name, start.shape, start.strides)
+    return replace(step, op=ADDING[step.op], args=(whole, *step.args), outs=(into.name,))

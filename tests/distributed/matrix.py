@@ -87,4 +87,38 @@ DDP_ROWS = (
     _ddp("llama, bf16 hook", hook="bf16_compress_hook", always=False),
     _ddp("tied Llama, no_sync", name="llama_tied", accumulate=True),
 )
-ROWS: tuple[Row, ...] = DDP_ROWS
+
+
+def _fsdp1(title: str, tolerance: float = 0, reasons: tuple[str, ...] = (), **how: Any) -> Row:
+    """A row of FullyShardedDataParallel, as `_ddp`."""
+    how = {"name": title.partition(",")[0]} | how
+    always, case = how.pop("always", True), "tests.distributed.fsdp1_cases:against_stock"
+    graphs = 0 if reasons else 1
+    return Row(f"FSDP1: {title}", case, how, tolerance, graphs, reasons, adapter="fsdp1", always=always)
+
+
+MIXED = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+FSDP1_ROWS = (
+    _fsdp1("mlp"),
+    _fsdp1("mlp, root, no_sync", wrap="root", accumulate=True),
+    _fsdp1("mlp, torch.compile, no_sync", order="torch.compile", accumulate=True),
+    _fsdp1("mlp, module.compile", order="module.compile", always=False),
+    _fsdp1("mlp, SHARD_GRAD_OP, no_sync", sharding_strategy="SHARD_GRAD_OP", accumulate=True),
+    _fsdp1("mlp, NO_SHARD, no_sync", sharding_strategy="NO_SHARD", accumulate=True),
+    _fsdp1("mlp, HYBRID_SHARD", sharding_strategy="HYBRID_SHARD"),
+    _fsdp1("mlp, HYBRID_SHARD_ZERO2, no_sync", sharding_strategy="_HYBRID_SHARD_ZERO2", accumulate=True, always=False),
+    _fsdp1("mlp, bfloat16, float32 reductions", precision=MIXED),
+    _fsdp1("mlp, float16", precision={"param_dtype": "float16"}, always=False),
+    _fsdp1("mlp, reduced in bfloat16, no_sync", precision={"reduce_dtype": "bfloat16"}, accumulate=True),
+    _fsdp1("uneven"),
+    _fsdp1("LoRA", name="lora", wrap="root"),
+    _fsdp1("BatchNorm, unused parameters", name="norm", wrap="root"),
+    _fsdp1("llama"),
+    _fsdp1("tied Llama, root, no_sync", name="llama_tied", wrap="root", accumulate=True, always=False),
+    _fsdp1("flat parameters alone", 0, ("FullyShardedDataParallel has use_orig_params=False",), name="mlp",
+           use_orig_params=False),
+    _fsdp1("graph break", 0, (
+        "a part of the model is not compiled (graph break), where parameters would be missing",
+    ), name="shared", wrap="root", fullgraph=False),
+)  # fmt: skip
+ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS)

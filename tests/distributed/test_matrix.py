@@ -40,9 +40,9 @@ def run(ranks, row, kernels):
     for found in results:
         receipt = found["receipt"]
         assert (receipt.adapter, receipt.eligible, receipt.reasons) == (row.adapter, not row.reasons, row.reasons)
-        assert receipt.graphs == row.graphs and receipt.graph_breaks == row.graphs - 1
+        assert receipt.graphs == row.graphs and receipt.graph_breaks == max(row.graphs - 1, 0)
         assert receipt.collectives >= row.graphs or row.reasons
-        assert receipt.kernels > 0 or kernels == "aten"
+        assert receipt.kernels > 0 or kernels == "aten" or not row.graphs
         assert found["ranks"] == 0, "ranks differ from one another"
         assert found["keys"], "checkpoints have other keys than stock's"
     return results

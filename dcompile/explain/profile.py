@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.entry import find_model
 from dcompile.capture.model import CompiledModel
 from dcompile.errors import NotCompiledError
 from dcompile.explain.clocks import latest_arrivals
-from dcompile.explain.timeline import Timeline, steps_of
+from dcompile.explain.timeline import Arrived, Timeline, steps_of
 from dcompile.runtime.probe import Call, Measurable, Recorder
 
 _NEWEST: weakref.WeakKeyDictionary[CompiledModel, Timeline] = weakref.WeakKeyDictionary()
@@ -99,11 +101,11 @@ class Profile:
             self._updates.append((type(optimizer).__name__, self._open.pop(id(optimizer)), self._recorder.now()))
 
     def _finish(self, end: Any) -> Timeline | None:
-        recorder, adapter = self._recorder, self._model.adapter
+        recorder = self._recorder
         calls = recorder.finish()
-        latest, note = self._others(calls)
         updates = [(name, recorder.seconds(begin), recorder.seconds(done)) for name, begin, done in self._updates]
         groups = {(program.name, bucket.name): bucket.group for program in self._programs for bucket in program.buckets}
+        latest, note = self._others(calls, groups)
         begin, end = recorder.seconds(self._begin), recorder.seconds(end)
         steps = [
             step
@@ -112,11 +114,10 @@ class Profile:
         ]
         if not steps:
             return None
-        group = getattr(adapter, "group", None)
         return Timeline(
             model=self._name,
             rank=dist.get_rank() if dist.is_initialized() else 0,
-            world=dist.get_world_size(group) if group is not None else 1,
+            world=dist.get_world_size() if dist.is_initialized() else 1,
             device="cpu" if recorder.gpu is None else torch.cuda.get_device_name(recorder.gpu),
             steps=tuple(steps[1:] if len(steps) > 1 else steps),
             notes=tuple(filter(None, (note, *self._notes()))),
@@ -128,14 +129,21 @@ class Profile:
             },
         )
 
-    def _others(self, calls: list[Call]) -> tuple[list[tuple[float, int]] | None, str]:
-        """When the last rank came to each collective."""
-        arrivals = [(found.bucket, found.nbytes, found.arrived) for call in calls for found in call.exchanges]
-        group = getattr(self._model.adapter, "group", None)
-        if group is None or not self._model.adapter.eligible:
-            return None, ""
+    def _others(self, calls: list[Call], groups: Mapping[tuple[str, str], str]) -> tuple[list[Arrived], str]:
+        """When the last rank came to each collective, in the order of their starts; None where it is not known."""
+        every = [(groups.get((call.program, found.bucket), ""), found) for call in calls for found in call.exchanges]
+        latest: list[Arrived] = [None] * len(every)
+        said: dict[str, None] = {}
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps one store over restarts
-        return latest_arrivals(group, f"dcompile/{attempt}/profile/{next(_SERIAL)}", arrivals)
+        serial = next(_SERIAL)
+        for number, (group, names) in enumerate(_process_groups(self._model)):
+            places = [place for place, (name, _) in enumerate(every) if name in names]
+            arrivals = [(every[place][1].bucket, every[place][1].nbytes, every[place][1].arrived) for place in places]
+            found, note = latest_arrivals(group, f"dcompile/{attempt}/profile/{serial}.{number}", arrivals)
+            said |= dict.fromkeys(filter(None, [note]))
+            for place, last in zip(places, found or (), strict=False):
+                latest[place] = last
+        return latest, "; ".join(said)
 
     def _notes(self) -> Iterator[str]:
         """What is not in the picture."""
@@ -172,6 +180,22 @@ def _gpu_of(model: CompiledModel) -> torch.device | None:
     if not any(program.on_gpu for program in _programs_of(model)):
         return None
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
+    """Process groups that a model's programs communicate over, each with the names that plans have for it."""
+    adapter = model.adapter
+    if not adapter.eligible:
+        return []
+    if isinstance(adapter, DdpAdapter):
+        return [(adapter.group, frozenset({"ddp"}))]
+    if not isinstance(adapter, Fsdp2Adapter):
+        return []
+    found: dict[int, tuple[Any, set[str]]] = {}
+    for name, shards in adapter.groups.items():  # gathered and reduced over the same ranks
+        group = shards.gather_group()
+        found.setdefault(id(group), (group, set()))[1].add(name)
+    return [(group, frozenset(names)) for group, names in found.values()]
 
 
 def _programs_of(model: CompiledModel) -> list[Measurable]:

@@ -6,8 +6,10 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+Arrived: TypeAlias = "tuple[float, int] | None"
+"""When the last rank came to a collective, and which it was; None where it is not known."""
 Lane = Literal["compute", "optimizer", "wait", "communication"]
 HIDDEN = 0.005
 """Of the step: a collective that is exposed for less does not need advice."""
@@ -220,11 +222,28 @@ def advise(found: Collective, step: float) -> str:
         return "hidden: nothing waits for it"
     if found.exposed_skew > found.exposed / 2:
         return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"
+    small, ddp = found.nbytes < 1 << 20, found.kind == "all_reduce"
     if found.queued > found.seconds:
-        return "stands behind other buckets: fewer bytes (a bf16 compression hook, no_sync over micro-batches)"
-    if found.nbytes < 1 << 20:
-        return "mostly a fixed cost per collective: a larger bucket_cap_mb makes them fewer"
-    return "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, no_sync makes it rarer"
+        return (
+            "stands behind others: fewer bytes (a bf16 compression hook, bf16 in MixedPrecisionPolicy), or rarer ones"
+        )
+    if small:
+        fewer = "a larger bucket_cap_mb" if ddp else "one fully_shard over several of these modules"
+        return f"mostly a fixed cost per collective: {fewer} makes them fewer"
+    if ddp:
+        return (
+            "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, no_sync makes it rarer"
+        )
+    if found.kind == "reduce_scatter":
+        return (
+            "nothing is left to hide it behind: fully_shard on parts of these modules leaves less for the end, "
+            "set_requires_gradient_sync(False) over micro-batches makes it rarer"
+        )
+    if found.program.startswith("backward"):
+        return "gathered too late to be hidden: reshard_after_forward=False keeps what the forward has gathered"
+    return (
+        "too little runs before it to hide it: fully_shard on parts of these modules, so that the first gather is small"
+    )
 
 
 # --- from what was recorded -------------------------------------------------------------------------------------------
@@ -235,7 +254,7 @@ def steps_of(
     updates: Sequence[tuple[str, float, float]],
     begin: float,
     end: float,
-    latest: Sequence[tuple[float, int]] | None,
+    latest: Sequence[Arrived] | None,
     groups: Mapping[tuple[str, str], str],
     serial: bool = True,
 ) -> tuple[Step, ...]:
@@ -296,7 +315,7 @@ def label(name: str, origin: Sequence[str]) -> str:
 
 def _exchanges(
     calls: Sequence[Any],
-    latest: Sequence[tuple[float, int]] | None,
+    latest: Sequence[Arrived] | None,
     groups: Mapping[tuple[str, str], str],
     serial: bool,
 ) -> list[Exchange]:

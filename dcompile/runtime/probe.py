@@ -8,7 +8,9 @@ on the current stream on a GPU; events are read when measuring has ended.
 from __future__ import annotations
 
 import ast
+import queue
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +23,8 @@ from dcompile.ir.nodes import Bucket
 
 _WORK = re.compile(r"_(k|op|launch|fn)\d+")
 """Names that a host program gives to what computes: kernels, library calls, launch tables."""
+POLL_S = 2e-4
+"""How often collectives that do not tell when they end are looked at."""
 _MEMORY = re.compile(r"(?:_p)?_bucket_(\w+)")
 
 
@@ -169,6 +173,8 @@ class Recorder:
         self._side = None if gpu is None else torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call, unused-ignore]
         """Waits for collectives, to see when they end, so that nothing else has to."""
         self.now: Callable[[], Any] = time.perf_counter if gpu is None else self._event
+        self._polled: queue.SimpleQueue[tuple[Any, Exchange] | None] = queue.SimpleQueue()
+        self._poller: threading.Thread | None = None
         self._anchor: tuple[Any, float] | None = None
         if gpu is not None:
             event = self._event()
@@ -180,18 +186,44 @@ class Recorder:
         event.record()
         return event
 
-    def when_done(self, work: Any, done: Callable[[Any], None]) -> None:
-        """Tell when a collective has ended."""
+    def watch(self, work: Any, exchange: Exchange) -> None:
+        """See when a collective ends."""
         if self._side is not None:
             with torch.cuda.stream(self._side):
                 work.wait()
-                done(self._event())
+                exchange.ended = self._event()
             return
-        # Gloo's own thread says so: the one that computes may be anywhere by then
-        work.get_future().add_done_callback(lambda _: done(time.perf_counter()))
+        try:
+            future = work.get_future()
+        except RuntimeError:  # collectives on several tensors have none
+            self._polled.put((work, exchange))
+            if self._poller is None:
+                self._poller = threading.Thread(target=self._poll, name="dcompile measuring", daemon=True)
+                self._poller.start()
+        else:
+            # Gloo's own thread says so: the one that computes may be anywhere by then
+            future.add_done_callback(lambda _: setattr(exchange, "ended", time.perf_counter()))
+
+    def _poll(self) -> None:
+        """Look at collectives that do not tell, until they are waited for: some end only then."""
+        pending: list[tuple[Any, Exchange]] = []
+        while True:
+            while not pending or not self._polled.empty():
+                found = self._polled.get()
+                if found is None:
+                    return
+                pending.append(found)
+            for work, exchange in pending:
+                if exchange.wait_end is None and work.is_completed():
+                    exchange.ended = time.perf_counter()
+            pending = [p for p in pending if p[1].ended is None and p[1].wait_end is None]
+            time.sleep(POLL_S)
 
     def finish(self) -> list[Call]:
         """All calls that came to their end, stamps read as seconds of the host's clock."""
+        if self._poller is not None:
+            self._polled.put(None)
+            self._poller.join()
         calls = [call for call in self.calls if call.end is not None]
         if self._anchor is not None:
             torch.cuda.synchronize(self.gpu)
@@ -274,7 +306,7 @@ class _Measured:
         exchange.started = self._recorder.now()
         work = self._inner.pending(bucket)
         if work is not None:
-            self._recorder.when_done(work, lambda stamp: setattr(exchange, "ended", stamp))
+            self._recorder.watch(work, exchange)
 
     def _wait(self, method: str, bucket: str, *given: Any) -> None:
         exchange = self._open.pop(bucket)

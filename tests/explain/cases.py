@@ -67,6 +67,35 @@ def late(seconds):
     }
 
 
+def sharded():
+    """A model in fully_shard: gathers in forward and backward, reductions in the backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    dcompile.compile(model, options={"receipt": False})
+    x = torch.randn(8, 64)
+
+    def step():
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return [p.grad.to_local().clone() for p in model.parameters()]
+
+    expected = step()
+    with dcompile.profile(model) as measured:
+        same = all(torch.equal(a, b) for _ in range(2) for a, b in zip(step(), expected, strict=True))
+    return {
+        "same": same,
+        "found": [(c.kind, c.program, c.nbytes, c.group) for c in measured.timeline.collectives],
+        "skews": [c.skew for c in measured.timeline.collectives],
+        "seconds": [c.seconds for c in measured.timeline.collectives],
+        "notes": measured.timeline.notes,
+    }
+
+
 def machines():
     """Ranks that take one another for other machines compare their clocks."""
     real, rank = clocks.machine, dist.get_rank()

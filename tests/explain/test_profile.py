@@ -34,6 +34,20 @@ def test_skew_is_apart_from_the_wire(ranks):
     assert "rank 1 comes later" in early["advice"]
 
 
+@pytest.mark.timeout(240)
+def test_gathers_and_reductions_of_shards(ranks):
+    nbytes = (64 * 64 + 64) * 4
+    for found in ranks.run(CASES + "sharded", 200):
+        assert found["same"] and found["notes"] == ()
+        # layers that were resharded are gathered again, but the last, which nothing needs before its gradient
+        kinds = {(kind, program) for kind, program, _, _ in found["found"]}
+        assert kinds == {("all_gather", "forward0"), ("all_gather", "backward0"), ("reduce_scatter", "backward0")}
+        assert {size for _, _, size, _ in found["found"]} == {nbytes, 64 * 64 * 4}, "backwards need no bias"
+        assert {group for _, _, _, group in found["found"]} >= {"fsdp0", "fsdp1", "fsdp2"}
+        assert all(skew is not None and skew >= 0 for skew in found["skews"])
+        assert all(seconds >= 0 for seconds in found["seconds"])
+
+
 def test_clocks_of_different_machines(ranks):
     for now, (latest, note) in ranks.run(CASES + "machines"):
         ((at, rank),) = latest

@@ -86,12 +86,14 @@ def test_what_would_change_it():
     first, second = advice()
     assert "hidden" in first.advice and "smaller bucket_cap_mb" in second.advice
     assert "larger bucket_cap_mb" in advice(nbytes=4096)[1].advice
+    scatter, gather = (advice(kind=kind)[1].advice for kind in ("reduce_scatter", "all_gather"))
+    assert "set_requires_gradient_sync" in scatter and "reshard_after_forward=False" in gather
     late = advice(latest=[(16 * MS, 0), (38 * MS, 1)])[1]
     assert late.exposed_skew == pytest.approx(8 * MS) and "rank 1 comes later" in late.advice
     made, update = one_step()
     made[1].exchanges[0].ended = 36 * MS
     queued = Timeline("Net", 0, 2, "cpu", steps_of(made, [update], 0, 45 * MS, None, GROUPS)).collectives[1]
-    assert queued.queued == pytest.approx(10 * MS) and "behind other buckets" in queued.advice
+    assert queued.queued == pytest.approx(10 * MS) and "stands behind others" in queued.advice
 
 
 def test_steps_end_with_the_optimizer_or_where_a_forward_follows_a_backward():

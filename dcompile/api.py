@@ -14,7 +14,7 @@ from dcompile.capture.toolbox import Toolbox
 from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt
-from dcompile.runtime.agree import agree
+from dcompile.runtime.agree import agree, captured
 from dcompile.runtime.buckets import Buckets, average
 from dcompile.runtime.shards import Shards
 
@@ -96,7 +96,8 @@ def compile(
 
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
-    return Toolbox(CachingCompiler(config), Buckets, agree, average, print_receipt, Shards)
+    compiler = CachingCompiler(config)
+    return Toolbox(compiler, Buckets, agree, compiler.meet, captured, average, print_receipt, Shards)
 
 
 def print_receipt(model: CompiledModel) -> None:

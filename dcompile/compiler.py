@@ -28,6 +28,8 @@ from dcompile.runtime.graph_key import (
 )
 from dcompile.runtime.graph_trees import Replayed, Tree
 from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.peers import Alone, Peers, peers_of
+from dcompile.runtime.share import Sharing
 from dcompile.runtime.workspaces import Workspaces
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class CachingCompiler:
         self.config = config
         self._trees: dict[str, Tree] = {}
         """One for each device that programs are replayed on."""
+        self._peers = Alone()
+        self._sharing: Sharing | None = None
+        self._reasons: dict[str, str] = {}
+        """Name of a graph -> why it was compiled here, though rank 0 compiles for all."""
         self._workspaces = Workspaces()
         if config.skip or config.until:
             self._pipeline()  # says now if there is no such pass
@@ -49,6 +55,14 @@ class CachingCompiler:
         from dcompile.pipeline import Pipeline  # late: a warm start needs no compiler stage, and saves their import
 
         return Pipeline(self.config)
+
+    def meet(self, group: Any) -> Alone:
+        """The line to the other ranks of a process group, with which graphs are shared from now on."""
+        peers = peers_of(group)
+        self._peers = Alone() if peers is None else peers
+        shares = isinstance(peers, Peers) and self.config.share_artifacts and not self._compiles_anew()
+        self._sharing = Sharing(peers, self.config.compile_timeout_s) if peers is not None and shares else None
+        return self._peers
 
     def decompositions(self) -> dict[Any, Any]:
         """The table AOTAutograd decomposes with; empty when ATen runs everything, so that eager's own kernels run."""
@@ -71,9 +85,12 @@ class CachingCompiler:
         began = time.perf_counter()
         cache = KernelCache.open(self.config)
         key, objection = self._key(gm, request)
-        program = None if key is None or self._compiles_anew() else self._load(cache, key, gm, request)
-        if program is None:
-            program = self._compile(cache, key, objection, gm, request)
+        with self._peers.busy("compiling"):
+            program = self._found(cache, key, gm, request)
+            if program is None:
+                program = self._compile_for_all(cache, key, objection, gm, request)
+            if key is not None and self._sharing is not None and self._sharing.gives:
+                self._sharing.give(key, cache)
         program.report.compile_seconds = time.perf_counter() - began
         log(self.config, "kernels", f"{request.name}: {program.report}")
         return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
@@ -107,6 +124,39 @@ class CachingCompiler:
         """Whoever looks at the compiler's work, or has it verified, wants it done; and tests would fill the cache."""
         return self.config.verify or bool(self.config.dump)
 
+    def _compile_for_all(
+        self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request
+    ) -> HostProgram:
+        """Compile a graph; the other ranks do not wait for one that cannot be."""
+        try:
+            return self._compile(cache, key, objection, gm, request)
+        except BaseException:
+            if key is not None and self._sharing is not None and self._sharing.gives:
+                with contextlib.suppress(RuntimeError):  # the store may be gone
+                    self._sharing.fail(key)
+            raise
+
+    def _found(self, cache: KernelCache, key: str | None, gm: Any, request: Request) -> HostProgram | None:
+        """The graph as it was compiled before, here or by rank 0 just now."""
+        if key is None or self._compiles_anew():
+            return None
+        if self._sharing is not None and self._sharing.gives and request.together:
+            self._sharing.announce(request.name, key)
+        found = self._load(cache, key, gm, request)
+        if found is not None or self._sharing is None or self._sharing.gives:
+            return found
+        kernels, reason = self._sharing.receive(key, request.name, request.together, cache)
+        if kernels is None:
+            if reason:
+                self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"
+            return None
+        found = self._load(cache, key, gm, request)
+        if found is not None:
+            found.report.graphs_cached, found.report.graphs_received = 0, 1
+            found.report.kernels_received = kernels
+            found.report.cache_hits -= kernels
+        return found
+
     def _load(self, cache: KernelCache, key: str, gm: Any, request: Request) -> HostProgram | None:
         found = cache.find_graph(key)
         if found is None:
@@ -132,6 +182,8 @@ class CachingCompiler:
         elif key is None:
             executable.report.graphs_uncacheable = 1
             executable.report.notes.append(f"a graph ({request.kind}) is compiled anew at each start: {objection}")
+        if request.name in self._reasons:
+            executable.report.notes.append(self._reasons.pop(request.name))
         executable.report.built, executable.report.cache_hits = built.built, built.cache_hits
         return executable
 

@@ -15,6 +15,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.causal import replace_constant_masks
+from dcompile.capture.fingerprint import compare_capture
 from dcompile.capture.joint import Cut, donated_positions, partitioner, recompute_views, take_token
 from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
@@ -54,6 +55,7 @@ class Graph:
         """Kinds of programs whose collectives were compared between ranks."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of the sharded parameter that it stands for."""
+        self._together = model.is_first_call()
         self._cut = Cut(())
         model.graphs.append(self)
 
@@ -61,6 +63,8 @@ class Graph:
         """What Dynamo is to call in place of `gm`."""
         tokens = [torch.tensor(0), torch.tensor(1)]
         compiler = self.model.toolbox.compiler
+        if self._together:
+            self.notes += compare_capture(self.model, gm, self.number)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
 
@@ -139,7 +143,14 @@ class Graph:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
-        request = Request(name=f"{kind}{self.number}", kind=kind, donated=donated, **self._machine(), **more)
+        request = Request(
+            name=f"{kind}{self.number}",
+            kind=kind,
+            donated=donated,
+            together=self._together,
+            **self._machine(),
+            **more,
+        )
         executable = self.model.toolbox.compiler.compile_graph(gm, request)
         self.executables[kind] = executable
         return executable
@@ -215,7 +226,8 @@ class Graph:
             sync = bool(args.pop(position)) if position is not None else False
             self.model.before_backward()
             if pending:
-                self._build_backward(pending[0])
+                with self.model.peers.busy("compiling"):
+                    self._build_backward(pending[0])
                 pending.clear()
             return self._run_backward(args, sync)
 
@@ -275,7 +287,7 @@ class Graph:
         if subject is not None:
             for number, group in enumerate(adapter.process_groups()):
                 about = f"{subject}.{number}" if number else subject
-                self.model.toolbox.agree(group, about, plan, self.model.settings.config.verify)
+                self.model.toolbox.agree(group, about, plan)
 
     def plan(self, kind: str = "backward") -> list[str]:
         """The collectives of a program, one line each, the same on every rank that runs the same program."""

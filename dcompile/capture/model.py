@@ -17,7 +17,7 @@ from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter, GivenBack
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.eligibility import outside_use
 from dcompile.capture.sync_norm import sync_batch_norm
-from dcompile.capture.toolbox import ShardedParameters, Toolbox
+from dcompile.capture.toolbox import Peers, ShardedParameters, Toolbox
 from dcompile.config import Config
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class CompiledModel:
         self.settings = settings
         self.toolbox = toolbox
         self.adapter: PlainAdapter = PlainAdapter()
+        self.peers: Peers = toolbox.meet(None)
+        self.number = 0
+        """Of the models that run in the adapter's process group, the same on every rank."""
         self.graphs: list[Graph] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
@@ -78,6 +81,8 @@ class CompiledModel:
     def adopt(self, adapter: PlainAdapter) -> None:
         """Start over under another adapter: graphs captured so far carry no sync flag for it."""
         self.adapter = adapter
+        self.peers = self.toolbox.meet(adapter.group)
+        self.number = self.peers.number("model")
         self.graphs, self.variants, self.newest = [], {}, None
         self.shards = None
         if isinstance(adapter, Fsdp2Adapter) and adapter.eligible:
@@ -91,7 +96,8 @@ class CompiledModel:
         """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         try:
-            with compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm):
+            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm)
+            with self.peers.busy("capturing"), settings:
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began
@@ -109,6 +115,7 @@ class CompiledModel:
 
     def begin(self, inside_ddp: bool) -> Invocation:
         """A call starts."""
+        self.peers.check()
         call = Invocation(inside_ddp)
         adapter = self.adapter
         if inside_ddp and isinstance(adapter, DdpAdapter):
@@ -128,6 +135,14 @@ class CompiledModel:
         except AttributeError:
             stack = self._calls.stack = []
         return stack
+
+    def is_first_call(self) -> bool:
+        """Whether a training call runs that every rank has to make: none did before."""
+        stack = self._stack()
+        if self.adapter.group is None or self.settings.config.distributed == "stock" or not stack:
+            return False
+        inside = stack[-1].inside_ddp or not isinstance(self.adapter, DdpAdapter)
+        return inside and torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
 
     def ran(self, graph: Graph) -> bool:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce gradients."""
@@ -183,10 +198,18 @@ class CompiledModel:
     def before_backward(self) -> None:
         """Inside a backward, before a graph's backward program runs (and before it is compiled)."""
         if isinstance(self.adapter, DdpAdapter):
+            undecided = self.adapter.state == "undecided"
             self.adapter.decide(self.objections())
+            if undecided and self.settings.config.distributed != "stock":
+                self._agree_who_reduces(self.adapter)
         if True not in self._reported:
             self._reported.add(True)
             compat.tensors.at_end_of_backward(lambda: self.toolbox.first_step(self))
+
+    def _agree_who_reduces(self, adapter: DdpAdapter) -> None:
+        """Ranks that leave it to DDP would wait in other collectives than those that do not."""
+        who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
+        self.toolbox.agree(adapter.group, f"gradients of model {self.number}", [who])
 
     def begin_sync(self, graph: Graph) -> None:
         """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,19 @@ class GradientBuckets(BucketSource, Protocol):
 
     def reduced_gradient(self, number: int) -> Any:
         """One parameter's reduced gradient, as a view of the bucket, of the last synced backward."""
+
+
+class Peers(Protocol):
+    """The other ranks of a process group, if there are any."""
+
+    def number(self, what: str) -> int:
+        """0, 1, 2, ...: numbers things in an order that is the same on every rank."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
+
+    def check(self) -> None:
+        """Raise if another rank has called the job off, or the process group is gone."""
 
 
 MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any], GradientBuckets]
@@ -55,8 +69,12 @@ class Toolbox:
 
     compiler: Compiler
     make_buckets: MakeBuckets
-    agree: Callable[[Any, str, list[str], bool], None]
-    """(process group, what is compared, this rank's lines, whether every rank is to look at every other)."""
+    agree: Callable[[Any, str, list[str]], None]
+    """(process group, what is compared, this rank's lines): all ranks come, and all raise if some differ."""
+    meet: Callable[[Any], Peers]
+    """(process group or None) -> the line to its other ranks; the compiler shares graphs with them."""
+    captured: Callable[[Any, str, list[tuple[str, str]]], str]
+    """(peers, what was captured, (line, where it comes from)): compare with rank 0; a note if it did not come."""
     average: Callable[[Any, list[Any], str], None]
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]

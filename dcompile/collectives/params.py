@@ -83,6 +83,8 @@ class Request:
     """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
     donated: tuple[int, ...] = ()
     """Positions of the inputs that are the graph's own: saved tensors that nobody outside can see."""
+    together: bool = False
+    """Whether every rank captured this graph in the same call, the first one: then rank 0 compiles it for all."""
     figures: Figures = CPU
     """What the machine can do: the same on every rank."""
     groups: tuple[tuple[str, Group], ...] = ()
@@ -111,6 +113,10 @@ class Report:
     cache_hits: int = 0
     graphs_cached: int = 0
     """1 if the graph itself was in the cache: then nothing was lowered, scheduled or emitted."""
+    graphs_received: int = 0
+    """1 if rank 0 compiled it for this rank."""
+    kernels_received: int = 0
+    """Kernels that came with it; the others were in the cache."""
     graphs_uncacheable: int = 0
     """1 if it never can be; a note says why."""
     compile_seconds: float = 0.0

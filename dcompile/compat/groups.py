@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+_WATCHERS: list[Callable[[Any], None]] = []
 
 
 def before_groups_end(callback: Callable[[], None]) -> None:
@@ -29,6 +29,77 @@ def before_groups_end(callback: Callable[[], None]) -> None:
         return stock(*args, **kwargs)
 
     dist.destroy_process_group = c10d.destroy_process_group = destroy
+
+
+def on_destroy(watcher: Callable[[Any], None]) -> None:
+    """Call `watcher` with a process group (None: all of them) whenever one is about to be destroyed."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    _WATCHERS.append(watcher)
+    if len(_WATCHERS) > 1:
+        return
+    stock = c10d.destroy_process_group
+
+    @functools.wraps(stock)
+    def destroy(group: Any = None) -> Any:
+        for tell in _WATCHERS:
+            tell(None if group is c10d.GroupMember.WORLD else group)
+        return stock(group)
+
+    dist.destroy_process_group = c10d.destroy_process_group = destroy
+
+
+def exists(group: Any) -> bool:
+    """Whether a process group has not been destroyed."""
+    import torch.distributed.distributed_c10d as c10d
+
+    return group in c10d._world.pg_map
+
+
+def own_store(store: Any, prefix: str) -> Any:
+    """Keys behind a prefix, through a connection of its own: a client serves one call at a time, and some wait long."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    try:
+        return PrefixStore(prefix, store.clone())
+    except (AttributeError, RuntimeError):  # a torch or a kind of store that cannot: calls then take turns
+        return PrefixStore(prefix, store)
+
+
+def time_limit(group: Any, device: str) -> float:
+    """Seconds after which a collective of this group has failed."""
+    import torch
+    import torch.distributed.distributed_c10d as c10d
+
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    limit = getattr(options, "_timeout", None) or c10d.default_pg_timeout
+    return float(limit.total_seconds())
+
+
+def is_gloo(group: Any, device: str) -> bool:
+    """Whether collectives of tensors on this device are Gloo's: they are waited for by the CPU."""
+    import torch
+
+    return type(group._get_backend(torch.device(device))).__name__ == "ProcessGroupGloo"
+
+
+def start_sum(group: Any, tensor: Any, limit_s: float) -> Any:
+    """Start an all-reduce, by Gloo, that fails after `limit_s` instead of after the group's own time limit."""
+    import torch.distributed as dist
+
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.SUM
+    options.timeout = timedelta(seconds=limit_s)
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return group.allreduce([tensor], options)
+
+
+def abort(group: Any) -> None:
+    """End the collectives that are under way, on this rank. Gloo has no such thing: there this does nothing."""
+    if hasattr(group, "abort"):
+        group.abort()
 
 
 def group_store(group: Any) -> Any:

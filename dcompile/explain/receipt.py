@@ -38,6 +38,9 @@ class Receipt:
     built: int
     graphs_cached: int = 0
     """Graphs loaded from the cache, of all that were compiled or loaded: nothing was lowered or emitted for them."""
+    graphs_received: int = 0
+    """Graphs that rank 0 compiled for this rank, and kernels that came with them."""
+    kernels_received: int = 0
     graphs_uncacheable: int = 0
     recordings: int = 0
     """CUDA graphs that were recorded, and how many calls were replays."""
@@ -93,6 +96,8 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         cache_hits=sum(report.cache_hits for report in every),
         built=sum(report.built for report in every),
         graphs_cached=sum(report.graphs_cached for report in every),
+        graphs_received=sum(report.graphs_received for report in every),
+        kernels_received=sum(report.kernels_received for report in every),
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),

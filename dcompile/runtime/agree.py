@@ -1,57 +1,146 @@
-"""Agreement between ranks, over the store: it works where a collective would hang, since ranks already disagree."""
+"""Agreement between ranks, over the store: it works where a collective would hang, since ranks already disagree.
+
+Each rank looks at rank 0 alone, and all wait for one verdict, which the last to come sets, or the first that differs:
+a few look-ups a rank at any scale.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from datetime import timedelta
+import time
+import zlib
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch.distributed as dist
-
-from dcompile.compat.groups import group_store
 from dcompile.errors import PlanMismatchError
+from dcompile.runtime.peers import Alone, Peers, peers_of
+from dcompile.runtime.waiting import Others
 
-TIMEOUT_S = 60
+TIMEOUT_S = 60.0
+"""Longest time between the first and the last rank to come, not counting that in which they compile."""
+
+Line: TypeAlias = "tuple[str, str]"
+"""(what is compared, where it comes from: for people, as paths differ between machines)."""
 
 
-def agree(group: Any, subject: str, lines: list[str], everyone: bool, timeout_s: float = TIMEOUT_S) -> None:
-    """Compare `lines` (`subject` says of what) over the ranks of `group`, and raise PlanMismatchError if they differ.
+def agree(group: Any, subject: str, lines: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
+    """Compare `lines` (`subject` says of what) over the ranks of `group`: all come, and all raise if some differ.
 
-    `everyone`: each rank looks at all others, so all ranks raise; and a rank that says nothing in time is an error.
-    Otherwise each looks at rank 0 alone, which costs one look-up per rank at any scale; the ranks that differ raise,
-    and rank 0 ends with them. A rank that is late is then no error: it may still be compiling, and will look itself.
+    For a plan of collectives that this rank has not run before, before it starts the first of them. Raises
+    PlanMismatchError: with the first difference; or if a rank has not come in time, or goes on without having come.
     """
-    store = group_store(group)
-    rank = dist.get_rank(group)
-    ranks = range(dist.get_world_size(group)) if everyone else (0,)
-    # torchrun keeps one store over restarts: what a peer of the last attempt said must not be taken for this one's
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = {other: f"dcompile/{attempt}/{subject}/{other}" for other in ranks}
-    if rank in keys:
-        store.set(keys[rank], json.dumps(lines))
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # the store's own time-out is a DistStoreError
-        if not everyone:
-            return
-        raise PlanMismatchError(
-            f"dcompile: rank {rank} waited {timeout_s:g} s for the other ranks to say their {subject}; "
-            "one of them does not run this step, or is still compiling"
-        ) from error
-    plans = {other: json.loads(store.get(key)) for other, key in keys.items()} | {rank: lines}
-    for other, plan in sorted(plans.items()):
-        if plan != plans[0]:
-            raise PlanMismatchError(_difference(subject, plans[0], other, plan))
+    peers = peers_of(group)
+    if peers is not None:
+        _meet(peers, [(subject, ""), *((line, "") for line in lines)], timeout_s)
 
 
-def _difference(subject: str, first: list[str], other: int, theirs: list[str]) -> str:
-    for number, (a, b) in enumerate(zip_longest(first, theirs, fillvalue="(nothing)")):
-        if a != b:
+def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float) -> None:
+    number = peers.meetings
+    peers.meetings += 1
+    place = f"meeting/{number}"
+    if peers.rank == 0:
+        _say(peers, place, lines)
+    elif _wait(peers, f"{place}/digest", number, lines, timeout_s):
+        difference = _difference(peers, place, lines)
+        if difference:
+            peers.store.set(f"{place}/verdict", difference)
+            peers.call_off(difference)
+    if peers.store.add(f"{place}/count", 1) == peers.world:
+        peers.store.set(f"{place}/verdict", "")
+    _wait(peers, f"{place}/verdict", number, lines, timeout_s)
+    verdict = peers.store.get(f"{place}/verdict").decode()
+    if verdict:
+        raise PlanMismatchError(verdict)
+
+
+def captured(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float = TIMEOUT_S) -> str:
+    """Before compiling: compare what was captured with rank 0, which waits for nobody.
+
+    Raises PlanMismatchError, on every rank, if it differs. Returns a note if rank 0 did not come: then the plans of
+    collectives, which all ranks have to agree on, show whether ranks fit.
+    """
+    if not isinstance(peers, Peers):
+        return ""
+    place = f"captured/{subject}"
+    if peers.rank == 0:
+        _say(peers, place, lines)
+        return ""
+    others = Others(peers, timeout_s, [0])
+    pause = 0.001
+    while not peers.store.check([f"{place}/digest"]):
+        peers.check()
+        others.look()
+        if others.out_of_patience([0]):
+            return f"rank 0 did not capture {subject} within {timeout_s:g} s"
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    difference = _difference(peers, place, lines)
+    if difference:
+        peers.call_off(difference)
+    return ""
+
+
+def _say(peers: Peers, place: str, lines: Sequence[Line]) -> None:
+    peers.store.set(f"{place}/lines", zlib.compress(json.dumps(list(lines)).encode()))
+    peers.store.set(f"{place}/digest", _digest(lines))
+
+
+def _digest(lines: Sequence[Line]) -> str:
+    return hashlib.sha256("\n".join(text for text, _ in lines).encode()).hexdigest()
+
+
+def _wait(peers: Peers, key: str, number: int, lines: Sequence[Line], timeout_s: float) -> bool:
+    """Wait for a key of a meeting. Raises on every rank if somebody will not come."""
+    others = Others(peers, timeout_s)
+    pause = 0.001
+    while not peers.store.check([key]):
+        peers.check()
+        said = others.look()
+        missing = {rank for rank, last in said.items() if last is None or last.meetings <= number}
+        for rank in sorted(missing):
+            last = said[rank]
+            if last is not None and last.started > peers.started:
+                peers.call_off(_without(peers, rank, last.label, lines))
+        if others.out_of_patience(missing):
+            peers.call_off(
+                f"dcompile: rank {peers.rank} waited {timeout_s:g} s for the other ranks to say their {lines[0][0]}; "
+                f"{others.describe(missing)}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
+
+
+def _without(peers: Peers, rank: int, label: str, lines: Sequence[Line]) -> str:
+    """A rank has gone on to a collective that comes after the point at which this one wants to agree."""
+    mine = lines[1][0] if len(lines) > 1 else "(nothing)"
+    return (
+        f"dcompile: ranks disagree on their {lines[0][0]}, first at collective {peers.started + 1}:\n"
+        f"  rank {rank}: {label} (as before)\n  rank {peers.rank}: {mine}\n"
+        "Every rank must run the same model code with the same settings."
+    )
+
+
+def _difference(peers: Peers, place: str, lines: Sequence[Line]) -> str:
+    """The first difference from what rank 0 said, or nothing."""
+    if peers.store.get(f"{place}/digest").decode() == _digest(lines):
+        return ""
+    first: list[Line] = [
+        (text, where) for text, where in json.loads(zlib.decompress(peers.store.get(f"{place}/lines")))
+    ]
+    about = lines[0][0]
+    for number, (mine, theirs) in enumerate(zip_longest(lines, first, fillvalue=("(nothing)", ""))):
+        if mine[0] != theirs[0]:
             return (
-                f"dcompile: ranks disagree on their {subject}, first at entry {number}:\n"
-                f"  rank 0: {a}\n  rank {other}: {b}\n"
+                f"dcompile: ranks disagree on their {about}, first at entry {number}:\n"
+                f"  rank 0: {_shown(theirs)}\n  rank {peers.rank}: {_shown(mine)}\n"
                 "Every rank must run the same model code with the same settings."
             )
-    raise AssertionError("plans differ, but no entry does")
+    raise AssertionError("digests differ, but no entry does")
+
+
+def _shown(line: Line) -> str:
+    text, where = line
+    return f"{text}, at {where}" if where else text

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dcompile.compat.tensors import storage_use_count, will_accumulate
 from dcompile.ir.nodes import Bucket
+from dcompile.runtime.exchange import Exchange, count_replayed
 
 KEPT = 2
 """Storages kept per bucket: one that p.grad may still show, one to write into. A third is needed only by a caller who
@@ -49,7 +50,7 @@ class Buckets:
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> its bucket and its offset there."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
-    _works: dict[str, Any] = field(init=False, default_factory=dict)
+    _works: dict[str, Exchange] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
     _scale: float = field(init=False)
 
@@ -99,7 +100,7 @@ class Buckets:
                 self._view(number, memory).add_(param.grad.detach())
                 param.grad = None
         payload = scaled(memory.flat, self.group, self._scale, self._table[bucket].wire, memory.wire)
-        self._works[bucket] = dist.all_reduce(payload, group=self.group, async_op=True)
+        self._works[bucket] = Exchange(self.group, payload, self._label(bucket))
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""
@@ -107,18 +108,13 @@ class Buckets:
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
-        try:
-            self._works.pop(bucket).wait()
-        except RuntimeError as error:
-            rank, size = dist.get_rank(self.group), memory.flat.numel()
-            error.add_note(
-                f"dcompile: rank {rank} was waiting for the all-reduce of gradient {bucket} ({size} elements); "
-                "another rank has failed, stalled, or does not run this step"
-            )
-            raise
+        self._works.pop(bucket).wait()
         if memory.wire is not None:
             memory.flat.copy_(memory.wire)
         self._reduced[bucket] = memory
+
+    def _label(self, bucket: str) -> str:
+        return f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
 
     def accumulated(self) -> bool:
         """Whether a parameter holds a gradient already."""
@@ -127,6 +123,7 @@ class Buckets:
 
     def replayed(self, bucket: str, memory: BucketMemory) -> None:
         """The all-reduce of this memory was part of a replay."""
+        count_replayed(self.group, self._label(bucket))
         self._reduced[bucket] = memory
 
     def _view(self, number: int, memory: BucketMemory) -> torch.Tensor:
@@ -167,9 +164,9 @@ def average(group: Any, tensors: list[torch.Tensor], wire: str = "") -> None:
         cast = wire not in ("", "own") and getattr(torch, wire) != tensor.dtype
         memory = torch.empty_like(tensor, dtype=getattr(torch, wire)) if cast else None
         payload = scaled(tensor, group, scale, wire, memory)
-        pairs.append((dist.all_reduce(payload, group=group, async_op=True), payload))
-    for (work, payload), tensor in zip(pairs, tensors, strict=True):
-        if work is not None:
-            work.wait()
+        label = f"all-reduce of a gradient from outside the compiled graphs ({tensor.numel()} elements)"
+        pairs.append((Exchange(group, payload, label), payload))
+    for (exchange, payload), tensor in zip(pairs, tensors, strict=True):
+        exchange.wait()
         if payload is not tensor:
             tensor.copy_(payload)

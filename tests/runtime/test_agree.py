@@ -1,84 +1,153 @@
 """Agreement over the store: ranks are threads here."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 
 import pytest
-import torch.distributed as dist
 
-from dcompile.errors import PlanMismatchError
-from dcompile.runtime import agree as module
-from dcompile.runtime.agree import agree
+from dcompile.runtime import waiting
+from dcompile.runtime.agree import _meet, captured
+from tests.runtime.ranks import Ranks
 
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Run agree on several ranks at once: what each raised, or None."""
-    here = threading.local()
-    monkeypatch.setattr(module, "group_store", lambda group: group)
-    monkeypatch.setattr(module.dist, "get_rank", lambda group: here.rank)
-    worlds = {}
-    monkeypatch.setattr(module.dist, "get_world_size", lambda group: worlds[id(group)])
+    monkeypatch.setattr(waiting, "BEAT_S", 0.05)
+    monkeypatch.setattr(waiting, "STALE_S", 0.4)
+    made = Ranks(monkeypatch)
+    yield made
+    made.stop()
 
-    def run(plans, world=None, subject="plan", store=None, timeout_s=5, everyone=True):
-        store = store or dist.HashStore()
-        worlds[id(store)] = world or len(plans)
 
-        def one(rank):
-            here.rank = rank
-            try:
-                agree(store, subject, plans[rank], everyone, timeout_s)
-            except PlanMismatchError as error:
-                return str(error)
-            return None
+def lines_of(plan):
+    return [("plan", ""), *((line, "") for line in plan)]
 
-        with ThreadPoolExecutor(len(plans)) as pool:
-            return list(pool.map(one, range(len(plans))))
 
-    return run
+def meet(ranks, plans, timeout_s=5.0, world=None, lines=None):
+    lines = lines or ranks.start(world or len(plans), len(plans))
+    return ranks.each(lambda line: _meet(line, lines_of(plans[line.rank]), timeout_s), lines)
 
 
 def test_equal_plans(ranks):
-    assert ranks([["a", "b"]] * 4) == [None] * 4
+    assert meet(ranks, [["a", "b"]] * 4) == [None] * 4
 
 
 @pytest.mark.parametrize(
     ("plans", "entry", "said"),
     [
-        ([["a", "b"], ["a", "c"]], 1, ("rank 0: b", "rank 1: c")),
-        ([["a"], ["a", "b"]], 1, ("rank 0: (nothing)", "rank 1: b")),
-        ([["a"], ["a"], ["x"]], 0, ("rank 0: a", "rank 2: x")),
+        ([["a", "b"], ["a", "c"]], 2, ("rank 0: b", "rank 1: c")),
+        ([["a"], ["a", "b"]], 2, ("rank 0: (nothing)", "rank 1: b")),
+        ([["a"], ["a"], ["x"]], 1, ("rank 0: a", "rank 2: x")),
     ],
 )
-def test_every_rank_is_told_the_first_difference(ranks, plans, entry, said):
-    for message in ranks(plans):
-        assert f"first at entry {entry}" in message and all(text in message for text in said)
+def test_every_rank_is_told_the_same_first_difference(ranks, plans, entry, said):
+    messages = meet(ranks, plans)
+    assert len(set(messages)) == 1
+    assert f"first at entry {entry}" in messages[0] and all(text in messages[0] for text in said)
 
 
-def test_subjects_are_apart(ranks):
-    store = dist.HashStore()
-    assert ranks([["a"]] * 2, subject="one", store=store) == [None] * 2
-    assert ranks([["b"]] * 2, subject="two", store=store) == [None] * 2
+def test_each_meeting_is_about_its_own_lines(ranks):
+    lines = ranks.start(2)
+    assert meet(ranks, [["a"]] * 2, lines=lines) == [None] * 2
+    assert meet(ranks, [["b"]] * 2, lines=lines) == [None] * 2
 
 
-def test_looking_at_rank_0_alone_the_ranks_that_differ_raise(ranks):
-    assert ranks([["a"]] * 3, everyone=False) == [None] * 3
-    first, second, third = ranks([["a"], ["x"], ["a"]], subject="other", everyone=False)
-    assert first is None and third is None
-    assert "rank 0: a" in second and "rank 1: x" in second
+def test_look_ups_of_a_rank_do_not_grow_with_their_number(ranks, monkeypatch):
+    lines = ranks.start(16)
+    asked = []
+    for line in lines:
+        store = line.store
+
+        class Counting:
+            def __getattr__(self, name, store=store, rank=line.rank):
+                asked.append((rank, name))
+                return getattr(store, name)
+
+        line.store = Counting()
+    assert meet(ranks, [["a"]] * 16, lines=lines) == [None] * 16
+    # polling apart: what is set and fetched
+    for rank in range(1, 16):
+        assert sum(1 for who, name in asked if who == rank and name != "check") <= 4
 
 
-def test_looking_at_rank_0_alone_nobody_waits_for_others(ranks):
-    assert ranks([["a"]], world=2, everyone=False) == [None]
+def test_a_rank_that_never_comes_is_an_error_in_time_on_all_others(ranks):
+    messages = meet(ranks, [["a"]] * 2, timeout_s=0.3, world=3)
+    assert len(set(messages)) == 1
+    assert "waited 0.3 s" in messages[0] and "rank 2 has said nothing" in messages[0]
 
 
-def test_a_rank_that_never_comes_is_an_error_in_time(ranks):
-    (message,) = ranks([["a"]], world=2, timeout_s=0.3)
-    assert "rank 0 waited 0.3 s" in message
+def test_the_clock_stands_still_while_a_peer_compiles(ranks):
+    lines = ranks.start(2)
+
+    def come(line):
+        if line.rank:
+            with line.busy("compiling"):
+                time.sleep(1.0)
+        return _meet(line, lines_of(["a"]), 0.4)
+
+    assert ranks.each(come, lines) == [None, None]
+
+
+def test_and_goes_on_when_its_heartbeat_stops(ranks):
+    lines = ranks.start(2)
+
+    def come(line):
+        if line.rank:
+            with line.busy("compiling"):
+                time.sleep(0.2)
+                line._ended = True
+                time.sleep(1.0)
+            return None
+        return _meet(line, lines_of(["a"]), 0.3)
+
+    first, _ = ranks.each(come, lines)
+    assert "rank 1 has fallen silent" in first
+
+
+def test_a_rank_that_goes_on_without_coming_is_noticed(ranks):
+    """It runs its next collective by the old plan: nobody will come, whoever waits."""
+    lines = ranks.start(2)
+
+    def run(line):
+        line.count("all-reduce of gradient bucket0")
+        if line.rank:
+            return _meet(line, lines_of(["all_reduce other"]), 30)
+        line.count("all-reduce of gradient bucket0")
+        for _ in range(100):
+            line.check()
+            time.sleep(0.05)
+        return None
+
+    began = time.monotonic()
+    first, second = ranks.each(run, lines)
+    assert first == second and time.monotonic() - began < 3
+    assert "first at collective 2" in first and "rank 0: all-reduce of gradient bucket0 (as before)" in first
+    assert "rank 1: all_reduce other" in first
+
+
+def test_captures_are_compared_before_anybody_waits_for_rank_0_to_compile(ranks):
+    lines = ranks.start(3)
+    graphs = [[("relu", "m.py:3")], [("relu", "n.py:3")], [("gelu", "m.py:3")]]
+
+    def capture(line):
+        captured(line, "graph 0", graphs[line.rank])
+        for _ in range(100):
+            line.check()
+            time.sleep(0.05)
+
+    first, second, third = ranks.each(capture, lines)
+    assert first == second == third
+    assert "rank 0: relu, at m.py:3" in first and "rank 2: gelu, at m.py:3" in first
+
+
+def test_a_capture_that_rank_0_does_not_make_is_only_noted(ranks):
+    lines = ranks.start(2)
+    assert captured(lines[1], "graph 0", [("a", "")], 0.2) == "rank 0 did not capture graph 0 within 0.2 s"
 
 
 def test_what_was_said_before_a_restart_is_not_believed(ranks, monkeypatch):
-    store = dist.HashStore()
-    assert ranks([["old"], ["old"]], store=store) == [None, None]
+    lines = ranks.start(2)
+    store = ranks.groups[0].store
+    assert meet(ranks, [["old"], ["old"]], lines=lines) == [None, None]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert ranks([["new"], ["new"]], store=store) == [None, None]
+    again = ranks.start(2, store=store)
+    assert meet(ranks, [["new"], ["new"]], lines=again) == [None, None]

@@ -208,6 +208,12 @@ class Fsdp2Adapter(PlainAdapter):
     def communicators(self) -> dict[str, Any]:
         return {entry.name: entry.gather_group() for entry in self._groups}
 
+    @property
+    def group(self) -> Any:
+        """The group that parameters are gathered over: its ranks capture the same, and share what is compiled."""
+        groups = self.process_groups()
+        return groups[0] if groups else None
+
     def process_groups(self) -> list[Any]:
         """All process groups that the programs communicate over, each once."""
         found = {id(group): group for entry in self._groups for group in (entry.gather_group(), entry.replica_group())}

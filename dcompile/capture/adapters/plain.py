@@ -14,6 +14,8 @@ class PlainAdapter:
     eligible = True
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    group: Any = None
+    """The process group whose ranks run this model together, if there is one."""
     carries_sync = False
     """Whether a forward carries over to its backward if gradients are to be reduced."""
 

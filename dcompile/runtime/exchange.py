@@ -1,0 +1,136 @@
+"""Collectives under the eyes of `runtime.peers`: a rank that waits has patience with peers that compile, hears of it
+when the job is called off, and names the collective and the late rank when its time is up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.errors import DcompileError
+from dcompile.runtime.peers import BEAT_S, Peers, peers_of
+from dcompile.runtime.waiting import PATIENCE_S, Others
+
+_STUCK: list[Any] = []
+"""Exchanges that were given up. Gloo cannot abort them, and its threads would keep the process from ending."""
+
+
+class Exchange:
+    """One collective under way. `what` says which, for people; `label` in the same words on every rank."""
+
+    def __init__(self, group: Any, tensor: torch.Tensor, label: str) -> None:
+        self._group = group
+        self._peers = peers_of(group)
+        self._label = label
+        self._limit_s = 0.0
+        self._index = 0
+        if self._peers is None:
+            self._work = dist.all_reduce(tensor, group=group, async_op=True)
+            return
+        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):  # a recording is counted when replayed
+            self._peers.count(label)
+        self._index = self._peers.started
+        if compat.groups.is_gloo(group, tensor.device.type):
+            self._limit_s = compat.groups.time_limit(group, tensor.device.type)
+            self._work = compat.groups.start_sum(group, tensor, self._limit_s + PATIENCE_S)
+        else:
+            self._work = dist.all_reduce(tensor, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for it. Raises what ended it; the message or a note says which collective it was."""
+        if self._peers is None or not self._limit_s:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                self._annotate(error)
+                raise
+            return
+        try:
+            self._work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
+        except RuntimeError as error:
+            if self._work.is_completed():
+                self._finish(self._peers, error)
+            else:
+                self._wait_long(self._work, self._peers)
+
+    def _wait_long(self, work: Any, peers: Peers) -> None:
+        """Some other rank is late."""
+        others = Others(peers, self._limit_s)
+        others.waited(min(BEAT_S, self._limit_s))
+        while True:
+            try:
+                work.wait(timedelta(seconds=others.slice_s()))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._finish(peers, error)
+                    return
+            try:
+                peers.check()
+                late = {rank for rank, said in others.look().items() if said is None or said.started < self._index}
+                self._see_who_has_ended(peers, others, late)
+                if others.out_of_patience(late):
+                    raise DcompileError(
+                        f"dcompile: rank {peers.rank} waited {self._limit_s:g} s for {self._name()}; "
+                        f"{others.describe(late)}"
+                    )
+            except DcompileError:
+                _give_up(work)
+                raise
+
+    def _see_who_has_ended(self, peers: Peers, others: Others, late: set[int]) -> None:
+        for rank in sorted(late):
+            said = others.last(rank)
+            if said is not None and said.ended:
+                peers.call_off(
+                    f"dcompile: rank {rank} has ended after {said.started} collectives, but rank {peers.rank} has "
+                    f"started {self._name()}: every rank must run the same steps"
+                )
+
+    def _finish(self, peers: Peers, error: RuntimeError) -> None:
+        """It is over: well, if it ended just behind the time that it was waited for."""
+        try:
+            self._work.wait()
+        except RuntimeError as failure:
+            if peers.aborted:
+                peers.check()
+            self._annotate(failure)
+            raise failure from (None if failure is error else error)
+
+    def _annotate(self, error: RuntimeError) -> None:
+        rank = dist.get_rank(self._group)
+        error.add_note(
+            f"dcompile: rank {rank} was waiting for {self._name()}; "
+            "another rank has failed, stalled, or does not run this step"
+        )
+
+    def _name(self) -> str:
+        return f"the {self._label}" + (f", number {self._index} of this group" if self._index else "")
+
+
+def count_replayed(group: Any, label: str) -> None:
+    """A collective has happened as part of a replay."""
+    peers = peers_of(group)
+    if peers is not None:
+        peers.count(label)
+
+
+def _give_up(work: Any) -> None:
+    if not _STUCK:
+        atexit.register(_leave)
+    _STUCK.append(work)
+
+
+def _leave() -> None:
+    """End the process while exchanges are stuck: the peers' then fail at once, where they would wait for this one."""
+    if any(not work.is_completed() for work in _STUCK):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

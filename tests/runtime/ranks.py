@@ -1,0 +1,67 @@
+"""Ranks that are threads of one process, with a store in memory: for whatever talks through the store alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.runtime import peers as module
+from dcompile.runtime.peers import Peers
+
+
+class Group:
+    """As much of a process group as a line to its ranks asks for."""
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self.store, self.rank, self.world = store, rank, world
+        self.group_name = f"{id(store)} {rank}"
+
+
+class Ranks:
+    """Lines of several ranks to one another; a rank without one never comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compat.groups, "group_store", lambda group: group.store)
+        monkeypatch.setattr(compat.groups, "exists", lambda group: True)
+        monkeypatch.setattr(compat.groups, "abort", lambda group: None)
+        monkeypatch.setattr(compat.groups, "own_store", lambda store, prefix: dist.PrefixStore(prefix, store))
+        monkeypatch.setattr(module.dist, "get_rank", lambda group: group.rank)
+        monkeypatch.setattr(module.dist, "get_world_size", lambda group: group.world)
+        monkeypatch.setattr(module.dist, "get_backend", lambda group: "gloo")
+        monkeypatch.setattr(module, "BEAT_S", 0.05)
+        self.store = dist.HashStore()
+        self.groups: list[Group] = []
+        self.lines: list[Peers] = []
+
+    def start(self, world: int, present: int | None = None, store: Any = None) -> list[Peers]:
+        """Lines of the first `present` ranks of a group of `world`."""
+        store = store or dist.HashStore()
+        groups = [Group(store, rank, world) for rank in range(present or world)]
+        self.groups += groups
+        lines = [Peers(group) for group in groups]
+        self.lines += lines
+        return lines
+
+    def each(self, function: Callable[[Peers], Any], lines: list[Peers]) -> list[Any]:
+        """What `function` returns on each rank, or the text of what it raised."""
+
+        def one(line: Peers) -> Any:
+            try:
+                return function(line)
+            except RuntimeError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(len(lines)) as pool:
+            return list(pool.map(one, lines))
+
+    def stop(self) -> None:
+        """End all threads, without goodbyes."""
+        for line in self.lines:
+            line._ended = True
+            line._wake.set()
+            line._thread.join()

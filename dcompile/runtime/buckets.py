@@ -104,7 +104,8 @@ class Buckets:
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""
-        return self._works.get(bucket)
+        exchange = self._works.get(bucket)
+        return None if exchange is None else exchange.work
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""

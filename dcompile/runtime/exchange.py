@@ -32,33 +32,33 @@ class Exchange:
         self._limit_s = 0.0
         self._index = 0
         if self._peers is None:
-            self._work = dist.all_reduce(tensor, group=group, async_op=True)
+            self.work = dist.all_reduce(tensor, group=group, async_op=True)
             return
         if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):  # a recording is counted when replayed
             self._peers.count(label)
         self._index = self._peers.started
         if compat.groups.is_gloo(group, tensor.device.type):
             self._limit_s = compat.groups.time_limit(group, tensor.device.type)
-            self._work = compat.groups.start_sum(group, tensor, self._limit_s + PATIENCE_S)
+            self.work = compat.groups.start_sum(group, tensor, self._limit_s + PATIENCE_S)
         else:
-            self._work = dist.all_reduce(tensor, group=group, async_op=True)
+            self.work = dist.all_reduce(tensor, group=group, async_op=True)
 
     def wait(self) -> None:
         """Wait for it. Raises what ended it; the message or a note says which collective it was."""
         if self._peers is None or not self._limit_s:
             try:
-                self._work.wait()
+                self.work.wait()
             except RuntimeError as error:
                 self._annotate(error)
                 raise
             return
         try:
-            self._work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
+            self.work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
         except RuntimeError as error:
-            if self._work.is_completed():
+            if self.work.is_completed():
                 self._finish(self._peers, error)
             else:
-                self._wait_long(self._work, self._peers)
+                self._wait_long(self.work, self._peers)
 
     def _wait_long(self, work: Any, peers: Peers) -> None:
         """Some other rank is late."""
@@ -97,7 +97,7 @@ class Exchange:
     def _finish(self, peers: Peers, error: RuntimeError) -> None:
         """It is over: well, if it ended just behind the time that it was waited for."""
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as failure:
             if peers.aborted:
                 peers.check()

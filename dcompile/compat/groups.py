@@ -84,13 +84,28 @@ def is_gloo(group: Any, device: str) -> bool:
     return type(group._get_backend(torch.device(device))).__name__ == "ProcessGroupGloo"
 
 
+def limit(options: Any, limit_s: float | None) -> None:
+    """Let a collective fail after `limit_s` instead of after the group's own time limit."""
+    if limit_s is not None:
+        options.timeout = timedelta(seconds=limit_s)
+
+
+def gather_options(limit_s: float | None) -> Any:
+    """Options of an all-gather that fails after `limit_s`."""
+    from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+    options = AllgatherOptions()
+    limit(options, limit_s)
+    return options
+
+
 def start_sum(group: Any, tensor: Any, limit_s: float) -> Any:
     """Start an all-reduce, by Gloo, that fails after `limit_s` instead of after the group's own time limit."""
     import torch.distributed as dist
 
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.SUM
-    options.timeout = timedelta(seconds=limit_s)
+    limit(options, limit_s)
     if hasattr(options, "asyncOp"):
         options.asyncOp = True
     return group.allreduce([tensor], options)

@@ -46,9 +46,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     module, ddp = _module_of(model)
     target = module._call_impl if module is not None else original_function(model)
     planner = _Planner(settings.config)
-    toolbox = Toolbox(
-        planner, _no_buckets, _nothing, lambda _: Alone(), _no_note, _nothing, _nothing, _no_buckets
-    )
+    toolbox = Toolbox(planner, _no_buckets, _nothing, lambda _: Alone(), _no_note, _nothing, _nothing, _no_buckets)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dcompile.compat.tensors import storage_use_count, will_accumulate
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.exchange import Exchange, count_replayed
+from dcompile.runtime.exchange import Flight, count_replayed, start_sum
 
 KEPT = 2
 """Storages kept per bucket: one that p.grad may still show, one to write into. A third is needed only by a caller who
@@ -50,7 +50,7 @@ class Buckets:
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> its bucket and its offset there."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
-    _works: dict[str, Exchange] = field(init=False, default_factory=dict)
+    _works: dict[str, Flight] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
     _scale: float = field(init=False)
 
@@ -100,12 +100,12 @@ class Buckets:
                 self._view(number, memory).add_(param.grad.detach())
                 param.grad = None
         payload = scaled(memory.flat, self.group, self._scale, self._table[bucket].wire, memory.wire)
-        self._works[bucket] = Exchange(self.group, payload, self._label(bucket))
+        self._works[bucket] = start_sum(self.group, payload, self._label(bucket))
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""
-        exchange = self._works.get(bucket)
-        return None if exchange is None else exchange.work
+        flight = self._works.get(bucket)
+        return None if flight is None else flight.work
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
@@ -166,8 +166,8 @@ def average(group: Any, tensors: list[torch.Tensor], wire: str = "") -> None:
         memory = torch.empty_like(tensor, dtype=getattr(torch, wire)) if cast else None
         payload = scaled(tensor, group, scale, wire, memory)
         label = f"all-reduce of a gradient from outside the compiled graphs ({tensor.numel()} elements)"
-        pairs.append((Exchange(group, payload, label), payload))
-    for (exchange, payload), tensor in zip(pairs, tensors, strict=True):
-        exchange.wait()
+        pairs.append((start_sum(group, payload, label), payload))
+    for (flight, payload), tensor in zip(pairs, tensors, strict=True):
+        flight.wait()
         if payload is not tensor:
             tensor.copy_(payload)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,26 +23,30 @@ _STUCK: list[Any] = []
 """Exchanges that were given up. Gloo cannot abort them, and its threads would keep the process from ending."""
 
 
-class Exchange:
-    """One collective under way. `what` says which, for people; `label` in the same words on every rank."""
+class Flight:
+    """One collective in flight. `label` says which, in the same words on every rank.
 
-    def __init__(self, group: Any, tensor: torch.Tensor, label: str) -> None:
+    `start` starts it and returns its torch.distributed.Work; it is given the seconds after which the collective is to
+    fail, or None where that is the backend's affair.
+    """
+
+    def __init__(self, group: Any, device: torch.device, label: str, start: Callable[[float | None], Any]) -> None:
         self._group = group
         self._peers = peers_of(group)
         self._label = label
         self._limit_s = 0.0
         self._index = 0
         if self._peers is None:
-            self.work = dist.all_reduce(tensor, group=group, async_op=True)
+            self.work = start(None)
             return
-        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):  # a recording is counted when replayed
-            self._peers.count(label)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._peers.count(label)  # a recording is counted when it is replayed
         self._index = self._peers.started
-        if compat.groups.is_gloo(group, tensor.device.type):
-            self._limit_s = compat.groups.time_limit(group, tensor.device.type)
-            self.work = compat.groups.start_sum(group, tensor, self._limit_s + PATIENCE_S)
+        if compat.groups.is_gloo(group, device.type):
+            self._limit_s = compat.groups.time_limit(group, device.type)
+            self.work = start(self._limit_s + PATIENCE_S)
         else:
-            self.work = dist.all_reduce(tensor, group=group, async_op=True)
+            self.work = start(None)
 
     def wait(self) -> None:
         """Wait for it. Raises what ended it; the message or a note says which collective it was."""
@@ -113,6 +118,17 @@ class Exchange:
 
     def _name(self) -> str:
         return f"the {self._label}" + (f", number {self._index} of this group" if self._index else "")
+
+
+def start_sum(group: Any, tensor: torch.Tensor, label: str) -> Flight:
+    """Start summing a tensor up over the ranks, in place."""
+
+    def start(limit_s: float | None) -> Any:
+        if limit_s is None:
+            return dist.all_reduce(tensor, group=group, async_op=True)
+        return compat.groups.start_sum(group, tensor, limit_s)
+
+    return Flight(group, tensor.device, label, start)
 
 
 def count_replayed(group: Any, label: str) -> None:

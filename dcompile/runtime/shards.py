@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcompile import compat
 from dcompile.collectives.params import ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
+from dcompile.runtime.exchange import Flight
 
 
 @dataclass(eq=False)
@@ -65,15 +67,21 @@ class Shards:
         shards = dict(zip(full, torch.split(flat, sizes), strict=True))
         options = dist.ReduceScatterOptions()
         options.reduceOp = rule.scatter
-        with _named(name, full, self.units, process_group):
-            work = process_group.reduce_scatter_tensor_coalesced(list(shards.values()), list(full.values()), options)
-        return _Reducing(name, group, flat, shards, work)
+        inputs, outputs = list(full.values()), list(shards.values())
+
+        def start(limit_s: float | None) -> Any:
+            compat.groups.limit(options, limit_s)
+            return process_group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+
+        with _named(f"the {name}", full, self.units, process_group):
+            flight = Flight(process_group, first.device, f"{name} ({flat.numel() * world} elements)", start)
+        return _Reducing(name, group, flat, shards, flight)
 
     def _finish(self, pending: _Reducing) -> None:
         """Wait for a reduction, go on among replicas if it is to, and hand the shards on as gradients."""
         group, shards = pending.group, pending.shards
-        with _named(pending.name, shards, self.units, group.scatter_group()):
-            pending.work.wait()
+        with _named(f"the {pending.name}", shards, self.units, group.scatter_group()):
+            pending.flight.wait()
         rule, replicas = group.reduction(pending.flat.dtype), group.replica_group()
         if replicas is not None and group.wants() == "shards":
             for number, shard in shards.items():
@@ -84,7 +92,7 @@ class Shards:
             for number, shard in shards.items():
                 if number in self._partial:
                     shard.add_(self._partial.pop(number))
-            with _named(f"{pending.name} among replicas", shards, self.units, replicas):
+            with _named(f"the {pending.name} among replicas", shards, self.units, replicas):
                 dist.all_reduce(pending.flat, group=replicas, op=rule.reduce)
         if rule.divide_after not in (None, 1):
             pending.flat.div_(rule.divide_after)
@@ -107,7 +115,7 @@ class _Reducing:
     flat: torch.Tensor
     """All shards of this rank, end to end."""
     shards: dict[int, torch.Tensor]
-    work: Any
+    flight: Flight
 
 
 @dataclass(eq=False)
@@ -117,8 +125,8 @@ class Exchange:
     shards: Shards
     buckets: Mapping[str, Bucket]
     accumulates: bool
-    _gathering: dict[str, tuple[Any, list[torch.Tensor]]] = field(init=False, default_factory=dict)
-    """Bucket -> its work, and the shards that it reads, which must live until it is done."""
+    _gathering: dict[str, tuple[Flight, list[torch.Tensor]]] = field(init=False, default_factory=dict)
+    """Bucket -> its collective, and the shards that it reads, which must live until it is done."""
     _reducing: dict[str, _Reducing] = field(init=False, default_factory=dict)
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
@@ -126,15 +134,21 @@ class Exchange:
         found = self.buckets[bucket]
         group = self.shards.groups[found.group].gather_group()
         shards = [self.shards.units[number].data() for number in found.units]
+
+        def start(limit_s: float | None) -> Any:
+            options = compat.groups.gather_options(limit_s)
+            return group.allgather_into_tensor_coalesced(full, shards, options)
+
+        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements)"
         with self._named("all-gather", found, group):
-            self._gathering[bucket] = (group.allgather_into_tensor_coalesced(full, shards), shards)
+            self._gathering[bucket] = (Flight(group, full[0].device, label, start), shards)
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for what `start_gather` began."""
         found = self.buckets[bucket]
-        work, _ = self._gathering.pop(bucket)
+        flight, _ = self._gathering.pop(bucket)
         with self._named("all-gather", found, self.shards.groups[found.group].gather_group()):
-            work.wait()
+            flight.wait()
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing up `full` over the ranks; or keep it, in a backward that is not to reduce."""
@@ -146,7 +160,7 @@ class Exchange:
         if group.wants() == "nothing":
             self.shards.keep(units)
         else:
-            self._reducing[bucket] = self.shards._scatter(group, units, f"the reduce-scatter {bucket}")
+            self._reducing[bucket] = self.shards._scatter(group, units, f"reduce-scatter {bucket}")
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began, and hand the shards on as gradients."""
@@ -157,9 +171,9 @@ class Exchange:
     def pending(self, bucket: str) -> Any:
         """The work that is in flight for a bucket, or None."""
         if bucket in self._gathering:
-            return self._gathering[bucket][0]
+            return self._gathering[bucket][0].work
         reducing = self._reducing.get(bucket)
-        return None if reducing is None else reducing.work
+        return None if reducing is None else reducing.flight.work
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
         return _named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)

@@ -1,5 +1,6 @@
 """DDP on two Gloo ranks: what is taken over and what is not, one thing at a time. Whole trainings: `test_matrix.py`."""
 
+import re
 import time
 
 import pytest
@@ -180,7 +181,7 @@ def test_ranks_that_capture_other_graphs_all_say_so(ranks):
     words = {outcome.error[outcome.error.rindex("dcompile: ranks disagree") :].splitlines()[3] for outcome in outcomes}
     assert len(words) == 1, "the same on both"
     for outcome in outcomes:
-        assert "PlanMismatchError: dcompile: ranks disagree on their graph 0 of model 0" in outcome.error
+        assert re.search("PlanMismatchError: dcompile: ranks disagree on their graph 0 of model \\d+", outcome.error)
         assert "models.py:" in outcome.error
 
 

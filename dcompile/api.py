@@ -97,7 +97,7 @@ def compile(
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
-    return Toolbox(compiler, Buckets, agree, compiler.meet, captured, average, print_receipt, Shards)
+    return Toolbox(compiler, Buckets, agree, average, print_receipt, Shards, compiler.meet, captured)
 
 
 def print_receipt(model: CompiledModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,31 @@ class Peers(Protocol):
         """Raise if another rank has called the job off, or the process group is gone."""
 
 
+class Nobody:
+    """No other ranks: what is planned without being run asks none."""
+
+    def number(self, what: str) -> int:
+        """0: nothing is counted."""
+        del what
+        return 0
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Tell nobody."""
+        del what
+        return nullcontext()
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
+
+
+def _met_by_nobody(_group: Any) -> Peers:
+    return Nobody()
+
+
+def _compared_with_nobody(_peers: Any, _subject: str, _lines: list[tuple[str, str]]) -> str:
+    return ""
+
+
 MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any], GradientBuckets]
 """(buckets, parameter number -> weak reference, process group) -> memory."""
 
@@ -71,13 +96,13 @@ class Toolbox:
     make_buckets: MakeBuckets
     agree: Callable[[Any, str, list[str]], None]
     """(process group, what is compared, this rank's lines): all ranks come, and all raise if some differ."""
-    meet: Callable[[Any], Peers]
-    """(process group or None) -> the line to its other ranks; the compiler shares graphs with them."""
-    captured: Callable[[Any, str, list[tuple[str, str]]], str]
-    """(peers, what was captured, (line, where it comes from)): compare with rank 0; a note if it did not come."""
     average: Callable[[Any, list[Any], str], None]
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]
     make_shards: MakeShards
+    meet: Callable[[Any], Peers] = _met_by_nobody
+    """(process group or None) -> the line to its other ranks; the compiler shares graphs with them."""
+    captured: Callable[[Any, str, list[tuple[str, str]]], str] = _compared_with_nobody
+    """(peers, what was captured, (line, where it comes from)): compare with rank 0; a note if it did not come."""
     figures: Callable[[Any, Any], Figures] = figures_from_table
     """(device, process group or None) -> what the machine can do; the same on every rank of the group."""

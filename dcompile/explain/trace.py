@@ -31,7 +31,6 @@ from dcompile.explain.report import GraphBreak, GraphReport, Report, describe_pr
 from dcompile.explain.sources import Source, source_of, source_of_frames
 from dcompile.ir.nodes import Program
 from dcompile.pipeline import Pipeline
-from dcompile.runtime.peers import Alone
 
 
 def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
@@ -46,7 +45,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     module, ddp = _module_of(model)
     target = module._call_impl if module is not None else original_function(model)
     planner = _Planner(settings.config)
-    toolbox = Toolbox(planner, _no_buckets, _nothing, lambda _: Alone(), _no_note, _nothing, _nothing, _no_buckets)
+    toolbox = Toolbox(planner, _no_buckets, _nothing, _nothing, _nothing, _no_buckets)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
@@ -194,10 +193,6 @@ def _no_buckets(*_: Any) -> Any:
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-def _no_note(*_: Any) -> str:
-    return ""
 
 
 # --- leaving things as they were --------------------------------------------------------------------------------------

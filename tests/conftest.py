@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,15 @@ def golden(request: pytest.FixtureRequest, update_golden: bool) -> Callable[[str
         assert text == path.read_text(), "if the new text is as it should be: --update-golden, then review the diff"
 
     return compare
+
+
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Each test compiles as a new process would; a file asks for it with `pytest.mark.usefixtures`."""
+    from tests.subject import anew  # behind pytest_configure: it loads torch
+
+    with anew():
+        yield
 
 
 def pytest_configure() -> None:

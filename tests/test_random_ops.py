@@ -13,14 +13,7 @@ import dcompile
 OPTIONS = {"receipt": False}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.compiler.reset()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 def compiled(function, **options):

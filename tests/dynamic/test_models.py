@@ -1,6 +1,7 @@
 """Whole models with dynamic=True: one graph for all lengths and batches, all of it in kernels and library calls."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,16 +10,10 @@ import dcompile
 from dcompile.capture.entry import find_model
 from tests.models.zoo import gpt2, llama
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("make", [partial(gpt2, layers=1), partial(llama, num_hidden_layers=1)], ids=["gpt2", "llama"])
 def test_language_models_train_at_any_length(make):
     model = make()
     theirs = copy.deepcopy(model)

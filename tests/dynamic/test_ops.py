@@ -10,13 +10,7 @@ import torch.nn.functional as F
 import dcompile
 from dcompile.capture.entry import find_model
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 def grad(*shape):

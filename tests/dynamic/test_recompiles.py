@@ -11,12 +11,8 @@ from dcompile.capture.entry import find_model
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.manual_seed(0)
-    torch.compiler.reset()
+def fresh_counters(compiled_anew):
     counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 def function(x, w):

@@ -19,9 +19,13 @@ LR = 1e-3
 OPTIONS = {"options": {"receipt": False}} if IS_DCOMPILE else {}
 
 
-def compiled(model, **settings):
-    """`model` behind torch.compile with the backend under test; the model itself stays as it is."""
-    return torch.compile(model, backend=BACKEND, **OPTIONS, **settings)
+def compiled(model, eagers_bits=False, **settings):
+    """`model` behind torch.compile with the backend under test; the model itself stays as it is.
+
+    `eagers_bits`: random numbers are eager's, so that the same seed drops the same elements.
+    """
+    options = {"options": {**OPTIONS["options"], "fallback_random": eagers_bits}} if IS_DCOMPILE else OPTIONS
+    return torch.compile(model, backend=BACKEND, **options, **settings)
 
 
 def twins(make, *arguments):

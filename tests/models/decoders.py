@@ -85,7 +85,9 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS = {
     "mixtral": decoder("Mixtral", num_local_experts=4, output_router_logits=True, fullgraph=False),
     "qwen2-moe": decoder("Qwen2Moe", **MOE, shared_expert_intermediate_size=32, decoder_sparse_step=1),
-    "qwen3-moe": decoder("Qwen3Moe", **MOE, head_dim=8, norm_topk_prob=True, decoder_sparse_step=1),
+    "qwen3-moe": decoder(
+        "Qwen3Moe", **MOE, head_dim=8, norm_topk_prob=True, decoder_sparse_step=1, num_hidden_layers=1,
+    ),
     "olmoe": decoder("Olmoe", num_experts=4, num_experts_per_tok=2),
     "deepseek-v3": decoder(
         "DeepseekV3", num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
@@ -109,7 +111,7 @@ EXPERTS = {
 
 MAMBA = {"state_size": 4, "conv_kernel": 3, "expand": 2, "time_step_rank": 4}
 RECURRENT = {
-    "mamba": decoder("Mamba", **MAMBA, use_associative_scan=False),
+    "mamba": decoder("Mamba", **MAMBA, use_associative_scan=False, num_hidden_layers=1),
     "falcon-mamba": decoder("FalconMamba", **MAMBA, use_associative_scan=False),
     "mamba2": decoder("Mamba2", state_size=8, conv_kernel=3, num_heads=8, head_dim=8, n_groups=2, chunk_size=4),
     "jamba": decoder(

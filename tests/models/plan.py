@@ -12,7 +12,7 @@ import torch
 
 from tests.models.architecture import Architecture
 from tests.models.aspects import ASPECTS
-from tests.subject import IS_DCOMPILE
+from tests.subject import IS_DCOMPILE, anew
 
 FALLBACKS: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallbacks.json").read_text())
 """Name -> what may be left to ATen for want of a rule. A list may shrink; what is not in it is an error."""
@@ -31,18 +31,11 @@ def every(architectures: Mapping[str, Architecture], sample: Mapping[str, str]) 
 
 def check(name: str, architecture: Architecture, aspect: str) -> None:
     """One aspect of one architecture, compiled anew as in a new process; its fallbacks are the listed ones."""
-    torch.compiler.reset()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch._dynamo.config.patch(allow_rnn=True):  # else Dynamo leaves recurrent layers to eager PyTorch
-            call = ASPECTS[aspect](architecture)
+    with anew(), torch._dynamo.config.patch(allow_rnn=True):  # else Dynamo leaves recurrent layers to eager PyTorch
+        call = ASPECTS[aspect](architecture)
         if IS_DCOMPILE:
             import dcompile
 
             receipt = dcompile.receipt(call)
             assert receipt.kernels > 0 or aspect == "dynamic" or receipt.fallbacks, str(receipt)
             assert receipt.fallbacks.keys() <= set(FALLBACKS.get(name, ())), str(receipt)
-    finally:
-        torch.set_num_threads(threads)
-        torch.compiler.reset()

@@ -10,7 +10,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = DECODERS | EXPERTS | RECURRENT
 SAMPLE = {
-    "qwen2": "train",
     "gemma2": "infer",
     "qwen3-moe": "train",
     "mamba": "infer",

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = ENCODERS | SEQ2SEQ
 SAMPLE = {
-    "roberta": "train",
+    "roberta": "infer",
     "modernbert": "infer",
     "bart": "infer",
 }

@@ -1,7 +1,6 @@
 """Whole models: forward, backward and optimizer steps give what eager PyTorch gives.
 
-Tolerances are for float32 sums in another order: 1e-5 of a loss, and for gradients and parameters 1e-4 of the largest
-element of the tensor (an element that is nearly 0 by cancellation has no relative accuracy of its own).
+How near is said in tests/models/checks.py. `make models` runs every model in every way; each test run, a part of that.
 """
 
 import contextlib
@@ -12,66 +11,33 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models.checks import LOSS, LR, TENSOR, assert_close, assert_same_state, compiled, twins
 from tests.models.zoo import CASES, MLP, ResNet, llama
-from tests.subject import BACKEND, IS_DCOMPILE
+from tests.subject import IS_DCOMPILE
 
 # Dynamo itself reads .grad of what crosses a graph break
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-LOSS, TENSOR = 1e-5, 1e-4
-LR = 1e-3
+pytestmark = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 FALLBACKS: set[str] = set()
-OPTIONS = {"options": {"receipt": False}} if IS_DCOMPILE else {}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    """Each test compiles anew, as a new process would; one thread, for tests share the machine."""
-    torch.compiler.reset()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch.compiler.reset()
+def cases(*names):
+    """Those models in each test run, the others by `make models`."""
+    assert set(names) <= CASES.keys()
+    marks = {name: () if name in names else pytest.mark.full for name in CASES}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in CASES])
 
 
-def compiled(model, eagers_bits=False, **settings):
-    """`eagers_bits`: random numbers are eager's, so that the same seed drops the same elements."""
-    options = {"options": {**OPTIONS["options"], "fallback_random": eagers_bits}} if IS_DCOMPILE else OPTIONS
-    return torch.compile(model, backend=BACKEND, **options, **settings)
+def short_llama(dropout=0.0):
+    """One layer, where what is tested is not between layers."""
+    return llama(dropout, num_hidden_layers=1)
 
 
-def twins(make, *arguments):
-    """Two models with the same weights."""
-    torch.manual_seed(0)
-    model = make(*arguments)
-    return model, copy.deepcopy(model)
-
-
-def assert_close(actual, expected, tolerance, what="", noise=1e-12):
-    """Equal up to `tolerance` of the largest element of `expected`, and up to `noise`."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
-    actual, expected = actual.detach().double(), expected.detach().double()
-    scale = expected.abs().max().item() if expected.numel() else 0.0
-    difference = (actual - expected).abs().max().item() if expected.numel() else 0.0
-    assert difference <= tolerance * scale + noise, f"{what}: off by {difference:.2e}, largest element {scale:.2e}"
-
-
-def assert_same_state(ours, theirs, tolerance=TENSOR, what=""):
-    """Gradients, parameters and buffers, by name; a gradient that is None stays None.
-
-    Some true gradients are 0 (a bias of attention's keys): what is computed for them is float32's rounding of the terms
-    that cancel, so they are held to 2**-23 of the largest gradient in the model. Such parameters move by noise: all are
-    held to a part of one optimizer step.
-    """
-    largest = max((q.grad.abs().max().item() for q in theirs.parameters() if q.grad is not None), default=0.0)
-    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), f"{what} gradient of {name}"
-        if p.grad is not None:
-            assert_close(p.grad, q.grad, tolerance, f"{what} gradient of {name}", noise=2**-23 * largest)
-        assert_close(p, q, tolerance, f"{what} parameter {name}", noise=tolerance * LR)
-    for (name, p), (_, q) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
-        assert_close(p, q, tolerance, f"{what} buffer {name}")
+def small(name):
+    """How to make a model without dropout, the transformer with one layer."""
+    return short_llama if name == "llama" else CASES[name].make
 
 
 def forward_backward(call, batch, seed=5):
@@ -109,7 +75,7 @@ def test_three_adamw_steps(name):
         assert receipt.kernels > 0 and receipt.fallbacks.keys() <= FALLBACKS, str(receipt)
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("mlp", "gpt2")
 def test_dropout_draws_what_eager_draws(name):
     case = CASES[name]
     model, theirs = twins(case.make, 0.3)
@@ -123,7 +89,7 @@ def test_dropout_draws_what_eager_draws(name):
     assert abs(other["loss"] - expected["loss"]) > 1e-4, "dropout does nothing here"
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases("mlp", "resnet", "llama")
 def test_evaluation_without_gradients(name):
     case = CASES[name]
     model, theirs = twins(case.make, 0.3)
@@ -153,7 +119,7 @@ def test_training_and_evaluation_in_turn():
 def test_bfloat16(name):
     """Against eager bfloat16, with eager's own distance from float32 as the measure of what rounding does."""
     case = CASES[name]
-    exact, theirs = twins(case.make, 0.0)
+    exact, theirs = twins(small(name))
     theirs = theirs.bfloat16()
     model = copy.deepcopy(theirs)
     batch = case.batch(4, 12)
@@ -172,7 +138,7 @@ def test_bfloat16(name):
 def test_autocast(name):
     """Autocast outside the compiled call; parameters and gradients stay float32."""
     case = CASES[name]
-    exact, theirs = twins(case.make, 0.0)
+    exact, theirs = twins(small(name))
     model = copy.deepcopy(theirs)
     batch = case.batch(4, 12)
     call = compiled(model, fullgraph=True)
@@ -215,7 +181,7 @@ def test_checkpointing_keeps_the_dropout_mask():
 
 
 @pytest.mark.skipif(not IS_DCOMPILE, reason="about random numbers of ours")
-@pytest.mark.parametrize("name", CASES)
+@cases("mlp", "gpt2")
 def test_dropout_of_our_own(name):
     """A gradient belongs to the masks of its forward: it says how the loss moves along it, under the same seed."""
     case = CASES[name]
@@ -261,7 +227,7 @@ def test_frozen_parameters_get_no_gradient():
 def test_other_shapes_and_a_ragged_last_batch(name):
     """A second length, then a last batch with fewer rows: graphs for other sizes, the same training."""
     case = CASES[name]
-    model, theirs = twins(case.make, 0.0)
+    model, theirs = twins(small(name))
     batches = [case.batch(4, 12), case.batch(4, 16), case.batch(4, 20), case.batch(3, 20), case.batch(1, 12)]
     assert_trains_alike(model, theirs, compiled(model), batches if name != "resnet" else batches[:4])
 

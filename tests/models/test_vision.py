@@ -11,7 +11,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = VISION | AUDIO
 SAMPLE = {
-    "vit": "infer",
     "swin": "train",
     "convnext": "bfloat16",
     "whisper": "infer",

@@ -43,12 +43,12 @@ def llama(dropout: float = 0.0, **settings: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**config | settings))
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
+def gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     config = GPT2Config(
         vocab_size=64,
         n_positions=32,
         n_embd=32,
-        n_layer=2,
+        n_layer=layers,
         n_head=4,
         resid_pdrop=dropout,
         embd_pdrop=dropout,

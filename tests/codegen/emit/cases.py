@@ -25,6 +25,7 @@ HAND = {
     "transpose": loops.transpose(100, 70),
     "transpose bf16": loops.transpose(40, 35, "bfloat16"),
     "argmax": loops.argmax(9, 100),
+    "argmax of one": loops.argmax(9, 1),
     "argmin f64": loops.argmax(9, 100, "float64", "argmin"),
     "column sum": loops.column_reduce(50, 300),
     "column argmax": loops.column_reduce(50, 300, "argmax"),

@@ -16,6 +16,7 @@ from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
 from tests.codegen.emit import loops
+from tests.codegen.emit.cases import HAND, random_inputs
 from tests.codegen.emit.harness import call, compiled, placed, run
 from tests.ir.fuzz import random_program
 
@@ -24,21 +25,6 @@ def text(program: Program) -> str:
     (loop,) = program.steps
     assert isinstance(loop, Loop)
     return cpp.emit(loop, program.table).text
-
-
-def random_inputs(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    arrays = {}
-    for name in program.inputs:
-        b = program.table[name]
-        if b.dtype == "int64":
-            arrays[name] = rng.integers(0, 5, b.shape)
-            continue
-        values = rng.normal(size=b.shape).astype(np.float32)
-        if b.dtype == "bfloat16":
-            values = torch.from_numpy(values).bfloat16().float().numpy()
-        arrays[name] = values if b.dtype == "bfloat16" else values.astype(b.dtype)
-    return arrays
 
 
 def test_random_exact_programs_agree_bit_for_bit_with_the_interpreter():
@@ -58,32 +44,6 @@ def test_random_programs_agree_with_the_interpreter_up_to_rounding():
             coarse = program.table[view.buffer].dtype in ("bfloat16", "float16")
             wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
             assert np.allclose(*wide, rtol=2e-2 if coarse else 1e-5, atol=1e-5, equal_nan=True), program.name
-
-
-HAND = {
-    "rms_norm": loops.rms_norm(7, 100),
-    "rms_norm bf16": loops.rms_norm(5, 33, "bfloat16"),
-    "rms_norm f16": loops.rms_norm(5, 33, "float16"),
-    "rms_norm_backward": loops.rms_norm_backward(70, 40),
-    "rms_norm_backward bf16": loops.rms_norm_backward(9, 24, "bfloat16"),
-    "softmax": loops.softmax(6, 130),
-    "softmax bf16": loops.softmax(6, 130, "bfloat16"),
-    "cross_entropy": loops.cross_entropy(9, 50),
-    "bias_gelu": loops.bias_gelu(9, 50),
-    "transpose": loops.transpose(100, 70),
-    "transpose bf16": loops.transpose(40, 35, "bfloat16"),
-    "argmax": loops.argmax(9, 100),
-    "argmax of one": loops.argmax(9, 1),
-    "argmin f64": loops.argmax(9, 100, "float64", "argmin"),
-    "column sum": loops.column_reduce(50, 300),
-    "column argmax": loops.column_reduce(50, 300, "argmax"),
-    "embedding_backward": loops.embedding_backward(40, 16, 8),
-    "arange": loops.arange(50),
-    "empty rows": loops.rms_norm(0, 8),
-    "empty inner space": loops.row_sum(4, 0),
-    "sum over no rows": loops.rms_norm_backward(0, 8),
-    "one element": loops.softmax(1, 1),
-}
 
 
 @pytest.fixture(scope="module")

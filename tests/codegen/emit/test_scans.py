@@ -9,8 +9,9 @@ import torch
 from dcompile.codegen.emit.scans import SCAN_BLOCK
 from dcompile.ir.interpret import interpret
 from tests.codegen.emit import loops
+from tests.codegen.emit.cases import random_inputs
 from tests.codegen.emit.harness import compiled, run
-from tests.codegen.emit.test_cpp import random_inputs, text
+from tests.codegen.emit.test_cpp import text
 
 LONG = 2 * SCAN_BLOCK + 77
 CASES = {

@@ -10,8 +10,8 @@ from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Loop, Program, Store
 from tests.codegen.emit import loops
+from tests.codegen.emit.cases import random_inputs
 from tests.codegen.emit.harness import run
-from tests.codegen.emit.test_cpp import random_inputs
 
 SIZES = [(2 * TILE, 3 * TILE), (2 * TILE + 3, 2 * TILE + 5), (2 * TILE + 8, 4 * TILE + 1)]
 

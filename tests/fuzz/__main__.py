@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from tests.fuzz.checks import Case, Check, checks
 from tests.fuzz.keep import keep
 from tests.fuzz.shrink import shrink
-from tests.ir.fuzz import random_program
 
 BATCH = 12
 """Programs whose kernels are built together."""
@@ -30,7 +29,7 @@ def failure(check: Check, case: Case) -> str | None:
 
 def search(check: Check, seeds: Sequence[int]) -> list[tuple[int, str]]:
     """Seeds that fail, each with what is wrong."""
-    cases = [random_program(seed, check.size, check.exact) for seed in seeds]
+    cases = [check.case(seed) for seed in seeds]
     try:
         found = check.run(cases)
     except Exception:  # one of them cannot be compiled: see which
@@ -46,7 +45,7 @@ def smallest(check: Check, seed: int, text: str) -> Case:
         found = failure(check, case)
         return found is not None and (found.split(":")[0] == kind or "Error" not in kind + found)
 
-    cases = (random_program(seed, size, check.exact) for size in range(1, check.size + 1))
+    cases = (check.case(seed, size) for size in range(1, check.size + 1))
     return shrink(next(case for case in cases if fails(case)), fails)
 
 

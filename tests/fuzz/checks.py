@@ -19,8 +19,10 @@ from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
+from dcompile.ir.symbols import sources, specialise
 from dcompile.ir.verify import verify
 from tests.codegen.emit.harness import call, compiled, placed, read
+from tests.ir.fuzz import random_program
 
 Inputs = Mapping[str, np.ndarray]
 Case = tuple[Program, Inputs]
@@ -39,17 +41,23 @@ def run_cpp(cases: Sequence[Case]) -> list[Outputs]:
 
 
 def _run_one(program: Program, inputs: Inputs, functions: dict[str, object]) -> Outputs:
-    table = program.table
-    arena = np.full(program.arena_bytes + 64, 0xA5, np.uint8)
-    memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers if b.storage != "arena"}
+    table, sizes = program.table, numbers_of(program, inputs)
+    fixed = specialise(program, sizes)
+    arena = np.full(fixed.arena_bytes + 64, 0xA5, np.uint8)
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in fixed.buffers if b.storage != "arena"}
     own = dict(memory)
-    memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in program.buffers if b.name not in memory}
+    memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in fixed.buffers if b.name not in memory}
     for step in program.steps:
-        code = call(cpp.emit(step, table), functions, memory)
+        code = call(cpp.emit(step, table), functions, memory, sizes)
         assert code == 0, f"{step.name} returned {code}"
     for name, flat in (*own.items(), ("the arena", arena)):
         assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
-    return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]
+    return [read(fixed.table[view.buffer], view, memory[view.buffer]) for view in fixed.outputs]
+
+
+def numbers_of(program: Program, inputs: Inputs) -> dict[str, int]:
+    """What the size symbols of a program are for these inputs, whose shapes name them one by one."""
+    return {name: inputs[source.input].shape[source.dim] for name, source in sources(program).items()}
 
 
 def targets() -> dict[str, Runner]:
@@ -70,14 +78,22 @@ class Check:
     size: int
     """Loops of a program."""
     run: Callable[[Sequence[Case]], list[str | None]]
+    symbolic: bool = False
+    """Whether the sizes of its programs are symbols."""
+
+    def case(self, seed: int, size: int | None = None) -> Case:
+        """The program of a seed, of that many loops."""
+        return random_program(seed, self.size if size is None else size, self.exact, self.symbolic)
 
 
 def checks() -> Iterator[Check]:
     """Every check there is."""
     yield Check("passes", True, 10, lambda cases: [_passes(*case) for case in cases])
+    yield Check("passes with symbolic sizes", True, 8, lambda cases: [_passes(*case) for case in cases], True)
     yield Check("fusion", False, 10, lambda cases: [_fusion(*case) for case in cases])
     for name, runner in targets().items():
         yield Check(f"{name} bit for bit", True, 10, _against_interpreter(runner, planned))
+        yield Check(f"{name} with symbolic sizes", True, 6, _against_interpreter(runner, planned), True)
         yield Check(f"{name} alone", True, 6, _against_interpreter(runner, lambda program: program))
         yield Check(f"{name} in shared memory", True, 10, _against_interpreter(runner, plan_memory))
         yield Check(f"{name} fused", False, 5, _fused_or_not(runner))
@@ -90,11 +106,12 @@ def planned(program: Program) -> Program:
 
 
 def _passes(program: Program, inputs: Inputs) -> str | None:
-    verify(program)
-    want = _outputs(program, inputs)
+    sizes = numbers_of(program, inputs)
+    verify(program, sizes)
+    want = _outputs(specialise(program, sizes), inputs)
     for run in (drop_dead, reorient_columns, fuse, plan_memory):
         program = run(program)
-        verify(program)
+        verify(program, sizes)
         if (found := first_difference(program, want, _outputs(program, inputs))) is not None:
             return f"after {run.__name__}: {found}"
     return None

@@ -3,17 +3,31 @@
 With `exact=True` every intermediate result is an integer that float32 holds exactly, and no operation is used whose
 result depends on the order of summation, on contraction or on a mathematics library: any correct implementation must
 agree bit for bit. Otherwise transcendental functions and divisions take part.
+
+With `symbolic=True` every size that shapes are made of is a symbol, which the shapes of the inputs tell.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import numpy as np
 
-from dcompile.ir.index import Index, Size, as_index, contiguous_strides, flatten, unflatten, var
+from dcompile.ir.bounds import is_nonnegative
+from dcompile.ir.index import (
+    Index,
+    Size,
+    as_index,
+    as_size,
+    contiguous_strides,
+    evaluate,
+    flatten,
+    floordiv,
+    size_product,
+    unflatten,
+    var,
+)
 from dcompile.ir.nodes import (
     Apply,
     Buffer,
@@ -36,18 +50,20 @@ FLOATS = ("float32", "float32", "float32", "bfloat16", "float16", "float64")
 INTS = ("int32", "int64", "int8", "int16")
 
 
-def random_program(seed: int, size: int = 8, exact: bool = False) -> tuple[Program, dict[str, np.ndarray]]:
+def random_program(
+    seed: int, size: int = 8, exact: bool = False, symbolic: bool = False
+) -> tuple[Program, dict[str, np.ndarray]]:
     """A program of `size` loops and arrays for its inputs."""
-    return _Maker(random.Random(seed), exact).make(f"fuzz{seed}", size)
+    return _Maker(random.Random(seed), exact, symbolic).make(f"fuzz{seed}", size)
 
 
 @dataclass(frozen=True)
 class _Tensor:
     buffer: str
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size
     bound: int
 
 
@@ -55,9 +71,9 @@ class _Tensor:
 class _Point:
     """A loop under construction; `where[d]` is the coordinate along dimension d of the shape it runs over."""
 
-    shape: tuple[int, ...]
-    outer: tuple[int, ...]
-    inner: tuple[int, ...]
+    shape: tuple[Size, ...]
+    outer: tuple[Size, ...]
+    inner: tuple[Size, ...]
     where: tuple[Index, ...]
     body: list[Value] = field(default_factory=list)
     bounds: list[int] = field(default_factory=list)
@@ -73,7 +89,7 @@ class _Point:
 
 
 class _Maker:
-    def __init__(self, rng: random.Random, exact: bool) -> None:
+    def __init__(self, rng: random.Random, exact: bool, symbolic: bool) -> None:
         self.rng = rng
         self.exact = exact
         self.tensors: list[_Tensor] = []
@@ -82,7 +98,12 @@ class _Maker:
         self.buffers: list[Buffer] = []
         self.steps: list[Loop] = []
         self.arrays: dict[str, np.ndarray] = {}
-        self.sizes = [rng.choice((1, 2, 3, 5, 8)), rng.choice((4, 7, 16, 17, 33)), rng.choice((2, 3, 4))]
+        self.sizes: list[Size] = [rng.choice((1, 2, 3, 5, 8)), rng.choice((4, 7, 16, 17, 33)), rng.choice((2, 3, 4))]
+        self.numbers: dict[str, int] = {}
+        """What the symbols are in the arrays of the inputs; no program depends on it, but for the symbols' letters."""
+        if symbolic:
+            self.numbers = {f"{'s' if n >= 2 else 'u'}{k}": n for k, n in enumerate(self.sizes)}
+            self.sizes = [var(name) for name in self.numbers]
 
     def make(self, name: str, size: int) -> tuple[Program, dict[str, np.ndarray]]:
         r, c, b = self.sizes
@@ -107,21 +128,25 @@ class _Maker:
 
     # --- tensors ---
 
-    def _input(self, shape: tuple[int, ...]) -> None:
+    def _count(self, size: Size) -> int:
+        return evaluate(as_index(size), self.numbers)
+
+    def _input(self, shape: tuple[Size, ...]) -> None:
+        counts = tuple(map(self._count, shape))
         name = f"x{len(self.arrays)}"
         dtype = self.rng.choice((*FLOATS, *INTS, "bool", "uint8"))
         generator = np.random.default_rng(self.rng.randrange(1 << 30))
         bound = 1 if dtype == "bool" else 8
         low = 0 if dtype in ("bool", "uint8") else -bound
-        values = generator.integers(low, bound + 1, shape)
+        values = generator.integers(low, bound + 1, counts)
         if DTYPES[dtype] == "float" and not self.exact:
-            values = generator.uniform(-bound, bound, shape)
+            values = generator.uniform(-bound, bound, counts)
         self.arrays[name] = np.asarray(values).astype("float32" if dtype == "bfloat16" else dtype)
         if dtype == "bfloat16":  # keep to what bfloat16 can hold, so that everybody starts from the same numbers
             self.arrays[name] = (self.arrays[name].view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
         self.tensors.append(self._declare(name, dtype, shape, bound))
 
-    def _declare(self, name: str, dtype: str, shape: tuple[int, ...], bound: int) -> _Tensor:
+    def _declare(self, name: str, dtype: str, shape: tuple[Size, ...], bound: int) -> _Tensor:
         order = list(range(len(shape)))
         if len(shape) > 1 and self.rng.random() < 0.2:
             self.rng.shuffle(order)
@@ -130,16 +155,17 @@ class _Maker:
         self.buffers.append(Buffer(name, dtype, shape, strides))
         return _Tensor(name, dtype, shape, strides, 0, bound)
 
-    def _new(self, dtype: str, shape: tuple[int, ...], bound: int) -> _Tensor:
+    def _new(self, dtype: str, shape: tuple[Size, ...], bound: int) -> _Tensor:
         self.pending.append(self._declare(f"b{len(self.buffers)}", dtype, shape, bound))
         return self.pending[-1]
 
     # --- loops ---
 
-    def _point(self, shape: tuple[int, ...], split: int | None = None) -> _Point:
+    def _point(self, shape: tuple[Size, ...], split: int | None = None) -> _Point:
         """A loop over `shape`: its dimensions split into rows and elements, or all flattened into one variable."""
-        if split is None and shape and prod(shape) and self.rng.random() < 0.15:
-            return _Point(shape, (prod(shape),), (), unflatten(var("i0"), shape, {"i0": prod(shape)}))
+        if split is None and shape and size_product(shape) and self.rng.random() < 0.15:
+            all_of_it = size_product(shape)
+            return _Point(shape, (all_of_it,), (), unflatten(var("i0"), shape, {"i0": all_of_it}))
         split = self.rng.randint(0, len(shape)) if split is None else split
         names = [f"i{d}" if d < split else f"j{d - split}" for d in range(len(shape))]
         return _Point(shape, shape[:split], shape[split:], tuple(map(var, names)))
@@ -154,7 +180,7 @@ class _Maker:
     def _step(self) -> None:
         shape = self.rng.choice(self.tensors).shape
         kinds = [self._pointwise]
-        if shape and prod(shape):
+        if shape and size_product(shape):
             kinds += [
                 self._pointwise,
                 self._rows,
@@ -167,7 +193,7 @@ class _Maker:
             ]
         self.rng.choice(kinds)(shape)
 
-    def _pointwise(self, shape: tuple[int, ...]) -> None:
+    def _pointwise(self, shape: tuple[Size, ...]) -> None:
         point = self._point(shape)
         ref = self._expression(point, self.rng.randint(1, 5))
         self._set(point, ref, shape, point.where)
@@ -175,14 +201,14 @@ class _Maker:
             self._set(point, self._binary(point, ref, self._leaf(point)), shape, point.where)
         self._finish(point)
 
-    def _rows(self, shape: tuple[int, ...]) -> None:
+    def _rows(self, shape: tuple[Size, ...]) -> None:
         split = self.rng.randint(0, len(shape) - 1)
         point = self._point(shape, split)
         ref = self._reduce(point, self._expression(point, self.rng.randint(0, 3)))
         self._set(point, ref, shape[:split], point.where[:split])
         self._finish(point)
 
-    def _normalise(self, shape: tuple[int, ...]) -> None:
+    def _normalise(self, shape: tuple[Size, ...]) -> None:
         """Softmax and its kind: reductions of a row feed its elements, which may be reduced again."""
         split = self.rng.randint(0, len(shape) - 1)
         point = self._point(shape, split)
@@ -196,7 +222,7 @@ class _Maker:
         self._set(point, ref, shape, point.where)
         self._finish(point)
 
-    def _scans(self, shape: tuple[int, ...]) -> None:
+    def _scans(self, shape: tuple[Size, ...]) -> None:
         """Running sums and their kind, of elements, of rows' results and of one another; elements and rows use them."""
         split = self.rng.randint(0, len(shape) - 1)
         point = self._point(shape, split)
@@ -213,7 +239,7 @@ class _Maker:
         self._set(point, ref, shape, point.where)
         self._finish(point)
 
-    def _columns(self, shape: tuple[int, ...]) -> None:
+    def _columns(self, shape: tuple[Size, ...]) -> None:
         point = self._point(shape, self.rng.randint(0, len(shape)))
         kept = [d for d in range(len(shape)) if self.rng.random() < 0.5]
         self._combine(point, tuple(shape[d] for d in kept), [point.where[d] for d in kept])
@@ -221,20 +247,21 @@ class _Maker:
             self._set(point, self._expression(point, 1), shape, point.where)
         self._finish(point)
 
-    def _gather(self, shape: tuple[int, ...]) -> None:
+    def _gather(self, shape: tuple[Size, ...]) -> None:
         """Rows of a table chosen at run time, as an embedding."""
         point = self._point(shape)
         source = self.rng.choice([t for t in self.tensors if t.shape])
         index = self._position(point, source.shape[0])
         rest = [
-            point.where[-1] if size == shape[-1] else as_index(self.rng.randrange(size)) for size in source.shape[1:]
+            point.where[-1] if size == shape[-1] else as_index(self.rng.randrange(self._least(size)))
+            for size in source.shape[1:]
         ]
         place = flatten([index, *rest], source.strides) + source.offset
         ref = self._tame(point, point.add(Load(source.buffer, place, source.dtype), source.bound))
         self._set(point, self._binary(point, ref, self._leaf(point)), shape, point.where)
         self._finish(point)
 
-    def _scatter(self, shape: tuple[int, ...]) -> None:
+    def _scatter(self, shape: tuple[Size, ...]) -> None:
         """Sums into places chosen at run time, as the gradient of an embedding."""
         point = self._point(shape, self.rng.randint(0, len(shape)))
         places = self.rng.randint(1, 6)
@@ -262,23 +289,24 @@ class _Maker:
 
     # --- stores ---
 
-    def _set(self, point: _Point, ref: int, shape: tuple[int, ...], where: tuple[Index, ...]) -> None:
+    def _set(self, point: _Point, ref: int, shape: tuple[Size, ...], where: tuple[Index, ...]) -> None:
         if self.rng.random() < 0.4 and not isinstance(point.body[ref], Reduce):
             choices = (*FLOATS, "int32", "bool") if DTYPES[point.dtype(ref)] == "float" else (*FLOATS, *INTS)
             ref = self._cast(point, ref, self.rng.choice(choices))
         out = self._new(point.dtype(ref), shape, point.bounds[ref])
         point.stores.append(Store(out.buffer, flatten(where, out.strides), ref))
 
-    def _combine(self, point: _Point, shape: tuple[int, ...], where: list[Index]) -> None:
+    def _combine(self, point: _Point, shape: tuple[Size, ...], where: list[Index]) -> None:
         """A store that reduces over all that falls on the same place."""
         ref = self._expression(point, self.rng.randint(0, 2))
         mode = self.rng.choice(("sum", "sum", "sum", "max", "min"))
+        everything = self._count(size_product(point.shape))
         if mode == "sum" and DTYPES[point.dtype(ref)] != "float":
             ref = self._cast(point, ref, "int64")
-        many = prod(point.shape) if mode == "sum" else 1
-        covered = prod(shape) and all(isinstance(i, Index) and not _runtime(i) for i in where)
+        many = everything if mode == "sum" else 1
+        covered = size_product(shape) and all(isinstance(i, Index) and not _runtime(i) for i in where)
         if mode != "sum" and not covered:
-            mode, many = "sum", prod(point.shape)  # the identity of max is no number to compute with
+            mode, many = "sum", everything  # the identity of max is no number to compute with
             if point.dtype(ref) != "float32":
                 ref = self._cast(point, ref, "float32")
         out = self._new(point.dtype(ref), shape, point.bounds[ref] * max(many, 1))
@@ -328,13 +356,20 @@ class _Maker:
             return replace(t, shape=t.shape[::-1], strides=t.strides[::-1])
         if choice < 0.4:
             return replace(t, shape=(*t.shape, 1), strides=(*t.strides, 0))
-        if choice < 0.5 and t.shape and t.shape[-1] > 1:
-            return replace(
-                t, shape=(*t.shape[:-1], (t.shape[-1] + 1) // 2), strides=(*t.strides[:-1], t.strides[-1] * 2)
-            )
-        if choice < 0.6 and t.shape and t.shape[0] > 1:
+        if choice < 0.5 and t.shape and self._least(t.shape[-1]) > 1:
+            half = as_size(floordiv(t.shape[-1] + 1, 2, {}))
+            return replace(t, shape=(*t.shape[:-1], half), strides=(*t.strides[:-1], t.strides[-1] * 2))
+        if choice < 0.6 and t.shape and self._least(t.shape[0]) > 1:
             return replace(t, shape=t.shape[1:], strides=t.strides[1:], offset=t.offset + t.strides[0])
         return t
+
+    def _least(self, size: Size) -> int:
+        """A number that the size is not below."""
+        return size if isinstance(size, int) else 2 if is_nonnegative(size - 2, {}) else 1
+
+    def _extent(self, point: _Point, size: Size, bound: int) -> int:
+        """A size as a value."""
+        return point.add(Const(size, "int64") if isinstance(size, int) else IndexOf(size), bound)
 
     def _aligned(self, point: _Point, t: _Tensor) -> Index | None:
         """The element of `t` at the current point, if `t` broadcasts to the shape of the loop."""
@@ -354,7 +389,7 @@ class _Maker:
         shift = self.rng.randint(0, 2)
         position = point.add(IndexOf(point.where[-1] - shift), 64)
         low = point.add(Apply("ge", (position, point.add(Const(0, "int64"), 0)), "bool"), 1)
-        high = point.add(Apply("lt", (position, point.add(Const(t.shape[-1], "int64"), 64)), "bool"), 1)
+        high = point.add(Apply("lt", (position, self._extent(point, t.shape[-1], 64)), "bool"), 1)
         mask = point.add(Apply("and", (low, high), "bool"), 1)
         place = flatten([*point.where[:-1], point.where[-1] - shift], t.strides) + t.offset
         return self._number(point, point.add(Load(t.buffer, place, t.dtype, mask), t.bound))
@@ -363,10 +398,10 @@ class _Maker:
         index = self.rng.choice(point.where) if point.where else as_index(1)
         return self._tame(point, point.add(IndexOf(index), 1 << 10))
 
-    def _position(self, point: _Point, size: int) -> Index:
+    def _position(self, point: _Point, size: Size) -> Index:
         """A run-time integer in [0, size)."""
         ref = self._cast(point, self._leaf(point), "int64")
-        ref = point.add(Apply("mod", (ref, point.add(Const(size, "int64"), size)), "int64"), size)
+        ref = point.add(Apply("mod", (ref, self._extent(point, size, self._count(size))), "int64"), self._count(size))
         return var(f"v{ref}")
 
     def _tame(self, point: _Point, ref: int, limit: int = LIMIT) -> int:
@@ -449,7 +484,7 @@ class _Maker:
             return point.add(Reduce(op, self._cast(point, ref, "bool"), "bool"), 1)
         if op == "sum" and DTYPES[point.dtype(ref)] != "float":
             ref = self._cast(point, ref, "int64")
-        bound = point.bounds[ref] * (prod(point.inner) if op == "sum" else 1)
+        bound = point.bounds[ref] * (self._count(size_product(point.inner)) if op == "sum" else 1)
         return point.add(Reduce(op, ref, point.dtype(ref)), max(bound, 1))
 
     def _scan(self, point: _Point, ref: int) -> int:
@@ -460,7 +495,9 @@ class _Maker:
             ref = self._cast(point, ref, "int64")
         if op == "prod":
             ref = self._tame(point, ref, 1)
-        bound = point.bounds[ref] * (prod(point.inner) if op == "sum" else 1) + 8 * (op == "logsumexp")
+        bound = point.bounds[ref] * (self._count(size_product(point.inner)) if op == "sum" else 1) + 8 * (
+            op == "logsumexp"
+        )
         return self._tame(point, point.add(Scan(op, ref, point.dtype(ref)), max(bound, 1)))
 
 

@@ -7,15 +7,18 @@ import pytest
 
 from dcompile.ir.interpret import execute
 from dcompile.ir.nodes import Apply, Load, Reduce, Scan
+from dcompile.ir.symbols import late_symbols, symbols_of
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 
 
+@pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
-def test_programs_are_valid_and_run(exact):
-    for seed in range(60):
-        program, inputs = random_program(seed, exact=exact)
+def test_programs_are_valid_and_run(exact, symbolic):
+    for seed in range(40):
+        program, inputs = random_program(seed, exact=exact, symbolic=symbolic)
         verify(program)
+        assert bool(symbols_of(program)) == symbolic and not late_symbols(program)
         outputs = execute(program, inputs).outputs
         assert len(outputs) == len(program.outputs) and outputs
         for output in outputs:

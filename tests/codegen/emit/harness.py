@@ -7,9 +7,11 @@ import ctypes
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch  # noqa: F401  the OpenMP run time that kernels are linked with
@@ -21,6 +23,8 @@ from dcompile.config import Config
 from dcompile.ir.interpret import from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
 from dcompile.runtime.cache import KernelCache
+
+NONE: Mapping[str, int] = MappingProxyType({})
 
 
 @cache
@@ -61,10 +65,14 @@ def compiled(programs: list[Program]) -> dict[str, object]:
     return {name: getattr(ctypes.CDLL(str(path)), name) for name, path in libraries.items()}
 
 
-def call(source: KernelSource, functions: dict[str, object], memory: dict[str, np.ndarray]) -> int:
+def call(
+    source: KernelSource, functions: dict[str, object], memory: dict[str, np.ndarray], sizes: Mapping[str, int] = NONE
+) -> int:
+    """Run one kernel; `sizes` says what the symbols are that it takes."""
     function = functions[source.name]
     function.restype = ctypes.c_long
-    return function(*(ctypes.c_void_p(memory[name].ctypes.data) for name in source.arguments))
+    addresses = (ctypes.c_void_p(memory[name].ctypes.data) for name in source.arguments)
+    return function(*addresses, *(ctypes.c_int64(sizes[name]) for name in source.sizes))
 
 
 def run(program: Program, inputs: dict[str, np.ndarray], functions: dict[str, object] | None = None):

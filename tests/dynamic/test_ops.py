@@ -102,6 +102,33 @@ def attention(q, k, v, table, target):
     return merged, loss
 
 
+def test_floats_made_of_sizes_are_numbers_of_kernels():
+    def function(x, y):
+        scale = 1 / x.shape[0]
+        root = x.shape[1] ** -0.5
+        filled = torch.full_like(x, scale * 2 + 1)
+        return (
+            x * scale,
+            (x + y * root).sum(1),
+            torch.add(x, y, alpha=scale),
+            filled,
+            x.mean(0) / (2.5 * root),
+            x.double() * root,
+        )
+
+    receipt, _ = check(function, (grad(5, 7), grad(5, 7)), (grad(3, 6), grad(3, 6)), (grad(49, 3), grad(49, 3)))
+    assert receipt.kernels and not receipt.fallbacks
+
+
+def test_floats_made_of_sizes_reach_the_library_and_the_caller():
+    def function(x):
+        scale = 1 / x.shape[0]
+        return torch.special.erfcx(x * scale), torch.histc(x, 4, 0.0, scale), scale
+
+    receipt, _ = check(function, (torch.rand(5, 7),), (torch.rand(8, 3),))
+    assert receipt.kernels and receipt.library_calls
+
+
 def test_attention_and_the_loss_behind_it():
     def call(batch, length):
         heads = [grad(batch, 7, length, 4) for _ in range(3)]

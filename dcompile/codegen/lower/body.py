@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcompile.codegen.lower.indices import lower_bound, simplify
+from dcompile.codegen.lower.reals import OPS as REALS
+from dcompile.codegen.lower.reals import Real
 from dcompile.ir.index import Index, Size, as_index, is_nonnegative, size_product, substitute, upper_bound, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS
@@ -88,8 +90,11 @@ class Body:
     def dtype(self, ref: Ref) -> str:
         return self.values[ref].dtype
 
-    def const(self, value: bool | float | Size, dtype: str) -> Ref:
-        """A number, or a size that is known when the loop runs."""
+    def const(self, value: bool | float | Size | Real, dtype: str) -> Ref:
+        """A number, or one made of sizes that are known when the loop runs."""
+        if isinstance(value, Real):
+            ref = self._real(value)
+            return self.cast(ref if dtype in COMPUTE_DTYPES else self.cast(ref, "float32"), dtype)
         if isinstance(value, Index):
             ref = self.index(value)
             return self.cast(ref if dtype in COMPUTE_DTYPES else self.cast(ref, "float32"), dtype)
@@ -97,6 +102,11 @@ class Body:
         if dtype in COMPUTE_DTYPES:
             return self._add(Const(number, dtype))
         return self._add(Apply("cast", (self.const(number, "float32"),), dtype))
+
+    def _real(self, value: Real) -> Ref:
+        """In the precision of Python's floats."""
+        op, args = REALS[value.target], [self.const(arg, "float64") for arg in value.args]
+        return args[0] if op is None else self.apply(op, *args)
 
     def index(self, index: Index, dtype: str = "int64") -> Ref:
         """An index as a value."""

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
+from dcompile.codegen.lower.reals import Real
 from dcompile.codegen.lower.sizes import opaque_shape, variables_of
 from dcompile.codegen.lower.sizes import shape_of as shape_of
 from dcompile.codegen.lower.sizes import strides_of as strides_of
@@ -19,6 +20,9 @@ from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as
 from dcompile.ir.index import Index, Size, flatten
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
+
+NUMBER = "symint"
+"""Dtype of buffers that hold a number of the host program instead of a tensor."""
 
 
 class Lowering:
@@ -54,6 +58,7 @@ class Lowering:
         self.declined: list[str] = []
         """Why ops were left to the library for the sake of their sizes."""
         self._stored: dict[int, tuple[T, T]] = {}
+        self._numbers: dict[Real, View] = {}
         self._brought: dict[tuple[View, str], T] = {}
         """Copies of tensors that lie on another device."""
 
@@ -185,8 +190,17 @@ class Lowering:
                 return value
             case tuple() | list():
                 return tuple(self.argument(item) for item in value)
+            case Real():
+                return self.number(value)
             case _:
                 return Literally(literal_text(value))
+
+    def number(self, value: Real) -> View:
+        """A float made of sizes, worked out by the host program."""
+        if value not in self._numbers:
+            self._numbers[value] = view = self.buffer((), NUMBER, name=value.name)
+            self.extern(value.target, value.args, [view.buffer], effect=True)
+        return self._numbers[value]
 
     def result(self, value: torch.Tensor, name: str) -> T:
         """A buffer for a tensor that a library call allocates."""

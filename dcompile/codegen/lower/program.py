@@ -16,6 +16,7 @@ from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input
 from dcompile.codegen.lower.origin import origin_of
+from dcompile.codegen.lower.reals import Real
 from dcompile.codegen.lower.rules import RULES
 from dcompile.codegen.lower.scalars import scalar
 from dcompile.codegen.lower.sizes import Inexpressible, is_symbolic, opaque_shape, size_of, variables_of
@@ -139,6 +140,8 @@ class _Walk:
                 self.low.node = item.name if isinstance(item, Node) else "output"
                 result.append(view := self.low.exact(value))
                 self._check_alias(item, view)
+            elif isinstance(value, Real):
+                result.append(self.low.number(value))
             else:
                 result.append(value)
         return tuple(result)

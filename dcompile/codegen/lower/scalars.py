@@ -1,4 +1,4 @@
-"""Numbers of the graph that are no tensors: sizes stay expressions, all others are worked out by the host program."""
+"""Numbers of the graph that are no tensors: sizes, and what is made of them, stay expressions where they can."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Any
 from torch.fx import Node
 
 from dcompile.codegen.lower.extern import op_text
-from dcompile.codegen.lower.graph import Lowering
+from dcompile.codegen.lower.graph import NUMBER, Lowering
+from dcompile.codegen.lower.reals import real
 from dcompile.codegen.lower.sizes import Inexpressible, size_of
 from dcompile.ir.index import as_index, var
-
-NUMBER = "symint"
-"""Dtype of buffers that hold a number of the host program instead of a tensor."""
 
 
 def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A node whose value is a symbolic number: an expression of sizes where it is one, otherwise a call."""
     name = node.name
+    if type(value).__name__ == "SymFloat":
+        number = real(op_text(node.target), args, name, low.known)
+        if number is not None:
+            return number
     try:
         size = size_of(value) if type(value).__name__ == "SymInt" else None
     except Inexpressible:

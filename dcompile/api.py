@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from torch.nn import Module
@@ -84,12 +85,13 @@ def compile(
     def apply(target: Any) -> Any:
         if disable:
             return target
-        if isinstance(target, Module):
-            compile_module(target, settings, make_toolbox(settings.config))
-            return target
         if not callable(target):
             raise TypeError(f"dcompile: compile needs a module or a function, not {type(target).__name__}")
-        return compile_function(target, settings, make_toolbox(settings.config))
+        own = replace(settings, config=artifacts.own_dump(settings.config))
+        if isinstance(target, Module):
+            compile_module(target, own, make_toolbox(own.config))
+            return target
+        return compile_function(target, own, make_toolbox(own.config))
 
     return apply if model is None else apply(model)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from dcompile.config import Config
@@ -30,6 +32,19 @@ def log(config: Config, channel: str, text: str) -> None:
     if channel in wanted and (rank() == 0 or "all" in wanted):
         prefix = f"rank {rank()}: " if "all" in wanted else ""
         say(f"[{channel}] {prefix}{text}")
+
+
+_DUMPS: Counter[str] = Counter()
+"""Models that this process dumps, by directory: for folder names alone."""
+
+
+def own_dump(config: Config) -> Config:
+    """The settings for one more model: from the second on that dumps into a directory, it has a folder of its own."""
+    if not config.dump:
+        return config
+    _DUMPS[config.dump] += 1
+    number = _DUMPS[config.dump]
+    return config if number == 1 else replace(config, dump=str(Path(config.dump) / f"model{number}"))
 
 
 def dump(config: Config, name: str, text: str) -> None:

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from dcompile import compat
 from dcompile.api import make_toolbox
+from dcompile.artifacts import own_dump
 from dcompile.capture.entry import compile_function, compiled_call
 from dcompile.capture.graph import Graph
 from dcompile.capture.model import CompiledModel, Settings
@@ -26,7 +27,7 @@ def dcompile_backend(
     gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Compile one graph on its own, as any TorchDynamo backend: for callers that go past the interception."""
-    config = Config.make(mode, options)
+    config = own_dump(Config.make(mode, options))
     model = CompiledModel(Settings(config), make_toolbox(config))
     return Graph(model, example_inputs).compile(gm, example_inputs)
 
@@ -42,6 +43,7 @@ def handle_compile(context: Any, fn: Any) -> Any:
     config = Config.make(given.get("mode"), given.get("options"))
     if isinstance(fn, Module) or inspect.isclass(fn):
         return NotImplemented  # torch makes its OptimizedModule, and comes back with what that is to call
+    config = own_dump(config)
     settings = Settings(config, *compat.dynamo.context_settings(context), compat.dynamo.context_limits(context))
     module = _module_of(fn)
     if module is not None:

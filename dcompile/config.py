@@ -58,7 +58,9 @@ class Config:
     )
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
     log: str = setting("", "Log channels, comma-separated: passes,overlap,kernels,memory.", in_key=False)
-    dump: str = setting("", "Directory for programs, kernels and the receipt.", in_key=False)
+    dump: str = setting(
+        "", "Directory for programs, kernels and the receipt; a second model gets a folder in it.", in_key=False
+    )
     trace_enabled: bool = setting(
         False,
         "Write a dump, to `dcompile_trace` unless `dump` names a directory.",

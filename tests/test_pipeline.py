@@ -80,6 +80,15 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     assert "program backward0(" in shown
 
 
+def test_a_second_model_leaves_the_dump_of_the_first_alone(tmp_path):
+    against_eager(dump=str(tmp_path))
+    first = {path: path.read_text() for path in (tmp_path / "rank0").rglob("*.txt")}
+    doubled = torch.compile(lambda x: x * 2, backend="dcompile", options={"receipt": False, "dump": str(tmp_path)})
+    doubled(torch.ones(3))
+    assert first and all(path.read_text() == text for path, text in first.items())
+    assert (tmp_path / "model2/rank0/inference0/host.py").exists()
+
+
 def test_tracing_writes_to_its_own_directory_and_draws_each_graph(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     against_eager(**{"trace.enabled": True, "trace.graph_diagram": True})

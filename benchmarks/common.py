@@ -112,6 +112,20 @@ def in_fresh_process(
     return result
 
 
+def resumed(names: Sequence[str], run: Callable[[str], dict[str, Any]], kept: Path | None) -> list[dict[str, Any]]:
+    """A line for each name. Lines in the file `kept` are not run again, each new one without errors is added to it."""
+    texts = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    done = {line["name"]: line for line in map(json.loads, texts)}
+    for name in names:
+        if name in done:
+            continue
+        done[name] = run(name)
+        if kept is not None and not done[name]["errors"]:
+            with kept.open("a") as file:
+                file.write(json.dumps(done[name]) + "\n")
+    return [done[name] for name in names]
+
+
 def hand_back(result: Mapping[str, Any]) -> None:
     """Give a result to the process that started this one."""
     sys.stdout.write(f"{MARK}{json.dumps(result)}\n")

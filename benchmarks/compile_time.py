@@ -162,20 +162,6 @@ def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"name": name, "errors": errors, **({} if errors else compared(found))}
 
 
-def resumed(names: Sequence[str], run: Callable[[str], dict[str, Any]], kept: Path | None) -> list[dict[str, Any]]:
-    """A line for each name. Lines in the file `kept` are not run again, each new one without errors is added to it."""
-    texts = kept.read_text().splitlines() if kept is not None and kept.exists() else []
-    done = {line["name"]: line for line in map(json.loads, texts)}
-    for name in names:
-        if name in done:
-            continue
-        done[name] = run(name)
-        if kept is not None and not done[name]["errors"]:
-            with kept.open("a") as file:
-                file.write(json.dumps(done[name]) + "\n")
-    return [done[name] for name in names]
-
-
 def compared(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Medians, and the figures that are aimed at."""
     totals = {peer: statistics.median(run["total"] for run in runs) for peer, runs in found.items()}
@@ -279,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.child:
         common.hand_back(measure(names[0], arguments.child))
         return 0
-    lines = resumed(names, lambda name: line_of(name, arguments), Path(arguments.keep) if arguments.keep else None)
+    lines = common.resumed(
+        names, lambda name: line_of(name, arguments), Path(arguments.keep) if arguments.keep else None
+    )
     result = summary(lines, arguments.threads)
     sys.stdout.write(page(result) + "\n")
     if arguments.save:

@@ -1,6 +1,7 @@
 """Is dcompile faster than inductor on whole training steps, with less memory and a fraction of the compile time?
 
-python -m benchmarks.cpu_models [--threads N] [--only llama,resnet] [--no-cold] [--no-memory] [--json] [--save]
+python -m benchmarks.cpu_models [--threads N] [--only llama,resnet] [--no-cold] [--no-memory] [--keep FILE] [--json]
+                                [--save]
 
 Forward and backward of the models in benchmarks/models.py. Step times: eager, inductor and dcompile in one process,
 interleaved, after their losses and gradients have been compared. Compile times and memory: one fresh process with empty
@@ -18,6 +19,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import common, first_light
@@ -151,6 +153,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = common.parser("cpu_models", __doc__, [*NAMES], seconds=10.0)
     parser.add_argument("--no-cold", dest="cold", action="store_false", help="leave out compile times, resident memory")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave out tensors' memory")
+    parser.add_argument("--keep", default="", help="file of finished lines: a later run goes on where this one stopped")
     return common.parse(parser, [*NAMES], arguments)
 
 
@@ -180,16 +183,21 @@ def measure_memory(name: str, arguments: argparse.Namespace, errors: dict[str, s
     return found
 
 
+def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one model."""
+    print(f"measuring {name} ...", file=sys.stderr, flush=True)
+    line = first_light.measure(name, arguments, MODULE, TIMEOUT)
+    return {**line, "memory": measure_memory(name, arguments, line["errors"]) if arguments.memory else {}}
+
+
 def main() -> int:
     arguments = parse_arguments()
     if arguments.child:
         run_child(arguments)
         return 0
-    lines = []
-    for name in arguments.only:
-        print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        line = first_light.measure(name, arguments, MODULE, TIMEOUT)
-        lines.append({**line, "memory": measure_memory(name, arguments, line["errors"]) if arguments.memory else {}})
+    lines = common.resumed(
+        arguments.only, lambda name: line_of(name, arguments), Path(arguments.keep) if arguments.keep else None
+    )
     result = {**summary(lines, arguments.threads), "clock": arguments.clock}
     print(first_light.page(result))
     if arguments.memory:

@@ -115,16 +115,17 @@ def passes(loop: Loop) -> tuple[int, ...]:
     return tuple(known)
 
 
-def can_overwrite(loop: Loop, source: str, target: str) -> bool:
+def can_overwrite(loop: Loop, source: str, target: str, *, combining: bool = False) -> bool:
     """May `target`, which the loop stores, take the very memory of `source`, which the loop reads for the last time?
 
     Every element of `source` is read by the iteration that overwrites it and by no other, in no later pass over the row
     than the one that stores: an emitter that loads again instead of keeping a value must not find the new one. The
-    caller compares sizes and lifetimes.
+    caller compares sizes and lifetimes. With `combining`, other stores of the loop may be column reductions: for
+    emitters that take those in as they go through the rows, and do not load for them once more.
     """
     stores = [store for store in loop.stores if store.buffer == target]
     loads = [ref for ref, value in enumerate(loop.body) if isinstance(value, Load) and value.buffer == source]
-    if len(stores) != 1 or any(store.mode != "set" for store in loop.stores):
+    if len(stores) != 1 or any(store.mode != "set" for store in (stores if combining else loop.stores)):
         return False
     (store,) = stores
     if any(_load(loop, ref).index != store.index or runtime_refs(_load(loop, ref).index) for ref in loads):
@@ -145,7 +146,7 @@ def takes_over(step: Step, old: Buffer, new: Buffer) -> bool:
         return False
     match step:
         case Loop():
-            return can_overwrite(step, old.name, new.name)
+            return can_overwrite(step, old.name, new.name, combining=new.device == "cpu")  # the C++ target's way
         case Extern(op, (View() as added, *factors), _, (_,), "out") if op in ADDING_PRODUCTS:
             lies_so = (added.buffer, added.shape, added.strides, added.offset) == (old.name, new.shape, new.strides, 0)
             return lies_so and all(view.buffer != old.name for factor in factors for view in views_of(factor))

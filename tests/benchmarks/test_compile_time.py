@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import compile_time
+from benchmarks import common, compile_time
 
 LOG = [
     "[passes] forward0 lower: 100.0 ms",
@@ -56,11 +56,11 @@ def test_a_stopped_run_goes_on_and_failed_lines_are_run_again(tmp_path):
         ran.append(name)
         return {"name": name, "errors": {"warm": "exit 1"} if name == "bert" else {}}
 
-    assert [line["name"] for line in compile_time.resumed(["gpt2", "bert"], run, kept)] == ["gpt2", "bert"]
+    assert [line["name"] for line in common.resumed(["gpt2", "bert"], run, kept)] == ["gpt2", "bert"]
     names = ["bert", "gpt2", "resnet"]
-    assert [line["name"] for line in compile_time.resumed(names, run, kept)] == names
+    assert [line["name"] for line in common.resumed(names, run, kept)] == names
     assert ran == ["gpt2", "bert", "bert", "resnet"]
-    compile_time.resumed(["gpt2"], run, None)
+    common.resumed(["gpt2"], run, None)
     assert ran[-1] == "gpt2"
 
 

@@ -1,5 +1,6 @@
 """The models' benchmark compares what it times, and its table names every model there is."""
 
+import pytest
 import torch
 
 from benchmarks import cpu_models
@@ -38,3 +39,21 @@ def test_memory_counts_what_lives_at_once_and_what_one_step_allocates():
 
     found = cpu_models.tensor_memory(cpu_models.Case("three", make), "eager")
     assert 12 <= found["tensors_mib"] < 13 and found["allocations"] == 3
+
+
+def test_lines_are_kept_as_soon_as_they_are_there(tmp_path, monkeypatch):
+    """What stops in the middle goes on there."""
+    ran = []
+
+    def line(name, arguments):
+        ran.append(name)
+        if name == "vit" and ran.count("vit") == 1:
+            raise KeyboardInterrupt
+        return {"name": name, "steps": {}, "cold": {}, "errors": {}, "memory": {}}
+
+    monkeypatch.setattr(cpu_models, "line_of", line)
+    monkeypatch.setattr("sys.argv", ["cpu_models", "--only", "mlp,vit", "--keep", str(tmp_path / "kept")])
+    with pytest.raises(KeyboardInterrupt):
+        cpu_models.main()
+    cpu_models.main()
+    assert ran == ["mlp", "vit", "vit"]

@@ -243,3 +243,37 @@ def test_blocks_that_follow_one_another_share_memory_where_sizes_compare():
     assert place_symbolic(blocks, 0) == ([0, 0, 0], 64 * S0)
     apart = [Block(0, 1, 64 * S0), Block(2, 3, 64 * S1)]
     assert place_symbolic(apart, 0)[1] == 64 * S0 + 64 * S1
+
+
+@pytest.mark.parametrize("rows, columns", [(3, 5), (700, 96), (4000, 7)])
+def test_column_sums_may_go_with_what_is_written_in_place(rows, columns):
+    """The kernel that writes over what it reads also adds it up along the rows, before and after."""
+    shape = (rows, columns)
+    at = flatten([var("i0"), var("j0")], (columns, 1))
+    body = (
+        Load("a", at, "float32"),
+        Apply("neg", (0,), "float32"),
+        Reduce("sum", 0, "float32"),
+        Apply("sub", (1, 2), "float32"),
+    )
+    stores = (Store("b", at, 3), Store("c", var("j0"), 0, "sum"), Store("d", var("j0"), 3, "sum"))
+    steps = (
+        Loop("k0", (rows,), (columns,), (Load("x", at, "float32"),), (Store("a", at, 0),)),
+        Loop("k1", (rows,), (columns,), body, stores),
+        Loop("k2", (rows,), (columns,), (Load("b", at, "float32"),), (Store("y", at, 0),)),
+    )
+    buffers = (*(buffer(name, shape) for name in "xaby"), buffer("c", (columns,)), buffer("d", (columns,)))
+    shown = (view("y", shape), view("c", (columns,)), view("d", (columns,)))
+    program = plan_memory(Program("p", ("x",), shown, buffers, steps))
+    verify(program)
+    table = program.table
+    assert (table["a"].storage, table["a"].offset) == (table["b"].storage, table["b"].offset)
+    functions = compiled([program])
+    inputs = {"x": np.random.default_rng(0).integers(-4, 5, shape).astype(np.float32)}
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers if b.storage in ("input", "out")}
+    shared = memory["y"] if table["a"].storage != "arena" else np.zeros(program.arena_bytes, np.uint8)
+    memory |= {"a": shared, "b": shared}
+    for step in program.steps:
+        assert call(cpp.emit(step, table), functions, memory) == 0
+    for output, expected in zip(program.outputs, interpret(program, inputs), strict=True):
+        np.testing.assert_array_equal(read(table[output.buffer], output, memory[output.buffer]), expected)

@@ -42,7 +42,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 def _body(report: Report) -> Iterator[str]:
     yield f"<h1>{escape(report.model)}</h1>\n<p>{escape(summary(report))}</p>"
-    yield _list("Gradients are left to DDP", report.reasons)
+    yield _list("Parameters and gradients are left to stock PyTorch", report.reasons)
     if report.receipt is not None:
         yield _list("Receipt", str(report.receipt).splitlines())
     if report.timeline is not None:

@@ -236,7 +236,9 @@ def summary(report: Report) -> str:
 
 def _gradients(report: Report) -> str:
     if report.adapter == "plain":
-        return "nothing to reduce, the model is not in DistributedDataParallel"
+        return "nothing to reduce, the model is neither in DistributedDataParallel nor in fully_shard"
+    if report.adapter == "fsdp2":
+        return "reduced inside the compiled backward, to shards; parameters are gathered in the compiled graphs"
     return "reduced inside the compiled backward"
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.entry import Entry, find_model, original_function, unwrapped
 from dcompile.capture.graph import Graph
 from dcompile.capture.model import Settings
@@ -39,21 +41,22 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     `model` is a module (DDP or not, compiled or not) or a function; one that dcompile has compiled is explained under
     its own settings. Backwards are planned too where gradients are wanted, but none runs. Parameters, buffers,
     gradients and random generators are afterwards what they were; for that, a copy of all parameters and buffers is
-    held meanwhile. What else the model's own Python code does when it is called, it does here as well.
+    held meanwhile. What else the model's own Python code does when it is called, it does here as well. Where parameters
+    are sharded (`fully_shard`), all ranks call this together, as they would call the model.
     """
     settings, receipt, timeline = _settings(model), _receipt(model), newest_timeline(model)
     module, ddp = _module_of(model)
     target = module._call_impl if module is not None else original_function(model)
     planner = _Planner(settings.config)
-    toolbox = Toolbox(planner, _no_buckets, _nothing, _nothing, _nothing, _no_buckets)
+    toolbox = Toolbox(planner, _no_buckets, _nothing, _nothing, _nothing, _NoExchange)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
-    adapter = None
-    if ddp is not None:
-        adapter = _PlannedDdp(ddp, settings.config.distributed == "stock")
+    adapter = _adapter(module, ddp, settings.config.distributed == "stock")
+    if adapter is not None:
         entry.model.adopt(adapter)
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
+        planner.adapter = adapter
     before = len(compat.dynamo.graph_breaks())
     with _as_it_was(module), compat.aot.backward_at_once():
         entry(*args, **kwargs)
@@ -76,6 +79,14 @@ def _settings(model: Any) -> Settings:
     settings = compiled.settings if compiled is not None else Settings(Config.make())
     quiet = replace(settings.config, dump="", trace_enabled=False, trace_graph_diagram=False, receipt=False)
     return replace(settings, config=quiet)
+
+
+def _adapter(module: Module | None, ddp: Any, stock: bool) -> DdpAdapter | Fsdp2Adapter | None:
+    """What compiling would take over."""
+    if ddp is not None:
+        return _PlannedDdp(ddp, stock)
+    states = compat.fsdp2.states_in(module) if module is not None else []
+    return Fsdp2Adapter(states, stock, serial=-1) if states else None
 
 
 def _receipt(model: Any) -> Receipt | None:
@@ -126,6 +137,7 @@ class _Planner(CachingCompiler):
         super().__init__(config)
         self.graphs: dict[str, GraphReport] = {}
         self.parameters: dict[int, str] = {}
+        self.adapter: DdpAdapter | Fsdp2Adapter | None = None
 
     def compile_graph(self, gm: Any, request: Request) -> _Eager:
         plan = Pipeline(self.config).plan(gm, request)
@@ -146,7 +158,20 @@ class _Planner(CachingCompiler):
             parameters=self.parameters,
             notes=plan.report.notes,
         )
-        return _Eager(gm, plan.program)
+        return _Eager(gm, plan.program, request.gathers, self._whole)
+
+    def _whole(self, number: int) -> torch.Tensor:
+        """A sharded parameter with all its elements: every rank asks for it."""
+        assert isinstance(self.adapter, Fsdp2Adapter), "only sharded parameters are gathered"
+        unit: Any = self.adapter.units[number]
+        like = self.adapter.virtual(number)
+        found: torch.Tensor = unit.param.sharded_param.detach().full_tensor().to(like.device, like.dtype)
+        if found.shape != like.shape:
+            raise ValueError(
+                f"dcompile: explain cannot run {unit.name} eagerly, sharded over several dimensions of a mesh; "
+                "dcompile.receipt and dcompile.profile tell of such a model once it has run"
+            )
+        return found
 
 
 class _Eager:
@@ -154,8 +179,14 @@ class _Eager:
 
     source = ""
 
-    def __init__(self, gm: Any, program: Program) -> None:
-        self.gm = gm
+    def __init__(
+        self,
+        gm: Any,
+        program: Program,
+        gathers: Sequence[tuple[int, int]],
+        whole: Callable[[int], torch.Tensor],
+    ) -> None:
+        self.gm, self._gathers, self._whole = gm, gathers, whole
         self.report = Counts()
         self.buckets = program.buckets
 
@@ -163,6 +194,8 @@ class _Eager:
         del buckets, sync
         values = list(args)
         args.clear()
+        for position, number in self._gathers:
+            values[position] = self._whole(number)
         with torch.no_grad():
             return list(self.gm(*values))
 
@@ -185,6 +218,17 @@ class _PlannedDdp(DdpAdapter):
         super().__init__(ddp, stock, serial=-1)
         self.reasons = tuple(self.standing_objections())
         self.state = "stock" if self.reasons else "taken"
+
+
+class _NoExchange:
+    """Implements `capture.toolbox.ShardedParameters` where nothing is exchanged."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def source(self, buckets: Any, accumulates: bool = False) -> Any:
+        del buckets, accumulates
+
+    def flush(self) -> None: ...
 
 
 def _no_buckets(*_: Any) -> Any:
@@ -230,4 +274,5 @@ def _places(module: Module | None) -> list[tuple[dict[str, Any], str, Any]]:
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether nothing changed: what did not is not written, so that graphs which saved it stay usable."""
+    one, two = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, two))
     return torch.equal(one, two) or (one.is_floating_point() and torch.allclose(one, two, 0, 0, equal_nan=True))

@@ -76,8 +76,11 @@ def sharded():
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    dcompile.compile(model, options={"receipt": False})
     x = torch.randn(8, 64)
+    before = [p.to_local().clone() for p in model.parameters()]
+    report = dcompile.explain(model, x)
+    assert all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
+    dcompile.compile(model, options={"receipt": False})
 
     def step():
         model.zero_grad()
@@ -88,6 +91,10 @@ def sharded():
     with dcompile.profile(model) as measured:
         same = all(torch.equal(a, b) for _ in range(2) for a, b in zip(step(), expected, strict=True))
     return {
+        "explained": [(e.kind, e.group, e.bytes, e.parameters) for g in report.graphs for e in g.exchanges],
+        "page": str(report),
+        "again": len(dcompile.explain(model, x).graphs),
+        "goes_on": all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True)),
         "same": same,
         "found": [(c.kind, c.program, c.nbytes, c.group) for c in measured.timeline.collectives],
         "skews": [c.skew for c in measured.timeline.collectives],

@@ -38,7 +38,10 @@ def test_skew_is_apart_from_the_wire(ranks):
 def test_gathers_and_reductions_of_shards(ranks):
     nbytes = (64 * 64 + 64) * 4
     for found in ranks.run(CASES + "sharded", 200):
-        assert found["same"] and found["notes"] == ()
+        assert found["same"] and found["goes_on"] and found["notes"] == ()
+        assert ("all_gather", "fsdp0", nbytes, ("0.0.weight", "0.0.bias")) in found["explained"]
+        assert sum(kind == "reduce_scatter" for kind, *_ in found["explained"]) == 3
+        assert found["again"] == 2 and "gradients: reduced inside the compiled backward, to shards" in found["page"]
         # layers that were resharded are gathered again, but the last, which nothing needs before its gradient
         kinds = {(kind, program) for kind, program, _, _ in found["found"]}
         assert kinds == {("all_gather", "forward0"), ("all_gather", "backward0"), ("reduce_scatter", "backward0")}

@@ -102,11 +102,6 @@ class CachingCompiler:
             where = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {where}")
             return program
-        if any(bucket.kind != "all_reduce" for bucket in program.buckets):
-            program.report.notes.append(
-                f"a graph ({request.kind}) runs without a CUDA graph: its parameters are sharded"
-            )
-            return program
         (device,) = devices
         if device not in self._trees:
             from dcompile.runtime.cuda_graphs import CudaRecorder

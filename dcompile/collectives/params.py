@@ -171,6 +171,25 @@ class ShardSource(Protocol):
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that is in flight for a bucket, or None."""
 
+    def same_each_time(self) -> tuple[int, ...] | str:
+        """Addresses of the shards that this call reads; or why another call at these may do something else."""
+
+    def recorded(self) -> RecordedShards:
+        """A source that exchanges as this one does, but hands no gradient on."""
+
+    def hand_on(self, reduced: list[Any]) -> None:
+        """Hand on the reduced shards of a replay, in the order of `RecordedShards.reduced`."""
+
+    def hand_on_count(self) -> int:
+        """How many there are."""
+
+
+class RecordedShards(ShardSource, Protocol):
+    """A `ShardSource` to record a call with."""
+
+    def reduced(self) -> list[Any]:
+        """After the call: of each reduced bucket this rank's shards as one flat tensor, in the program's order."""
+
 
 class ShardUnit(Protocol):
     """One unit of sharded parameters, at run time."""
@@ -181,6 +200,9 @@ class ShardUnit(Protocol):
 
     def data(self) -> Any:
         """This rank's shard, padded, as a flat tensor of the dtype that computing uses."""
+
+    def address(self) -> int:
+        """Where this rank's shard lies."""
 
     def commit(self, gradient: Any) -> None:
         """Add this rank's reduced shard, a flat tensor of the reduce dtype with its padding, to the gradient."""

@@ -156,6 +156,11 @@ def shard_data(param: Any) -> torch.Tensor:
     return data if data.dtype == dtype else data.to(dtype)
 
 
+def shard_address(param: Any) -> int:
+    """Where this rank's shard lies."""
+    return int(param._sharded_param_data.data_ptr())
+
+
 def add_gradient(param: Any, shard: torch.Tensor) -> None:
     """Set or add to the sharded parameter's .grad, and run its hooks, as FSDP does after a reduction."""
     shard = shard.to(param.orig_dtype)

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
 from dcompile import compat
-from dcompile.collectives.params import AnySource, BucketSource, Executable
-from dcompile.ir.nodes import Bucket
+from dcompile.collectives.params import AnySource, Executable
+from dcompile.runtime.graph_calls import Call, call_of
 from dcompile.runtime.recording import Kept, Memory, Recording, Result, Slot
 
 LIMIT = 8
@@ -151,10 +151,12 @@ class Replayed:
 
     def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run the program, as a replay where one fits; `args` is emptied."""
-        source = cast(BucketSource | None, buckets)  # programs with sharded parameters are not recorded
-        if self._measured or self._objection is not None or (sync and source is not None and source.accumulated()):
-            return self._program(args, buckets=source, sync=sync)
-        call = _Call(self.buckets, source, sync)
+        if self._measured or self._objection is not None:
+            return self._program(args, buckets=buckets, sync=sync)
+        call = call_of(self.buckets, buckets, sync)
+        if isinstance(call, str):
+            self._note(f"some calls run without a CUDA graph: {call}")
+            return self._program(args, buckets=buckets, sync=sync)
         key = (*_key(args), *call.key)
         recordings = self._recordings.get(key)
         if recordings is None:
@@ -181,20 +183,24 @@ class Replayed:
         self._measured = recorder is not None
         self._program.measure(recorder)
 
-    def _replay(self, recording: Recording, args: list[Any], call: _Call) -> list[Any]:
+    def _replay(self, recording: Recording, args: list[Any], call: Call) -> list[Any]:
         results = recording.run(args, call.memories)
-        call.happened()
+        call.happened(results)
         self._tree.ran(recording)
         self.report.replays += 1
         return results
 
     def _decline(self, reason: str) -> None:
         self._objection = reason
-        self.report.notes.append(f"runs without a CUDA graph: {reason}")
+        self._note(f"runs without a CUDA graph: {reason}")
+
+    def _note(self, text: str) -> None:
+        if text not in self.report.notes:
+            self.report.notes.append(text)
 
     # --- recording ---
 
-    def _record(self, args: list[Any], recordings: list[Recording], call: _Call) -> Recording | None:
+    def _record(self, args: list[Any], recordings: list[Recording], call: Call) -> Recording | None:
         """A recording of this call, or None if it is to run as it is."""
         strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
         if strangers:
@@ -205,6 +211,7 @@ class Replayed:
             return None
         pool = self._tree.pool()
         if pool is None:
+            self._note("some calls run without a CUDA graph: results of earlier ones are held in every pool")
             return None
         alive = self._tree.alive()
         taken = {memory.address: memory for memory in alive}
@@ -214,12 +221,12 @@ class Replayed:
         try:
             inside = [self._recorded_args(args, slots, taken, pool)]  # popped: what ends in there must not be held here
             replay, results = self._tree.recorder.record(
-                lambda: self._program.once(inside.pop(), call if call.source else None, call.sync), pool
+                lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
             )
         except RuntimeError as error:
             self._decline(str(error).strip().splitlines()[0])
             return None
-        if call.sync and call.memories:
+        if call.communicates:
             self._tree.has_collectives()
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
         made = _Results([i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call)
@@ -257,44 +264,13 @@ class Replayed:
             if memory is not None and memory.pool == pool and memory.holders == count and not memory.pinned:
                 memory.give_up()
         for position in range(len(args)):
-            if isinstance(args[position], torch.Tensor) and args[position].untyped_storage().data_ptr() in taken:
+            if (
+                isinstance(args[position], torch.Tensor)
+                and args[position].untyped_storage().data_ptr() in taken
+                and not _is_virtual(args[position])
+            ):
                 args[position] = _placeholder(args[position])
         return inside
-
-
-class _Call:
-    """The gradient buckets of one call, with the memory that they have in it: a `BucketSource` to record with."""
-
-    def __init__(self, buckets: Sequence[Bucket], source: BucketSource | None, sync: bool) -> None:
-        self.source, self.sync = source, sync
-        self.memories = {} if source is None else {bucket.name: source.acquire(bucket.name) for bucket in buckets}
-        self.key: tuple[Any, ...] = ()
-        """A recording is made for these addresses."""
-        if source is not None:
-            self.key = (sync, *(memory.flat.data_ptr() for memory in self.memories.values()))
-
-    def acquire(self, bucket: str) -> Any:
-        return self.memories[bucket]
-
-    def start(self, bucket: str, memory: Any) -> None:
-        assert self.source is not None, "only a program with buckets starts collectives"
-        self.source.start(bucket, memory)
-
-    def wait(self, bucket: str, memory: Any) -> None:
-        assert self.source is not None, "only a program with buckets waits for collectives"
-        self.source.wait(bucket, memory)
-
-    def accumulated(self) -> bool:
-        return False
-
-    def replayed(self, bucket: str, memory: Any) -> None:
-        raise AssertionError("a recording is no replay")
-
-    def happened(self) -> None:
-        """A replay has carried out the collectives."""
-        if self.source is not None and self.sync:
-            for bucket, memory in self.memories.items():
-                self.source.replayed(bucket, memory)
 
 
 class _Results:
@@ -303,14 +279,14 @@ class _Results:
     `stay`: positions of the fixed inputs whose memory was not freed during the run; what was may hold a result now.
     """
 
-    def __init__(self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[Slot], pool: int, call: _Call) -> None:
+    def __init__(self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[Slot], pool: int, call: Call) -> None:
         self._pool = pool
         self._buckets = {memory.flat.untyped_storage().data_ptr(): name for name, memory in call.memories.items()}
         self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
         self._args = args
         self._by_address: dict[int, Memory] = {}
         self._slots = {slot.tensor.untyped_storage().data_ptr() for slot in slots}
-
+        self._virtual = {id(args[i]): i for i in stay if _is_virtual(args[i])}
         self._seen: dict[Memory, None] = {}
 
     @property
@@ -327,8 +303,8 @@ class _Results:
         if not isinstance(value, torch.Tensor):
             return Result("value", value)
         storage = value.untyped_storage()
-        position = self._inputs.get(storage.data_ptr())
-        if position is not None and storage.nbytes():
+        position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
+        if position is not None:
             source = self._args[position]
             offset = value.storage_offset() - source.storage_offset()
             return Result("input", position, 0, tuple(value.shape), value.stride(), offset)
@@ -357,9 +333,15 @@ def _stays(tensor: torch.Tensor, taken: dict[int, Memory]) -> bool:
     """Whether an input is expected at the same address each time."""
     return (
         isinstance(tensor, torch.nn.Parameter)
+        or _is_virtual(tensor)
         or compat.tensors.is_static_input(tensor)
         or tensor.untyped_storage().data_ptr() in taken
     )
+
+
+def _is_virtual(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a sharded parameter: of full shape, without memory."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

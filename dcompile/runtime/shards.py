@@ -79,6 +79,20 @@ class Shards:
 
     def _finish(self, pending: _Reducing) -> None:
         """Wait for a reduction, go on among replicas if it is to, and hand the shards on as gradients."""
+        if self._reduce(pending):
+            self.commit(pending.shards)
+
+    def commit(self, shards: Mapping[int, torch.Tensor]) -> None:
+        """Hand reduced shards on as gradients."""
+        for number, shard in shards.items():
+            self.units[number].commit(shard)
+
+    def kept(self, numbers: Iterable[int]) -> bool:
+        """Whether gradients of these units are still to be reduced."""
+        return any(number in self._whole or number in self._partial for number in numbers)
+
+    def _reduce(self, pending: _Reducing) -> bool:
+        """Wait for a reduction, and go on among replicas if it is to; whether the shards are gradients now."""
         group, shards = pending.group, pending.shards
         with _named(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.flight.wait()
@@ -87,7 +101,7 @@ class Shards:
             for number, shard in shards.items():
                 kept = self._partial.get(number)
                 self._partial[number] = shard if kept is None else kept.add_(shard)
-            return
+            return False
         if replicas is not None:
             for number, shard in shards.items():
                 if number in self._partial:
@@ -96,8 +110,7 @@ class Shards:
                 dist.all_reduce(pending.flat, group=replicas, op=rule.reduce)
         if rule.divide_after not in (None, 1):
             pending.flat.div_(rule.divide_after)
-        for number, shard in shards.items():
-            self.units[number].commit(shard)
+        return True
 
     def keep(self, full: Mapping[int, torch.Tensor]) -> None:
         """Add up gradients that are not to be reduced yet."""
@@ -175,8 +188,58 @@ class Exchange:
         reducing = self._reducing.get(bucket)
         return None if reducing is None else reducing.flight.work
 
+    # --- recordings ---
+
+    def same_each_time(self) -> tuple[int, ...] | str:
+        """Addresses of the shards that this call reads; or why another call at these may do something else."""
+        read: list[int] = []
+        for bucket in self.buckets.values():
+            if bucket.kind == "all_gather":
+                read += [self.shards.units[number].address() for number in bucket.units]
+            elif not self.accumulates:
+                return "torch.autograd.grad was called, which adds to no gradient"
+            elif self.shards.groups[bucket.group].wants() != "all" or self.shards.kept(bucket.units):
+                return "gradients are kept for a later reduction, or were"
+        return tuple(read)
+
+    def recorded(self) -> Recorded:
+        """A source that exchanges as this one does, but hands no gradient on."""
+        return Recorded(self.shards, self.buckets, self.accumulates)
+
+    def hand_on(self, reduced: list[torch.Tensor]) -> None:
+        """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`."""
+        for bucket, flat in zip(self._scattered(), reduced, strict=True):
+            world = self.shards.groups[bucket.group].scatter_group().size()
+            sizes = [size // world for size in bucket.sizes]
+            self.shards.commit(dict(zip(bucket.units, torch.split(flat, sizes), strict=True)))
+
+    def hand_on_count(self) -> int:
+        """How many there are."""
+        return len(self._scattered())
+
+    def _scattered(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets.values() if bucket.kind == "reduce_scatter"]
+
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
         return _named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+
+
+class Recorded(Exchange):
+    """An exchange that is recorded: it keeps the shards that it has reduced, for replays to hand on."""
+
+    def __post_init__(self) -> None:
+        self._done: dict[str, torch.Tensor] = {}
+
+    def wait_scatter(self, bucket: str) -> None:
+        """Wait for what `start_scatter` began."""
+        pending = self._reducing.pop(bucket)
+        complete = self.shards._reduce(pending)
+        assert complete, "only complete reductions are recorded"
+        self._done[bucket] = pending.flat
+
+    def reduced(self) -> list[torch.Tensor]:
+        """After the call: of each reduced bucket this rank's shards as one flat tensor, in the program's order."""
+        return [self._done[bucket.name] for bucket in self._scattered()]
 
 
 @contextlib.contextmanager

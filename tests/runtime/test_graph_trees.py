@@ -280,7 +280,7 @@ class Bucketed(Program):
 
     def __init__(self, recorder):
         super().__init__(recorder, None)
-        self.replayed.buckets = (SimpleNamespace(name="b"),)
+        self.replayed.buckets = (SimpleNamespace(name="b", kind="all_reduce"),)
 
     def __call__(self, args, *, buckets=None, sync=False):
         self.plain += 1
@@ -320,6 +320,9 @@ def test_gradients_that_are_there_already_are_added_without_a_graph():
     for _ in range(3):
         program.replayed([torch.randn(4)], buckets=source, sync=True)
     assert program.plain == 3 and source.log == ["start", "wait"] * 3
+    assert program.report.notes == [
+        "some calls run without a CUDA graph: gradients of earlier backwards are added on the way"
+    ]
 
 
 def test_recordings_with_collectives_end_before_the_process_groups(monkeypatch):
@@ -332,3 +335,104 @@ def test_recordings_with_collectives_end_before_the_process_groups(monkeypatch):
     assert program.report.recordings == 1
     torch.distributed.destroy_process_group()
     assert ended == [0]
+
+
+class Shards:
+    """Gathers double what lies in `shard`; reduced shards are added up in `handed`."""
+
+    def __init__(self):
+        self.shard, self.objection, self.handed, self.memory = torch.randn(4), "", [], None
+
+    def same_each_time(self):
+        return self.objection or (self.shard.data_ptr(),)
+
+    def recorded(self):
+        return self
+
+    def reduced(self):
+        memory, self.memory = self.memory, None
+        return [memory]
+
+    def hand_on_count(self):
+        return 1
+
+    def hand_on(self, reduced):
+        self.handed += reduced
+
+
+class Sharded(Program):
+    """Multiplies its second input by what it gathers; the sum of both is the reduced shard. The first is virtual."""
+
+    def __init__(self, recorder):
+        super().__init__(recorder, None)
+        self.replayed.buckets = (SimpleNamespace(name="s", kind="reduce_scatter"),)
+
+    def __call__(self, args, *, buckets=None, sync=False):
+        self.plain += 1
+        virtual, x = args
+        args.clear()
+        buckets.handed.append(x + 2 * buckets.shard)
+        return [virtual, x * 2 * buckets.shard]
+
+    def once(self, args, buckets=None, sync=False):
+        virtual, look, shard = args[0], at(args[1]), at(buckets.shard)
+        args.clear()
+        result, buckets.memory = torch.empty(4), torch.empty(4)
+        out, reduced = at(result), at(buckets.memory)
+
+        def compute():
+            out.copy_(look * 2 * shard)
+            reduced.copy_(look + 2 * shard)
+
+        self.recorder.pending = (compute, [result.detach(), buckets.memory.detach()])
+        return [virtual, result]
+
+
+def virtual_parameter():
+    parameter = Parameter(torch.empty(3, 4))
+    parameter.untyped_storage().resize_(0)
+    return parameter
+
+
+def run_sharded(program, source, virtual):
+    x = torch.randn(4)
+    with torch.no_grad():
+        same, result = program.replayed([virtual, x.clone()], buckets=source)
+    assert same is virtual and virtual.untyped_storage().nbytes() == 0
+    assert torch.equal(result, x * 2 * source.shard)
+    (reduced,) = source.handed
+    assert torch.equal(reduced, x + 2 * source.shard)
+
+
+def test_shards_are_read_where_they_lie_and_gradients_handed_on_after_each_replay():
+    program, source, virtual = Sharded(Worst()), Shards(), virtual_parameter()
+    for _ in range(5):
+        run_sharded(program, source, virtual)
+        source.handed.clear()
+        source.shard.add_(1)  # an optimizer's step
+    assert (program.plain, program.report.recordings, program.report.replays) == (1, 1, 4)
+    source.shard = torch.randn(4)  # a checkpoint was loaded by assignment
+    for _ in range(3):
+        run_sharded(program, source, virtual)
+        source.handed.clear()
+    assert (program.plain, program.report.recordings) == (2, 2)
+
+
+def test_reduced_shards_that_are_kept_are_never_written_to():
+    program, source, virtual = Sharded(Worst()), Shards(), virtual_parameter()
+    kept = []
+    for _ in range(6):
+        run_sharded(program, source, virtual)
+        reduced = source.handed.pop()
+        kept.append((reduced, reduced.clone()))
+    assert all(torch.equal(reduced, copy) for reduced, copy in kept)
+
+
+def test_calls_whose_reductions_differ_run_without_a_graph():
+    program, source, virtual = Sharded(Worst()), Shards(), virtual_parameter()
+    source.objection = "gradients are kept"
+    for _ in range(3):
+        run_sharded(program, source, virtual)
+        source.handed.clear()
+    assert program.plain == 3
+    assert program.report.notes == ["some calls run without a CUDA graph: gradients are kept"]

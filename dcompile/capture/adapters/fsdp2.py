@@ -41,6 +41,9 @@ class Unit:
     def data(self) -> torch.Tensor:
         return compat.fsdp2.shard_data(self.param)
 
+    def address(self) -> int:
+        return compat.fsdp2.shard_address(self.param)
+
     def commit(self, gradient: torch.Tensor) -> None:
         compat.fsdp2.add_gradient(self.param, gradient)
 

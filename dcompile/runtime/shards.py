@@ -224,11 +224,11 @@ class Exchange:
         return _named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
 
 
+@dataclass(eq=False)
 class Recorded(Exchange):
     """An exchange that is recorded: it keeps the shards that it has reduced, for replays to hand on."""
 
-    def __post_init__(self) -> None:
-        self._done: dict[str, torch.Tensor] = {}
+    _done: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -260,6 +261,39 @@ def graph_break() -> dict[str, Any]:
             backward(call, module, step)
 
     return same_as_stock(steps, "outside")
+
+
+class RecordedOnce:
+    """A recorder for CPUs: runs what is recorded there and then, which is what its first replay would have done."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
+        results, replays = function(), iter([None])
+        return lambda: next(replays), results
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+
+def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
+    """Two steps, of which the second is recorded; or one step of two backwards."""
+
+    def steps(call: Any, module: Any) -> None:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for step in range(2):
+            module.set_requires_gradient_sync(step == 1 or not accumulate)
+            backward(call, module, step)
+            if not accumulate:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with (
+        unittest.mock.patch("dcompile.compiler.gpus", lambda gm: {"cpu"}),
+        unittest.mock.patch("dcompile.runtime.cuda_graphs.CudaRecorder", RecordedOnce),
+    ):
+        return same_as_stock(steps, options=ATEN | {"triton.cudagraphs": True}, **how)
 
 
 def checkpoints(folder: str) -> dict[str, Any]:

@@ -57,6 +57,21 @@ def test_ways_to_run_equal_stock_fsdp(ranks, case):
         assert found["receipt"].eligible
 
 
+@pytest.mark.parametrize("how", [{}, {"name": "llama"}, {"reshard_after_forward": False}], ids=str)
+def test_recorded_steps_equal_stock_fsdp(ranks, how):
+    for found in values(ranks, "recorded", **how):
+        receipt = found["receipt"]
+        assert (receipt.recordings, receipt.replays) == (2, 2) and not receipt.notes
+        assert (found["grad"], found["param"]) == (0, 0)
+
+
+def test_what_is_added_to_kept_gradients_is_not_recorded(ranks):
+    for found in values(ranks, "recorded", accumulate=True):
+        assert (found["grad"], found["param"]) == (0, 0)
+        kept = "some calls run without a CUDA graph: gradients are kept for a later reduction, or were"
+        assert any(kept in note for note in found["receipt"].notes)
+
+
 def test_hooks_and_settings_equal_stock_fsdp(ranks):
     for found in values(ranks, "hooks_and_settings"):
         assert (found["grad"], found["param"], found["fired"]) == (0, 0, (6, True))

@@ -182,14 +182,17 @@ class Graph:
 
     def _machine(self) -> dict[str, Any]:
         """What the cost model is told."""
-        found = self.adapter.communicators()
+        found, replicas = self.adapter.communicators(), self.adapter.replicas()
         lanes: dict[int, str] = {}
         for name, group in found.items():
             lanes.setdefault(id(group), name)
         config = self.model.settings.config
         return {
             "figures": self.model.toolbox.figures(self.device, next(iter(found.values()), None)),
-            "groups": tuple((name, Group(dist.get_world_size(g), lanes[id(g)])) for name, g in found.items()),
+            "groups": tuple(
+                (name, Group(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1)))
+                for name, group in found.items()
+            ),
             "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
         }
 

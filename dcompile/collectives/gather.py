@@ -7,9 +7,23 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from dcompile.collectives.params import ParamInfo
-from dcompile.collectives.units import Together, by_unit, shard_of, unit_bucket
+from dcompile.collectives.units import Together, by_unit, cut_apart, shard_of, unit_bucket
 from dcompile.ir.index import Index, as_index, as_size
-from dcompile.ir.nodes import Arg, Bucket, Buffer, Collective, Extern, Load, Loop, Program, Step, Value, View, Wait
+from dcompile.ir.nodes import (
+    ITEMSIZE,
+    Arg,
+    Bucket,
+    Buffer,
+    Collective,
+    Extern,
+    Load,
+    Loop,
+    Program,
+    Step,
+    Value,
+    View,
+    Wait,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +42,7 @@ Places: TypeAlias = Mapping[str, _Place]
 def insert_gathers(
     program: Program, params: tuple[ParamInfo, ...], gathers: tuple[tuple[int, int], ...], results: int
 ) -> Program:
-    """Gather sharded parameters before their first use, all units of a group with one all-gather.
+    """Gather sharded parameters before their first use, units of a group that are used together with one all-gather.
 
     `gathers`: (position among the inputs, parameter number). These inputs stay, but hold no data: nothing reads them.
 
@@ -70,14 +84,17 @@ def _first_uses(steps: Sequence[Step], outputs: Sequence[object]) -> dict[str, i
 
 
 def _buckets(params: Sequence[ParamInfo], first: Mapping[str, int]) -> list[tuple[int, Bucket]]:
-    """(first use, bucket) of each group that is used at all, in order of that use."""
+    """(first use, bucket) of what is used at all, in order of that use."""
     members: dict[Together, list[ParamInfo]] = {}
     for param in params:
         if f"full{shard_of(param).unit}" in first:
             members.setdefault((shard_of(param).together, param.dtype, param.device), []).append(param)
     found: list[tuple[int, Together, Bucket]] = []
-    for key, group in members.items():
-        units = by_unit(group)
+    of_group = {key: by_unit(group) for key, group in members.items()}
+    places = {key: {unit: first[f"full{unit}"] for unit in units} for key, units in of_group.items()}
+    sizes = {shard_of(p).unit: shard_of(p).numel * ITEMSIZE[p.dtype] for p in params}
+    for key, part in cut_apart(places, sizes):
+        units = {unit: of_group[key][unit] for unit in part}
         holders = {unit: f"full{unit}" for unit in units}
         bucket = unit_bucket("all_gather", units, holders, tuple(holders.values()), key[1])
         found.append((min(first[name] for name in bucket.buffers), key, bucket))

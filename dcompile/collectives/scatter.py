@@ -8,7 +8,7 @@ from math import prod
 
 from dcompile.collectives.insert import can_place, copy_into
 from dcompile.collectives.params import ParamInfo
-from dcompile.collectives.units import Together, by_unit, shard_of, unit_bucket
+from dcompile.collectives.units import Together, by_unit, cut_apart, shard_of, unit_bucket
 from dcompile.ir.index import contiguous_strides
 from dcompile.ir.nodes import ITEMSIZE, WITHIN, Bucket, Buffer, Collective, Program, Step, View, Wait
 
@@ -29,7 +29,7 @@ class _Gradient:
 
 
 def insert_scatters(program: Program, params: tuple[ParamInfo, ...]) -> Program:
-    """Reduce gradients of sharded parameters, all that a group has in this program with one reduce-scatter.
+    """Reduce gradients of sharded parameters, what of a group is ready together with one reduce-scatter.
 
     Guarantees: the same values before the reduction. Gradients are written where they are sent from, unless they have
     another dtype or the library allocates them; the program returns None in their place. One reduction is in flight
@@ -74,8 +74,14 @@ def _buckets(gradients: Sequence[_Gradient], ready: Mapping[str, int]) -> list[t
         shard = shard_of(param)
         members.setdefault((shard.together, shard.reduce_dtype, param.device), []).append(param)
     found: list[tuple[int, Together, Bucket]] = []
-    for key, group in members.items():
-        units = by_unit(group)
+    of_group = {key: by_unit(group) for key, group in members.items()}
+    places = {
+        key: {unit: max(ready[buffer_of[param.number]] for param in of_unit) for unit, of_unit in units.items()}
+        for key, units in of_group.items()
+    }
+    sizes = {(s := shard_of(g.param)).unit: s.numel * ITEMSIZE[s.reduce_dtype] for g in gradients}
+    for key, part in cut_apart(places, sizes):
+        units = {unit: of_group[key][unit] for unit in part}
         holders = {unit: f"grads{unit}" for unit in units}
         buffers = [buffer_of[param.number] for of_unit in units.values() for param in of_unit]
         bucket = unit_bucket("reduce_scatter", units, holders, buffers, key[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from dcompile.collectives.params import ParamInfo, Shard
@@ -24,6 +24,34 @@ def by_unit(params: Sequence[ParamInfo]) -> dict[int, list[ParamInfo]]:
     found: dict[int, list[ParamInfo]] = {}
     for param in sorted(params, key=lambda p: (shard_of(p).unit, p.number)):
         found.setdefault(shard_of(param).unit, []).append(param)
+    return found
+
+
+APART_BYTES = 1 << 20
+"""A collective for less than this takes its latency, some tens of microseconds, and saves no time worth speaking of."""
+
+
+def cut_apart(
+    places: Mapping[Together, Mapping[int, int]], nbytes: Mapping[int, int]
+) -> list[tuple[Together, list[int]]]:
+    """The units that share a collective: those of a group, cut where all of another group lies in between.
+
+    `places`: for each unit of a group, the step that it is needed or ready at; `nbytes`: of each unit. The root's group
+    holds the embedding and the last projection: one collective for both would hold up the first layer until the
+    projection is there, and the projection's gradient until that of the embedding is. Neither part is to be tiny.
+    """
+    spans = {key: (min(units.values()), max(units.values())) for key, units in places.items()}
+    found: list[tuple[Together, list[int]]] = []
+    for key, units in places.items():
+        others = [span for other, span in spans.items() if other != key]
+        order = sorted(units, key=lambda unit: (units[unit], unit))
+        parts = [order[:1]]
+        for at, (before, unit) in enumerate(pairwise(order), 1):
+            far = any(units[before] < low and high < units[unit] for low, high in others)
+            if far and all(sum(nbytes[u] for u in part) >= APART_BYTES for part in (parts[-1], order[at:])):
+                parts.append([])
+            parts[-1].append(unit)
+        found += [(key, sorted(part)) for part in parts]
     return found
 
 

@@ -33,6 +33,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "uneven": Uneven,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
+    "llama_wide": lambda: models.llama(vocabulary=8192),
 }
 
 

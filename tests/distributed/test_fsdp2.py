@@ -31,6 +31,8 @@ def values(ranks, case, **keywords):
         pytest.param({"name": "uneven"}, 7, id="uneven and empty shards"),
         pytest.param({"name": "uneven", "wrap": "root", "accumulate": True}, 2, id="uneven, root, without sync"),
         pytest.param({"name": "llama"}, 3 + 2 + 3, id="Llama"),
+        # the root's in two: the embedding, and the last projection with its norm
+        pytest.param({"name": "llama_wide"}, 4 + 2 + 4, id="Llama, many tokens"),
         pytest.param({"name": "llama_tied", "accumulate": True}, 3 + 2 + 3, id="tied Llama, without sync"),
     ],
 )

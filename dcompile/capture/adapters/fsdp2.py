@@ -217,6 +217,10 @@ class Fsdp2Adapter(PlainAdapter):
         groups = self.process_groups()
         return groups[0] if groups else None
 
+    def replicas(self) -> dict[str, int]:
+        found = {entry.name: entry.replica_group() for entry in self._groups}
+        return {name: group.size() for name, group in found.items() if group is not None}
+
     def process_groups(self) -> list[Any]:
         """All process groups that the programs communicate over, each once."""
         found = {id(group): group for entry in self._groups for group in (entry.gather_group(), entry.replica_group())}

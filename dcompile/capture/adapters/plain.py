@@ -32,6 +32,10 @@ class PlainAdapter:
         """The process group behind each group of the plan."""
         return {}
 
+    def replicas(self) -> dict[str, int]:
+        """Among how many of its like a group's reductions are summed up again, where there are any."""
+        return {}
+
     def bucket_rule(self) -> BucketRule | None:
         """Where buckets end; None: no buckets."""
         return None

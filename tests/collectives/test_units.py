@@ -1,0 +1,24 @@
+from dcompile.collectives.units import APART_BYTES, cut_apart
+
+ROOT, FIRST, SECOND = (0, "float32", "cpu"), (1, "float32", "cpu"), (2, "float32", "cpu")
+LARGE = dict.fromkeys(range(11), APART_BYTES)
+
+
+def test_units_of_the_root_are_cut_where_layers_lie_between():
+    places = {ROOT: {0: 0, 9: 30, 10: 31}, FIRST: {1: 2, 2: 5}, SECOND: {3: 7, 4: 9}}
+    assert cut_apart(places, LARGE) == [(ROOT, [0]), (ROOT, [9, 10]), (FIRST, [1, 2]), (SECOND, [3, 4])]
+
+
+def test_groups_that_only_interleave_stay_whole():
+    """A gradient that comes a little late must not change what ranks exchange together."""
+    assert cut_apart({FIRST: {1: 2, 2: 8}, SECOND: {3: 7, 4: 9}}, LARGE) == [(FIRST, [1, 2]), (SECOND, [3, 4])]
+
+
+def test_units_needed_by_the_same_step_stay_together():
+    assert cut_apart({FIRST: {2: 4, 1: 4}, SECOND: {3: 4}}, LARGE) == [(FIRST, [1, 2]), (SECOND, [3])]
+
+
+def test_tiny_parts_are_not_worth_a_collective():
+    places = {ROOT: {0: 0, 9: 30}, FIRST: {1: 2}}
+    assert cut_apart(places, LARGE | {9: 256}) == [(ROOT, [0, 9]), (FIRST, [1])]
+    assert cut_apart(places, LARGE | {0: 256}) == [(ROOT, [0, 9]), (FIRST, [1])]

@@ -1,0 +1,118 @@
+"""`python -m dcompile.simulate` on the smallest Llama: what it counts can be counted by hand."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from dcompile.errors import OptionError
+from dcompile.figures import FABRICS
+from dcompile.simulate.__main__ import main
+from dcompile.simulate.check import check
+from dcompile.simulate.estimate import Setup, estimate, extrapolated
+from dcompile.simulate.models import configuration, with_layers
+from dcompile.simulate.trace import Spread, trace
+
+ROWS, LENGTH = 2, 64
+H100, SLOW = FABRICS["h100-ib400"], FABRICS["h100-eth100"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Traces by kind, made once: two layers over eight ranks."""
+    config = configuration("tiny", LENGTH)
+    spreads = {"ddp": Spread("ddp", 8), "fsdp": Spread("fsdp", 8, 8)}
+    known = {"batch": ROWS, "length": LENGTH}
+    found = {kind: (spread, trace(config, spread, **known)) for kind, spread in spreads.items()}
+    return SimpleNamespace(**found)
+
+
+def count(traced):
+    total = 0
+    for parameter in traced.parameters:
+        size = 1
+        for n in parameter.shape:
+            size *= n
+        total += size
+    return total
+
+
+def test_ddp_keeps_everything_and_reduces_each_gradient_once(tiny):
+    spread, traced = tiny.ddp
+    found = estimate(traced, Setup(H100, spread))
+    assert found.parameters == found.gradients == found.optimizer / 2 == 2 * count(traced)
+    assert found.exchanged == 2 * count(traced)
+    assert found.gathered == 0 and found.peak > 4 * found.parameters
+    assert found.step == pytest.approx(found.compute + found.exposed + found.update)
+    assert found.tail <= found.exposed
+
+
+def test_fsdp_keeps_a_shard_and_gathers_layers_twice(tiny):
+    spread, traced = tiny.fsdp
+    found = estimate(traced, Setup(H100, spread))
+    assert found.parameters == pytest.approx(2 * count(traced) / 8, rel=0.01)
+    layers = 2 * sum(p.shard.numel for p in traced.parameters if "layers" in p.fqn)
+    everything = 2 * sum(p.shard.numel for p in traced.parameters)
+    # layers in forward and backward, the root's in the forward alone; every gradient once
+    assert found.exchanged == pytest.approx(2 * everything + layers, rel=0.01)
+    assert 0 < found.gathered <= everything
+
+
+def test_a_slower_network_takes_longer_and_holds_no_more_than_the_budget(tiny):
+    spread, traced = tiny.fsdp
+    wide = Spread("fsdp", 64, 8)
+    near, far = (estimate(traced, Setup(H100, s)) for s in (spread, wide))
+    assert far.communication == near.communication and far.exposed > near.exposed  # sums among eight replicas
+    fast, slow = (estimate(traced, Setup(f, Spread("fsdp", 1024, 1024))) for f in (H100, SLOW))
+    assert slow.step > fast.step and slow.exchanged == fast.exchanged
+    tight = estimate(traced, Setup(SLOW, spread, early_bytes=0))
+    assert tight.peak <= estimate(traced, Setup(SLOW, spread)).peak
+
+
+def test_what_each_further_layer_adds_is_the_same(tiny):
+    spread, two = tiny.ddp
+    config = configuration("tiny", LENGTH)
+    known = {"batch": ROWS, "length": LENGTH}
+    setup = Setup(H100, spread)
+    three, four = (estimate(trace(with_layers(config, n), spread, **known), setup) for n in (3, 4))
+    guessed = extrapolated(estimate(two, setup), three, (2, 3), 4)
+    for name in ("parameters", "exchanged", "saved", "compute", "peak"):
+        assert getattr(guessed, name) == pytest.approx(getattr(four, name), rel=0.02), name
+
+
+def test_the_command_prints_a_row_for_each_size_and_fabric(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("dcompile.simulate.__main__.trace", lambda *_, **__: tiny.fsdp[1])
+    arguments = ["--config", "tiny", "--length", "64", "--world-size", "8,16", "--shard", "8", "--layers", "2"]
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["world"], row["shard"], row["fabric"]) for row in rows] == [
+        (world, 8, fabric) for world in (8, 16) for fabric in ("h100-ib400", "h100-eth100")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "no-such"], "no configuration"),
+        (["--config", "tiny", "--fabric", "string"], "unknown fabric"),
+        (["--config", "tiny", "--world-size", "12", "--shard", "8"], "no whole number of groups"),
+        (["--config", "tiny", "--layers", "1"], "--layers"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_model_is_checked_against_measured_steps(tiny, monkeypatch):
+    monkeypatch.setattr("dcompile.simulate.check.trace", lambda *_, **__: tiny.ddp[1])
+    peers = {"torch.compile": {"ms": 3.0}, "dcompile": {"ms": 2.0, "exposed_ms": 0.1}, "dcompile x": {"error": "no"}}
+    found = check({"device": "NVIDIA H200", "ranks": 2, "lines": {"tiny-ddp": peers, "unknown-ddp": peers}})
+    assert [(row["line"], row["peer"], row["what"]) for row in found["rows"]] == [
+        ("tiny-ddp", "dcompile", "ms"),
+        ("tiny-ddp", "dcompile", "exposed_ms"),
+    ]
+    row = found["rows"][0]
+    assert row["error"] == pytest.approx(row["predicted"] / 2.0 - 1)
+    with pytest.raises(OptionError, match="no measured step"):
+        check({"device": "cpu", "ranks": 2, "lines": {"tiny-ddp": {"eager": {"ms": 1.0}}}})

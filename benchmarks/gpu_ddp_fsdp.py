@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -159,13 +158,13 @@ class Training:
         torch.cuda.synchronize()
         return max(self.job.all(float(start.elapsed_time(end)) / steps))
 
-    def look(self, steps: int) -> dict[str, Any]:
+    def look(self, steps: int, timelines: str) -> dict[str, Any]:
         """Memory, kernels, exposed communication and idle time; what dcompile says about it. Of rank 0."""
         found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up)), "losses": self.losses}
         if self.gpu:
             found |= self._memory() | self._kernels(steps)
         if self.name.startswith("dcompile"):
-            found |= self._explained()
+            found |= self._explained(timelines)
         self.job.barrier()
         return found
 
@@ -199,8 +198,8 @@ class Training:
         ]
         return lanes(events, steps)
 
-    def _explained(self) -> dict[str, Any]:
-        """The receipt, and each collective as dcompile.profile measures it."""
+    def _explained(self, timelines: str) -> dict[str, Any]:
+        """The receipt, and each collective as dcompile.profile measures it, its pictures named so."""
         import dcompile
 
         try:
@@ -218,10 +217,9 @@ class Training:
                 for _ in range(4):
                     self.step()
             said["profile"] = str(measured).splitlines()
-            folder = os.environ.get("DCOMPILE_BENCH_TIMELINES")
-            if folder and self.job.main:
+            if timelines and self.job.main:
                 for ending in ("svg", "json"):
-                    measured.save(Path(folder) / f"{self.job.size}x-{self.name}.{ending}")
+                    measured.save(Path(f"{timelines}.{ending}"))
         except Exception as error:
             said["profile"] = [f"failed: {_first_line(error)}"]
         return said
@@ -266,7 +264,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def measure(
-    label: str, names: Sequence[str], rounds: int, steps: int, job: Job, keep: Callable[[dict[str, Any]], None]
+    label: str, arguments: argparse.Namespace, job: Job, keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """All peers of one line; `keep` gets what is known after each of its parts."""
     import torch
@@ -275,7 +273,7 @@ def measure(
     torch._dynamo.config.accumulated_recompile_limit = 1024
     line, found = LINES[label], dict[str, Any]()
     peers = []
-    for name in names:
+    for name in arguments.peers:
         try:
             peer, error = Training(name, line, job), ""
         except Exception as raised:  # a peer that fails is a result, and no reason to lose the others
@@ -285,14 +283,15 @@ def measure(
             found[name] = {"error": "; ".join(errors)[:400]}
             peer = None
         else:
-            found[name] = peer.look(steps=3)
+            pictures = f"{arguments.timelines}/{label}-x{job.size}-{name}" if arguments.timelines else ""
+            found[name] = peer.look(3, pictures)
             peers.append(peer)
         keep(found)
     samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for turn in range(rounds):
+    for turn in range(arguments.rounds):
         for place in range(len(peers)):
             peer = peers[(turn + place) % len(peers)]
-            samples[peer.name].append(peer.time(steps))
+            samples[peer.name].append(peer.time(arguments.steps))
         for peer in peers:
             taken = sorted(samples[peer.name])
             middle = statistics.median(taken)
@@ -318,7 +317,7 @@ def be_rank(arguments: argparse.Namespace) -> int:
                 if job.main:
                     Path(arguments.out).write_text(json.dumps(_result(lines, arguments, job.size)))
 
-            measure(label, arguments.peers, arguments.rounds, arguments.steps, job, keep)
+            measure(label, arguments, job, keep)
             gc.collect()
             if job.device.type == "cuda":
                 import torch
@@ -438,6 +437,7 @@ def launch(arguments: argparse.Namespace) -> dict[str, Any]:
         part = Path(f"{arguments.out}.{label}")
         part.unlink(missing_ok=True)
         given = ["--only", label, "--out", str(part), "--quiet", "--device", arguments.device]
+        given += ["--timelines", arguments.timelines]
         given += [
             "--peers",
             ",".join(arguments.peers),
@@ -476,6 +476,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: Gloo, to try the benchmark")
     parser.add_argument("--deadline", type=float, default=540, help="seconds that one line may take")
     parser.add_argument("--out", default="gpu_ddp_fsdp.json", help="written anew after each part of a line")
+    parser.add_argument("--timelines", default="", metavar="FOLDER", help="save dcompile's timelines there")
     parser.add_argument("--merge", nargs="+", metavar="FILE", help="join results in place of measuring")
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

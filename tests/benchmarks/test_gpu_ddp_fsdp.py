@@ -13,7 +13,7 @@ from benchmarks.ranks import run_job
 def test_every_line_runs_on_two_ranks(tmp_path):
     out = tmp_path / "out.json"
     arguments = ["--only", "tiny-ddp,tiny-fsdp2", "--peers", "eager,dcompile", "--device", "cpu", "--quiet"]
-    arguments += ["--rounds", "2", "--steps", "1", "--out", str(out)]
+    arguments += ["--rounds", "2", "--steps", "1", "--out", str(out), "--timelines", str(tmp_path)]
     assert not run_job(gpu_ddp_fsdp.MODULE, arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
     result = json.loads(out.read_text())
     assert result["complete"] and result["ranks"] == 2 and 0 <= result["teardown_s"] < 5
@@ -22,6 +22,8 @@ def test_every_line_runs_on_two_ranks(tmp_path):
         for found in line.values():
             assert found["ms"] > 0 and found["rounds"] == 2 and found["ranks_equal"]
         assert line["dcompile"]["losses"] == pytest.approx(line["eager"]["losses"], rel=0.02)
+        assert line["dcompile"]["took_over"] and any("all_" in said for said in line["dcompile"]["profile"])
+    assert (tmp_path / "tiny-fsdp2-x2-dcompile.svg").read_text().startswith("<svg")
     ddp = result["lines"]["tiny-ddp"]["dcompile"]
     assert (
         ddp["took_over"] and ddp["collectives_in_graphs"] == 1 and any("all_reduce" in said for said in ddp["profile"])

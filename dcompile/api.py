@@ -17,6 +17,7 @@ from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.runtime.agree import agree, captured
 from dcompile.runtime.buckets import Buckets, average
+from dcompile.runtime.calibrate import figures_for
 from dcompile.runtime.shards import Shards
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -99,7 +100,9 @@ def compile(
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
-    return Toolbox(compiler, Buckets, agree, average, print_receipt, Shards, compiler.meet, captured)
+    return Toolbox(
+        compiler, Buckets, agree, average, print_receipt, Shards, compiler.meet, captured, figures_for(config)
+    )
 
 
 def print_receipt(model: CompiledModel) -> None:

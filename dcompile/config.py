@@ -52,6 +52,12 @@ class Config:
         "What starting all-gathers early and waiting late for reductions may add to a graph's peak memory, in MiB. "
         "-1: as much as the largest all-gather and the largest reduce-scatter hold.",
     )
+    figures: Literal["table", "measured"] = setting(
+        "table",
+        "Where the cost model's figures of the machine come from: a table by kind of GPU, or what "
+        "`python -m dcompile.calibrate` has measured on rank 0.",
+        in_key=False,  # the figures themselves are
+    )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves DDP's own reducer on.")
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."

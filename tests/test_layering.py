@@ -17,7 +17,7 @@ LEVELS = (
     ("capture", "collectives", "codegen", "runtime"),
     ("pipeline",),
     ("compiler",),
-    ("api", "backend", "explain", "simulate", "__init__"),
+    ("api", "backend", "calibrate", "explain", "simulate", "__init__"),
     ("integrations",),
 )
 """Top-level parts of dcompile, lowest first."""

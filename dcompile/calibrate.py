@@ -1,0 +1,42 @@
+"""Measure this machine for the cost model, once: `torchrun --nproc-per-node N -m dcompile.calibrate`.
+
+Rank 0 keeps what was found in the cache directory; option `figures="measured"` uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from dcompile.config import Config
+from dcompile.figures import to_record
+from dcompile.runtime.cache import KernelCache
+from dcompile.runtime.calibrate import device_name, keep, measure
+
+
+def main() -> int:
+    """Measure, keep, and print."""
+    local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        dist.init_process_group("nccl" if gpu else "gloo")
+    try:
+        figures = measure(device, dist.group.WORLD if ranks > 1 else None)
+        if ranks == 1 or dist.get_rank() == 0:
+            path = keep(figures, device_name(device), KernelCache.open(Config.make()).directory)
+            lines = [f"  {name}: {value}" for name, value in to_record(figures).items()]
+            sys.stdout.write("\n".join([f"{path}", *lines, ""]))
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

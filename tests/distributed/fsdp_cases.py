@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import dcompile
 from tests.distributed import models
@@ -18,7 +20,7 @@ from tests.distributed.models import batch, loss_of
 
 
 class Uneven(nn.Module):
-    """Parameters that no number of ranks divides, and some with fewer rows than ranks."""
+    """Parameters that two or four ranks cannot divide evenly, and some with fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,23 +30,51 @@ class Uneven(nn.Module):
         return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
 
 
+class Checkpointed(models.Mlp):
+    """Computes its first layers again in the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def part(y: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.b(torch.relu(self.a(y))))
+
+        return self.c(torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False))
+
+
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "mlp": models.Mlp,
     "uneven": Uneven,
+    "checkpointed": Checkpointed,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
     "llama_wide": lambda: models.llama(vocabulary=8192),
 }
 
 
-def make(name: str, wrap: str = "blocks", **how: Any) -> Any:
-    """A module, sharded as a whole ("root"), or each of its blocks and then the rest ("blocks")."""
+def make(name: str, wrap: str = "blocks", mesh: tuple[int, ...] = (), **how: Any) -> Any:
+    """A module, sharded as a whole ("root"), each of its blocks and then the rest ("blocks"), or in other ways.
+
+    `mesh`: replicas times shards. "meta" gets its memory only when it is sharded; "ignored" leaves one layer out;
+    "grouped" shards two layers together.
+    """
     torch.manual_seed(7)
-    module = MAKE[name]().to(device())
-    if wrap == "blocks":
+    with torch.device("meta" if wrap == "meta" else "cpu"):
+        module = MAKE[name]()
+    if mesh:
+        how["mesh"] = init_device_mesh(device().type, mesh, mesh_dim_names=("replicas", "shards"))
+    module = module if wrap == "meta" else module.to(device())
+    if wrap in ("blocks", "meta", "checkpointed"):
         for block in blocks(module):
             fully_shard(block, **how)
+    if wrap == "grouped":
+        fully_shard([module.a, module.c], **how)
+    if wrap == "ignored":
+        how["ignored_params"] = set(module.b.parameters())
     fully_shard(module, **how)
+    if wrap == "meta":
+        module.to_empty(device=device())
+        with torch.no_grad():
+            for number, parameter in enumerate(module.parameters()):
+                parameter._local_tensor.fill_(0.01 * (number + dist.get_rank()))
     return module
 
 
@@ -65,7 +95,8 @@ def compiled(module: Any, order: str = "compile", options: dict[str, Any] | None
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.full_tensor().detach().clone()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return None if whole is None else whole.detach().clone()
 
 
 def gradients(module: Any) -> dict[str, Any]:
@@ -109,15 +140,21 @@ def against_stock(
     accumulate: bool = False,
     options: dict[str, Any] | None = None,
     fullgraph: bool = True,
+    factor: float | None = None,
     **how: Any,
 ) -> dict[str, Any]:
     """The same training with stock eager FSDP2 and with dcompile: largest differences, and the receipt."""
+    clip = wrap != "ignored"  # torch takes the norm of sharded tensors, or of others, but not of both
     stock = make(name, wrap, **how)
-    expected = train(stock, stock, accumulate)
+    if factor is not None:
+        stock.set_gradient_divide_factor(factor)
+    expected = train(stock, stock, accumulate, clip=clip)
     module = make(name, wrap, **how)
     call = compiled(module, order, options, fullgraph=fullgraph)
     keys = list(module.state_dict())
-    found = train(call, module, accumulate)
+    if factor is not None:
+        module.set_gradient_divide_factor(factor)
+    found = train(call, module, accumulate, clip=clip)
     assert list(module.state_dict()) == keys == list(stock.state_dict())
     return {
         "loss": max(abs(a - b) for a, b in zip(expected["losses"], found["losses"], strict=True)),
@@ -222,6 +259,22 @@ def left_over() -> dict[str, Any]:
         loss_of(call(inputs(module, 1)["x"], True)).backward()
 
     return same_as_stock(steps, "branching")
+
+
+def replicas(**how: Any) -> dict[str, Any]:
+    """Shards that two groups of ranks hold alike; a step reduces among the shards alone, the next one everywhere."""
+
+    def steps(call: Any, module: Any) -> None:
+        backward(call, module, 0)
+        module.set_requires_all_reduce(False)
+        backward(call, module, 1)
+        module.set_requires_all_reduce(True)
+        module.set_requires_gradient_sync(False)
+        backward(call, module, 2)
+        module.set_requires_gradient_sync(True)
+        backward(call, module, 3)
+
+    return same_as_stock(steps, mesh=(2, 2), **how)
 
 
 def hooks_and_settings() -> dict[str, Any]:

@@ -74,6 +74,8 @@ class Graph:
             self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
 
         def forward(module: Any, _inputs: Any) -> Any:
+            if self._needs_parameters():
+                return _boxed(_never)
             return _boxed(self._forward(module, tokens))
 
         def backward(module: Any, _inputs: Any) -> Any:
@@ -84,6 +86,8 @@ class Graph:
         def inference(module: Any, _inputs: Any) -> Any:
             hand_out_keys(module)
             self._find_shards(module)
+            if self._needs_parameters():
+                return _boxed(_never)
             self._lay_out(module)
             return _boxed(self._inference(module))
 
@@ -108,6 +112,18 @@ class Graph:
         """Before the joint graph is cut apart."""
         self._lay_out(joint)
         recompute_views(joint, self._find_shards(joint))
+
+    def _needs_parameters(self) -> bool:
+        """Whether the graph returns a sharded parameter or writes to it; then it is refused.
+
+        Gathered parameters are gone after a program: this takes FSDP's own.
+        """
+        used = compat.aot.not_only_read() & self.params.keys()
+        if not isinstance(self.adapter, Fsdp2Adapter) or not used:
+            return False
+        names = ", ".join(sorted(self.adapter.param_infos()[self.params[position]].fqn for position in used))
+        self.model.refuse(f"the model returns or changes a parameter in its forward: {names}")
+        return True
 
     def _find_shards(self, module: Any) -> list[Any]:
         """Placeholders of sharded parameters; forward and backward will call them by the same names."""
@@ -316,6 +332,10 @@ class Backend:
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
         return self._graph(model, example_inputs).compile(gm, example_inputs)
+
+
+def _never(args: list[Any]) -> list[Any]:
+    raise AssertionError("a graph ran that was refused when it was compiled")
 
 
 def _reshards(info: ParamInfo) -> bool:

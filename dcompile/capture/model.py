@@ -76,6 +76,7 @@ class CompiledModel:
         self._calls = threading.local()
         self._synced: dict[int, list[Graph]] = {}
         self._flushing: set[int] = set()
+        self._refusal: str | None = None
         self._reported: set[bool] = set()
 
     def adopt(self, adapter: PlainAdapter) -> None:
@@ -84,7 +85,7 @@ class CompiledModel:
         self.peers = self.toolbox.meet(adapter.group)
         self.number = self.peers.number("model")
         self.graphs, self.variants, self.newest = [], {}, None
-        self.shards = None
+        self.shards, self._refusal = None, None
         if isinstance(adapter, Fsdp2Adapter) and adapter.eligible:
             self.shards = self.toolbox.make_shards(adapter.units, adapter.groups)
         self._reported = set()
@@ -105,11 +106,17 @@ class CompiledModel:
             if code is not entry:
                 self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
 
+    def refuse(self, reason: str) -> None:
+        """A graph that is being compiled cannot run with virtual parameters: nothing of it will run."""
+        self._refusal = self._refusal or reason
+
     def compiled(self, code: Any, entry: Any, whole: bool) -> None:
         """A frame was compiled, `whole` or with code that stays eager. Raises GivenBack before any of it runs.
 
         If the outermost frame is whole, all of the model is in it; what else comes by is torch's own.
         """
+        if self._refusal is not None and self.shards is not None:
+            raise GivenBack(self._refusal)
         if code is entry and not whole and self.shards is not None:
             raise GivenBack("a part of the model is not compiled (graph break), where parameters would be missing")
 

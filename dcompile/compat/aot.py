@@ -59,6 +59,22 @@ def no_donation() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def not_only_read() -> frozenset[int]:
+    """Inside a compiler of AOTAutograd: positions of inputs that the graph changes, or returns as they are or as views.
+
+    It deals with these outside the graph, on the very tensors that it is called with.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return frozenset()
+    changed = (n for n, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+    aliases = (o.base_idx for o in metadata.output_info if o.output_type.name in ("alias_of_input", "is_input"))
+    return frozenset((*changed, *(n for n in aliases if n is not None)))
+
+
 def min_cut_partition(
     joint: Any,
     joint_inputs: Any,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import dcompile
 from tests.distributed import models
@@ -261,8 +261,8 @@ def left_over() -> dict[str, Any]:
     return same_as_stock(steps, "branching")
 
 
-def replicas(**how: Any) -> dict[str, Any]:
-    """Shards that two groups of ranks hold alike; a step reduces among the shards alone, the next one everywhere."""
+def replicas(mesh: tuple[int, ...] = (2, 1), **how: Any) -> dict[str, Any]:
+    """Shards that several ranks hold alike; a step reduces among the shards alone, the next one everywhere."""
 
     def steps(call: Any, module: Any) -> None:
         backward(call, module, 0)
@@ -274,7 +274,7 @@ def replicas(**how: Any) -> dict[str, Any]:
         module.set_requires_gradient_sync(True)
         backward(call, module, 3)
 
-    return same_as_stock(steps, mesh=(2, 2), **how)
+    return same_as_stock(steps, mesh=mesh, **how)
 
 
 def hooks_and_settings() -> dict[str, Any]:
@@ -298,23 +298,48 @@ def hooks_and_settings() -> dict[str, Any]:
     return found | {"fired": (half, sorted(fired[:half]) == sorted(fired[half:]))}
 
 
-def stock_by_option() -> dict[str, Any]:
+class ReturnsWeight(models.Mlp):
+    """Hands out a look at a parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.a.weight.t()
+        return super().forward(x) + 0 * self.seen.sum()
+
+
+class ChangesWeight(models.Mlp):
+    """Writes to a parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.a.weight.mul_(1)
+        return super().forward(x)
+
+
+def stock_by_model(name: str, **how: Any) -> dict[str, Any]:
+    """Models that only FSDP's own hooks can serve."""
+    MAKE.update(outside=models.UsedOutside, returns=ReturnsWeight, changes=ChangesWeight)
+    if "placement" in how:
+        dim = how.pop("placement")
+        how["shard_placement_fn"] = lambda parameter: Shard(dim if parameter.ndim > dim else 0)
+
     def steps(call: Any, module: Any) -> None:
         for step in range(2):
             backward(call, module, step)
 
-    return same_as_stock(steps, options={**ATEN, "distributed": "stock"})
+    return same_as_stock(steps, name, **how)
 
 
-def graph_break() -> dict[str, Any]:
-    """A layer that Dynamo may not see would find parameters without data: all goes back to FSDP."""
-    MAKE["outside"] = models.UsedOutside
-
-    def steps(call: Any, module: Any) -> None:
-        for step in range(2):
-            backward(call, module, step)
-
-    return same_as_stock(steps, "outside")
+def one_rank_fails(where: str) -> None:
+    """Rank 1 raises in a forward or a backward; rank 0 is left in a collective."""
+    module = make("mlp")
+    call = compiled(module)
+    backward(call, module)
+    if dist.get_rank() == 1 and where == "forward":
+        raise ValueError("mine")
+    loss = loss_of(call(**inputs(module, 1)))
+    if dist.get_rank() == 1:
+        raise ValueError("mine")
+    loss.backward()
 
 
 class RecordedOnce:

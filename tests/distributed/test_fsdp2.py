@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from tests.distributed.harness import Ranks
 
 CASES = "tests.distributed.fsdp_cases:"
+STOCK = {"kernels": "aten", "distributed": "stock"}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WIDE = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True
@@ -37,7 +38,7 @@ def values(ranks, case, **keywords):
         pytest.param({"name": "mlp", "reshard_after_forward": False}, 3 + 0 + 3, id="mlp, not resharded"),
         pytest.param({"name": "uneven"}, 7, id="uneven and empty shards"),
         pytest.param({"name": "uneven", "wrap": "root", "accumulate": True}, 2, id="uneven, root, without sync"),
-        pytest.param({"name": "llama"}, 3 + 2 + 3, id="Llama"),
+        pytest.param({"name": "llama"}, 3 + 2 + 3, id="Llama", marks=pytest.mark.full),
         # the root's in two: the embedding, and the last projection with its norm
         pytest.param({"name": "llama_wide"}, 4 + 2 + 4, id="Llama, many tokens"),
         pytest.param({"name": "llama_tied", "accumulate": True}, 3 + 2 + 3, id="tied Llama, without sync"),
@@ -63,7 +64,7 @@ def test_training_equals_stock_fsdp(ranks, how, collectives):
         assert found["ranks"] == 0 or how.get("wrap") == "ignored"
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("llama", marks=pytest.mark.full)])
 def test_training_with_our_kernels_stays_close(ranks, name):
     for found in values(ranks, "against_stock", name=name, options={}):
         assert found["receipt"].kernels > 0 and found["receipt"].eligible
@@ -71,7 +72,9 @@ def test_training_with_our_kernels_stays_close(ranks, name):
         assert found["loss"] <= 1e-5 and found["grad"] <= 1e-5
 
 
-@pytest.mark.parametrize("case", ["forwards_of_all_kinds", "kept_graph", "frozen", "autograd_grad", "left_over"])
+@pytest.mark.parametrize(
+    "case", ["forwards_of_all_kinds", "kept_graph", "frozen", "autograd_grad", "left_over", "replicas"]
+)
 def test_ways_to_run_equal_stock_fsdp(ranks, case):
     for found in values(ranks, case):
         assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
@@ -99,14 +102,22 @@ def test_hooks_and_settings_equal_stock_fsdp(ranks):
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
+    ("how", "reason"),
     [
-        ("stock_by_option", "option distributed='stock'"),
-        ("graph_break", "a part of the model is not compiled (graph break), where parameters would be missing"),
+        ({"name": "mlp", "options": STOCK}, "option distributed='stock'"),
+        ({"name": "outside"}, "a part of the model is not compiled (graph break), where parameters would be missing"),
+        ({"name": "returns", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
+        ({"name": "changes", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
+        (
+            {"name": "mlp", "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            "parameters are kept in CPU memory (CPUOffloadPolicy)",
+        ),
+        ({"name": "mlp", "placement": 1}, "a parameter is sharded along dimension 1"),
     ],
+    ids=["option", "graph break", "returns a parameter", "changes a parameter", "offloaded", "sharded columns"],
 )
-def test_what_cannot_be_taken_over_stays_stock(ranks, case, reason):
-    for found in values(ranks, case):
+def test_what_cannot_be_taken_over_stays_stock(ranks, how, reason):
+    for found in values(ranks, "stock_by_model", **how):
         assert (found["grad"], found["param"]) == (0, 0)
         assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
 
@@ -121,6 +132,14 @@ def test_gathered_parameters_are_not_kept(ranks):
         assert found == {"gathered again": [], "kept": [640, 6400], "modules": True, "copied": 0}
 
 
+@pytest.mark.parametrize(("where", "what"), [("forward", "the all-gather gather0 of"), ("backward", "the all-gather")])
+def test_an_error_on_one_rank_ends_the_other_which_names_the_collective(ranks, where, what):
+    first, second = ranks.outcomes(CASES + "one_rank_fails", 100, where=where)
+    assert second.kind == "ValueError" and "mine" in second.error
+    assert first.kind == "RuntimeError" and f"rank 0 was in {what}" in first.error
+    assert "another rank has failed, stalled, or does not run this step" in first.error
+
+
 # --- four ranks
 
 
@@ -131,12 +150,14 @@ def four():
     group.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [{}, {"name": "uneven"}, {"mp_policy": FP16, "wrap": "root"}], ids=str)
 def test_replicas_of_shards_equal_stock_fsdp(four, how):
-    for found in values(four, "replicas", **how):
+    for found in values(four, "replicas", mesh=(2, 2), **how):
         assert (found["grad"], found["receipt"].eligible) == (0, True)
 
 
+@pytest.mark.full
 def test_uneven_shards_on_four_ranks(four):
     for found in values(four, "against_stock", name="uneven", accumulate=True):
         # Gloo adds up parts of what it is given in different orders; stock gives it other pieces

@@ -132,6 +132,8 @@ class Graph:
         inputs = [(node, compat.aot.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
         self._sharded = {node.name: number for node, number in found.items()}
+        if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):
+            self.model.refuse("a parameter is looked at by as_strided, which counts from where its own memory begins")
         return list(found)
 
     def _lay_out(self, module: Any) -> None:

@@ -145,7 +145,8 @@ class Extern:
     (None where a result is not used or not a tensor). `mutate`: works on its arguments in place, in order of `outs`.
     `fallback` is true where a loop of ours was wanted and there is no lowering yet: it is counted in the receipt.
     `effect` is true for what touches more than its results (random numbers, collectives, checks that may raise,
-    in-place operations): such calls keep their order among one another and are never dropped.
+    in-place operations): such calls keep their order among one another and are never dropped. `aliases` is true where
+    results may be views of arguments.
     """
 
     op: str
@@ -156,6 +157,15 @@ class Extern:
     fallback: bool = False
     origin: tuple[str, ...] = ()
     effect: bool = False
+    aliases: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether arguments must live as long as results, which may look at them.
+
+        About fallbacks nothing is known, and a functional collective goes on reading until the wait on its result.
+        """
+        return self.mode == "alloc" and (self.fallback or self.effect or self.aliases)
 
     @property
     def reads(self) -> frozenset[str]:

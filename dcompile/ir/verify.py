@@ -291,7 +291,7 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
         if isinstance(output, View) and output.buffer in lives:
             lives[output.buffer] = (lives[output.buffer][0], len(program.steps))
     for step in reversed(program.steps):
-        if isinstance(step, Extern) and step.mode == "alloc" and (step.fallback or step.effect):
+        if isinstance(step, Extern) and step.holds:
             end = max((lives[name][1] for name in step.writes), default=0)
             for name in step.reads:
                 lives[name] = (lives[name][0], max(lives[name][1], end))

@@ -78,7 +78,7 @@ class Shards:
         return _Reducing(name, group, flat, shards, flight)
 
     def _finish(self, pending: _Reducing) -> None:
-        """Wait for a reduction, go on among replicas if it is to, and hand the shards on as gradients."""
+        """Wait for all of a reduction, and hand the shards on as gradients."""
         if self._reduce(pending):
             self.commit(pending.shards)
 
@@ -91,25 +91,48 @@ class Shards:
         """Whether gradients of these units are still to be reduced."""
         return any(number in self._whole or number in self._partial for number in numbers)
 
-    def _reduce(self, pending: _Reducing) -> bool:
-        """Wait for a reduction, and go on among replicas if it is to; whether the shards are gradients now."""
-        group, shards = pending.group, pending.shards
+    def _go_on(self, pending: _Reducing) -> None:
+        """Wait for the shards; where ranks hold copies of them, start to average among these."""
+        group, shards, flat = pending.group, pending.shards, pending.flat
         with _named(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.flight.wait()
-        rule, replicas = group.reduction(pending.flat.dtype), group.replica_group()
-        if replicas is not None and group.wants() == "shards":
-            for number, shard in shards.items():
-                kept = self._partial.get(number)
-                self._partial[number] = shard if kept is None else kept.add_(shard)
+        pending.scattered = True
+        replicas, rule = group.replica_group(), group.reduction(flat.dtype)
+        if replicas is None:
+            return
+        pending.complete = group.wants() == "all"
+        for number, shard in shards.items():
+            kept = self._partial.pop(number, None)
+            if kept is not None:
+                shard.add_(kept)
+            if not pending.complete:
+                self._partial[number] = shard
+        if not pending.complete:
+            return
+
+        def start(limit_s: float | None) -> Any:
+            options = dist.AllreduceOptions()
+            options.reduceOp = rule.reduce
+            compat.groups.limit(options, limit_s)
+            return replicas.allreduce([flat], options)
+
+        with _named(f"the {pending.name} among replicas", shards, self.units, replicas):
+            label = f"{pending.name} among replicas ({flat.numel()} elements)"
+            pending.replicating = Flight(replicas, flat.device, label, start)
+
+    def _reduce(self, pending: _Reducing) -> bool:
+        """Wait for all of a reduction; whether the shards are gradients now."""
+        if not pending.scattered:
+            self._go_on(pending)
+        if not pending.complete:
             return False
-        if replicas is not None:
-            for number, shard in shards.items():
-                if number in self._partial:
-                    shard.add_(self._partial.pop(number))
-            with _named(f"the {pending.name} among replicas", shards, self.units, replicas):
-                dist.all_reduce(pending.flat, group=replicas, op=rule.reduce)
-        if rule.divide_after not in (None, 1):
-            pending.flat.div_(rule.divide_after)
+        if pending.replicating is not None:
+            replicas = pending.group.replica_group()
+            with _named(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
+                pending.replicating.wait()
+        divisor = pending.group.reduction(pending.flat.dtype).divide_after
+        if divisor not in (None, 1):
+            pending.flat.div_(divisor)
         return True
 
     def keep(self, full: Mapping[int, torch.Tensor]) -> None:
@@ -121,7 +144,7 @@ class Shards:
 
 @dataclass(eq=False)
 class _Reducing:
-    """A reduce-scatter in flight."""
+    """A reduction in flight."""
 
     name: str
     group: ShardGroup
@@ -129,6 +152,12 @@ class _Reducing:
     """All shards of this rank, end to end."""
     shards: dict[int, torch.Tensor]
     flight: Flight
+    scattered: bool = False
+    """Whether this rank has its shards."""
+    complete: bool = True
+    """Whether they become gradients; otherwise they are kept until replicas are averaged over."""
+    replicating: Flight | None = None
+    """The all-reduce among replicas."""
 
 
 @dataclass(eq=False)
@@ -177,9 +206,20 @@ class Exchange:
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began, and hand the shards on as gradients."""
-        pending = self._reducing.pop(bucket, None)
-        if pending is not None:
-            self.shards._finish(pending)
+        if bucket in self._reducing:
+            self.shards._finish(self._arrived(bucket))
+
+    def _arrived(self, bucket: str) -> _Reducing:
+        """The reduction of a bucket, which has come so far that nothing started before it holds it up.
+
+        Replicas must start the same all-reduces in the same order, whenever each of them waits for what.
+        """
+        for name, reducing in self._reducing.items():
+            if not reducing.scattered:
+                self.shards._go_on(reducing)
+            if name == bucket:
+                break
+        return self._reducing.pop(bucket)
 
     def pending(self, bucket: str) -> Any:
         """The work that is in flight for a bucket, or None."""
@@ -232,7 +272,7 @@ class Recorded(Exchange):
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began."""
-        pending = self._reducing.pop(bucket)
+        pending = self._arrived(bucket)
         complete = self.shards._reduce(pending)
         assert complete, "only complete reductions are recorded"
         self._done[bucket] = pending.flat

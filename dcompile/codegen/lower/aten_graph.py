@@ -16,6 +16,7 @@ from dcompile.codegen.lower.extern import (
     has_effect,
     has_no_text,
     op_text,
+    returns_alias,
     returns_one_in_a_tuple,
     written_arguments,
 )
@@ -97,8 +98,9 @@ class _Walk:
             outs, result = self._results(node)
         op, args, kwargs = self._spelled(node)
         origin = (*origin_of(node), *(() if self.because is None else (self.because,)))
-        effect = has_effect(node) or op == CALL
-        self.steps.append(Extern(op, args, kwargs, tuple(outs), mode, self.because is not None, origin, effect))
+        effect, aliases = has_effect(node) or op == CALL, returns_alias(node.target)
+        call = Extern(op, args, kwargs, tuple(outs), mode, self.because is not None, origin, effect, aliases)
+        self.steps.append(call)
         return result
 
     def _results(self, node: Node) -> tuple[list[str | None], Any]:

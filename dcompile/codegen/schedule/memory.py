@@ -79,7 +79,7 @@ def _held_by_results(program: Program) -> dict[str, frozenset[str]]:
     """
     behind: dict[str, frozenset[str]] = {}
     for step in program.steps:
-        if isinstance(step, Extern) and step.mode == "alloc" and (step.fallback or step.effect):
+        if isinstance(step, Extern) and step.holds:
             seen = step.reads.union(*(behind[name] for name in step.reads if name in behind))
             behind |= dict.fromkeys(step.writes, seen)
     return behind

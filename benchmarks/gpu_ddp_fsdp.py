@@ -84,8 +84,8 @@ def make_model(shape: Shape, device: Any) -> Any:
         return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
-def spread(model: Any, kind: str, name: str, device: Any) -> Any:
-    """What a peer's user writes: wrap or shard the model, and compile it."""
+def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float | None = None) -> Any:
+    """What a peer's user writes: wrap or shard the model, and compile it; with any other name it stays eager."""
     import torch
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -97,7 +97,7 @@ def spread(model: Any, kind: str, name: str, device: Any) -> Any:
 
     if kind == "ddp":
         ids = [device] if device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=ids)
+        model = DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb)
     else:
         layers = model.model.layers
         for number, layer in enumerate(layers):

@@ -1,11 +1,12 @@
-"""Does communication hide behind compute on CPU, and is dcompile no slower than stock DDP?
+"""Does communication hide behind compute on CPU, and is dcompile no slower than stock PyTorch?
 
-python -m benchmarks.overlap_cpu [--ranks 2] [--rounds 15] [--timeline overlap.svg] [--json] [--save]
+python -m benchmarks.overlap_cpu [--kind fsdp2] [--rounds 15] [--timeline overlap.svg] [--json] [--save]
 
-A Llama of ten million float32 parameters in DistributedDataParallel over Gloo, one process for each rank, one thread in
-each. Stock eager DDP, torch.compile and dcompile live in the same job and take turns, step by step; a step takes as
-long as its slowest rank. Ratios are medians over rounds of a peer's step over stock's of the same round, so that a slow
-spell of the machine falls on both: below 1, the peer is faster. CPU time is of all threads of all ranks, Gloo's too.
+A Llama of ten million float32 parameters over Gloo, in DistributedDataParallel or, with fully_shard on blocks and root,
+in FSDP2; one process for each rank, one thread in each. Stock eager PyTorch, torch.compile (under FSDP2 of each block)
+and dcompile live in the same job and take turns, step by step; a step takes as long as its slowest rank. Ratios are
+medians over rounds of a peer's step over stock's of the same round, so that a slow spell of the machine falls on both:
+below 1, the peer is faster. CPU time is of all threads of all ranks, Gloo's too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, finish, table
+from benchmarks.gpu_ddp_fsdp import spread
 from benchmarks.ranks import Job, joined, run_job
 
 MODULE = "benchmarks.overlap_cpu"
@@ -47,22 +49,14 @@ class Training:
 
     def __init__(self, name: str, arguments: argparse.Namespace, job: Job) -> None:
         import torch
-        from torch.nn.parallel import DistributedDataParallel
         from transformers import LlamaConfig, LlamaForCausalLM
-
-        import dcompile
 
         self.name, self.job = name, job
         torch.manual_seed(0)
         config = LlamaConfig.from_json_file(CONFIGS / f"{arguments.config}.json")
-        model = DistributedDataParallel(LlamaForCausalLM(config), bucket_cap_mb=arguments.bucket_cap_mb)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        compilers: dict[str, Callable[[Any], Any]] = {
-            "stock": lambda m: m,
-            "torch.compile": torch.compile,
-            "dcompile": lambda m: dcompile.compile(m, options={"receipt": False}),
-        }
-        self.call = compilers[name](model)
+        model = LlamaForCausalLM(config)
+        self.call = spread(model, arguments.kind, name, job.device, arguments.bucket_cap_mb)
+        self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (arguments.rows, arguments.length)
         self.tokens = torch.randint(0, config.vocab_size, size, generator=generator)
@@ -128,7 +122,7 @@ def _timeline(peer: Training, arguments: argparse.Namespace) -> dict[str, Any]:
         measured.save(path)
     step = measured.timeline.typical
     return {
-        "took_over": receipt.eligible and receipt.adapter == "ddp",
+        "took_over": receipt.eligible and receipt.adapter == arguments.kind,
         "collectives": len(step.exchanges),
         "overlapped": step.overlapped / step.communication if step.communication else 0.0,
         "exposed": step.exposed / step.seconds,
@@ -174,6 +168,7 @@ def show(result: dict[str, Any]) -> None:
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kind", choices=("ddp", "fsdp2"), default="ddp", help="fsdp2: fully_shard on blocks and root")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"some of {','.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each peer")
     parser.add_argument("--config", default="llama_10m", help="a file of launch/configs")
@@ -209,7 +204,7 @@ def main(given: Sequence[str] | None = None) -> int:
         measured = json.loads(out.read_text())
     show(measured)
     settings = {
-        key: getattr(arguments, key) for key in ("config", "rows", "length", "bucket_cap_mb", "rounds", "ranks")
+        key: getattr(arguments, key) for key in ("kind", "config", "rows", "length", "bucket_cap_mb", "rounds", "ranks")
     }
     result = {
         "benchmark": "overlap_cpu", "environment": found, "settings": settings, **measured, "complete": True,

@@ -19,6 +19,7 @@ from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter, GivenBack
 from dcompile.capture.graph import Backend, Graph
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
+from dcompile.errors import PlanMismatchError
 
 _SERIAL = itertools.count()
 _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKeyDictionary()
@@ -62,6 +63,11 @@ class Entry:
         call = self.model.begin(inside_ddp)
         try:
             result = self._compiled(*args, **kwargs)
+        except RuntimeError as error:
+            inner = compat.dynamo.raised_by_backend(error)
+            if isinstance(inner, PlanMismatchError):  # on all ranks the same, wherever they learn of it
+                raise inner from None
+            raise
         finally:
             self.model.end(call)
         self.model.judge(call, result)

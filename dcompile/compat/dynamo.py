@@ -245,6 +245,11 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
     _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
 
 
+def raised_by_backend(error: BaseException) -> BaseException | None:
+    """What a backend raised, if this is Dynamo's error about it."""
+    return getattr(error, "inner_exception", None)
+
+
 def is_optimized_module(thing: Any) -> bool:
     """What torch.compile(module) returns."""
     from torch._dynamo.eval_frame import OptimizedModule

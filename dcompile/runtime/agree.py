@@ -105,7 +105,8 @@ def _wait(peers: Peers, key: str, number: int, lines: Sequence[Line], timeout_s:
                 peers.call_off(_without(peers, rank, last.label, lines))
         if others.out_of_patience(missing):
             peers.call_off(
-                f"dcompile: rank {peers.rank} waited {timeout_s:g} s for the other ranks to say their {lines[0][0]}; "
+                f"dcompile: rank {peers.rank} waited for the other ranks to say their {lines[0][0]} "
+                f"(at most {timeout_s:g} s beyond what they compile); "
                 f"{others.describe(missing)}"
             )
         time.sleep(pause)

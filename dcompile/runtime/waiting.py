@@ -9,6 +9,8 @@ from dcompile.runtime.peers import BEAT_S, Peers, Said
 
 STALE_S = 6 * BEAT_S
 """A rank that has said nothing new for so long is taken for dead or stuck."""
+SILENT_S = 20.0
+"""A rank that was there and has said nothing for so long will not come."""
 PATIENCE_S = 1800.0
 """Longest time, beyond the limit that applies otherwise, for which peers that compile are waited for."""
 
@@ -72,7 +74,8 @@ class Others:
             self._paused += passed
         else:
             self._waited += passed
-        return self._waited >= self._limit_s
+        gone = any(rank in self._moved and now - self._moved[rank] > SILENT_S for rank in missing)
+        return gone or self._waited >= self._limit_s
 
     def describe(self, missing: Collection[int]) -> str:
         """Who is missing, and what is known of them."""

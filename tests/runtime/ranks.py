@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,13 +14,15 @@ from dcompile import compat
 from dcompile.runtime import peers as module
 from dcompile.runtime.peers import Peers
 
+_NUMBERS = itertools.count()
+
 
 class Group:
     """As much of a process group as a line to its ranks asks for."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
-        self.group_name = f"{id(store)} {rank}"
+        self.group_name = f"group {next(_NUMBERS)}"  # a line counts the groups of a name in its process
 
 
 class Ranks:

@@ -1,0 +1,129 @@
+"""Two Gloo ranks of which one goes wrong: a right result, or one clear error on each, and no hang."""
+
+import shutil
+import time
+
+import pytest
+
+from tests.distributed.harness import Ranks
+
+CASES = "tests.faults.rank_cases:"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+def run(ranks, case, seconds=60, **keywords):
+    return ranks.run(CASES + case, seconds, **keywords)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other_order", ("disagree on their graph 0", "rank 0: parameter b.weight", "rank 1: parameter c.weight")),
+        ("other_settings", ("rank 0: settings", "matmul=own", "matmul=aten")),
+        ("other_branch", ("disagree on their graph 0", "tanh", "rank_cases.py:")),
+        ("left_to_ddp_on_one_rank", ("gradients of model", "dcompile reduces them", "a communication hook")),
+        ("another_plan_later", ("rank 0: all-reduce of gradient bucket0", "rank 1: all_reduce bucket0")),
+    ],
+)
+def test_ranks_that_differ_are_all_told_how(ranks, case, words):
+    first, second = run(ranks, case)
+    assert first[0] == second[0] == "PlanMismatchError"
+    assert first[1] == second[1], "the same words on both"
+    assert all(word in first[1] for word in words), first[1]
+    assert max(first[2], second[2]) < 10
+
+
+# --- right in the end -------------------------------------------------------------------------------------------------
+
+
+def test_a_guard_that_misses_on_one_rank_alone(ranks):
+    for worst, eligible in run(ranks, "guards_miss_on_one_rank"):
+        assert worst < 1e-4 and eligible
+
+
+def test_a_rank_that_compiles_is_waited_for_beyond_the_time_limit(ranks):
+    (first, took), (second, _) = run(ranks, "slow_compile_on_one_rank", each=1.7)
+    assert first == second and took > 3.3
+
+
+def test_a_stall_ends_at_the_time_limit_with_the_collectives_name(ranks):
+    (kind, message, took), _ = run(ranks, "stalls")
+    assert kind == "DcompileError" and 1.9 < took < 4.5
+    assert "rank 0 waited 2 s for the all-reduce of gradient bucket0" in message and "number 2 of this group" in message
+    assert "rank 1 is alive, but has stalled" in message
+
+
+def test_a_rank_that_runs_fewer_steps_fails_as_the_others_do(ranks):
+    first, second = run(ranks, "skips_a_step")
+    assert first[0] == second[0] == "PlanMismatchError" and first[1] == second[1]
+    assert "rank 1 has ended after 3 collectives" in first[1] and "number 4 of this group" in first[1]
+
+
+def test_a_process_group_that_has_ended(ranks):
+    for (kind, message, _), works_again in run(ranks, "called_after_the_group_has_ended"):
+        assert kind in ("DcompileError", "RuntimeError", "ValueError") and "process group" in message.lower()
+        assert works_again
+
+
+# --- artifacts --------------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_compiles_for_all(ranks, tmp_path):
+    first, second = run(ranks, "shared", folder=str(tmp_path))
+    assert first["built"] > 0 and first["graphs_received"] == 0
+    assert second["built"] == 0 and second["graphs_received"] == 2
+    assert second["kernels_received"] == first["built"] and second["notes"] == ()
+    assert first["gradients"] == second["gradients"]
+
+    shutil.rmtree(tmp_path / "rank1")
+    warm, cold = run(ranks, "shared", folder=str(tmp_path))
+    assert (warm["built"], warm["graphs_cached"]) == (0, 2)
+    assert (cold["built"], cold["graphs_received"]) == (0, 2)
+
+    shutil.rmtree(tmp_path / "rank0")
+    cold, warm = run(ranks, "shared", folder=str(tmp_path))
+    assert cold["built"] > 0 and (warm["built"], warm["graphs_cached"]) == (0, 2)
+
+    for again in run(ranks, "shared", folder=str(tmp_path)):
+        assert (again["built"], again["graphs_cached"], again["graphs_received"]) == (0, 2, 0)
+        assert again["gradients"] == first["gradients"]
+
+
+def test_unless_it_is_not_to(ranks, tmp_path):
+    for found in run(ranks, "shared", folder=str(tmp_path), share_artifacts=False):
+        assert found["built"] > 0 and found["graphs_received"] == 0
+
+
+def test_when_rank_0_cannot_compile_the_others_do_and_say_so(ranks, tmp_path):
+    (_, first), (notes, second) = run(ranks, "rank_0_cannot_compile", folder=str(tmp_path))
+    assert first > 0 and second > 0
+    assert any("was compiled on this rank too: rank 0 could not" in note for note in notes)
+
+
+# --- these end the processes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["killed_in_backward", "killed_while_compiling"])
+def test_a_rank_that_is_killed_ends_the_other(ranks, case):
+    run(ranks, "is_second")  # a fresh pair still has to start
+    began = time.monotonic()
+    first, second = ranks.outcomes(CASES + case, 60)
+    assert second.kind == "EOFError" and first.error
+    said = "all-reduce of gradient bucket0" if case == "killed_in_backward" else "rank 1 has fallen silent"
+    assert said in first.error
+    assert time.monotonic() - began < 30
+
+
+def test_an_exception_in_a_backward_ends_the_other(ranks):
+    first, second = ranks.outcomes(CASES + "raises_in_backward", 60)
+    assert second.kind == "ValueError" and "mine" in second.error
+    assert "all-reduce of gradient bucket0" in first.error

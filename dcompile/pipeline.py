@@ -19,9 +19,9 @@ from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
 from dcompile.codegen.schedule.accumulate import accumulate_products
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
-from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.overlap import overlap, predicted
+from dcompile.codegen.schedule.peak import plan_frugally
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.codegen.schedule.spread import fuse_sums, on_gpu, spread_columns, spread_rows
 from dcompile.collectives.gather import insert_gathers
@@ -75,7 +75,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         lambda program, request: overlap(program, request.figures, dict(request.groups), request.early_bytes), "overlap"
     ),
-    Pass(lambda program, _: plan_memory(program), "plan_memory", required=True),
+    Pass(lambda program, _: plan_frugally(program), "plan_memory", required=True),
 )
 
 

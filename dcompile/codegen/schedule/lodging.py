@@ -56,7 +56,7 @@ def hosts_of(program: Program, storages: Mapping[str, str], lives: Mapping[str, 
     written = frozenset().union(*(step.writes for step in program.steps))
     found = []
     for buffer in program.buffers:
-        if not _is_known(buffer) or buffer.name in barred or buffer.name not in lives:
+        if not is_known(buffer) or buffer.name in barred or buffer.name not in lives:
             continue
         kind, (first, last) = storages[buffer.name], lives[buffer.name]
         given = buffer.name in program.donated and buffer.name not in written
@@ -79,7 +79,7 @@ def in_flight(program: Program) -> frozenset[str]:
     )
 
 
-def _is_known(buffer: Buffer) -> bool:
+def is_known(buffer: Buffer) -> bool:
     """Whether it is memory of the CPU of a size known now, and large enough to share."""
     if buffer.device != "cpu" or buffer.dtype in ("symint", "object") or not isinstance(buffer.extent, int):
         return False
@@ -94,7 +94,7 @@ def held_bytes(program: Program, storages: Mapping[str, str], lives: Mapping[str
     for buffer in program.buffers:
         kind = storages[buffer.name]
         donated = buffer.name in program.donated
-        if not (kind in ("out", "library") or donated) or buffer.name not in lives or not _is_known(buffer):
+        if not (kind in ("out", "library") or donated) or buffer.name not in lives or not is_known(buffer):
             continue
         first, last = lives[buffer.name]
         change[0 if donated else first] += buffer.nbytes
@@ -109,19 +109,21 @@ def lodge(
 
     `heirs` says which hosts hand their memory to a block in place, or take it over from it; blocks of `bound` stay in
     the arena. The arena is kept between calls, so its size counts at every step. Tries several sizes for it, and puts
-    what does not fit where it prolongs a host's life least, as long as that raises no peak.
+    what does not fit where it prolongs a host's life least: at first only where that raises no peak of `held`.
     """
     offsets, total = place(blocks)
     before = int(held.max(initial=0))
     usual = best = Lodging([(None, offset) for offset in offsets], total, total + before)
     if not hosts or not blocks:
         return usual
-    for eighths in range(STEPS_OF_CAP):
-        cap = total * eighths // STEPS_OF_CAP
-        if cap + before >= best.peak:
-            break
-        found = _Attempt(blocks, hosts, heirs, held, best.peak).run(cap, bound)
-        best = min(best, found, key=lambda lodging: lodging.peak)
+    for raises in (False, True):
+        for eighths in range(STEPS_OF_CAP):
+            cap = total * eighths // STEPS_OF_CAP
+            if cap + before >= best.peak:
+                break
+            most = best.peak - cap if raises else before
+            found = _Attempt(blocks, hosts, heirs, held, most).run(cap, bound)
+            best = min(best, found, key=lambda lodging: lodging.peak)
     return best if best.peak + WORTH <= usual.peak else usual
 
 
@@ -143,7 +145,7 @@ class _Bin:
 
 
 class _Attempt:
-    """One way to place all blocks."""
+    """One way to place all blocks, such that hosts never hold more than `most` bytes together."""
 
     def __init__(
         self,
@@ -151,10 +153,10 @@ class _Attempt:
         hosts: Sequence[Host],
         heirs: Mapping[int, Set[str]],
         held: np.ndarray,
-        limit: int,
+        most: int,
     ) -> None:
         self.blocks, self.hosts, self.heirs = blocks, hosts, heirs
-        self.held, self.limit = held.copy(), limit
+        self.held, self.most = held.copy(), most
         self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
         self.arena = _Bin()
         self.bins = {host.name: _Bin() for host in hosts}
@@ -171,7 +173,7 @@ class _Attempt:
             block, size = self.blocks[number], self.sizes[number]
             at, place = self.arena.gap(block, size), None
             if at + size > max(cap, reached):
-                place = self._host_for(number, options[number], max(cap, reached))
+                place = self._host_for(number, options[number])
             if place is None:
                 self.arena.put(block, at, size)
                 reached = max(reached, at + size)
@@ -187,7 +189,7 @@ class _Attempt:
         found = [self.hosts[int(k)] for k in large]
         return [host for host in found if host.open_for(block, host.name in heirs)]
 
-    def _host_for(self, number: int, options: Sequence[Host], arena: int) -> tuple[str, int] | None:
+    def _host_for(self, number: int, options: Sequence[Host]) -> tuple[str, int] | None:
         """The host that lives longer by the fewest byte-steps, if one has a gap; and where."""
         block = self.blocks[number]
         costs = [(self._more(host, block) * host.nbytes, host.nbytes, k) for k, host in enumerate(options)]
@@ -198,7 +200,7 @@ class _Attempt:
             if at + nbytes > host.nbytes or not self._is_free(host, block, at, nbytes):
                 continue
             span = self._span(host, block)
-            if self.held[span].max(initial=0) + host.nbytes + arena > self.limit and span.start < span.stop:
+            if self.held[span].max(initial=0) + host.nbytes > self.most and span.start < span.stop:
                 continue
             self.held[span] += host.nbytes
             self.edges[host.name] = self._edge(host, block)

@@ -71,13 +71,15 @@ def estimate(traced: Traced, setup: Setup) -> Estimate:
     update = 7 * parameters / (setup.figures.memory_gbs * 1e9)  # reads and writes three, reads the gradient
     total = sum(line.total for line in lines)
     exposed = sum(line.exposed for line in lines)
+    # a plain backward returns its gradients: they are live bytes of the program
+    reduced = 0.0 if setup.spread.kind == "plain" else parameters
     return Estimate(
         parameters=parameters,
         gradients=parameters,
         optimizer=2 * parameters,
         saved=saved_bytes(programs[0], traced.results),
         gathered=max(live_bytes(program, traced.held, only="full").max(initial=0) for program in programs),
-        peak=3 * parameters + max(forward.max(initial=0), parameters + backward.max(initial=0)),
+        peak=3 * parameters + max(forward.max(initial=0), reduced + backward.max(initial=0)),
         collectives=len(starts),
         exchanged=sum(collective_bytes(step, tables[id(step)]) for step in starts),
         compute=total - exposed,

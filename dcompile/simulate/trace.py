@@ -131,7 +131,7 @@ class _Adapter(PlainAdapter):
         return ParamInfo(number, name, shape, dtype, "cpu", "sharded", "group", shard)
 
     def number_of(self, parameter: Any) -> int | None:
-        return self._numbers.get(id(parameter)) if self.spread.kind != "plain" else None
+        return self._numbers.get(id(parameter))
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self.infos

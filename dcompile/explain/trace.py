@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +69,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         breaks=_breaks(before),
         guards=tuple(guards),
         reasons=() if adapter is None else tuple(adapter.reasons),
-        notes=(*dict.fromkeys(notes), *settings.config.idle()),
+        notes=(*dict.fromkeys(notes), *_left_out(module), *settings.config.idle()),
         receipt=receipt,
         timeline=timeline,
     )
@@ -87,6 +88,16 @@ def _adapter(module: Module | None, ddp: Any, stock: bool) -> DdpAdapter | Fsdp2
         return _PlannedDdp(ddp, stock)
     states = compat.fsdp2.states_in(module) if module is not None else []
     return Fsdp2Adapter(states, stock, serial=-1) if states else None
+
+
+def _left_out(module: Module | None) -> Iterator[str]:
+    """What the report does not show."""
+    parts = module.modules() if module is not None else ()
+    if any(isinstance(part, FullyShardedDataParallel) for part in parts):
+        yield (
+            "FullyShardedDataParallel is explained as it runs alone, with breaks at its hooks; dcompile.receipt and "
+            "dcompile.profile tell of the compiled model"
+        )
 
 
 def _receipt(model: Any) -> Receipt | None:

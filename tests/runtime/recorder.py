@@ -66,6 +66,9 @@ class Program:
     def release(self):
         self.released += 1
 
+    def measure(self, recorder):
+        self.measured = recorder
+
     def once(self, args, buckets=None, sync=False):
         """What runs while recording: allocates results, computes nothing that lasts."""
         looks = [at(arg) if tensor(arg) else arg for arg in args]

@@ -436,3 +436,18 @@ def test_calls_whose_reductions_differ_run_without_a_graph():
         source.handed.clear()
     assert program.plain == 3
     assert program.report.notes == ["some calls run without a CUDA graph: gradients are kept"]
+
+
+def test_nothing_is_recorded_or_replayed_while_measured():
+    training = Training()
+    for _ in range(3):
+        training.run_backward(training.run_forward())
+    before, replays = training.counts(), training.forward.report.replays
+    training.forward.replayed.measure("recorder")
+    assert training.forward.measured == "recorder"
+    training.run_backward(training.run_forward())
+    after = training.counts()
+    assert after[0] == (before[0][0] + 1, before[0][1]) and training.forward.report.replays == replays
+    training.forward.replayed.measure(None)
+    training.run_backward(training.run_forward())
+    assert training.forward.report.replays == replays + 1

@@ -46,21 +46,21 @@ def replace_constant_masks(gm: GraphModule) -> list[str]:
 
     Returns a line for people about each kind of rewrite. The graph is changed in place.
     """
-    verdicts: dict[Node, str | None] = {}
+    verdicts: dict[tuple[Node, tuple[int, int]], str | None] = {}
     done: dict[str, int] = {}
     for node in list(gm.graph.nodes):
-        mask = _mask_of(node)
-        if mask is None:
+        mask, square = _mask_of(node), _square(node)
+        if mask is None or square is None or _shape(mask)[-2:] != square:
             continue
-        if mask not in verdicts:
-            verdicts[mask] = _verdict(mask, node)
-        verdict = verdicts[mask]
-        if verdict is not None and _verdict_fits(mask, node):
+        if (mask, square) not in verdicts:
+            verdicts[mask, square] = _verdict(mask, square)
+        verdict = verdicts[mask, square]
+        if verdict is not None:
             _rewrite(node, causal=verdict == "causal")
             done[verdict] = done.get(verdict, 0) + 1
     if done:
         erased = set[Node]()
-        for mask in verdicts:
+        for mask, _ in verdicts:
             _erase_unused(gm, mask, erased)
         gm.recompile()
     return [
@@ -79,16 +79,9 @@ def _argument(node: Node, position: int, name: str) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
-def _verdict_fits(mask: Node, node: Node) -> bool:
-    """Whether this call asks for the square that the mask was compared with."""
-    wanted = _square(node)
-    return wanted is not None and _shape(mask)[-2:] == wanted
-
-
-def _verdict(mask: Node, node: Node) -> str | None:
-    """ "causal", "full", or None: something else, or not known."""
-    square = _square(node)
-    if square is None or _shape(mask)[-2:] != square or square[0] * square[1] > LARGEST:
+def _verdict(mask: Node, square: tuple[int, int]) -> str | None:
+    """ "causal", "full", or None: something else, or not known. `square` is (queries, keys)."""
+    if square[0] * square[1] > LARGEST:
         return None
     steps = _construction(mask)
     value = None if steps is None else _computed(steps)

@@ -69,6 +69,8 @@ def run(cases: Sequence[Case], limit: int | None = None, only: str = "") -> list
             try:
                 given = [sample for sample in samples(case, limit) if only in ("", sample.label)]
                 usable[case] = [(s, answer) for s in given if (answer := _eager(s)) is not None]
+            except ImportError:
+                raise  # what is missing here would pass for what eager refuses
             except Exception as error:
                 skipped[case] = f"no samples: {_short(error)}"
                 continue
@@ -109,6 +111,8 @@ def _eager(sample: Sample) -> Answer | None:
     """Eager's answer, or None where eager raises."""
     try:
         first, second = (_call(_function([sample]), [sample])[0] for _ in range(2))
+    except ImportError:
+        raise
     except Exception:
         return None
     # what memory happened to hold is nothing to compare

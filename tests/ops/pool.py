@@ -55,7 +55,10 @@ class Worker:
         except BrokenPipeError:
             ready, answer = True, ""
         if answer:
-            return json.loads(answer)  # type: ignore[no-any-return]
+            found = json.loads(answer)
+            if isinstance(found, dict):
+                raise RuntimeError(f"the sweep cannot run here, at {cases[0]}: {found['missing']}")
+            return found  # type: ignore[no-any-return]
         what = f"crashed with status {self.process.wait(5)}" if ready else f"took more than {timeout:.0f} s"
         self.stop()
         return what
@@ -115,7 +118,8 @@ def run_all(
             answers.put(None)
 
     with ThreadPoolExecutor(jobs) as threads:
-        for _ in range(jobs):
-            threads.submit(serve)
+        running = [threads.submit(serve) for _ in range(jobs)]
         for _ in range(jobs):
             yield from iter(answers.get, None)
+        for server in running:
+            server.result()  # raises what went wrong outside the cases

@@ -47,6 +47,13 @@ def test_the_list_counts_itself():
     assert known["count"] == sum(map(len, known["fallbacks"].values()))
 
 
+def test_a_module_that_is_missing_ends_the_sweep():
+    """It must not pass for an operator that eager refuses."""
+    cases = [c for c in all_cases() if c.entry == "add"][:1]
+    with pytest.raises(RuntimeError, match=r"add\|.*No module named 'planted'"):
+        list(run_all(cases, jobs=1, limit=1, environment={"OPS_MISSING_AT": str(cases[0])}))
+
+
 def test_a_worker_that_crashes_costs_one_case():
     cases = [c for c in all_cases() if c.entry == "add"][:3]
     answers = list(run_all(cases, jobs=1, limit=1, environment={"OPS_CRASH_AT": str(cases[1])}))

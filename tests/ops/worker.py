@@ -20,7 +20,13 @@ def main() -> None:
         request = json.loads(line)
         if os.environ.get("OPS_CRASH_AT") in request["cases"]:
             os.abort()  # for the test of what a crash costs
-        answers.write(json.dumps(run(list(map(Case.parse, request["cases"])), request["limit"])) + "\n")
+        try:
+            if os.environ.get("OPS_MISSING_AT") in request["cases"]:
+                raise ModuleNotFoundError("No module named 'planted'")  # for the test of an incomplete environment
+            found: object = run(list(map(Case.parse, request["cases"])), request["limit"])
+        except ImportError as error:
+            found = {"missing": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
 
 

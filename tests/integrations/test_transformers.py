@@ -1,8 +1,5 @@
-"""Hugging Face's Trainer around a model compiled in place: its own loop, gradient accumulation and clipping.
-
-`TrainingArguments(torch_compile_backend=...)` is checked by Accelerate against its own list of backends, which knows no
-third-party name (see dcompile/integrations/accelerate.py): the model is compiled before Trainer gets it.
-"""
+"""Hugging Face's Trainer, its own loop, gradient accumulation and clipping: around a model compiled in place, and
+compiling it itself."""
 
 from __future__ import annotations
 
@@ -10,11 +7,15 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+import dcompile
+from dcompile.errors import OptionError
+from dcompile.integrations.accelerate import DcompilePlugin
+from dcompile.integrations.transformers import compile_trainer
 from tests.models.checks import OPTIONS
 from tests.models.decoders import DECODERS
 from tests.subject import BACKEND, IS_DCOMPILE
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore")]
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -24,10 +25,10 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def train(folder, compiled: bool) -> tuple[list[float], Trainer]:
+def train(folder, how: str) -> tuple[list[float], Trainer]:
     torch.manual_seed(0)
     model = DECODERS["llama"].make()
-    if compiled:
+    if how == "in place":
         model.compile(backend=BACKEND, **OPTIONS)
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2,
@@ -35,20 +36,36 @@ def train(folder, compiled: bool) -> tuple[list[float], Trainer]:
         seed=0,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=batches())
+    if how == "by the trainer":
+        compile_trainer(trainer, receipt=False)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
 
-def test_trainer_trains_the_same(tmp_path):
-    torch.compiler.reset()
-    expected, eager = train(tmp_path, False)
-    losses, trainer = train(tmp_path, True)
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory) -> tuple[list[float], Trainer]:
+    return train(tmp_path_factory.mktemp("eager"), "not at all")
+
+
+@pytest.mark.parametrize("how", ["in place", "by the trainer"] if IS_DCOMPILE else ["in place"])
+def test_trainer_trains_the_same(how, eager, tmp_path):
+    expected, stock = eager
+    losses, trainer = train(tmp_path, how)
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert losses == pytest.approx(expected, rel=1e-4)
-    for (name, p), q in zip(trainer.model.named_parameters(), eager.model.parameters(), strict=True):
+    for (name, p), q in zip(trainer.model.named_parameters(), stock.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
     if IS_DCOMPILE:
-        import dcompile
+        assert dcompile.receipt(trainer.model_wrapped).kernels > 0
 
-        assert dcompile.receipt(trainer.model).kernels > 0
-    torch.compiler.reset()
+
+def test_what_would_compile_twice_or_not_as_asked_is_refused(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, report_to=[], use_cpu=True)
+    trainer = Trainer(torch.nn.Linear(2, 2), arguments)
+    with pytest.raises(OptionError, match="torch_compile"):
+        compile_trainer(trainer)
+    trainer.args.torch_compile = False
+    with pytest.raises(OptionError, match="receipt"):
+        compile_trainer(trainer, DcompilePlugin(), receipt=False)
+    with pytest.raises((OptionError, TypeError), match="no_such"):
+        compile_trainer(trainer, no_such=1)

@@ -20,6 +20,7 @@ from dcompile.capture.joint import Cut, donated_positions, partitioner, recomput
 from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
+from dcompile.capture.padding import pad_products
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, ParamInfo, Request
 from dcompile.figures import Group
@@ -138,6 +139,7 @@ class Graph:
 
     def _lay_out(self, module: Any) -> None:
         if self.model.settings.config.kernels != "aten":
+            pad_products(module)
             lay_channels_last(module)
 
     def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -211,7 +211,9 @@ class Text:
         return f"tl.load({pointer}{options}){wide}"
 
     def spread(self, index: Index, of: Class) -> str:
-        """An index as a tensor of the shape of `of`."""
+        """An index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
+        if self.flat_rows and not of & {dim.name for dim in self.plan.dims[1:]}:
+            return self.index(index)
         text = self.index(index) if index.variables else literal(index.constant or 0, "int32")
         return f"tl.broadcast_to({text}, {self.shape(of)})"
 

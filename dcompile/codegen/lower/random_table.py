@@ -13,7 +13,7 @@ from dcompile import random_ops
 ours = torch.ops.dcompile_random
 aten = torch.ops.aten
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 """Device types that have an emitter which spells Philox: elsewhere random numbers stay ATen's."""
 
 

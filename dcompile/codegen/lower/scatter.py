@@ -20,13 +20,16 @@ from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed, constant, fresh, from_view
 from dcompile.codegen.lower.views import reshape
-from dcompile.ir.index import Index, flatten, unflatten
+from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
 
 Place = Callable[[Body, Coords], Coords]
 """From the number of a value, as coordinates of the space of values, to where it goes."""
 Value = Callable[[Body, Coords], Ref]
+
+COMPARED = 1 << 25
+"""Comparisons of a row's number with an index that are worth sparing a sort: some 10 us on a GPU."""
 
 REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multiply": "prod", "amax": "max",
               "amin": "min"}  # fmt: skip
@@ -55,6 +58,38 @@ def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: Indexed
     place, ref = space.place(body, coords), value(body, coords)
     low.loop(space.shape, (), body, [Store(view.buffer, flatten(place, view.strides), ref, mode)])
     return from_view(view, dtype)
+
+
+def few_rows(shape: Shape, index: T) -> bool:
+    """May each row of a table look at all values? Asked where `meets` says no: then no two of them meet in memory."""
+    numbers = (*shape, *index.shape)
+    return all(isinstance(n, int) for n in numbers) and typical(size_product(numbers)) <= COMPARED
+
+
+def collected_by_rows(low: Lowering, shape: Shape, index: T, values: T, padding: int = -1) -> T:
+    """The sums of the values for each row of a table of `shape`, in a fixed order; `padding` is a row that gets none.
+
+    `values` is of the shape of `index` and of a row, one after the other. A negative index counts from the end.
+    """
+    index, values, rank = low.memory(index), low.memory(values), len(index.shape)
+    rows, compute = shape[0], opmath(values.dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        found, row = body.cast(body.trace(index, coords[1 : rank + 1]), "int64"), body.index(coords[0])
+        wrapped = body.apply("add", found, body.const(rows, "int64"))
+        own = body.apply("or", body.apply("eq", found, row), body.apply("eq", wrapped, row))
+        if padding >= 0:
+            own = body.apply("and", own, body.apply("ne", row, body.const(padding, "int64")))
+        given = body.cast(body.trace(values, coords[1:]), compute)
+        return body.apply("where", own, given, body.const(0, compute))
+
+    spread = computed((rows, *values.shape), compute, at, (index, values), ops=6)
+    inner = tuple(range(1, rank + 1))
+    body, element, _ = low.trace_over(spread, (0, *range(rank + 1, len(spread.shape))), inner)
+    view = low.buffer(shape, compute, name=f"{low.node}_rows")
+    place = flatten(variables("i", shape), view.strides)
+    low.loop(shape, index.shape, body, [Store(view.buffer, place, body.reduce("sum", element))])
+    return from_view(view, compute)
 
 
 def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
@@ -235,12 +270,28 @@ def _index_put(
     if 0 in x.shape or 0 in values.shape:
         return fresh(x) if 0 in x.shape or values.numel == 0 else NotImplemented
     if accumulate and not meets(low, x.dtype, "sum"):
-        return NotImplemented
+        return _added_by_rows(low, x, indices, values)
     space = indexed_space(low, x, indices)
     if 0 in space.shape:
         return fresh(x)
     source = broadcast(values, space.shape)
     return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
+
+
+def _added_by_rows(low: Lowering, x: T, indices: Sequence[T | None], values: T) -> Result:
+    """index_put that adds whole rows to a small table."""
+    given = [index for index in indices if index is not None]
+    if indices[0] is None or len(given) > 1 or DTYPES[x.dtype] != "float" or not few_rows(x.shape, given[0]):
+        return NotImplemented
+    index = checked(low, given[0], x.shape[0], wrap=True)
+    total = collected_by_rows(low, x.shape, index, broadcast(values, (*index.shape, *x.shape[1:])))
+    compute = opmath(x.dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        old = body.cast(body.trace(x, coords), compute)
+        return to_dtype(body, body.apply("add", old, body.trace(total, coords)), x.dtype)
+
+    return computed(x.shape, x.dtype, at, (x, total), ops=1)
 
 
 def _put_where(x: T, indices: Sequence[T | None], values: T, accumulate: bool) -> Result:
@@ -273,12 +324,16 @@ def _embedding_backward(
 ) -> Result:
     """The sum of the gradients of every row. The forward has checked the indices: one outside would add nothing."""
     shape, dtype = shape_of(value), dtype_name(value.dtype)
-    if by_frequency or not meets(low, dtype, "sum"):
+    if by_frequency:
         return NotImplemented
     if 0 in grad.shape or 0 in shape:
         return constant(0, shape, dtype)
     compute = opmath(dtype)
     rank = len(indices.shape)
+    if not meets(low, dtype, "sum"):
+        if not few_rows(shape, indices):
+            return NotImplemented
+        return _rounded(collected_by_rows(low, shape, indices, grad, padding), dtype)
 
     def row(body: Body, coords: Coords) -> Ref:
         return body.cast(body.trace(indices, coords[:rank]), "int64")
@@ -296,10 +351,14 @@ def _embedding_backward(
         given = body.cast(body.trace(grad, coords), compute)
         return body.apply("where", inside, given, body.const(0, compute))
 
-    total = collected(low, shape, compute, "sum", IndexedSpace(grad.shape, place), element)
-    if compute == dtype:
+    return _rounded(collected(low, shape, compute, "sum", IndexedSpace(grad.shape, place), element), dtype)
+
+
+def _rounded(total: T, dtype: str) -> T:
+    """A sum in the dtype of its result."""
+    if total.dtype == dtype:
         return total
-    return computed(shape, dtype, lambda body, coords: to_dtype(body, body.trace(total, coords), dtype), (total,))
+    return computed(total.shape, dtype, lambda body, coords: to_dtype(body, body.trace(total, coords), dtype), (total,))
 
 
 RULES: dict[str, Rule] = {

@@ -113,10 +113,12 @@ def _stack(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int =
     return cat(pieces, dim, shape, dtype_name(value.dtype))
 
 
-def _pad(_: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[Size], fill: float = 0) -> T:
+def _pad(low: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[Size], fill: float = 0) -> T:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     rank = len(shape)
     before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
+    if low.device != "cpu" and x.view is None and not x.reads <= low.inputs.keys():
+        x = low.memory(x)  # a loop over more elements than x has would not join the one that computes x
 
     def at(body: Body, coords: Coords) -> Ref:
         moved = tuple(c - before.get(d, 0) for d, c in enumerate(coords))

@@ -19,20 +19,28 @@ def reorient_columns(program: Program) -> Program:
 
     `out[c] = sum over r of x[r, c]` as one row of r per c jumps through memory and shares no loop with the row-wise
     work on x; with r outside, x is read in order and the loop can fuse with it (the two gradients of a norm).
-    Changes only the order in which a reduction is summed.
+    Changes only the order in which a reduction is summed. On GPUs a reduction of another's results (a variance about
+    the mean, of channels-last images) becomes a walk over the rows of its own: one row a channel leaves most of a GPU
+    idle (28 of 115 ms of ResNet-50's step). On the CPU such loops stay as they are.
     """
     table = dict(program.table)
     steps: list[Step] = []
     for step in program.steps:
-        if isinstance(step, Loop) and step.inner and wants_rows(canonical(step)):
-            steps += _split(canonical(step), table)
-        else:
-            steps.append(step)
+        if isinstance(step, Loop) and step.inner:
+            deep = any(table[store.buffer].device != "cpu" for store in step.stores)
+            loop = canonical(step)
+            if wants_rows(loop, deep=deep):
+                steps += _split_by_depth(loop, table)
+                continue
+        steps.append(step)
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
 
 
-def wants_rows(loop: Loop) -> bool:
-    """Is the reduction over a slow axis of everything it reads in full, with unit stride along the kept axis?"""
+def wants_rows(loop: Loop, *, deep: bool = False) -> bool:
+    """Is the reduction over a slow axis of everything it reads in full, with unit stride along the kept axis?
+
+    `deep`: also if it reduces what another reduction has given.
+    """
     columns = size_product(loop.outer)
     if len(loop.outer) != 1 or not isinstance(columns, int) or not 8 <= columns <= MAX_COLUMNS:
         return False  # also where the columns are symbolic: their number would be unbounded
@@ -41,7 +49,7 @@ def wants_rows(loop: Loop) -> bool:
         return False
     if any(isinstance(value, Scan) for value in loop.body):
         return False
-    if any(isinstance(loop.body[ref], Reduce) for ref in behind(loop.body, [value.arg for value in reduces])):
+    if not deep and _nested(loop):
         return False
     if not all(is_row_store(loop, store) for store in loop.stores):
         return False
@@ -53,6 +61,45 @@ def wants_rows(loop: Loop) -> bool:
 def _unit(load: Load, name: str) -> bool:
     coefficient = load.index.coefficient(name)
     return coefficient is not None and coefficient.constant == 1
+
+
+def _nested(loop: Loop) -> bool:
+    """Does a reduction need the result of another?"""
+    arguments = [value.arg for value in loop.body if isinstance(value, Reduce)]
+    return any(isinstance(loop.body[ref], Reduce) for ref in behind(loop.body, arguments))
+
+
+def _split_by_depth(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """The reductions that need no other, as walks over rows; then those that need these; and so on."""
+    steps: list[Loop] = []
+    while _nested(loop):
+        first = [
+            ref
+            for ref, value in enumerate(loop.body)
+            if isinstance(value, Reduce)
+            and not any(isinstance(loop.body[below], Reduce) for below in behind(loop.body, [value.arg]))
+        ]
+        stores: list[Store] = []
+        body = list(loop.body)
+        for ref in first:
+            value = loop.body[ref]
+            assert isinstance(value, Reduce)
+            name = _unused(f"{loop.stores[0].buffer}_columns{ref}", table)
+            device = next(table[store.buffer].device for store in loop.stores)
+            table[name] = Buffer(name, value.dtype, (size_product(loop.outer),), (1,), device)
+            stores.append(Store(name, var("i0"), value.arg, value.op))
+            body[ref] = Load(name, var("i0"), value.dtype)
+        rows = without(_rows_outside(replace(loop, name=f"{loop.name}_columns", stores=tuple(stores))), frozenset())
+        assert rows is not None
+        steps.append(rows)
+        loop = replace(loop, body=tuple(body))
+    return [*steps, *_split(loop, table)]
+
+
+def _unused(name: str, table: dict[str, Buffer]) -> str:
+    while name in table:
+        name += "_"
+    return name
 
 
 def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
@@ -74,7 +121,7 @@ def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     for ref in sorted(needed - results.keys()):
         value = loop.body[ref]
         assert isinstance(value, Reduce)
-        name = f"{loop.stores[0].buffer}_columns{ref}"
+        name = _unused(f"{loop.stores[0].buffer}_columns{ref}", table)
         table[name] = Buffer(name, value.dtype, (columns,), (1,), device)
         results[ref] = name
         stores.append(Store(name, var("i0"), value.arg, value.op))

@@ -92,6 +92,18 @@ def softmax(rows: int, n: int, dtype: str = "float32") -> Program:
     return program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=(dtype, (rows, n)))
 
 
+def first_row_else_before(rows: int, n: int) -> Program:
+    """Long rows, and for each one number: of the first row a constant place of `s`, of others that of the row before."""
+    b = Body()
+    first = b.op("lt", b.put(IndexOf(I0, "int64")), b.put(Const(1, "int64")), dtype="bool")
+    here = b.put(Load("s", as_index(0), "float32", mask=first))
+    x = b.load("x", I0 * n + J0)
+    total = b.reduce("sum", x)
+    stores = [Store("y", I0 * n + J0, b.op("sub", x, total)), Store("z", I0, here)]
+    shapes = {"x": (rows, n), "y": (rows, n), "z": (rows,), "s": (1,)}
+    return program(b, (rows,), (n,), stores, **{name: ("float32", shape) for name, shape in shapes.items()})
+
+
 def cross_entropy(rows: int, n: int) -> Program:
     """Loss of each row, and what backward needs, from logits and labels."""
     b = Body()

@@ -1,0 +1,162 @@
+"""The models of gpu_models.py: known architectures at the sizes people train, and small ones to try a script on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Batch = Mapping[str, torch.Tensor]
+CLASSES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`make(small)` gives the module, whose call with `batch(small)` returns the loss; both from torch's generator."""
+
+    make: Callable[[bool], nn.Module]
+    batch: Callable[[bool], Batch]
+
+
+class WithLoss(nn.Module):
+    """A model whose result has its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+
+class Classifier(nn.Module):
+    """A model of images with its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(x), labels)
+
+
+# --- language ---------------------------------------------------------------------------------------------------------
+
+
+def _language(kind: str, config: str, head: str, small: Mapping[str, Any], **full: Any) -> Callable[[bool], nn.Module]:
+    """A transformers model. `small` are the sizes to try it with."""
+
+    def make(is_small: bool) -> nn.Module:
+        import transformers
+
+        sizes = {**full, **(small if is_small else {})}
+        return WithLoss(getattr(transformers, kind + head)(getattr(transformers, kind + config)(**sizes)))
+
+    return make
+
+
+def _tokens(rows: int, length: int, vocabulary: int) -> Callable[[bool], Batch]:
+    def make(is_small: bool) -> Batch:
+        found = torch.randint(5, 500 if is_small else vocabulary, (2, 32) if is_small else (rows, length))
+        return {"input_ids": found, "labels": found.clone()}
+
+    return make
+
+
+def _encoder(inner: str = "intermediate_size", width: str = "hidden_size", layers: str = "num_hidden_layers",
+             heads: str = "num_attention_heads") -> dict[str, Any]:  # fmt: skip
+    return {width: 64, layers: 2, heads: 2, inner: 128, "vocab_size": 512}
+
+
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+_OPT = {**_encoder("ffn_dim"), "word_embed_proj_dim": 64}
+_T5 = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 512}
+_DECODER = {**_encoder(), "num_key_value_heads": 1}
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def _torchvision(name: str) -> Callable[[bool], nn.Module]:
+    def make(is_small: bool) -> nn.Module:
+        from torchvision import models  # type: ignore[import-not-found, unused-ignore]
+
+        return Classifier(models.get_model(name, num_classes=10 if is_small else CLASSES))
+
+    return make
+
+
+def _vit(is_small: bool) -> nn.Module:
+    import transformers
+
+    small = {**_encoder(), "image_size": 64, "patch_size": 16}
+    del small["vocab_size"]
+    config = transformers.ViTConfig(num_labels=10 if is_small else CLASSES, **(small if is_small else {}))
+    return WithLoss(transformers.ViTForImageClassification(config))
+
+
+def _images(rows: int, name: str = "x") -> Callable[[bool], Batch]:
+    def make(is_small: bool) -> Batch:
+        count, side = (2, 64) if is_small else (rows, 224)
+        labels = torch.randint(0, 10 if is_small else CLASSES, (count,))
+        return {name: torch.randn(count, 3, side, side), "labels": labels}
+
+    return make
+
+
+MODELS: Mapping[str, Model] = {
+    "bert": Model(_language("Bert", "Config", "ForMaskedLM", _encoder()), _tokens(32, 512, 30522)),
+    "distilbert": Model(
+        _language("DistilBert", "Config", "ForMaskedLM", _encoder("hidden_dim", "dim", "n_layers", "n_heads")),
+        _tokens(32, 512, 30522),
+    ),
+    "roberta": Model(
+        _language("Roberta", "Config", "ForMaskedLM", _encoder(), vocab_size=50265, max_position_embeddings=514),
+        _tokens(32, 512, 50265),
+    ),
+    "gpt2": Model(_language("GPT2", "Config", "LMHeadModel", _GPT2, use_cache=False), _tokens(8, 1024, 50257)),
+    "opt": Model(_language("OPT", "Config", "ForCausalLM", _OPT, use_cache=False), _tokens(8, 1024, 50272)),
+    "t5": Model(
+        _language("T5", "Config", "ForConditionalGeneration", _T5, use_cache=False, decoder_start_token_id=0),
+        _tokens(32, 512, 32128),
+    ),
+    "llama": Model(
+        _language("Llama", "Config", "ForCausalLM", _DECODER, hidden_size=1024, intermediate_size=2816,
+                  num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16, use_cache=False),
+        _tokens(8, 1024, 32000),
+    ),
+    "qwen2": Model(
+        _language("Qwen2", "Config", "ForCausalLM", _DECODER, hidden_size=896, intermediate_size=4864,
+                  num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
+                  use_cache=False),
+        _tokens(4, 1024, 151936),
+    ),
+    "vit": Model(_vit, _images(64, "pixel_values")),
+    "resnet50": Model(_torchvision("resnet50"), _images(128)),
+    "convnext_tiny": Model(_torchvision("convnext_tiny"), _images(64)),
+    "mobilenet_v3_large": Model(_torchvision("mobilenet_v3_large"), _images(128)),
+    "efficientnet_b0": Model(_torchvision("efficientnet_b0"), _images(128)),
+    "swin_t": Model(_torchvision("swin_t"), _images(64)),
+}  # fmt: skip
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    """The module with all its random layers off, to compare gradients with."""
+    for part in module.modules():
+        for name in (
+            "p",
+            "drop_prob",
+            "dropout",
+            "dropout_prob",
+            "attention_dropout",
+            "activation_dropout",
+            "layerdrop",
+        ):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    return module

@@ -1,0 +1,55 @@
+"""Sums into small tables where no two values may meet in memory, as on a GPU: each row takes what is its own."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dcompile
+from dcompile.codegen.lower import scatter
+
+
+@pytest.fixture(autouse=True)
+def nothing_meets(monkeypatch):
+    monkeypatch.setattr(scatter, "meets", lambda low, dtype, how: False)
+    torch.compiler.reset()
+
+
+def compiled(function):
+    return dcompile.compile(function, options={"receipt": False, "verify": True})
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_gradients_of_a_small_embedding(padding):
+    table = torch.randn(7, 5, requires_grad=True)
+    indices, weights = torch.randint(0, 7, (4, 11)), torch.randn(4, 11, 5)
+
+    def gradient(function):
+        (found,) = torch.autograd.grad((function(indices, table) * weights).sum(), table)
+        return found
+
+    function = compiled(lambda indices, table: F.embedding(indices, table, padding_idx=padding))
+    torch.testing.assert_close(gradient(function), gradient(lambda i, t: F.embedding(i, t, padding_idx=padding)))
+    assert not dcompile.receipt(function).fallbacks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_table_that_values_are_added_to(dtype):
+    x, values = torch.randn(6, 3, dtype=dtype), torch.randn(20, 3, dtype=dtype)
+    indices = torch.randint(-6, 6, (20,))
+
+    def add(x, indices, values):
+        return x.index_put((indices,), values, accumulate=True)
+
+    function = compiled(add)
+    wanted = add(x.float(), indices, values.float()).to(dtype)
+    torch.testing.assert_close(function(x, indices, values), wanted)
+    assert not dcompile.receipt(function).fallbacks
+
+
+def test_a_large_table_is_left_to_the_library():
+    indices, values = torch.randint(0, 4000, (9000,)), torch.randn(9000)
+    function = compiled(lambda x, i, v: x.index_put((i,), v, accumulate=True))
+    torch.testing.assert_close(
+        function(torch.zeros(4000), indices, values), torch.zeros(4000).index_put((indices,), values, accumulate=True)
+    )
+    assert dcompile.receipt(function).fallbacks == {"aten.index_put.default": 1}

@@ -198,10 +198,6 @@ class Replayed:
         if text not in self.report.notes:
             self.report.notes.append(text)
 
-    def _say_once(self, note: str) -> None:
-        if note not in self.report.notes:
-            self.report.notes.append(note)
-
     # --- recording ---
 
     def _record(self, args: list[Any], recordings: list[Recording], call: Call) -> Recording | None:

@@ -21,7 +21,7 @@ HAND = {
     "softmax of long rows bf16": loops.softmax(2, 20000, "bfloat16"),
     "softmax of short rows": loops.softmax(3000, 4),
     "cross_entropy": loops.cross_entropy(9, 50),
-    "a masked number of each long row": loops.first_row_else_before(3, 17000),
+    "a masked number of each long row": loops.first_row_alone(3, 17000),
     "bias_gelu": loops.bias_gelu(9, 50),
     "transpose": loops.transpose(100, 70),
     "transpose bf16": loops.transpose(40, 35, "bfloat16"),

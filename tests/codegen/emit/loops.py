@@ -92,8 +92,8 @@ def softmax(rows: int, n: int, dtype: str = "float32") -> Program:
     return program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=(dtype, (rows, n)))
 
 
-def first_row_else_before(rows: int, n: int) -> Program:
-    """Long rows, and for each one number: of the first row a constant place of `s`, of others that of the row before."""
+def first_row_alone(rows: int, n: int) -> Program:
+    """Long rows, and for each a number: of the first row that at a constant place of `s`, of others 0."""
     b = Body()
     first = b.op("lt", b.put(IndexOf(I0, "int64")), b.put(Const(1, "int64")), dtype="bool")
     here = b.put(Load("s", as_index(0), "float32", mask=first))

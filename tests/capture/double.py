@@ -10,6 +10,7 @@ import torch
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.params import BucketSource, Report, Request
 from dcompile.ir.nodes import Bucket
+from dcompile.runtime.peers import Alone, peers_of
 
 
 class InterpreterExecutable:
@@ -60,6 +61,10 @@ class InterpreterCompiler:
         self.config = config
         self.requests: list[Request] = []
         self.modules: list[Any] = []
+
+    def meet(self, group: Any) -> Any:
+        peers = peers_of(group)
+        return Alone() if peers is None else peers
 
     def decompositions(self) -> dict[Any, Any]:
         return {}

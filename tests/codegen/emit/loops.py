@@ -98,8 +98,8 @@ def first_row_alone(rows: int, n: int) -> Program:
     first = b.op("lt", b.put(IndexOf(I0, "int64")), b.put(Const(1, "int64")), dtype="bool")
     here = b.put(Load("s", as_index(0), "float32", mask=first))
     x = b.load("x", I0 * n + J0)
-    total = b.reduce("sum", x)
-    stores = [Store("y", I0 * n + J0, b.op("sub", x, total)), Store("z", I0, here)]
+    top = b.reduce("max", x)
+    stores = [Store("y", I0 * n + J0, b.op("sub", x, top)), Store("z", I0, here)]
     shapes = {"x": (rows, n), "y": (rows, n), "z": (rows,), "s": (1,)}
     return program(b, (rows,), (n,), stores, **{name: ("float32", shape) for name, shape in shapes.items()})
 

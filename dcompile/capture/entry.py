@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter, GivenBack
+from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.graph import Backend, Graph
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
@@ -54,6 +56,8 @@ class Entry:
         if self._compiled is None:
             self._take_over_shards()
             self._compiled = self._compile()
+        if self.model.adapter.eager:
+            return self._call_eager(args, kwargs)
         if self.model.shards is not None:
             return self._call_sharded(args, kwargs)
         return self._call(inside_ddp, args, kwargs)
@@ -75,16 +79,19 @@ class Entry:
 
     def _take_over_shards(self) -> None:
         """Before anything is traced: take over sharded parameters, if the module has some."""
-        states = compat.fsdp2.states_in(self.root) if self.root is not None else []
         known = self.model.adapter
-        if states and not (isinstance(known, Fsdp2Adapter) and not known.eligible):
-            stock = self.model.settings.config.distributed == "stock"
+        if self.root is None or (isinstance(known, ShardedAdapter) and not known.eligible):
+            return
+        stock = self.model.settings.config.distributed == "stock"
+        if states := compat.fsdp2.states_in(self.root):
             self.model.adopt(Fsdp2Adapter(states, stock))
+        elif instances := compat.fsdp1.instances_in(self.root):
+            self.model.adopt(Fsdp1Adapter(self.root, instances, stock))
 
     def _call_sharded(self, args: Any, kwargs: Any) -> Any:
         """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""
         adapter = self.model.adapter
-        assert isinstance(adapter, Fsdp2Adapter), "only FSDP shards parameters"
+        assert isinstance(adapter, ShardedAdapter), "only FSDP shards parameters"
         if adapter.outdated():
             self._compiled = None
             return self(*args, **kwargs)
@@ -98,7 +105,13 @@ class Entry:
             adapter.restore(str(reason))
         self.model.adopt(adapter)
         self._compiled = self._compile()
-        return self._call(False, args, kwargs)
+        return self(*args, **kwargs)
+
+    def _call_eager(self, args: Any, kwargs: Any) -> Any:
+        """A call of what cannot be traced right."""
+        result = self.target(*args, **kwargs)
+        self.model.ran_eagerly()
+        return result
 
     def _is_root_of(self, ddp: Any) -> bool:
         """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.fingerprint import compare_capture
 from dcompile.capture.joint import Cut, donated_positions, partitioner, recompute_views, take_token
@@ -128,7 +128,7 @@ class Graph:
 
     def _find_shards(self, module: Any) -> list[Any]:
         """Placeholders of sharded parameters; forward and backward will call them by the same names."""
-        if not isinstance(self.adapter, Fsdp2Adapter):
+        if not isinstance(self.adapter, ShardedAdapter):
             return []
         inputs = [(node, compat.aot.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
@@ -191,7 +191,7 @@ class Graph:
         adapter, shards = self.adapter, self.model.shards
         if not self._sharded or not run.buckets:
             return run
-        assert isinstance(adapter, Fsdp2Adapter) and shards is not None, "only sharded parameters are gathered"
+        assert isinstance(adapter, ShardedAdapter) and shards is not None, "only sharded parameters are gathered"
         kind = "inference" if not self.training else "forward"
 
         def gathering(args: list[Any]) -> list[Any]:
@@ -272,7 +272,7 @@ class Graph:
 
     def _run_backward(self, args: list[Any], sync: bool) -> list[Any]:
         run, buckets, adapter = self.executables["backward"], self.buckets, self.adapter
-        if isinstance(adapter, Fsdp2Adapter) and run.buckets:
+        if isinstance(adapter, ShardedAdapter) and run.buckets:
             return self._run_sharded_backward(run, adapter, args)
         if buckets is None:
             return run(args)
@@ -287,7 +287,7 @@ class Graph:
             adapter.unreduced.update(number for _, number in self.grads)
         return run(args, buckets=buckets, sync=sync)
 
-    def _run_sharded_backward(self, run: Executable, adapter: Fsdp2Adapter, args: list[Any]) -> list[Any]:
+    def _run_sharded_backward(self, run: Executable, adapter: ShardedAdapter, args: list[Any]) -> list[Any]:
         shards = self.model.shards
         assert shards is not None, "only sharded parameters are reduced to shards"
         accumulates = any(compat.tensors.will_accumulate(adapter.virtual(number)) for _, number in self.grads)
@@ -305,7 +305,7 @@ class Graph:
             return
         self._agreed.add(kind)
         adapter, plan = self.adapter, self.plan(kind)
-        assert isinstance(adapter, DdpAdapter | Fsdp2Adapter), "only what was taken over has collectives"
+        assert isinstance(adapter, DdpAdapter | ShardedAdapter), "only what was taken over has collectives"
         subject = adapter.subject_of(tuple(plan))
         if subject is not None:
             for number, group in enumerate(adapter.process_groups()):

@@ -13,8 +13,8 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter, GivenBack
 from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.eligibility import outside_use
 from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import Peers, ShardedParameters, Toolbox
@@ -86,7 +86,7 @@ class CompiledModel:
         self.number = self.peers.number("model")
         self.graphs, self.variants, self.newest = [], {}, None
         self.shards, self._refusal = None, None
-        if isinstance(adapter, Fsdp2Adapter) and adapter.eligible:
+        if isinstance(adapter, ShardedAdapter) and adapter.eligible:
             self.shards = self.toolbox.make_shards(adapter.units, adapter.groups)
         self._reported = set()
 
@@ -160,6 +160,12 @@ class CompiledModel:
             return False
         stack[-1].graphs.append(graph.number)
         return stack[-1].sync
+
+    def ran_eagerly(self) -> None:
+        """A call went past us, as the adapter wants it."""
+        if self.newest is None:
+            self.newest = Variant((), training=torch.is_grad_enabled())
+            self._report(training=torch.is_grad_enabled())
 
     def judge(self, call: Invocation, result: Any) -> None:
         """After a call: note which graphs it ran; if they are new together, look for what they leave out."""

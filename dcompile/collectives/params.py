@@ -25,6 +25,8 @@ class Shard:
     """Elements of the whole unit, padding included."""
     reduce_dtype: str
     """What gradients are summed in over the ranks."""
+    flat: bool = field(default=False, kw_only=True)
+    """Whether the unit is several parameters in a row: then a program may know gradients of some of them only."""
     reshard: bool
     """Whether the backward gathers anew; otherwise the forward's gathered values are kept for it."""
 

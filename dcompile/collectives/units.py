@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Literal
 
 from dcompile.collectives.params import ParamInfo, Shard
@@ -83,4 +84,18 @@ def unit_bucket(
         units=tuple(units),
         holders=tuple(holders[unit] for unit in units),
         sizes=tuple(sizes),
+        gaps=tuple(_gaps(list(units.values()))) if kind == "reduce_scatter" else (),
     )
+
+
+def _gaps(units: Sequence[Sequence[ParamInfo]]) -> Iterator[int]:
+    """See `Bucket.gaps`. A unit of one parameter has its padding alone, which nobody looks at."""
+    for place, members in enumerate(units):
+        if not shard_of(members[0]).flat:
+            continue
+        end = 0
+        spans = sorted((shard_of(param).offset, prod(param.shape)) for param in members)
+        for offset, numel in (*spans, (shard_of(members[0]).numel, 0)):
+            if offset > end:
+                yield from (place, end, offset)
+            end = offset + numel

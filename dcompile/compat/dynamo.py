@@ -111,6 +111,8 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         settings["assume_static_by_default"] = not dynamic
     if dynamic is False:
         settings["automatic_dynamic_shapes"] = False
+    if hasattr(config, "skip_fsdp_guards"):
+        settings["skip_fsdp_guards"] = False  # FSDP1: whether a module trains has to be guarded like anywhere else
     if keeps_static_graphs():
         settings["automatic_dynamic_exclusion_guard"] = True
     # A mark in profiles, whether one is taken or not: 16 of 60 Python calls of a compiled call (17 to 15 us). After a

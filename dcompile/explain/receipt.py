@@ -75,11 +75,11 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         )
     variant = model.newest
     reports = _reports(model, variant) if variant is not None else []
-    if variant is not None and not variant.graphs:
+    if variant is not None and not variant.graphs and not model.adapter.eager:
         raise NotCompiledError(
             "dcompile: a step has run, but nothing of it was compiled; TORCH_LOGS=graph_breaks,recompiles says why"
         )
-    if variant is None or not reports:
+    if variant is None or not (reports or model.adapter.eager):
         raise NotCompiledError("dcompile: no compiled step has run yet; run one step first, then ask for the receipt")
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
     return Receipt(

@@ -310,6 +310,9 @@ class Bucket:
     """The buffer that each unit is gathered into, or that its gradients lie in."""
     sizes: tuple[int, ...] = ()
     """Of each unit, padding included: a multiple of the number of shards."""
+    gaps: tuple[int, ...] = ()
+    """Under reduce_scatter: unit (its place in `units`), start and stop of each part that no gradient is written to,
+    one after the other. They are zeroed, for other programs or ranks may know gradients there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,8 @@ class Exchange:
             return
         found = self.buckets[bucket]
         group = self.shards.groups[found.group]
+        for place, start, stop in zip(found.gaps[::3], found.gaps[1::3], found.gaps[2::3], strict=True):
+            full[place][start:stop].zero_()
         units = dict(zip(found.units, full, strict=True))
         if group.wants() == "nothing":
             self.shards.keep(units)

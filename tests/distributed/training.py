@@ -35,7 +35,7 @@ class Training:
 
     def loss(self, step: int) -> torch.Tensor:
         device = next(self.inner.parameters()).device
-        values = batch(self.inner, dist.get_rank(), step)
+        values = self.batch_of(step)
         return loss_of(self.call(**{name: value.to(device) for name, value in values.items()}))
 
     @property
@@ -43,6 +43,9 @@ class Training:
         """The user's module."""
         module = getattr(self.wrapped, "module", self.wrapped)
         return getattr(module, "_orig_mod", module)
+
+    def batch_of(self, step: int) -> dict[str, Any]:
+        return batch(self.inner, dist.get_rank(), step)
 
     # --- what a sharded model has elsewhere
 

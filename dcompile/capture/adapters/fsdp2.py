@@ -10,23 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.collectives.params import ParamInfo, Reduction, Shard, ShardGroup, ShardUnit
-from dcompile.errors import DcompileError
-
-_SERIAL = itertools.count()
-"""Numbers adapters in the order of their creation, which is the same on every rank."""
-
-
-class GivenBack(DcompileError):
-    """The call cannot run with virtual parameters: it starts again with FSDP's own hooks."""
+from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.collectives.params import ParamInfo, Reduction, Shard
 
 
 class Unit:
@@ -109,36 +100,28 @@ def reduction(
     return Reduction(before, divisor / before, ReduceOp.SUM, ReduceOp.SUM)
 
 
-class Fsdp2Adapter(PlainAdapter):
+class Fsdp2Adapter(ShardedAdapter):
     """State of the takeover of the `fully_shard` calls on one compiled module and those inside it."""
 
     name = "fsdp2"
 
     def __init__(self, states: list[Any], stock: bool, serial: int | None = None) -> None:
+        super().__init__(serial)
         self._states = states
-        self._serial = next(_SERIAL) if serial is None else serial
-        self._compared: set[tuple[str, ...]] = set()
-        self.notes = ()
         missing = compat.fsdp2.missing(states)
         reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
         if not missing:
             compat.fsdp2.initialize(states)
             reasons = compat.fsdp2.objections(states)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
-        self.units: dict[int, ShardUnit] = {}
-        self.groups: dict[str, ShardGroup] = {}
         self._units: list[Unit] = []
         self._groups: list[Group] = []
         self._hooks: list[tuple[dict[int, Any], int, Callable[..., Any]]] = []
-        self._infos: tuple[ParamInfo, ...] = ()
         if not self.reasons:
             self._take_over()
+        self._params = self._units
         self._numbers = {id(unit.virtual): number for number, unit in enumerate(self._units)}
         self._settings = self._settings_now()
-
-    @property
-    def eligible(self) -> bool:  # type: ignore[override]
-        return not self.reasons
 
     def _take_over(self) -> None:
         infos = []
@@ -177,54 +160,12 @@ class Fsdp2Adapter(PlainAdapter):
         shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
 
-    def number_of(self, parameter: Any) -> int | None:
-        number = self._numbers.get(id(parameter))
-        return number if number is not None and self._units[number].virtual is parameter else None
-
-    def param_infos(self) -> tuple[ParamInfo, ...]:
-        return self._infos
-
-    def virtual(self, number: int) -> torch.nn.Parameter:
-        """What stands for a parameter while it is traced."""
-        return self._units[number].virtual
-
     def outdated(self) -> bool:
         """Whether a setting that plans depend on has changed (set_reshard_after_forward)."""
         return self._settings != self._settings_now()
 
     def _settings_now(self) -> tuple[Any, ...]:
         return tuple(entry.group._reshard_after_forward for entry in self._groups)
-
-    def restore(self, reason: str) -> None:
-        """Leave everything to FSDP from now on."""
-        self.reasons = (reason,)
-        self.notes = (*self.notes, f"parameters and gradients were given back to FSDP: {reason}")
-        self._numbers = {}
-
-    def subject_of(self, plan: tuple[str, ...]) -> str | None:
-        """Name of the comparison of a new plan between ranks, which all make the same ones in the same order."""
-        if plan in self._compared:
-            return None
-        self._compared.add(plan)
-        return f"sharded collectives, model {self._serial} plan {len(self._compared)}"
-
-    def communicators(self) -> dict[str, Any]:
-        return {entry.name: entry.gather_group() for entry in self._groups}
-
-    @property
-    def group(self) -> Any:
-        """The group that parameters are gathered over: its ranks capture the same, and share what is compiled."""
-        groups = self.process_groups()
-        return groups[0] if groups else None
-
-    def replicas(self) -> dict[str, int]:
-        found = {entry.name: entry.replica_group() for entry in self._groups}
-        return {name: group.size() for name, group in found.items() if group is not None}
-
-    def process_groups(self) -> list[Any]:
-        """All process groups that the programs communicate over, each once."""
-        found = {id(group): group for entry in self._groups for group in (entry.gather_group(), entry.replica_group())}
-        return [group for group in found.values() if group is not None]
 
     # --- calls ---
 
@@ -272,7 +213,7 @@ def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
 
     def cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
         del module
-        return None if dtype is None else (_converted(args, dtype), _converted(kwargs, dtype))
+        return None if dtype is None else (converted(args, dtype), converted(kwargs, dtype))
 
     return cast_inputs
 
@@ -282,24 +223,24 @@ def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
 
     def cast_output(module: Any, args: Any, output: Any) -> Any:
         del module, args
-        return None if dtype is None else _converted(output, dtype)
+        return None if dtype is None else converted(output, dtype)
 
     return cast_output
 
 
-def _converted(value: Any, dtype: torch.dtype) -> Any:
+def converted(value: Any, dtype: torch.dtype) -> Any:
     """`value` with floating-point tensors converted: in sequences, mappings and dataclasses, as FSDP does."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if torch.is_floating_point(value) and value.dtype != dtype else value
     if isinstance(value, dict):
         if dataclasses.is_dataclass(value):  # as transformers' outputs, which are both
-            return type(value)(**{name: _converted(item, dtype) for name, item in value.items()})
-        return {name: _converted(item, dtype) for name, item in value.items()}
+            return type(value)(**{name: converted(item, dtype) for name, item in value.items()})
+        return {name: converted(item, dtype) for name, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: _converted(getattr(value, name), dtype) for name in names})
+        return dataclasses.replace(value, **{name: converted(getattr(value, name), dtype) for name in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[_converted(item, dtype) for item in value])
+        return type(value)(*[converted(item, dtype) for item in value])
     if isinstance(value, list | tuple):
-        return type(value)([_converted(item, dtype) for item in value])
+        return type(value)([converted(item, dtype) for item in value])
     return value

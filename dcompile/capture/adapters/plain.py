@@ -16,6 +16,8 @@ class PlainAdapter:
     notes: tuple[str, ...] = ()
     group: Any = None
     """The process group whose ranks run this model together, if there is one."""
+    eager = False
+    """Whether calls are to run eagerly, because what was not taken over cannot be traced either."""
     carries_sync = False
     """Whether a forward carries over to its backward if gradients are to be reduced."""
 

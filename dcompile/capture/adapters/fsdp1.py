@@ -1,0 +1,194 @@
+"""A module in FullyShardedDataParallel (FSDP1): flat parameters are gathered and reduced inside the programs.
+
+As for FSDP2, virtual parameters stand for the sharded ones while a compiled call runs. One unit is a flat parameter:
+each original parameter is a contiguous part of what one all-gather fills, and gradients are written to their places in
+what one reduce-scatter sums up. The wrappers' own forwards rest meanwhile; outside of compiled calls all is as FSDP
+left it, so that optimizers, clip_grad_norm_ and checkpoints work as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed import ReduceOp
+
+from dcompile import compat
+from dcompile.capture.adapters.fsdp2 import converted
+from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.collectives.params import ParamInfo, Reduction, Shard
+
+
+class Flat:
+    """One flat parameter: a unit, and as such alone in its group; see `collectives.params`."""
+
+    def __init__(self, instance: Any, number: int) -> None:
+        self.instance, self.handle = instance, instance._handle
+        self.group = f"fsdp{number}"
+        self.name = " ".join(self.handle.flat_param._fqns)
+        self._alone = None if self.handle.uses_sharded_strategy else Alone()
+
+    # --- a unit
+
+    def data(self) -> torch.Tensor:
+        return compat.fsdp1.shard_data(self.handle)
+
+    def commit(self, gradient: torch.Tensor) -> None:
+        compat.fsdp1.add_gradient(self.handle, gradient)
+
+    # --- its group
+
+    def gather_group(self) -> Any:
+        return self._alone or self.instance.process_group
+
+    def scatter_group(self) -> Any:
+        return self._alone or self.instance.process_group
+
+    def replica_group(self) -> Any:
+        return compat.fsdp1.replica_group(self.instance)
+
+    def wants(self) -> Literal["nothing", "shards", "all"]:
+        """As FSDP, asked in the backward (no_sync)."""
+        return "all" if self.instance._sync_gradients else "nothing"
+
+    def reduction(self, dtype: torch.dtype) -> Reduction:
+        """Divided by about the root of the number of ranks before the sum, and by the rest behind it."""
+        del dtype
+        before, after = self.instance._gradient_predivide_factor, self.instance._gradient_postdivide_factor
+        return Reduction(before, after, ReduceOp.SUM, ReduceOp.SUM)
+
+
+class Alone:
+    """The one rank that all of an unsharded flat parameter lies on, where a process group would be."""
+
+    def size(self) -> int:
+        return 1
+
+    def allgather_into_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Alone:
+        torch._foreach_copy_(outputs, inputs)
+        return self
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], _: Any) -> Alone:
+        torch._foreach_copy_(outputs, inputs)
+        return self
+
+    def wait(self) -> None:
+        """It is done already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One original parameter, and what stands for it while it is traced."""
+
+    virtual: torch.nn.Parameter
+    original: torch.nn.Parameter
+    places: list[tuple[torch.nn.Module, str]]
+
+
+class Fsdp1Adapter(ShardedAdapter):
+    """State of the takeover of a FullyShardedDataParallel module and those inside it."""
+
+    name = "fsdp1"
+
+    def __init__(self, root: Any, instances: list[Any], stock: bool, serial: int | None = None) -> None:
+        super().__init__(serial)
+        self._root, self._instances = root, instances
+        missing = compat.fsdp1.missing(instances)
+        if missing:
+            reasons = [f"this torch lacks {', '.join(missing)}"]
+        else:
+            if root is instances[0]:
+                compat.fsdp1.initialize(root)
+            reasons = compat.fsdp1.objections(root, instances)
+        self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
+        self._originals: list[Param] = []
+        self._forwards: list[Callable[..., Any]] = []
+        if not self.reasons:
+            self._take_over()
+        self._params = self._originals
+        self._numbers = {id(param.virtual): number for number, param in enumerate(self._originals)}
+
+    @property
+    def eager(self) -> bool:  # type: ignore[override]
+        """What FSDP1's own forward does to tensors cannot be traced."""
+        return not self.eligible
+
+    def _take_over(self) -> None:
+        infos: list[ParamInfo] = []
+        for instance in self._instances:
+            self._forwards.append(_forward(instance, cast=instance is not self._root))
+            if instance._handle is None:
+                continue
+            flat = Flat(instance, len(self.groups))
+            self.units[len(self.units)] = flat
+            infos += self._parameters(flat, len(self.groups), len(infos))
+            self.groups[flat.group] = flat
+        self._infos = tuple(infos)
+
+    def _parameters(self, flat: Flat, unit: int, first: int) -> Iterator[ParamInfo]:
+        """What the compiler is to know of the parameters of one flat one, numbered from `first` on."""
+        handle, dtype = flat.handle, compat.fsdp1.compute_dtype(flat.handle)
+        numel = compat.fsdp1.whole_numel(handle, flat.gather_group().size())
+        reduce_dtype, reshard = (
+            _name(compat.fsdp1.reduce_dtype(handle)),
+            compat.fsdp1.frees_after_forward(flat.instance),
+        )
+        flat_param, device = handle.flat_param, handle.flat_param.device
+        places, offsets = compat.fsdp1.places(handle), compat.fsdp1.offsets(handle)
+        for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor.untyped_storage().resize_(0)
+            original = flat_param._params[index]
+            virtual = torch.nn.Parameter(tensor, requires_grad=original.requires_grad)
+            self._originals.append(Param(virtual, original, places[index]))
+            shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True)
+            size, where = tuple(shape), device.type
+            yield ParamInfo(first + index, fqn, size, _name(dtype), where, "sharded", flat.group, shard)
+
+    # --- calls ---
+
+    def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        moved, named = compat.fsdp1.before_forward(self._root, args, kwargs)
+        return moved, named
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        shown = [[module._parameters[name] for module, name in param.places] for param in self._originals]
+        try:
+            for param in self._originals:
+                if param.virtual.requires_grad != param.original.requires_grad:
+                    param.virtual.requires_grad_(param.original.requires_grad)
+                for module, name in param.places:
+                    module._parameters[name] = param.virtual
+            for instance, forward in zip(self._instances, self._forwards, strict=True):
+                instance.__dict__["forward"] = forward
+            yield
+        finally:
+            for param, before in zip(self._originals, shown, strict=True):
+                for (module, name), parameter in zip(param.places, before, strict=True):
+                    module._parameters[name] = parameter
+            for instance in self._instances:
+                instance.__dict__.pop("forward", None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _forward(instance: Any, cast: bool) -> Callable[..., Any]:
+    """A forward that can be traced: that of the wrapped module, less everything about shards.
+
+    `cast`: convert inputs, as mixed precision wants it; the root has done so already.
+    """
+    module = instance._fsdp_wrapped_module
+    dtype = compat.fsdp1.input_cast(instance) if cast else None
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            args, kwargs = converted(args, dtype), converted(kwargs, dtype)
+        return module(*args, **kwargs)
+
+    return forward

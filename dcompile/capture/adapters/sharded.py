@@ -1,0 +1,104 @@
+"""What the adapters of sharded parameters share: virtual parameters, their numbers, and comparisons between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.collectives.params import ParamInfo, ShardGroup, ShardUnit
+from dcompile.errors import DcompileError
+
+_SERIAL = itertools.count()
+"""Numbers adapters in the order of their creation, which is the same on every rank."""
+
+
+class GivenBack(DcompileError):
+    """The call cannot run with virtual parameters: it starts again with FSDP's own hooks."""
+
+
+class Virtual(Protocol):
+    """A parameter, and what stands for it while it is traced."""
+
+    @property
+    def virtual(self) -> torch.nn.Parameter:
+        """Of the full shape, without memory."""
+
+
+class ShardedAdapter(PlainAdapter):
+    """State of the takeover of one compiled module's sharded parameters."""
+
+    def __init__(self, serial: int | None = None) -> None:
+        self._serial = next(_SERIAL) if serial is None else serial
+        self._compared: set[tuple[str, ...]] = set()
+        self._numbers: dict[int, int] = {}
+        """Identity of a virtual parameter -> its number."""
+        self._params: Sequence[Virtual] = ()
+        """Parameters, by number."""
+        self._infos: tuple[ParamInfo, ...] = ()
+        self.notes = ()
+        self.reasons = ()
+        self.units: dict[int, ShardUnit] = {}
+        self.groups: dict[str, ShardGroup] = {}
+
+    @property
+    def eligible(self) -> bool:  # type: ignore[override]
+        return not self.reasons
+
+    def number_of(self, parameter: Any) -> int | None:
+        number = self._numbers.get(id(parameter))
+        return number if number is not None and self._params[number].virtual is parameter else None
+
+    def param_infos(self) -> tuple[ParamInfo, ...]:
+        return self._infos
+
+    def virtual(self, number: int) -> torch.nn.Parameter:
+        """What stands for a parameter while it is traced."""
+        return self._params[number].virtual
+
+    def outdated(self) -> bool:
+        """Whether a setting that plans depend on has changed."""
+        return False
+
+    def restore(self, reason: str) -> None:
+        """Leave everything to FSDP from now on."""
+        self.reasons = (reason,)
+        self.notes = (*self.notes, f"parameters and gradients were given back to FSDP: {reason}")
+        self._numbers = {}
+
+    def subject_of(self, plan: tuple[str, ...]) -> str | None:
+        """Name of the comparison of a new plan between ranks, which all make the same ones in the same order."""
+        if plan in self._compared:
+            return None
+        self._compared.add(plan)
+        return f"sharded collectives, model {self._serial} plan {len(self._compared)}"
+
+    def communicators(self) -> dict[str, Any]:
+        entries = [(name, entry.gather_group()) for name, entry in self.groups.items()]
+        return {name: group for name, group in entries if isinstance(group, torch.distributed.ProcessGroup)}
+
+    @property
+    def group(self) -> Any:
+        """The group that parameters are gathered over: its ranks capture the same, and share what is compiled."""
+        groups = self.process_groups()
+        return groups[0] if groups else None
+
+    def process_groups(self) -> list[Any]:
+        """All process groups that the programs communicate over, each once."""
+        entries = self.groups.values()
+        found = {id(group): group for entry in entries for group in (entry.gather_group(), entry.replica_group())}
+        return [group for group in found.values() if isinstance(group, torch.distributed.ProcessGroup)]
+
+    # --- calls ---
+
+    def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What FSDP's root does before its forward, beside gathering."""
+        return args, kwargs
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        """While a compiled call runs: virtual parameters in place of sharded ones, FSDP's own work at rest."""
+        raise NotImplementedError

@@ -120,7 +120,7 @@ class Graph:
         Gathered parameters are gone after a program: this takes FSDP's own.
         """
         used = compat.aot.not_only_read() & self.params.keys()
-        if not isinstance(self.adapter, Fsdp2Adapter) or not used:
+        if not isinstance(self.adapter, ShardedAdapter) or not used:
             return False
         names = ", ".join(sorted(self.adapter.param_infos()[self.params[position]].fqn for position in used))
         self.model.refuse(f"the model returns or changes a parameter in its forward: {names}")

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.entry import find_model
 from dcompile.capture.model import CompiledModel
-from dcompile.collectives.params import ShardGroup
 from dcompile.errors import NotCompiledError
 from dcompile.explain.clocks import latest_arrivals
 from dcompile.explain.timeline import Arrived, Timeline, steps_of
@@ -189,10 +189,10 @@ def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
         return []
     if isinstance(adapter, DdpAdapter):
         return [(adapter.group, frozenset({"ddp"}))]
+    if not isinstance(adapter, ShardedAdapter):
+        return []
     found: dict[int, tuple[Any, set[str]]] = {}
-    groups: Mapping[str, ShardGroup] = getattr(adapter, "groups", {})  # of adapters of sharded parameters
-    for name, shards in groups.items():  # gathered and reduced over the same ranks
-        group = shards.gather_group()
+    for name, group in adapter.communicators().items():  # gathered and reduced over the same ranks
         found.setdefault(id(group), (group, set()))[1].add(name)
     return [(group, frozenset(names)) for group, names in found.values()]
 

@@ -29,7 +29,7 @@ class FsdpTraining(Training):
 
     def batch_of(self, step: int) -> dict[str, Any]:
         plain = self.wrapped.module
-        return batch(plain if type(plain).__name__.startswith("Llama") else models.Mlp(), dist.get_rank(), step)
+        return batch(models.Mlp() if isinstance(plain, Uneven) else plain, dist.get_rank(), step)
 
     def gradients(self) -> dict[str, Any]:
         return {n: None if p.grad is None else p.grad.clone() for n, p in self.wrapped.named_parameters()}

@@ -109,7 +109,7 @@ FSDP1_ROWS = (
     _fsdp1("mlp, HYBRID_SHARD_ZERO2, no_sync", sharding_strategy="_HYBRID_SHARD_ZERO2", accumulate=True, always=False),
     _fsdp1("mlp, bfloat16, float32 reductions", precision=MIXED),
     _fsdp1("mlp, float16", precision={"param_dtype": "float16"}, always=False),
-    _fsdp1("mlp, reduced in bfloat16, no_sync", precision={"reduce_dtype": "bfloat16"}, accumulate=True),
+    _fsdp1("mlp, reduced in bfloat16", precision={"reduce_dtype": "bfloat16"}),
     _fsdp1("uneven"),
     _fsdp1("LoRA", name="lora", wrap="root"),
     _fsdp1("BatchNorm, unused parameters", name="norm", wrap="root"),

@@ -36,6 +36,10 @@ class Flat:
     def data(self) -> torch.Tensor:
         return compat.fsdp1.shard_data(self.handle)
 
+    def address(self) -> int:
+        address: int = self.handle.flat_param.data_ptr()
+        return address
+
     def commit(self, gradient: torch.Tensor) -> None:
         compat.fsdp1.add_gradient(self.handle, gradient)
 
@@ -67,12 +71,16 @@ class Alone:
     def size(self) -> int:
         return 1
 
-    def allgather_into_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Alone:
-        torch._foreach_copy_(outputs, inputs)
-        return self
+    def allgather_into_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        return self._copied(outputs, inputs, options)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], _: Any) -> Alone:
-        torch._foreach_copy_(outputs, inputs)
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        return self._copied(outputs, inputs, options)
+
+    def _copied(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        del options
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given)
         return self
 
     def wait(self) -> None:

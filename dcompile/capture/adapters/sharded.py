@@ -78,14 +78,21 @@ class ShardedAdapter(PlainAdapter):
         return f"sharded collectives, model {self._serial} plan {len(self._compared)}"
 
     def communicators(self) -> dict[str, Any]:
-        entries = [(name, entry.gather_group()) for name, entry in self.groups.items()]
-        return {name: group for name, group in entries if isinstance(group, torch.distributed.ProcessGroup)}
+        """Name of each group in plans -> what it gathers over; what is not sharded, only copied, has its replicas."""
+        found = {name: (entry.gather_group(), entry.replica_group()) for name, entry in self.groups.items()}
+        real = torch.distributed.ProcessGroup
+        return {name: shards if isinstance(shards, real) else replicas for name, (shards, replicas) in found.items()}
 
     @property
     def group(self) -> Any:
         """The group that parameters are gathered over: its ranks capture the same, and share what is compiled."""
         groups = self.process_groups()
         return groups[0] if groups else None
+
+    def replicas(self) -> dict[str, int]:
+        """Name of each group in plans -> how many ranks hold the same shards, where there are several."""
+        found = {name: entry.replica_group() for name, entry in self.groups.items()}
+        return {name: group.size() for name, group in found.items() if group is not None}
 
     def process_groups(self) -> list[Any]:
         """All process groups that the programs communicate over, each once."""

@@ -116,6 +116,8 @@ class Sharing:
             return self._take(key, said, cache), ""
         except (Unusable, BuildError, OSError) as error:
             return None, str(error)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None, "rank 0 sent a graph in a form that is not understood"
 
     def _other_graph(self, name: str, key: str) -> bool:
         place = self._place(name)

@@ -1,0 +1,129 @@
+"""What rank 0 compiled, sent through the store: whole, or not at all. Ranks are threads here."""
+
+import hashlib
+import json
+import zlib
+
+import pytest
+
+from dcompile.collectives.params import Report
+from dcompile.runtime import share
+from dcompile.runtime.cache import KernelCache
+from dcompile.runtime.compiled import CompiledGraph
+from dcompile.runtime.share import Sharing
+from tests.runtime.ranks import Ranks
+
+KEY = hashlib.sha256(b"graph").hexdigest()
+KERNEL = hashlib.sha256(b"kernel").hexdigest()
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    made = Ranks(monkeypatch)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def caches(tmp_path):
+    """Rank 0's cache with one graph of one kernel, and an empty one."""
+    folders = tmp_path / "rank0", tmp_path / "rank1"
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    full, empty = map(KernelCache, folders)
+    library = folders[0] / "tmp-kernels.so"
+    library.write_bytes(b"not really a library " * 100)
+    full.put([KERNEL], library)
+    full.put_graph(KEY, CompiledGraph("def make(): ...", (), (), 64, {"k0": KERNEL}, Report()))
+    return full, empty
+
+
+def sharings(ranks):
+    return [Sharing(line, 5.0) for line in ranks.start(2)]
+
+
+def test_what_is_sent_arrives_whole(ranks, caches, monkeypatch):
+    monkeypatch.setattr(share, "CHUNK", 16)
+    full, empty = caches
+    giver, taker = sharings(ranks)
+    giver.give(KEY, full)
+    assert taker.receive(KEY, "forward0", False, empty) == (1, "")
+    (graph, libraries), (sent, sent_libraries) = empty.find_graph(KEY), full.find_graph(KEY)
+    assert graph == sent
+    assert libraries["k0"].read_bytes() == sent_libraries["k0"].read_bytes()
+    assert libraries["k0"].parent == empty.directory
+    assert not list(empty.directory.glob("tmp-*"))
+
+
+def test_kernels_that_are_there_already_are_not_sent_for(ranks, caches):
+    full, other = caches
+    giver, taker = sharings(ranks)
+    giver.give(KEY, full)
+    taker.receive(KEY, "forward0", False, other)
+    (other.directory / f"{KEY}.graph").unlink()
+    assert taker.receive(KEY, "forward0", False, other) == (0, "")
+
+
+def damage(ranks, place, change):
+    store = ranks.lines[0].store
+    store.set(place, change(store.get(place)))
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "said"),
+    [
+        (f"program/{KEY}/0", lambda data: data[:40], "damaged"),
+        (f"program/{KEY}/0", lambda data: zlib.compress(b"{}"), "does not match its checksum"),
+        (f"program/{KEY}", lambda data: b"1 none", "in a form that is not understood"),
+        (f"program/{KEY}", lambda data: data[:-1] + b"x", "in a form that is not understood"),
+        ("library", lambda data: zlib.compress(b"another library"), "does not match its checksum"),
+        ("library", lambda data: data[:10], "damaged"),
+    ],
+)
+def test_damage_is_noticed_and_nothing_of_it_kept(ranks, caches, place, change, said):
+    full, empty = caches
+    giver, taker = sharings(ranks)
+    giver.give(KEY, full)
+    if place == "library":
+        (file,) = full.directory.glob("*.so")
+        place = f"library/{file.name}/0"
+    damage(ranks, place, change)
+    count, reason = taker.receive(KEY, "forward0", False, empty)
+    assert count is None and said in reason
+    assert empty.find_graph(KEY) is None and not list(empty.directory.iterdir())
+
+
+def test_no_name_from_the_store_becomes_a_path(ranks, caches):
+    """A library is written under the name of its own content, whatever it was called."""
+    full, empty = caches
+    giver, taker = sharings(ranks)
+    giver.give(KEY, full)
+    store = ranks.lines[0].store
+    entry = json.loads(zlib.decompress(store.get(f"program/{KEY}/0")))
+    (file,) = entry["chunks"]
+    entry["chunks"] = {"../escaped.so": entry["chunks"][file]}
+    entry["libraries"] = {KERNEL: "../escaped.so"}
+    data = json.dumps(entry).encode()
+    store.set(f"program/{KEY}/0", zlib.compress(data))
+    store.set(f"program/{KEY}", f"1 {hashlib.sha256(data).hexdigest()}")
+    count, reason = taker.receive(KEY, "forward0", False, empty)
+    assert count is None and "unknown kind" in reason
+    assert not list(empty.directory.iterdir())
+
+
+def test_another_graph_in_its_place_is_compiled_here(ranks, caches):
+    giver, taker = sharings(ranks)
+    giver.announce("forward0", "another key")
+    count, reason = taker.receive(KEY, "forward0", True, caches[1])
+    assert count is None and "rank 0 compiles another graph" in reason
+
+
+def test_nobody_waits_for_a_rank_0_that_does_something_else(ranks, caches):
+    _, taker = sharings(ranks)
+    assert taker.receive(KEY, "forward3", False, caches[1]) == (None, "")
+
+
+def test_a_failure_of_rank_0_is_told(ranks, caches):
+    giver, taker = sharings(ranks)
+    giver.fail(KEY)
+    assert taker.receive(KEY, "forward0", True, caches[1]) == (None, "rank 0 could not send it")

@@ -47,6 +47,11 @@ class Config:
         "Part of the activations that the backward may keep, 0 to 1: what is left out is computed again. 1 keeps what "
         "saves time.",
     )
+    recompute: Literal["auto", "registers", "memory"] = setting(
+        "auto",
+        "Which pointwise work of the forward the backward may do again to save memory. registers: what stays inside "
+        "its kernels; memory: also what it has to write for library calls; auto is memory on GPUs, registers on CPUs.",
+    )
     overlap_mb: int = setting(
         -1,
         "What starting all-gathers early and waiting late for reductions may add to a graph's peak memory, in MiB. "

@@ -41,11 +41,13 @@ def partitioner(
     fusible: Callable[[], tuple[frozenset[Any], frozenset[Any]]],
     prepare: Callable[[Any], object] = lambda joint: None,
     memory_budget: float = 1.0,
+    again_for_calls: Callable[[Any], bool] = lambda joint: False,
 ) -> Callable[..., tuple[Any, Any]]:
     """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it.
 
     `fusible` says which ops, beside those torch knows, become part of a loop and which of them may be computed again.
     `prepare` may change the joint graph before; `memory_budget` is the part of the usual savings that may be saved.
+    `again_for_calls` says of a joint graph whether its backward may compute again what it writes for library calls.
     """
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
@@ -53,7 +55,13 @@ def partitioner(
         hand_out_keys(joint)
         prepare(joint)
         forward, backward = compat.aot.min_cut_partition(
-            joint, joint_inputs, *fusible(), memory_budget, num_fwd_outputs=num_fwd_outputs, **keywords
+            joint,
+            joint_inputs,
+            *fusible(),
+            memory_budget,
+            again_for_calls(joint),
+            num_fwd_outputs=num_fwd_outputs,
+            **keywords,
         )
         mark_donated(forward, backward, num_fwd_outputs)
         if carries_sync:

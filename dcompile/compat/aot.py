@@ -81,6 +81,7 @@ def min_cut_partition(
     fusible: frozenset[Any],
     recomputable: frozenset[Any],
     memory_budget: float = 1.0,
+    again_for_calls: bool = False,
     **keywords: Any,
 ) -> tuple[Any, Any]:
     """torch's own choice of what to save and what to recompute: (forward, backward).
@@ -88,12 +89,15 @@ def min_cut_partition(
     `fusible` and `recomputable` are overload packets that it is to treat so beside those it knows: the list is a
     function of its module, replaced while the cut is made. Where torch has no such function, its own list decides.
     `memory_budget` is the part of what this would save that may be saved at most; the rest is computed again.
+    `again_for_calls` lets the backward also compute again what it then has to write for a library call.
     """
     from torch._functorch import config, partitioners
 
     # a budget that the user has set for torch.compile itself stands where ours says nothing
-    budget = config.patch(activation_memory_budget=memory_budget) if memory_budget < 1 else contextlib.nullcontext()
-    with _more_ops(partitioners, fusible, recomputable), budget:
+    changes: dict[str, Any] = {"activation_memory_budget": memory_budget} if memory_budget < 1 else {}
+    if again_for_calls and hasattr(config, "ban_recompute_materialized_backward"):
+        changes["ban_recompute_materialized_backward"] = False
+    with _more_ops(partitioners, fusible, recomputable), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
 

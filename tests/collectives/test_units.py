@@ -1,4 +1,5 @@
-from dcompile.collectives.units import APART_BYTES, cut_apart
+from dcompile.collectives.params import ParamInfo, Shard
+from dcompile.collectives.units import APART_BYTES, cut_apart, unit_bucket
 
 ROOT, FIRST, SECOND = (0, "float32", "cpu"), (1, "float32", "cpu"), (2, "float32", "cpu")
 LARGE = dict.fromkeys(range(11), APART_BYTES)
@@ -22,3 +23,23 @@ def test_tiny_parts_are_not_worth_a_collective():
     places = {ROOT: {0: 0, 9: 30}, FIRST: {1: 2}}
     assert cut_apart(places, LARGE | {9: 256}) == [(ROOT, [0, 9]), (FIRST, [1])]
     assert cut_apart(places, LARGE | {0: 256}) == [(ROOT, [0, 9]), (FIRST, [1])]
+
+
+def flat_param(number, shape, offset, flat=True):
+    shard = Shard(0, 0, offset, 64, "float32", True, flat=flat)
+    return ParamInfo(number, f"p{number}", shape, "float32", "cpu", "sharded", "fsdp0", shard)
+
+
+def gaps(kind, *params):
+    return unit_bucket(kind, {0: params}, {0: "full0"}, ["g"] * len(params), "float32").gaps
+
+
+def test_parts_of_a_flat_unit_without_gradient_are_gaps():
+    first, last = flat_param(0, (2, 5), 4), flat_param(3, (20,), 30)
+    assert gaps("reduce_scatter", first, last) == (0, 0, 4, 0, 14, 30, 0, 50, 64)
+    assert gaps("reduce_scatter", flat_param(0, (8, 8), 0)) == ()
+    assert gaps("all_gather", first, last) == ()
+
+
+def test_padding_of_a_single_parameter_is_left_as_it_is():
+    assert gaps("reduce_scatter", flat_param(0, (10,), 0, flat=False)) == ()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.body import Body, Coords
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.indices import is_dense
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.tensor import T, broadcast, computed, constant
@@ -30,6 +31,11 @@ def _filled(value: torch.Tensor, number: Any) -> Result:
 
 def _zeros(_: Lowering, value: torch.Tensor, /, *__: Any, **___: Any) -> Result:
     return _filled(value, 0)
+
+
+def _strided(low: Lowering, value: torch.Tensor, /, *_: Any, **__: Any) -> Result:
+    """To make room for elements that lie apart, or on top of one another, is the library's: no loop writes them."""
+    return _zeros(low, value) if is_dense(shape_of(value), strides_of(value)) else NotImplemented
 
 
 def _ones(_: Lowering, value: torch.Tensor, /, *__: Any, **___: Any) -> Result:
@@ -81,12 +87,12 @@ def _iota(_: Lowering, value: torch.Tensor, /, length: Size, *, start: Size, ste
     return arithmetic(value, start, step)
 
 
-_EMPTY = ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_strided.default",
-          "new_empty_strided.default", "empty_permuted.default")  # fmt: skip
+_EMPTY = ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_permuted.default")
 
 RULES: dict[str, Rule] = {
     # reading uninitialised memory gives anything: zero costs nothing where it is only an expression
     **{f"aten.{name}": Rule(_zeros) for name in _EMPTY},
+    **{f"aten.{name}.default": Rule(_strided) for name in ("empty_strided", "new_empty_strided")},
     **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor")},
     **{f"aten.{name}.default": Rule(_ones) for name in ("ones", "ones_like", "new_ones")},
     "aten.full.default": Rule(_full),

@@ -36,6 +36,8 @@ LIBRARY = frozenset(
         "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
         "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
         "repeat_interleave",
+        # room without values, where elements lie apart or on top of one another
+        "empty_strided", "new_empty_strided",
         # places that depend on how many came before: a scan over the whole tensor, on one thread
         "masked_scatter", "masked_scatter_backward",
         # random generators, as eager draws from them

@@ -47,10 +47,10 @@ class Config:
         "Part of the activations that the backward may keep, 0 to 1: what is left out is computed again. 1 keeps what "
         "saves time.",
     )
-    recompute: Literal["auto", "registers", "memory"] = setting(
-        "auto",
-        "Which pointwise work of the forward the backward may do again to save memory. registers: what stays inside "
-        "its kernels; memory: also what it has to write for library calls; auto is memory on GPUs, registers on CPUs.",
+    recompute: Literal["registers", "memory"] = setting(
+        "registers",
+        "Which pointwise work of the forward the backward does again in place of keeping its results. registers: what "
+        "stays inside its kernels; memory: also what it has to write for library calls, such as inputs of products.",
     )
     overlap_mb: int = setting(
         -1,

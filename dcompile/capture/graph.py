@@ -104,7 +104,7 @@ class Graph:
                 compiler.fusible,
                 self._prepare,
                 self.model.settings.config.activation_memory_budget,
-                self._again_for_calls,
+                self.model.settings.config.recompute == "memory",
             ),
             decompositions=compiler.decompositions(),
         )
@@ -126,18 +126,6 @@ class Graph:
         names = ", ".join(sorted(self.adapter.param_infos()[self.params[position]].fqn for position in used))
         self.model.refuse(f"the model returns or changes a parameter in its forward: {names}")
         return True
-
-    def _again_for_calls(self, joint: Any) -> bool:
-        """Whether the backward computes inputs of library calls again, in place of what the forward would save.
-
-        On a GPU that adds a write to a kernel that has read its inputs anyway: of a Llama of 1B parameters, a third of
-        what is saved for 1 % of the step (docs/decisions.md).
-        """
-        config = self.model.settings.config
-        if config.recompute != "auto" or config.kernels == "aten":
-            return config.recompute == "memory"
-        values = (node.meta.get("val") for node in joint.graph.nodes)
-        return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 
     def _find_shards(self, module: Any) -> list[Any]:
         """Placeholders of sharded parameters; forward and backward will call them by the same names."""

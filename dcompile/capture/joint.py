@@ -41,13 +41,13 @@ def partitioner(
     fusible: Callable[[], tuple[frozenset[Any], frozenset[Any]]],
     prepare: Callable[[Any], object] = lambda joint: None,
     memory_budget: float = 1.0,
-    again_for_calls: Callable[[Any], bool] = lambda joint: False,
+    again_for_calls: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """A partition function for AOTAutograd: torch's min-cut, with the token added where the adapter needs it.
 
     `fusible` says which ops, beside those torch knows, become part of a loop and which of them may be computed again.
     `prepare` may change the joint graph before; `memory_budget` is the part of the usual savings that may be saved.
-    `again_for_calls` says of a joint graph whether its backward may compute again what it writes for library calls.
+    `again_for_calls` lets the backward also compute again what it then has to write for library calls.
     """
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ def partitioner(
             joint_inputs,
             *fusible(),
             memory_budget,
-            again_for_calls(joint),
+            again_for_calls,
             num_fwd_outputs=num_fwd_outputs,
             **keywords,
         )

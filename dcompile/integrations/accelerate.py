@@ -39,9 +39,7 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
     activation_memory_budget: float | None = field(
         default=None, metadata={"help": "Option `activation_memory_budget`."}
     )
-    recompute: Literal["auto", "registers", "memory"] | None = field(
-        default=None, metadata={"help": "Option `recompute`."}
-    )
+    recompute: Literal["registers", "memory"] | None = field(default=None, metadata={"help": "Option `recompute`."})
     distributed: Literal["auto", "stock"] | None = field(default=None, metadata={"help": "Option `distributed`."})
     receipt: bool | None = field(default=None, metadata={"help": "Option `receipt`."})
     log: str | None = field(default=None, metadata={"help": "Option `log`."})

@@ -40,6 +40,9 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
         default=None, metadata={"help": "Option `activation_memory_budget`."}
     )
     recompute: Literal["registers", "memory"] | None = field(default=None, metadata={"help": "Option `recompute`."})
+    overlap_mb: int | None = field(default=None, metadata={"help": "Option `overlap_mb`."})
+    figures: Literal["table", "measured"] | None = field(default=None, metadata={"help": "Option `figures`."})
+    share_artifacts: bool | None = field(default=None, metadata={"help": "Option `share_artifacts`."})
     distributed: Literal["auto", "stock"] | None = field(default=None, metadata={"help": "Option `distributed`."})
     receipt: bool | None = field(default=None, metadata={"help": "Option `receipt`."})
     log: str | None = field(default=None, metadata={"help": "Option `log`."})

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictTy
 
 import dcompile
 from tests.distributed import models
-from tests.distributed.cases import MAKE, device, group_of
+from tests.distributed.cases import MAKE, device
 from tests.distributed.fsdp_cases import Uneven, blocks, compiled
 from tests.distributed.models import batch
 from tests.distributed.training import Training, compare
@@ -36,7 +36,9 @@ class FsdpTraining(Training):
 
     def parameters(self) -> dict[str, Any]:
         with FSDP.state_dict_type(self.wrapped, StateDictType.FULL_STATE_DICT):
-            return {name: value.clone() for name, value in self.wrapped.state_dict().items()}
+            # buffers are each rank's own, as FSDP has them
+            own = {name.replace("_fsdp_wrapped_module.", "") for name, _ in self.wrapped.named_buffers()}
+            return {name: value.clone() for name, value in self.wrapped.state_dict().items() if name not in own}
 
     def state(self) -> dict[str, Any]:
         with FSDP.state_dict_type(self.wrapped, StateDictType.FULL_STATE_DICT):
@@ -75,11 +77,11 @@ def make(name: str, wrap: str = "blocks", precision: dict[str, str] | None = Non
 
 @functools.cache
 def hybrid_groups() -> tuple[Any, Any]:
-    """(ranks that share one model, ranks with the same shards): half of the ranks to a model, on two ranks one."""
-    world, size = dist.get_world_size(), dist.get_world_size() // 2
-    across = [dist.new_group([first, first + size]) for first in range(size)]
-    assert world == 2 * size
-    return group_of("half"), across[dist.get_rank() % size]
+    """(ranks that share one model, ranks with the same shards): two ranks to a model. With one, FSDP never reduces."""
+    world = dist.get_world_size()
+    shards = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+    replicas = [dist.new_group(list(range(first, world, 2))) for first in range(2)]
+    return shards[dist.get_rank() // 2], replicas[dist.get_rank() % 2]
 
 
 def against_stock(

@@ -63,7 +63,7 @@ class Config:
         "`python -m dcompile.calibrate` has measured on rank 0.",
         in_key=False,  # the figures themselves are
     )
-    distributed: Literal["auto", "stock"] = setting("auto", "stock leaves DDP's own reducer on.")
+    distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
     )

@@ -424,3 +424,18 @@ def memory() -> dict[str, Any]:
         loss.backward()
         assert dcompile.receipt(module).eligible
     return found | {"copied": dcompile.receipt(module).bytes_copied}
+
+
+def started_again(folder: str) -> dict[str, Any]:
+    """The same model compiled twice with one cache: the second takes its graphs from there."""
+    options = {"verify": False, "cache_dir": f"{folder}/rank{dist.get_rank()}"}
+    modules = [make("mlp"), make("mlp")]
+    for module in modules:
+        backward(compiled(module, options=options), module)
+    receipts = [dcompile.receipt(module) for module in modules]
+    return {
+        "cached": [receipt.graphs_cached for receipt in receipts],
+        "built": receipts[1].built,
+        "eligible": receipts[1].eligible,
+        "grad": largest_difference(*(gradients(module) for module in modules)),
+    }

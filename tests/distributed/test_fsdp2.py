@@ -127,6 +127,11 @@ def test_checkpoints_go_both_ways(ranks, tmp_path):
         assert found == {"keys0": True, "same0": True, "keys1": True, "same1": True, "grad": 0}
 
 
+def test_a_second_start_loads_its_graphs(ranks, tmp_path):
+    for found in values(ranks, "started_again", folder=str(tmp_path)):
+        assert found == {"cached": [0, 2], "built": 0, "eligible": True, "grad": 0}
+
+
 def test_gathered_parameters_are_not_kept(ranks):
     for found in values(ranks, "memory"):
         assert found == {"gathered again": [], "kept": [640, 6400], "modules": True, "copied": 0}

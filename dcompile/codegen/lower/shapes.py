@@ -139,7 +139,7 @@ def _slice_scatter(
     dim: int = 0,
     start: Size | None = None,
     end: Size | None = None,
-    step: int = 1,
+    step: Size = 1,
 ) -> T:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     dim %= len(shape)
@@ -147,7 +147,7 @@ def _slice_scatter(
     return _put(x, source, shape, dtype, dim, first, count, step)
 
 
-def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count: Size, step: int = 1) -> T:
+def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count: Size, step: Size = 1) -> T:
     """`x` with `source` in `count` places along `dim`."""
     expected = (*shape[:dim], count, *shape[dim + 1 :])
     if count == 0:
@@ -157,7 +157,7 @@ def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count
     def at(body: Body, coords: Coords) -> Ref:
         moved = coords[dim] - first
         inside = both(body, not_below(body, moved, 0), below(body, moved, as_size((count - 1) * step + 1)))
-        if step > 1 and inside is not False:
+        if step != 1 and inside is not False:  # a symbolic step is asked for even where it is 1
             on = body.apply("eq", body.index(modulo(moved, step, body.ranges)), body.const(0, "int64"))
             inside = both(body, inside, on)
         place = (*coords[:dim], floordiv(moved, step, body.ranges), *coords[dim + 1 :])
@@ -169,9 +169,14 @@ def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count
     return computed(shape, dtype, at, (x, source), ops=3)
 
 
-def _slice_of(size: Size, start: Size | None, end: Size | None, step: int, source: T, dim: int) -> tuple[Size, Size]:
+def _slice_of(size: Size, start: Size | None, end: Size | None, step: Size, source: T, dim: int) -> tuple[Size, Size]:
     """Where a slice that `source` is written to begins, and its length."""
-    if isinstance(size, int) and isinstance(start, int | None) and isinstance(end, int | None):
+    if (
+        isinstance(size, int)
+        and isinstance(step, int)
+        and isinstance(start, int | None)
+        and isinstance(end, int | None)
+    ):
         first, last, _ = slice(start, end, step).indices(size)
         return first, max(0, -(-(last - first) // step))
     if len(source.shape) < -dim or source.shape[dim] == 1:

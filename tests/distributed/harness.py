@@ -138,7 +138,7 @@ class Ranks:
             ready = connection.wait(list(waiting.values()), max(end - time.monotonic(), 0))
             if not ready:
                 stacks = self._dump_stacks()
-                self.stop()
+                self.stop(patience_s=0)
                 raise RanksFailed(f"{what}: no answer from ranks {sorted(waiting)} within {deadline_s:g} s\n{stacks}")
             for rank, pipe in list(waiting.items()):
                 if pipe in ready:
@@ -156,13 +156,13 @@ class Ranks:
         time.sleep(1)
         return "\n".join(path.read_text() for path in sorted(Path(self._folder).glob("stacks*")))
 
-    def stop(self) -> None:
-        """End all processes: gently, then not."""
+    def stop(self, patience_s: float = 3) -> None:
+        """End all processes: gently, and after `patience_s` not."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it may be gone already
                 pipe.send(None)
         for process in self._processes:
-            process.join(3)
+            process.join(patience_s)
             if process.is_alive():
                 process.kill()
                 process.join()

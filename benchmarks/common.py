@@ -84,6 +84,19 @@ def _time(call: Callable[[], object], calls: int, clock: Callable[[], float]) ->
     return (clock() - start) / calls
 
 
+def gpu_time(step: Callable[[], object], steps: int) -> float:
+    """Milliseconds a step on the GPU, over `steps` of them."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(steps):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / steps
+
+
 def in_fresh_process(
     module: str, arguments: Sequence[str], threads: int, timeout: float, settings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, finish, table
-from benchmarks.gpu_train import SHAPES, Shape
+from benchmarks.common import environment, finish, gpu_time, table
+from benchmarks.gpu_train import SHAPES, Shape, make
 from benchmarks.ranks import Job, is_rank, joined, run_job
 
 MODULE = "benchmarks.gpu_ddp_fsdp"
@@ -63,27 +63,6 @@ DEFAULT_PEERS = (BASE, "dcompile", "dcompile reduce-overhead")
 # --- one peer ---------------------------------------------------------------------------------------------------------
 
 
-def make_model(shape: Shape, device: Any) -> Any:
-    """The model of gpu_train, with the same parameters on every rank and for every peer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        max_position_embeddings=shape.length,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    with torch.device(device):
-        return LlamaForCausalLM(config).to(torch.bfloat16).train()
-
-
 def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float | None = None) -> Any:
     """What a peer's user writes: wrap or shard the model, and compile it; with any other name it stays eager."""
     import torch
@@ -119,7 +98,7 @@ class Training:
 
         self.name, self.job, self.gpu = name, job, job.device.type == "cuda"
         self._before = _memory(job.device)
-        self.call = spread(make_model(line.shape, job.device), line.kind, name, job.device)
+        self.call = spread(make(line.shape, job.device), line.kind, name, job.device)
         self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (line.shape.rows, line.shape.length)
@@ -142,7 +121,6 @@ class Training:
 
     def time(self, steps: int) -> float:
         """Milliseconds a step, over `steps` of them, on the slowest rank."""
-        import torch
 
         self.job.barrier()
         if not self.gpu:
@@ -150,13 +128,7 @@ class Training:
             for _ in range(steps):
                 self.step()
             return max(self.job.all((time.perf_counter() - began) * 1e3 / steps))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(steps):
-            self.step()
-        end.record()
-        torch.cuda.synchronize()
-        return max(self.job.all(float(start.elapsed_time(end)) / steps))
+        return max(self.job.all(gpu_time(self.step, steps)))
 
     def look(self, steps: int, timelines: str) -> dict[str, Any]:
         """Memory, kernels, exposed communication and idle time; what dcompile says about it. Of rank 0."""

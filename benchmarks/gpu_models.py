@@ -32,7 +32,7 @@ import torch
 
 import dcompile
 from benchmarks.amp_models import MODELS, without_dropout
-from benchmarks.common import MARK, RESULTS, environment, finish, geomean, hand_back, table
+from benchmarks.common import MARK, RESULTS, environment, finish, geomean, gpu_time, hand_back, table
 
 PEERS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
@@ -89,13 +89,7 @@ class Training:
             for _ in range(steps):
                 self.step()
             return (time.perf_counter() - began) * 1e3 / steps
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(steps):
-            self.step()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / steps
+        return gpu_time(self.step, steps)
 
     def look(self) -> dict[str, Any]:
         """Memory, kernels and idle time of a step."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import dcompile
-from benchmarks.common import environment, finish, table
+from benchmarks.common import environment, finish, gpu_time, table
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ PEERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def make(shape: Shape) -> Any:
-    """The model, in bfloat16 on the GPU, with the same parameters each time."""
+def make(shape: Shape, device: Any = "cuda") -> Any:
+    """The model, in bfloat16, with the same parameters each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def make(shape: Shape) -> Any:
         tie_word_embeddings=False,
         use_cache=False,
     )
-    with torch.device("cuda"):
+    with torch.device(device):
         return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
@@ -100,13 +100,7 @@ class Training:
 
     def time(self, steps: int) -> float:
         """Milliseconds a step, over `steps` of them."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(steps):
-            self.step()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / steps
+        return gpu_time(self.step, steps)
 
     def look(self) -> dict[str, Any]:
         """Memory, kernels and idle time of a step."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from dcompile.artifacts import say
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.config import Config
@@ -35,6 +36,9 @@ FLAGS = (
     "-fwrapv",
     "-fno-strict-aliasing",  # one arena holds all dtypes, and a result may take the very memory of an argument
 )  # fmt: skip
+CRASHED = "internal compiler error"
+SIMPLER = ("-fno-tree-slp-vectorize",)
+"""Without the pass in which g++ 12.2 crashed on some random programs; it changes no value."""
 ADVICE = 'set CXX to a C++ compiler (g++ 9 or later), or run without one: options={"kernels": "aten"}'
 
 
@@ -178,6 +182,9 @@ def _compile(
         if not hung and (code < 0 or "signal terminated program" in said):  # killed, perhaps for want of memory
             code, hung, said = run_process(command, text, timeout_s, environment)
         name = shlex.join(compiler.command)
+        if not hung and CRASHED in said:
+            say(f"{name} crashed on {len(sources)} kernels; they are built again with {' '.join(SIMPLER)}")
+            code, hung, said = run_process((*command, *SIMPLER), text, timeout_s, environment)
         if hung:
             raise BuildError(f"dcompile: {name} did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")
         if code or not output.is_file() or not output.stat().st_size:

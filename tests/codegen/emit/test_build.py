@@ -36,6 +36,23 @@ def test_nothing_to_build_needs_no_compiler(monkeypatch, tmp_path):
     assert build([], Config(), KernelCache(tmp_path)).built == 0
 
 
+CRASHING = """#!/bin/sh
+case "$*" in *--version*|*-fno-tree-slp-vectorize*) exec g++ "$@";; esac
+echo "during GIMPLE pass: slp: internal compiler error: Segmentation fault"
+exit 1
+"""
+
+
+def test_a_compiler_that_crashes_while_optimising_is_asked_for_less(monkeypatch, tmp_path, capfd):
+    compiler = tmp_path / "crashing"
+    compiler.write_text(CRASHING)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    made = build([source("seven", 7)], Config(), KernelCache(tmp_path))
+    assert kernel(made.libraries["seven"], "seven")() == 7
+    assert "crashed on 1 kernels; they are built again with -fno-tree-slp-vectorize" in capfd.readouterr().err
+
+
 def loaded_openmp():
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[-1] for line in maps if "libgomp" in line}

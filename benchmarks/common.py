@@ -170,6 +170,8 @@ def _status_mib(field: str) -> float:
 
 def environment(threads: int) -> dict[str, Any]:
     """Everything a number depends on: hardware, versions, threads, and how busy the machine was."""
+    import torch  # its own word: the package's version does not say which build it is (+cpu, +cu130)
+
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -177,7 +179,8 @@ def environment(threads: int) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "dcompile", "transformers")},
+        "torch": torch.__version__,
+        **{name: _version(name) for name in ("dcompile", "transformers")},
         "compiler": _first_line(os.environ.get("CXX", "g++"), "--version"),
         "commit": _first_line("git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

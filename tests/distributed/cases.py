@@ -85,7 +85,31 @@ def against_stock(
         for each in (stock, wrapped):
             register(each, ranks, getattr(default_hooks, hook))
     found = compare(Training(stock, stock, accumulate), Training(call, wrapped, accumulate), ranks, steps)
-    return found | {"receipt": dcompile.receipt(call)}
+    found["receipt"] = dcompile.receipt(call)
+    if hook and dist.get_world_size(ranks) > 2:
+        found["scatter"] = scatter(name, hook, ranks, accumulate, steps, **ddp)
+    return found
+
+
+def scatter(name: str, hook: str, ranks: Any, accumulate: bool, steps: int, **ddp: Any) -> float:
+    """How far stock is from itself with other buckets, in losses, relative: the most of three.
+
+    More than two gradients are added in an order that depends on where in its bucket each lies, and rounded to the
+    hook's 16 bits each time.
+    """
+
+    def trained(**more: Any) -> list[float]:
+        model = DDP(make(name), process_group=ranks, **ddp | more)
+        register(model, ranks, getattr(default_hooks, hook))
+        training = Training(model, model, accumulate)
+        training.loss(50).backward()  # DDP's first backward has one bucket, whatever was asked for
+        training.run(steps)
+        training.run(1, first=10)
+        return training.losses
+
+    usual = trained()
+    others = [trained(bucket_cap_mb=size) for size in (0.0005, 0.005, 0.05)]
+    return max(abs(a - b) / abs(a) for other in others for a, b in zip(usual, other, strict=True))
 
 
 def register(ddp: Any, state: Any, hook: Any) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 SHARED = 1e-7
@@ -36,13 +35,6 @@ class Row:
     adapter: str = "ddp"
     always: bool = True
     """Whether every test run has it on two ranks, or `make dist-matrix` alone."""
-
-    @property
-    def wire_epsilon(self) -> float:
-        """One rounding of what gradients are sent as, if that is short: more than two are then added in that dtype, and
-        in an order that depends on where in its bucket a gradient lies."""
-        wire = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}.get(self.how.get("hook", ""))
-        return 0 if wire is None else torch.finfo(wire).eps
 
     @property
     def missing(self) -> bool:

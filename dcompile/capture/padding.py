@@ -81,9 +81,9 @@ def _lies_along(value: torch.Tensor, dim: int) -> bool:
 
 
 def _is_line(argument: Any) -> bool:
-    """A vector that is added to all rows, or nothing at all where the product adds none."""
+    """A vector that is added to all rows."""
     value = argument.meta.get("val") if isinstance(argument, Node) else None
-    return isinstance(value, torch.Tensor) and (value.dim() == 1 or _may_grow(value))
+    return isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def _whole(size: int) -> int:

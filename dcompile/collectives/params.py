@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -179,8 +180,8 @@ class ShardSource(Protocol):
     def recorded(self) -> RecordedShards:
         """A source that exchanges as this one does, but hands no gradient on."""
 
-    def hand_on(self, reduced: list[Any]) -> None:
-        """Hand on the reduced shards of a replay, in the order of `RecordedShards.reduced`."""
+    def hand_on(self, reduced: list[Any], collectives: Iterable[tuple[Any, str]]) -> None:
+        """Hand on the reduced shards of a replay, in the order of `RecordedShards.reduced`; count its collectives."""
 
     def hand_on_count(self) -> int:
         """How many there are."""
@@ -188,6 +189,9 @@ class ShardSource(Protocol):
 
 class RecordedShards(ShardSource, Protocol):
     """A `ShardSource` to record a call with."""
+
+    collectives: list[tuple[Any, str]]
+    """(process group, label) of each that was started."""
 
     def reduced(self) -> list[Any]:
         """After the call: of each reduced bucket this rank's shards as one flat tensor, in the program's order."""

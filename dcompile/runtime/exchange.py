@@ -31,9 +31,8 @@ class Flight:
     """
 
     def __init__(self, group: Any, device: torch.device, label: str, start: Callable[[float | None], Any]) -> None:
-        self._group = group
+        self.group, self.label = group, label
         self._peers = peers_of(group)
-        self._label = label
         self._limit_s = 0.0
         self._index = 0
         if self._peers is None:
@@ -110,14 +109,14 @@ class Flight:
             raise failure from (None if failure is error else error)
 
     def _annotate(self, error: RuntimeError) -> None:
-        rank = dist.get_rank(self._group)
+        rank = dist.get_rank(self.group)
         error.add_note(
             f"dcompile: rank {rank} was waiting for {self._name()}; "
             "another rank has failed, stalled, or does not run this step"
         )
 
     def _name(self) -> str:
-        return f"the {self._label}" + (f", number {self._index} of this group" if self._index else "")
+        return f"the {self.label}" + (f", number {self._index} of this group" if self._index else "")
 
 
 def start_sum(group: Any, tensor: torch.Tensor, label: str) -> Flight:

@@ -97,19 +97,18 @@ class ShardCall:
     def __init__(self, source: ShardSource, key: tuple[Any, ...], sync: bool) -> None:
         self.source, self.key, self.sync = source, key, sync
         self.memories: dict[str, Any] = {}
-        self._reduced = 0
 
     def run(self, once: Once) -> list[Any]:
         inside = self.source.recorded()
         results = once(inside, self.sync)
-        return [*results, *inside.reduced()]
+        return [*results, *inside.reduced(), tuple(inside.collectives)]
 
     def happened(self, results: list[Any]) -> None:
-        count = self.source.hand_on_count()
-        if count:
-            reduced = results[-count:]
-            del results[-count:]
-            self.source.hand_on(reduced)
+        collectives = results.pop()
+        first = len(results) - self.source.hand_on_count()
+        reduced = results[first:]
+        del results[first:]
+        self.source.hand_on(reduced, collectives)
 
 
 def call_of(buckets: Sequence[Bucket], source: AnySource | None, sync: bool) -> Call | str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.collectives.params import ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.exchange import Flight
+from dcompile.runtime.exchange import Flight, count_replayed
 
 
 @dataclass(eq=False)
@@ -248,8 +248,10 @@ class Exchange:
         """A source that exchanges as this one does, but hands no gradient on."""
         return Recorded(self.shards, self.buckets, self.accumulates)
 
-    def hand_on(self, reduced: list[torch.Tensor]) -> None:
-        """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`."""
+    def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
+        """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""
+        for group, label in collectives:
+            count_replayed(group, label)
         for bucket, flat in zip(self._scattered(), reduced, strict=True):
             world = self.shards.groups[bucket.group].scatter_group().size()
             sizes = [size // world for size in bucket.sizes]
@@ -270,13 +272,30 @@ class Exchange:
 class Recorded(Exchange):
     """An exchange that is recorded: it keeps the shards that it has reduced, for replays to hand on."""
 
+    collectives: list[tuple[Any, str]] = field(init=False, default_factory=list)
+    """(process group, label) of each, in the order of their starts within a group."""
     _done: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+
+    def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start filling `full` with the units that the ranks hold shards of."""
+        super().start_gather(bucket, full)
+        self._log(self._gathering[bucket][0])
+
+    def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start summing up `full` over the ranks."""
+        super().start_scatter(bucket, full)
+        self._log(self._reducing[bucket].flight)
+
+    def _log(self, flight: Flight) -> None:
+        self.collectives.append((flight.group, flight.label))
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began."""
         pending = self._arrived(bucket)
         complete = self.shards._reduce(pending)
         assert complete, "only complete reductions are recorded"
+        if pending.replicating is not None:
+            self._log(pending.replicating)
         self._done[bucket] = pending.flat
 
     def reduced(self) -> list[torch.Tensor]:

@@ -342,6 +342,7 @@ class Shards:
 
     def __init__(self):
         self.shard, self.objection, self.handed, self.memory = torch.randn(4), "", [], None
+        self.collectives, self.counted = [("group", "reduce-scatter s")], 0
 
     def same_each_time(self):
         return self.objection or (self.shard.data_ptr(),)
@@ -356,8 +357,9 @@ class Shards:
     def hand_on_count(self):
         return 1
 
-    def hand_on(self, reduced):
+    def hand_on(self, reduced, collectives):
         self.handed += reduced
+        self.counted += len(collectives)
 
 
 class Sharded(Program):
@@ -411,6 +413,7 @@ def test_shards_are_read_where_they_lie_and_gradients_handed_on_after_each_repla
         source.handed.clear()
         source.shard.add_(1)  # an optimizer's step
     assert (program.plain, program.report.recordings, program.report.replays) == (1, 1, 4)
+    assert source.counted == 4, "replays count their collectives, as calls without a graph do"
     source.shard = torch.randn(4)  # a checkpoint was loaded by assignment
     for _ in range(3):
         run_sharded(program, source, virtual)

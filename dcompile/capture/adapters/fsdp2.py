@@ -66,23 +66,19 @@ class Group:
         return reduction(
             shards=self.scatter_group().size(),
             replicas=1 if replicas is None else replicas.size(),
-            replicated=replicas is not None,
             dtype=dtype,
             factor=self.group.gradient_divide_factor,
             sums_only=compat.fsdp2.sums_only(self.group),
         )
 
 
-def reduction(
-    *, shards: int, replicas: int, replicated: bool, dtype: torch.dtype, factor: float | None, sums_only: bool
-) -> Reduction:
+def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float | None, sums_only: bool) -> Reduction:
     """FSDP2's way of averaging gradients over `shards` times `replicas` ranks; `factor` is the user's divisor.
 
     float16 is divided by about the root of the divisor before the sum and by the rest after it, against overflow.
     """
     from torch.distributed import ReduceOp
 
-    del replicated
     ranks = shards * replicas
     small = dtype not in (torch.float32, torch.bfloat16)
     if not small and not sums_only:

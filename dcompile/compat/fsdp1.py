@@ -81,6 +81,41 @@ def _objections(instance: Any) -> Iterator[str]:
 # --- flat parameters --------------------------------------------------------------------------------------------------
 
 
+def handle_of(instance: Any) -> Any:
+    """What keeps a module's flat parameter, or None if it has none."""
+    return instance._handle
+
+
+def wrapped(instance: Any) -> Any:
+    """The user's module."""
+    return instance._fsdp_wrapped_module
+
+
+def syncs(instance: Any) -> bool:
+    """Whether a backward that runs now reduces gradients."""
+    return bool(instance._sync_gradients)
+
+
+def divisors(instance: Any) -> tuple[float, float]:
+    """What gradients are divided by before and after the sum."""
+    return instance._gradient_predivide_factor, instance._gradient_postdivide_factor
+
+
+def names(handle: Any) -> list[str]:
+    """Names of the original parameters."""
+    return list(handle.flat_param._fqns)
+
+
+def shapes(handle: Any) -> list[tuple[str, Any]]:
+    """(name, shape) of each original parameter."""
+    return list(zip(handle.flat_param._fqns, handle.flat_param._shapes, strict=True))
+
+
+def originals(handle: Any) -> list[Any]:
+    """The original parameters."""
+    return list(handle.flat_param._params)
+
+
 def offsets(handle: Any) -> list[int]:
     """Where each parameter begins in the flat one, in elements."""
     found, end = [], 0

@@ -98,6 +98,31 @@ def reshards_partly(group: Any) -> bool:
     return bool(getattr(group, "_use_post_forward_mesh", False))
 
 
+def gather_group(group: Any) -> Any:
+    """The process group that parameters are gathered over."""
+    return group._all_gather_process_group
+
+
+def scatter_group(group: Any) -> Any:
+    """The process group that gradients are reduced over."""
+    return group._reduce_scatter_process_group
+
+
+def reshards(group: Any) -> Any:
+    """The setting reshard_after_forward."""
+    return group._reshard_after_forward
+
+
+def is_root(state: Any) -> bool:
+    """Whether no other `fully_shard` module is around this one."""
+    return bool(state._is_root)
+
+
+def to_sharded(group: Any) -> None:
+    """Have modules show the sharded parameters again."""
+    group._to_sharded()
+
+
 def replica_group(group: Any) -> Any:
     """The process group of ranks that hold the same shards, or None."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo

@@ -26,9 +26,9 @@ class Flat:
     """One flat parameter: a unit, and as such alone in its group; see `collectives.params`."""
 
     def __init__(self, instance: Any, number: int) -> None:
-        self.instance, self.handle = instance, instance._handle
+        self.instance, self.handle = instance, compat.fsdp1.handle_of(instance)
         self.group = f"fsdp{number}"
-        self.name = " ".join(self.handle.flat_param._fqns)
+        self.name = " ".join(compat.fsdp1.names(self.handle))
         self._alone = None if self.handle.uses_sharded_strategy else Alone()
 
     # --- a unit
@@ -56,12 +56,12 @@ class Flat:
 
     def wants(self) -> Literal["nothing", "shards", "all"]:
         """As FSDP, asked in the backward (no_sync)."""
-        return "all" if self.instance._sync_gradients else "nothing"
+        return "all" if compat.fsdp1.syncs(self.instance) else "nothing"
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """Divided by about the root of the number of ranks before the sum, and by the rest behind it."""
         del dtype
-        before, after = self.instance._gradient_predivide_factor, self.instance._gradient_postdivide_factor
+        before, after = compat.fsdp1.divisors(self.instance)
         return Reduction(before, after, ReduceOp.SUM, ReduceOp.SUM)
 
 
@@ -128,7 +128,7 @@ class Fsdp1Adapter(ShardedAdapter):
         infos: list[ParamInfo] = []
         for instance in self._instances:
             self._forwards.append(_forward(instance, cast=instance is not self._root))
-            if instance._handle is None:
+            if compat.fsdp1.handle_of(instance) is None:
                 continue
             flat = Flat(instance, len(self.groups))
             self.units[len(self.units)] = flat
@@ -144,12 +144,12 @@ class Fsdp1Adapter(ShardedAdapter):
             _name(compat.fsdp1.reduce_dtype(handle)),
             compat.fsdp1.frees_after_forward(flat.instance),
         )
-        flat_param, device = handle.flat_param, handle.flat_param.device
+        device, originals = handle.flat_param.device, compat.fsdp1.originals(handle)
         places, offsets = compat.fsdp1.places(handle), compat.fsdp1.offsets(handle)
-        for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
+        for index, (fqn, shape) in enumerate(compat.fsdp1.shapes(handle)):
             tensor = torch.empty(shape, dtype=dtype, device=device)
             tensor.untyped_storage().resize_(0)
-            original = flat_param._params[index]
+            original = originals[index]
             virtual = torch.nn.Parameter(tensor, requires_grad=original.requires_grad)
             self._originals.append(Param(virtual, original, places[index]))
             shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True)
@@ -191,7 +191,7 @@ def _forward(instance: Any, cast: bool) -> Callable[..., Any]:
 
     `cast`: convert inputs, as mixed precision wants it; the root has done so already.
     """
-    module = instance._fsdp_wrapped_module
+    module = compat.fsdp1.wrapped(instance)
     dtype = compat.fsdp1.input_cast(instance) if cast else None
 
     def forward(*args: Any, **kwargs: Any) -> Any:

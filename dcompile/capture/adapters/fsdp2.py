@@ -47,10 +47,10 @@ class Group:
         self.name = name
 
     def gather_group(self) -> Any:
-        return self.group._all_gather_process_group
+        return compat.fsdp2.gather_group(self.group)
 
     def scatter_group(self) -> Any:
-        return self.group._reduce_scatter_process_group
+        return compat.fsdp2.scatter_group(self.group)
 
     def replica_group(self) -> Any:
         return compat.fsdp2.replica_group(self.group)
@@ -151,7 +151,7 @@ class Fsdp2Adapter(ShardedAdapter):
             offset=0,
             numel=padded,
             reduce_dtype=_name(compat.fsdp2.reduce_dtype(unit.param)),
-            reshard=bool(group._reshard_after_forward),
+            reshard=bool(compat.fsdp2.reshards(group)),
         )
         shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
@@ -161,14 +161,14 @@ class Fsdp2Adapter(ShardedAdapter):
         return self._settings != self._settings_now()
 
     def _settings_now(self) -> tuple[Any, ...]:
-        return tuple(entry.group._reshard_after_forward for entry in self._groups)
+        return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
 
     # --- calls ---
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What FSDP's root does before its forward, beside gathering."""
         root = self._states[0]
-        if not root._is_root:
+        if not compat.fsdp2.is_root(root):
             return args, kwargs  # the root around us has done it
         compat.fsdp2.wait_for_optimizer(root)
         return compat.fsdp2.inputs_to_device(root, args, kwargs)
@@ -178,7 +178,7 @@ class Fsdp2Adapter(ShardedAdapter):
         """While a compiled call runs: virtual parameters in place of sharded ones, FSDP's hooks at rest."""
         for entry in self._groups:
             if not entry.group.is_sharded:
-                entry.group._to_sharded()  # the user gathered it by hand, or a direct call left it so
+                compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
         before = [compat.fsdp2.shown(unit.param) for unit in self._units]
         hooks = [table[key] for table, key, _ in self._hooks]
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,12 +28,6 @@ class Host:
     nbytes: int
     edge: int
     early: bool
-
-    def open_for(self, block: Block, in_place: bool) -> bool:
-        """Is it free throughout the block's life?"""
-        if self.early:
-            return block.last < self.edge + in_place
-        return block.first > self.edge - in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +110,63 @@ def lodge(
     usual = best = Lodging([(None, offset) for offset in offsets], total, total + before)
     if not hosts or not blocks:
         return usual
+    options = _options(blocks, hosts, heirs, bound)
     for raises in (False, True):
         for eighths in range(STEPS_OF_CAP):
             cap = total * eighths // STEPS_OF_CAP
             if cap + before >= best.peak:
                 break
             most = best.peak - cap if raises else before
-            found = _Attempt(blocks, hosts, heirs, held, most).run(cap, bound)
+            found = _Attempt(blocks, hosts, heirs, options, held, most).run(cap)
             best = min(best, found, key=lambda lodging: lodging.peak)
     return best if best.peak + WORTH <= usual.peak else usual
 
 
-@dataclass(slots=True)
-class _Bin:
-    """What is placed in one piece of memory."""
+def _options(
+    blocks: Sequence[Block], hosts: Sequence[Host], heirs: Mapping[int, Set[str]], bound: Set[int]
+) -> list[np.ndarray]:
+    """For each block the numbers of the hosts that are large enough, and free throughout its life."""
+    room, edge = (np.array(column, np.int64) for column in zip(*((h.nbytes, h.edge) for h in hosts), strict=True))
+    early = np.array([host.early for host in hosts])
+    numbers = {host.name: number for number, host in enumerate(hosts)}
+    found = []
+    for number, block in enumerate(blocks):
+        nbytes = int(block.nbytes)  # type: ignore[arg-type]
+        if number in bound or nbytes < SMALLEST_GUEST:
+            found.append(np.zeros(0, np.int64))
+            continue
+        in_place = np.zeros(len(hosts), np.int64)
+        in_place[[numbers[name] for name in heirs.get(number, ()) if name in numbers]] = 1
+        is_open = np.where(early, block.last < edge + in_place, block.first > edge - in_place)
+        found.append(np.flatnonzero(is_open & (room >= nbytes)))
+    return found
 
-    placed: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """First and last step, start and end."""
+
+class _Bin:
+    """What is placed in one piece of memory: rows of first and last step, start and end."""
+
+    def __init__(self) -> None:
+        self.rows, self.count = np.zeros((8, 4), np.int64), 0
+
+    def _met(self, block: Block) -> np.ndarray:
+        placed = self.rows[: self.count]
+        return placed[(placed[:, 0] <= block.last) & (placed[:, 1] >= block.first)]
 
     def gap(self, block: Block, size: int) -> int:
         """The offset of the smallest gap for `size` bytes among what lives when the block does."""
-        first, last, start, end = np.array(self.placed, np.int64).reshape(-1, 4).T
-        meets = (first <= block.last) & (last >= block.first)
-        return best_gap(start[meets], end[meets], size)
+        met = self._met(block)
+        return best_gap(met[:, 2], met[:, 3], size)
+
+    def is_free(self, block: Block, at: int, nbytes: int) -> bool:
+        """Do these bytes hold nothing that lives when the block does?"""
+        met = self._met(block)
+        return bool(np.all((met[:, 3] <= at) | (at + nbytes <= met[:, 2])))
 
     def put(self, block: Block, at: int, size: int) -> None:
-        self.placed.append((block.first, block.last, at, at + size))
+        if self.count == len(self.rows):
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+        self.rows[self.count] = block.first, block.last, at, at + size
+        self.count += 1
 
 
 class _Attempt:
@@ -152,76 +177,59 @@ class _Attempt:
         blocks: Sequence[Block],
         hosts: Sequence[Host],
         heirs: Mapping[int, Set[str]],
+        options: Sequence[np.ndarray],
         held: np.ndarray,
         most: int,
     ) -> None:
-        self.blocks, self.hosts, self.heirs = blocks, hosts, heirs
+        self.blocks, self.hosts, self.heirs, self.options = blocks, hosts, heirs, options
         self.held, self.most = held.copy(), most
         self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
         self.arena = _Bin()
         self.bins = {host.name: _Bin() for host in hosts}
-        self.edges = {host.name: host.edge for host in hosts}
+        self.edges = np.array([host.edge for host in hosts], np.int64)
         """How far each host's life goes by now, to the front or to the back."""
+        self.early = np.array([host.early for host in hosts])
         self.room = np.array([host.nbytes for host in hosts], np.int64)
 
-    def run(self, cap: int, bound: Set[int]) -> Lodging:
+    def run(self, cap: int) -> Lodging:
         places: list[tuple[str | None, int]] = [(None, 0)] * len(self.blocks)
         reached = 0
-        options = {n: [] if n in bound else self._options(n) for n in range(len(self.blocks))}
+        has_choice = [len(found) > 0 for found in self.options]
         # first those that have no choice
-        for number in sorted(options, key=lambda n: (bool(options[n]), -self.sizes[n], self.blocks[n].first, n)):
+        order = sorted(range(len(places)), key=lambda n: (has_choice[n], -self.sizes[n], self.blocks[n].first, n))
+        for number in order:
             block, size = self.blocks[number], self.sizes[number]
             at, place = self.arena.gap(block, size), None
             if at + size > max(cap, reached):
-                place = self._host_for(number, options[number])
+                place = self._host_for(number)
             if place is None:
                 self.arena.put(block, at, size)
                 reached = max(reached, at + size)
             places[number] = place or (None, at)
         return Lodging(places, reached, reached + int(self.held.max(initial=0)))
 
-    def _options(self, number: int) -> list[Host]:
-        block = self.blocks[number]
-        if int(block.nbytes) < SMALLEST_GUEST:  # type: ignore[arg-type]
-            return []
-        large = np.flatnonzero(self.room >= block.nbytes)  # type: ignore[operator]
-        heirs = self.heirs.get(number, frozenset())
-        found = [self.hosts[int(k)] for k in large]
-        return [host for host in found if host.open_for(block, host.name in heirs)]
-
-    def _host_for(self, number: int, options: Sequence[Host]) -> tuple[str, int] | None:
+    def _host_for(self, number: int) -> tuple[str, int] | None:
         """The host that lives longer by the fewest byte-steps, if one has a gap; and where."""
-        block = self.blocks[number]
-        costs = [(self._more(host, block) * host.nbytes, host.nbytes, k) for k, host in enumerate(options)]
-        for _, _, k in sorted(costs):
-            host = options[k]
+        block, options = self.blocks[number], self.options[number]
+        costs = np.abs(self._edges(options, block) - self.edges[options]) * self.room[options]
+        for k in options[np.lexsort((self.room[options], costs))]:  # of equals, the first
+            host = self.hosts[k]
             nbytes = int(block.nbytes)  # type: ignore[arg-type]
             at = 0 if host.name in self.heirs.get(number, ()) else self.bins[host.name].gap(block, nbytes)
-            if at + nbytes > host.nbytes or not self._is_free(host, block, at, nbytes):
+            if at + nbytes > host.nbytes or not self.bins[host.name].is_free(block, at, nbytes):
                 continue
-            span = self._span(host, block)
+            now, then = int(self.edges[k]), int(self._edges(k, block))
+            span = slice(then, now) if host.early else slice(now + 1, then + 1)  # the steps by which it lives longer
             if self.held[span].max(initial=0) + host.nbytes > self.most and span.start < span.stop:
                 continue
             self.held[span] += host.nbytes
-            self.edges[host.name] = self._edge(host, block)
+            self.edges[k] = then
             self.bins[host.name].put(block, at, aligned(nbytes))
             return host.name, at
         return None
 
-    def _is_free(self, host: Host, block: Block, at: int, nbytes: int) -> bool:
-        return all(
-            last < block.first or first > block.last or end <= at or at + nbytes <= start
-            for first, last, start, end in self.bins[host.name].placed
-        )
-
-    def _edge(self, host: Host, block: Block) -> int:
-        now = self.edges[host.name]
-        return min(now, block.first) if host.early else max(now, block.last)
-
-    def _more(self, host: Host, block: Block) -> int:
-        return abs(self._edge(host, block) - self.edges[host.name])
-
-    def _span(self, host: Host, block: Block) -> slice:
-        """The steps by which the host lives longer."""
-        now, then = self.edges[host.name], self._edge(host, block)
-        return slice(then, now) if host.early else slice(now + 1, then + 1)
+    def _edges(self, numbers: np.ndarray | np.intp, block: Block) -> np.ndarray:
+        """How far hosts' lives go if the block lies there."""
+        now, early = self.edges[numbers], self.early[numbers]
+        moved: np.ndarray = np.where(early, np.minimum(now, block.first), np.maximum(now, block.last))
+        return moved

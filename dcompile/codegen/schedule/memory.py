@@ -33,7 +33,11 @@ def plan_memory(program: Program) -> Program:
     blocks = [_block(group, lives) for group in groups]
     fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int)]
     hosts = hosts_of(program, storages, lives)
-    heirs = {k: _heirs(program, groups[n], lives, hosts) for k, n in enumerate(fixed)}
+    table = program.table
+    ending: dict[int, list[Host]] = defaultdict(list)
+    for host in hosts:
+        ending[host.edge].append(host)
+    heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
     flying = in_flight(program)
     bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
     held = held_bytes(program, storages, lives)
@@ -139,16 +143,19 @@ def _in_place_groups(program: Program, arena: Sequence[Buffer], lives: Mapping[s
 
 
 def _heirs(
-    program: Program, group: Sequence[Buffer], lives: Mapping[str, Life], hosts: Sequence[Host]
+    program: Program,
+    table: Mapping[str, Buffer],
+    group: Sequence[Buffer],
+    lives: Mapping[str, Life],
+    hosts: Mapping[int, Sequence[Host]],
 ) -> frozenset[str]:
-    """Hosts that hand their memory over to the first of a group in place, or take it over from the last."""
-    table = program.table
+    """Of the hosts, by edge, those that hand memory over to the first of a group in place, or take over the last's."""
     spans = [lives.get(buffer.name, (0, 0)) for buffer in group]
     first, last = min(first for first, _ in spans), max(last for _, last in spans)
     head = next(b for b, (begin, _) in zip(group, spans, strict=True) if begin == first)
     tail = next(b for b, (_, end) in zip(reversed(group), reversed(spans), strict=True) if end == last)
     found = set()
-    for host in hosts:
+    for host in {host.name: host for at in (first, last) for host in hosts.get(at, ())}.values():
         buffer = table[host.name]
         old, new, at = (tail, buffer, last) if host.early else (buffer, head, first)
         if host.edge == at and at < len(program.steps) and takes_over(program.steps[at], old, new):

@@ -192,7 +192,8 @@ def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Known, input
             continue
         spaces = [_space_of(loop, store) for store in stores]
         for store, space in zip(stores, spaces, strict=True):
-            missing = [v for v in space if known[v] > 1 and v not in store.index.variables]
+            empty = 0 in (known[v] for v in space)
+            missing = [v for v in space if known[v] > 1 and v not in store.index.variables and not empty]
             require(not missing, f"{loop.name} writes {name}[{store.index}] again for every {', '.join(missing)}")
         written = sum(prod(known[v] for v in space) for space in spaces)
         numel = prod(size for size in table[name].shape if isinstance(size, int))

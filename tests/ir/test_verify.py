@@ -172,6 +172,11 @@ def test_part_of_a_buffer_is_not_enough_unless_it_is_an_input():
     verify(program(both))  # a concatenation in one loop
 
 
+def test_a_loop_without_elements_writes_nothing_twice():
+    empty = loop([X], Store("y", J0, 0), inner=(0,))
+    verify(program(empty, buffers=[buffer("y", shape=(4, 0))], outputs=()))
+
+
 def test_column_reductions_and_scatter():
     columns = loop([X], Store("y", J0, 0, "sum"))
     verify(program(columns, buffers=[buffer("y", shape=(8,))], outputs=()))

@@ -186,6 +186,20 @@ def test_a_decision_about_sizes_that_torch_alone_can_make_is_one_library_call():
     assert sum(receipt.fallbacks.values()) == len(receipt.notes) <= 1
 
 
+def test_a_view_of_columns_whose_sizes_are_equal_by_a_guard():
+    def function(x):
+        a, b, c, d = x.shape
+        square = x.reshape(c * d, c * d) + 1
+        columns = torch.linalg.inv_ex(square).inverse
+        return columns.view(c, d, a, b), columns * 2
+
+    calls = [torch.randn(4, 6, 8, 3), torch.randn(10, 2, 5, 4)]
+    check(function, *((x,) for x in calls))
+    compiled = dcompile.compile(function, dynamic=True, fullgraph=True, options={"receipt": False})
+    for x in calls:
+        assert compiled(x)[0].stride() == function(x)[0].stride() != compiled(x)[0].contiguous().stride()
+
+
 def test_positions_that_count_from_the_end():
     def function(x, dim, position, start):
         return x.select(dim, position) * 1, x[:, start:] * 1, x.select(dim, position), x[:, start:]

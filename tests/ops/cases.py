@@ -89,6 +89,14 @@ def _is_elementary(op: Any) -> bool:
     return isinstance(op, (core.UnaryUfuncInfo, core.BinaryUfuncInfo, core.ReductionOpInfo))
 
 
+def is_elementwise(case: Case) -> bool:
+    """One element at a time, and on inputs that it leaves as they are."""
+    import torch.testing._internal.opinfo.core as core
+
+    op = operators()[case.entry]
+    return case.kind == "plain" and isinstance(op, (core.UnaryUfuncInfo, core.BinaryUfuncInfo))
+
+
 def has_backward(case: Case) -> bool:
     op = operators()[case.entry]
     dtype = getattr(torch, case.dtype)

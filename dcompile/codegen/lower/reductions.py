@@ -153,7 +153,8 @@ def _var(
 def _std(
     low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
 ) -> T:
-    compute, by = opmath(x.dtype), 1 if correction is None else correction
+    # the variance of numbers beyond 1e19 overflows float32, its root does not: ATen's CPU kernel has it in double
+    compute, by = "float64" if low.device == "cpu" else opmath(x.dtype), 1 if correction is None else correction
 
     def build(body: Body, ref: Ref, count: Size) -> Ref:
         return body.apply("sqrt", moments(body, ref, count, by, compute)[0])

@@ -12,7 +12,7 @@ from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, shape_of
 from dcompile.codegen.lower.indices import Shape, reshaped, view_strides
 from dcompile.codegen.lower.rule import Result, Rule
-from dcompile.codegen.lower.sizes import Inexpressible
+from dcompile.codegen.lower.sizes import Inexpressible, opaque_shape
 from dcompile.codegen.lower.tensor import T, broadcast, from_view, laid_out_as, remapped
 from dcompile.ir.index import Size, as_index, as_size, extreme, floordiv, is_below, is_nonnegative, modulo
 from dcompile.ir.nodes import View
@@ -20,6 +20,15 @@ from dcompile.ir.nodes import View
 
 def _reshape(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
     return reshape(x, shape_of(value))
+
+
+def _view(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
+    """As `_reshape`; torch has seen that nothing moves, also where sizes are equal by a guard of its own alone."""
+    seen = reshape(x, shape_of(value))
+    if seen.view is None and x.view is not None and laid_out_as(x, x.strides):
+        shape, strides = opaque_shape(value)
+        return from_view(View(x.view.buffer, shape, strides, x.view.offset), x.dtype)
+    return seen
 
 
 def reshape(x: T, shape: Shape) -> T:
@@ -250,12 +259,13 @@ def _turned_back(shift: Size, size: Size) -> Size:
     return as_size(whole * size - shift)
 
 
-_RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "_reshape_alias.default", "unsqueeze.default",
-             "squeeze.default", "squeeze.dim", "squeeze.dims")  # fmt: skip
+_VIEWS = ("view.default", "_unsafe_view.default", "_reshape_alias.default", "unsqueeze.default", "squeeze.default",
+          "squeeze.dim", "squeeze.dims")  # fmt: skip
 _SAME = ("alias.default", "detach.default", "lift_fresh.default", "lift.default", "positive.default")
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}": Rule(_reshape, "view") for name in _RESHAPES},
+    **{f"aten.{name}": Rule(_view, "view") for name in _VIEWS},
+    "aten.reshape.default": Rule(_reshape, "view"),
     **{f"aten.{name}": Rule(_same, "view") for name in _SAME},
     "aten.permute.default": Rule(_permute, "view"),
     "aten.transpose.int": Rule(_transpose, "view"),

@@ -235,6 +235,14 @@ def test_reductions(dtype: torch.dtype) -> None:
             check(lambda x: x.argmin(0, keepdim=True), x)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_spread_of_numbers_whose_squares_overflow(dtype: torch.dtype) -> None:
+    x = tensor(4, 6, dtype=dtype) * 1e30
+    check(lambda x: x.std(0), x)
+    check(lambda x: x.std(correction=0), x)
+    check(lambda x: x.std(1), torch.full((2, 5), 3e38, dtype=dtype))
+
+
 def test_extremes_with_positions() -> None:
     for dtype in (F32, BF16, I64):
         x = torch.randperm(24, generator=torch.Generator().manual_seed(0)).reshape(4, 6).to(dtype)

@@ -19,6 +19,7 @@ from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
 from dcompile.codegen.schedule.accumulate import accumulate_products
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.schedule.online import sum_exponentials
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.overlap import overlap, predicted
 from dcompile.codegen.schedule.peak import plan_frugally
@@ -57,6 +58,8 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: drop_dead(program), "drop_dead"),
     # before fusion, which makes one loop of sums and what reads them
     Pass(lambda program, _: accumulate_products(program), "accumulate_products", reorders_sums=True, needs_loops=True),
+    # before fusion: what is summed in one pass must not depend on it
+    Pass(lambda program, _: sum_exponentials(program), "sum_exponentials", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: reorient_columns(program), "reorient_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
     # after fusion, which decides how many rows and columns a kernel has

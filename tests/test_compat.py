@@ -113,3 +113,18 @@ def test_names_that_a_takeover_needs():
 def test_a_takeover_is_left_alone_where_a_name_is_missing(monkeypatch):
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     assert "torch._C._current_graph_task_id" in compat.ddp.missing(object())
+
+
+def test_gradients_are_expected_to_lie_as_results_do():
+    """As from torch 2.13 on by default; an expanded result says nothing about its gradient."""
+    import torch._functorch.config as config
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
+    turned, expanded = torch.empty(3, 5).t(), torch.empty(1, 5).expand(3, 5)
+    with config.patch(guess_tangent_strides_as_outputs=False):
+        assert MemoryFormatMeta.from_tensor(turned).memory_format is torch.contiguous_format
+        with compat.aot.tangents_as_results():
+            assert tuple(MemoryFormatMeta.from_tensor(turned).stride) == (1, 5)
+            assert MemoryFormatMeta.from_tensor(expanded).memory_format is torch.contiguous_format
+            assert not config.guess_tangent_strides_as_outputs
+        assert MemoryFormatMeta.from_tensor(turned).memory_format is torch.contiguous_format

@@ -27,7 +27,7 @@ def aot_compile(
     from torch._functorch.aot_autograd import aot_module_simplified
 
     # With donation on, AOTAutograd refuses backward(retain_graph=True). Memory planning of ours reuses what it may.
-    with config.patch(donated_buffer=False):  # type: ignore[no-untyped-call, unused-ignore]
+    with config.patch(donated_buffer=False), tangents_as_results():  # type: ignore[no-untyped-call, unused-ignore]
         return aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,
@@ -38,6 +38,35 @@ def aot_compile(
             decompositions=decompositions,
             keep_inference_input_mutations=True,
         )
+
+
+@contextlib.contextmanager
+def tangents_as_results() -> Iterator[None]:
+    """Expect a result's gradient to lie as the result does, and not in row-major order, before torch 2.13 does so.
+
+    A gradient that lies otherwise than expected is copied, which was two thirds of rotary embedding's backward. Results
+    that overlap themselves (from expand) say nothing about their gradients; the setting alone would have those copied wrong.
+    """
+    import torch
+    import torch._functorch.config as config
+    from torch._functorch._aot_autograd import schemas
+
+    name, kind = "guess_tangent_strides_as_outputs", getattr(schemas, "MemoryFormatMeta", None)
+    if kind is None or getattr(config, name, True):
+        yield
+        return
+    own = kind.from_tensor
+
+    def from_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        apart = torch._debug_has_internal_overlap(tensor) == 0
+        with config.patch({name: apart}):  # type: ignore[no-untyped-call, unused-ignore]
+            return own(tensor, *args, **kwargs)
+
+    kind.from_tensor = staticmethod(from_tensor)
+    try:
+        yield
+    finally:
+        kind.from_tensor = staticmethod(own)
 
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:

@@ -215,6 +215,12 @@ def _lowest(dtype: str) -> float | int | bool:
     return -math.inf if kind == "float" else False if kind == "bool" else int(np.iinfo(dtype).min)
 
 
+def _sum_exp(values: Any, axis: int = -1) -> Any:
+    """Sum of the exponentials of what a row's elements are below its largest: the divisor of a softmax."""
+    with np.errstate(invalid="ignore"):  # a row of infinities: NaN, as from eager
+        return np.exp(values - np.max(values, axis=axis, keepdims=True)).sum(axis=axis)
+
+
 def _highest(dtype: str) -> float | int | bool:
     kind = DTYPES[dtype]
     return math.inf if kind == "float" else True if kind == "bool" else int(np.iinfo(dtype).max)
@@ -232,6 +238,7 @@ REDUCTIONS: Mapping[str, Reduction] = {
         # position in the inner space, row-major; the first of equals; NaN wins
         Reduction("argmax", None, np.argmax, lambda _: 0),
         Reduction("argmin", None, np.argmin, lambda _: 0),
+        Reduction("sum_exp", None, _sum_exp, lambda _: 0),  # of exp(x - max(x)), in one pass: `schedule/online.py`
     )
 }
 

@@ -101,6 +101,9 @@ def _check_apply(op: str, args: tuple[str, ...], dtype: str) -> None:
 def _check_reduce(op: str, arg: str, dtype: str) -> None:
     require(arg in COMPUTE_DTYPES, f"{op} over {arg}: cast to float32 first")
     combine = REDUCTIONS[op].combine
+    if op == "sum_exp":
+        require(dtype == arg and DTYPES[arg] == "float", f"{op} over {arg} cannot give {dtype}")
+        return
     if combine is None:
         require(dtype == "int64", f"{op} gives int64, not {dtype}")
         return

@@ -88,13 +88,18 @@ class Nest:
         return (*self.rows, *((self.lane,) if self.lane else ()), *inner)
 
 
-def flattened(loop: Loop) -> Nest:
-    """The loop as each target begins with it: axes of one step gone, axes that need not be apart merged."""
+def flattened(loop: Loop, *, in_one_pass: bool = False) -> Nest:
+    """The loop as each target begins with it: axes of one step gone, axes that need not be apart merged.
+
+    `in_one_pass`: the target has a way of its own for sums of exponentials.
+    """
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
     outer = [Axis(n, s) for n, s in zip(outer_names(loop), loop.outer, strict=True)]
     inner = [Axis(n, s) for n, s in zip(inner_names(loop), loop.inner, strict=True)]
-    body, stores = expand(loop.body, loop.stores, inner)
-    late = len(body) != len(loop.body)
+    body, stores = (loop.body, loop.stores) if in_one_pass else _in_two_passes(loop.body, loop.stores)
+    plain = len(body)
+    body, stores = expand(body, stores, inner)
+    late = len(body) != plain
     gone = {axis.name: ZERO for axis in (*outer, *inner) if axis.size == 1}
     outer, inner = [a for a in outer if a.size != 1], [a for a in inner if a.size != 1]
     body, stores = reindex(body, stores, gone)
@@ -246,6 +251,29 @@ def expand(
         number[ref] = put(value)
     moved = {f"v{old}": var(f"v{ref}") for old, ref in number.items()}
     return tuple(new), tuple(replace(s, value=number[s.value], index=substitute(s.index, moved, {})) for s in stores)
+
+
+def _in_two_passes(body: tuple[Value, ...], stores: tuple[Store, ...]) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
+    """Write `sum_exp` as what it means: the largest element, then the sum of exponentials below it."""
+    if not any(isinstance(value, Reduce) and value.op == "sum_exp" for value in body):
+        return body, stores
+    number: dict[Ref, Ref] = {}
+    new: list[Value] = []
+    for ref, value in enumerate(body):
+        value = renumber(value, number)
+        if isinstance(value, Reduce) and value.op == "sum_exp":
+            at = len(new)
+            new += [
+                Reduce("max", value.arg, value.dtype),
+                Apply("sub", (value.arg, at), value.dtype),
+                Apply("exp", (at + 1,), value.dtype),
+            ]
+            value = Reduce("sum", at + 2, value.dtype)
+        new.append(value)
+        number[ref] = len(new) - 1
+    return tuple(new), tuple(
+        replace(store, value=number[store.value], index=renumbered(store.index, number)) for store in stores
+    )
 
 
 def renumber(value: Value, number: dict[Ref, Ref]) -> Value:

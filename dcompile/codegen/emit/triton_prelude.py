@@ -207,6 +207,14 @@ def logaddexp_(a, b):
 
 
 @triton.jit
+def online_(s, m, h, e):
+    # sums of exponentials below m become such below h, and those of e join them; the fast exponential, in which a term
+    # is off by 6e-8 of itself for each unit that it lies below the largest
+    low = tl.where(h == float("-inf"), 0.0, h)  # nothing so far: nothing to add
+    return s * tl.exp(m - low) + tl.sum(tl.exp(e - low[:, None]), 1)
+
+
+@triton.jit
 def zeta_(given, start):
     # Cephes, as eager: also for float32
     x, q = given.to(tl.float64), start.to(tl.float64)

@@ -92,6 +92,15 @@ def softmax(rows: int, n: int, dtype: str = "float32") -> Program:
     return program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=(dtype, (rows, n)))
 
 
+def sum_exp(rows: int, n: int, dtype: str = "float32", *, columns: bool = False) -> Program:
+    """Each row's largest element and the sum of exponentials below it, of rows or of columns of a matrix."""
+    b = Body()
+    x = b.load("x", J0 * rows + I0 if columns else I0 * n + J0, dtype)
+    stores = [Store("top", I0, b.reduce("max", x)), Store("total", I0, b.reduce("sum_exp", x))]
+    shape = (n, rows) if columns else (rows, n)
+    return program(b, (rows,), (n,), stores, x=(dtype, shape), top=("float32", (rows,)), total=("float32", (rows,)))
+
+
 def first_row_alone(rows: int, n: int) -> Program:
     """Long rows, and for each a number: of the first row that at a constant place of `s`, of others 0."""
     b = Body()

@@ -45,7 +45,7 @@ def tangents_as_results() -> Iterator[None]:
     """Expect a result's gradient to lie as the result does, and not in row-major order, before torch 2.13 does so.
 
     A gradient that lies otherwise than expected is copied, which was two thirds of rotary embedding's backward. Results
-    that overlap themselves (from expand) say nothing about their gradients; the setting alone would have those copied wrong.
+    that overlap themselves (from expand) say nothing about their gradients, which the setting alone would copy wrong.
     """
     import torch
     import torch._functorch.config as config

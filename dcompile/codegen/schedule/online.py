@@ -1,9 +1,9 @@
 """Softmax's divisor in one reading of long rows, for GPUs: the largest element and the sum of exponentials below it.
 
 A sum over `exp(x - max(x))` needs the maximum first. Rows that a program keeps in registers are read once anyway, but
-longer ones, such as logits over a vocabulary, would be read twice. Reduce("sum_exp") means the same sum, and a target may
-collect it beside a running maximum. Which sums become one follows from the graph before fusion, so that a value does
-not depend on what was fused.
+longer ones, such as logits over a vocabulary, would be read twice. Reduce("sum_exp") means the same sum, and a target
+may collect it beside a running maximum. Which sums become one follows from the graph before fusion, so that a value
+does not depend on what was fused.
 """
 
 from __future__ import annotations

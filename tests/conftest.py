@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
     )
+    parser.addoption("--device", default="cpu", help="where tests/ops and tests/models run: cpu or cuda")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,8 +59,9 @@ def compiled_anew() -> Iterator[None]:
         yield
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Tests see default settings, with the verifier on, whatever DCOMPILE_... the shell exports."""
     for name in [name for name in os.environ if name.startswith("DCOMPILE_")]:
         del os.environ[name]
     os.environ["DCOMPILE_VERIFY"] = "1"
+    os.environ["TEST_DEVICE"] = config.getoption("--device")

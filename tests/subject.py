@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from tests.device import compute_exactly
+
 BACKEND = os.environ.get("TEST_BACKEND", "dcompile")
 IS_DCOMPILE = BACKEND == "dcompile"
 ROOT = Path(__file__).parent.parent
@@ -19,6 +21,7 @@ def anew() -> Iterator[None]:
     """Compile as a new process would, under a fixed seed; with one thread, for tests share the machine."""
     torch.compiler.reset()
     torch.manual_seed(0)
+    compute_exactly()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

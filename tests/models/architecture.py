@@ -11,6 +11,8 @@ import torch
 import transformers
 from torch import nn
 
+from tests.device import there
+
 VOCABULARY = 64
 Batch = dict[str, Any]
 
@@ -21,8 +23,8 @@ class Architecture:
 
     make: Callable[[], nn.Module]
     """The model with new random weights, drawn from torch's generator; nothing in it is random in training."""
-    batch: Callable[[int, int], Batch]
-    """batch(rows, length), drawn from torch's generator."""
+    draw: Callable[[int, int], Batch]
+    """draw(rows, length), from torch's generator of the CPU."""
     lengths: tuple[int, int] = (8, 12)
     """Two lengths that a batch may have; the same one twice where the model's own size fixes it."""
     fullgraph: bool = True
@@ -31,8 +33,13 @@ class Architecture:
     """Whether TorchDynamo and AOTAutograd trace it with symbolic sizes."""
     bfloat16: bool = True
     """Whether eager PyTorch runs it in bfloat16."""
-    fallbacks: frozenset[str] = frozenset()
-    """Ops that may be left to ATen for want of a rule."""
+    on_cpu: frozenset[str] = frozenset()
+    """Arguments that stay on the CPU, wherever the model is."""
+
+    def batch(self, rows: int, length: int) -> Batch:
+        """A batch where the model is."""
+        drawn = self.draw(rows, length)
+        return {name: value if name in self.on_cpu else there(value) for name, value in drawn.items()}
 
 
 def pretrained(model: str, config: str, settings: Mapping[str, Any], batch: Any, **more: Any) -> Architecture:

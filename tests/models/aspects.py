@@ -90,7 +90,7 @@ def _nudged(model: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(1 + 2**-8 * (2 * torch.rand(p.shape, generator=generator) - 1))
+            p.mul_(1 + 2**-8 * (2 * torch.rand(p.shape, generator=generator).to(p.device) - 1))
     return model
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.device import device
 from tests.subject import BACKEND, IS_DCOMPILE
 
 LOSS, TENSOR = 1e-5, 1e-4
@@ -31,7 +32,7 @@ def compiled(model, eagers_bits=False, **settings):
 def twins(make, *arguments):
     """Two models with the same weights."""
     torch.manual_seed(0)
-    model = make(*arguments)
+    model = make(*arguments).to(device())
     return model, copy.deepcopy(model)
 
 
@@ -79,7 +80,11 @@ def objective(result: Any) -> torch.Tensor:
         return result["loss"]
     parts = [value for _, value in tensors_of(result) if value.requires_grad]
     assert parts, "nothing to differentiate"
-    return sum((part.float() * torch.arange(1, part.numel() + 1).sin().view(part.shape)).mean() for part in parts)
+    return sum((part.float() * _weights(part)).mean() for part in parts)
+
+
+def _weights(part: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, part.numel() + 1, device=part.device).sin().view(part.shape)
 
 
 def assert_same_outputs(actual, expected, tolerance=TENSOR, what=""):

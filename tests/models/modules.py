@@ -441,7 +441,7 @@ MODULES = {
     "lstm": module(lambda: Recurrent(nn.LSTM, num_layers=2), sequences, bfloat16=False),
     "lstm-bidirectional": module(lambda: Recurrent(nn.LSTM, bidirectional=True), sequences),
     "lstm-projected": module(lambda: Recurrent(nn.LSTM, proj_size=6), sequences),
-    "lstm-packed": module(Packed, packed, fullgraph=False),
+    "lstm-packed": module(Packed, packed, fullgraph=False, on_cpu=frozenset({"lengths"})),
     "gru": module(lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True), sequences),
     "rnn": module(lambda: Recurrent(nn.RNN, nonlinearity="relu"), sequences),
     "cells": module(Cells, sequences),

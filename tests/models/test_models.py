@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import device
 from tests.models.checks import LOSS, LR, TENSOR, assert_close, assert_same_state, compiled, twins
 from tests.models.zoo import CASES, MLP, ResNet, llama
 from tests.subject import IS_DCOMPILE
@@ -143,7 +144,7 @@ def test_autocast(name):
     batch = case.batch(4, 12)
     call = compiled(model, fullgraph=True)
     forward_backward(exact, batch)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device(), dtype=torch.bfloat16):
         output, expected = call(**batch), theirs(**batch)
     output["loss"].backward(), expected["loss"].backward()
     assert output["logits"].dtype == expected["logits"].dtype == torch.bfloat16

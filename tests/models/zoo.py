@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from tests.device import there
+
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -23,9 +25,13 @@ class Case:
     """A model and its batches. `make(dropout)` gives the same weights each time under the same seed."""
 
     make: Callable[[float], nn.Module]
-    batch: Callable[[int, int], Batch]
-    """batch(rows, columns), drawn from torch's generator."""
+    draw: Callable[[int, int], Batch]
+    """draw(rows, columns), from torch's generator of the CPU."""
     fullgraph: bool = True
+
+    def batch(self, rows: int, columns: int) -> Batch:
+        """A batch where the model is."""
+        return there(self.draw(rows, columns))
 
 
 def llama(dropout: float = 0.0, **settings: Any) -> nn.Module:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.device import device
+
 DTYPES = ("float32", "bfloat16", "float16", "int64", "bool")
 KINDS = ("plain", "inplace", "dynamic", "special", "errors")
 LIMITS = {"float32": 6, "dynamic": 2, "errors": 3}
@@ -69,7 +71,7 @@ def all_cases() -> Iterator[Case]:
     """Every case of the full sweep."""
     for entry, op in operators().items():
         for dtype in DTYPES:
-            if getattr(torch, dtype) not in op.supported_dtypes("cpu"):
+            if getattr(torch, dtype) not in op.supported_dtypes(device()):
                 continue
             yield Case(entry, dtype)
             if op.inplace_variant is not None:
@@ -100,7 +102,7 @@ def is_elementwise(case: Case) -> bool:
 def has_backward(case: Case) -> bool:
     op = operators()[case.entry]
     dtype = getattr(torch, case.dtype)
-    return case.kind == "plain" and bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
+    return case.kind == "plain" and bool(op.supports_autograd) and dtype in op.supported_backward_dtypes(device())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,9 @@ def samples(case: Case, limit: int | None = None) -> list[Sample]:
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
     if case.kind == "errors":
-        found = [error.sample_input for error in op.error_inputs("cpu")]
+        found = [error.sample_input for error in op.error_inputs(device())]
     else:
-        found = list(op.sample_inputs("cpu", dtype, requires_grad=has_backward(case)))
+        found = list(op.sample_inputs(device(), dtype, requires_grad=has_backward(case)))
     numbered = [(n, s) for n, s in enumerate(found) if _numel(s) <= LARGEST]
     random.Random(str(case)).shuffle(numbered)
     if limit is None:

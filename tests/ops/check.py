@@ -224,7 +224,7 @@ def _fresh(t: torch.Tensor) -> torch.Tensor:
     if t.layout != torch.strided or t.is_quantized or t.is_conj() or t.is_neg():
         return t.detach().clone().requires_grad_(t.requires_grad)
     storage = t.detach().untyped_storage().clone()
-    copy = torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+    copy = torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.shape, t.stride())
     return copy.requires_grad_(t.requires_grad)
 
 
@@ -234,7 +234,8 @@ def _gradients(sample: Sample, outputs: list[Any]) -> list[Any] | None:
     if not wanted or not roots:
         return None
     generator = torch.Generator().manual_seed(SEED)
-    cotangents = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in roots]
+    drawn = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in roots]
+    cotangents = [c.to(o.device, o.dtype) for c, o in zip(drawn, roots, strict=True)]
     return list(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True, retain_graph=True))
 
 

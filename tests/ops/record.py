@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from tests.device import device
 from tests.ops.cases import Case
 
-FILE = Path(__file__).with_name("counts.json")
+FILES = {"cpu": Path(__file__).with_name("counts.json"), "cuda": Path(__file__).with_name("counts_cuda.json")}
 LISTS = {"fail": "failures", "torch": "torch", "uncaptured": "uncaptured"}
 """Status of a case -> the list of such cases in the file."""
 
@@ -23,7 +24,7 @@ def load() -> dict[str, Any]:
     `fallbacks`: ATen op -> entries of torch's table that need it; `count` of those. `failures`, `torch` (torch's own
     tracing gives something else than eager), `uncaptured`: case -> why. `cases`: how many cases ended how.
     """
-    return json.loads(FILE.read_text())  # type: ignore[no-any-return]
+    return json.loads(FILES[device()].read_text())  # type: ignore[no-any-return]
 
 
 def fallbacks_of(answers: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
@@ -62,4 +63,4 @@ def rewrite(answers: Sequence[dict[str, Any]]) -> None:
         "fallbacks": fallbacks,
         **{name: {a["case"]: a["detail"][:160] for a in ordered if a["status"] == s} for s, name in LISTS.items()},
     }
-    FILE.write_text(json.dumps(data, indent=1) + "\n")
+    FILES[device()].write_text(json.dumps(data, indent=1) + "\n")

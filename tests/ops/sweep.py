@@ -28,6 +28,7 @@ SEED = 20
 
 def main() -> int:
     options = _parser().parse_args()
+    os.environ["TEST_DEVICE"] = options.device
     cases = _wanted(options)
     answers = known_answers(options.json, cases) if options.json else []
     done = {answer["case"] for answer in answers}
@@ -55,6 +56,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--only", default="", help="entries whose name contains this")

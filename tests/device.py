@@ -1,0 +1,27 @@
+"""Where tests run: on the CPU, or with `pytest --device cuda` on a GPU; TEST_DEVICE says so to processes they start."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+import torch
+
+Value = TypeVar("Value")
+
+
+def device() -> str:
+    """The type of the device that inputs and models are on."""
+    return os.environ.get("TEST_DEVICE", "cpu")
+
+
+def there(value: Value) -> Value:
+    """The value with each of its tensors on that device; drawn on the CPU, they are the same on each."""
+    if device() == "cpu":
+        return value
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device()), value)
+
+
+def compute_exactly() -> None:
+    """float32 means float32: cuDNN would round to 10 bits, and differently in each algorithm that it may choose."""
+    torch.backends.cudnn.allow_tf32 = False

@@ -108,12 +108,13 @@ def test_the_same_bits_or_eagers_error(function, dtype):
             assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
     if eagers is not None:
         table, places, values = inputs
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-8
         exact = outcome(function, (table.double(), places, values.double()))
         for ours, theirs, right in zip(first, eagers, exact, strict=True):
             if theirs is not None:
                 off, allowed = (float((t - right).abs().max()) for t in (ours, theirs))
                 scale = float(right.abs().max())
-                assert off <= 1.5 * allowed + torch.finfo(dtype).eps * scale, (off, allowed, scale)
+                assert off <= 1.5 * allowed + tolerance * scale, (off, allowed, scale)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["launched", "replayed"])

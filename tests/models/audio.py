@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.models.architecture import VOCABULARY, Architecture, Batch, pretrained, tokens
+from tests.models.architecture import TRACES_LAYERDROP, VOCABULARY, Architecture, Batch, pretrained, tokens
 
 
 def waves(rows: int, length: int) -> Batch:
@@ -73,7 +73,7 @@ AUDIO = {
         ctc_zero_infinity=True, lengths=(16, 20), conv_depthwise_kernel_size=5,
     ),
     "whisper": audio("Whisper", "ForConditionalGeneration", spectra, **SPEECH, num_mel_bins=8,
-                     max_source_positions=8, max_target_positions=16, lengths=(16, 16)),
+                     max_source_positions=8, max_target_positions=16, lengths=(16, 16), fullgraph=TRACES_LAYERDROP),
     "speech-to-text": audio(
         "Speech2Text", "ForConditionalGeneration", transposed, **SPEECH, input_feat_per_channel=8, conv_channels=16,
         max_source_positions=32, max_target_positions=16, lengths=(16, 20),

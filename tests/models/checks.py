@@ -38,7 +38,8 @@ def twins(make, *arguments):
 
 def assert_close(actual, expected, tolerance, what="", noise=1e-12):
     """Equal up to `tolerance` of the largest element of `expected`, and up to `noise`."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    kinds = [(t.dtype, tuple(t.shape)) for t in (actual, expected)]
+    assert kinds[0] == kinds[1], f"{what}: {kinds[0]} where eager has {kinds[1]}"
     actual, expected = actual.detach().double(), expected.detach().double()
     scale = expected.abs().max().item() if expected.numel() else 0.0
     difference = (actual - expected).abs().max().item() if expected.numel() else 0.0

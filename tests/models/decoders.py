@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.models.architecture import VOCABULARY, Architecture, language, padded_language, pretrained
+from tests.models.architecture import (
+    TRACES_LAYERDROP,
+    VOCABULARY,
+    Architecture,
+    language,
+    padded_language,
+    pretrained,
+)
 
 SMALL = {
     "vocab_size": VOCABULARY,
@@ -51,7 +58,7 @@ DECODERS = {
     "gpt-bigcode": older("GPTBigCode", "ForCausalLM"),
     "gpt-neox": decoder("GPTNeoX"),
     "gpt-j": older("GPTJ", "ForCausalLM", rotary_dim=4),
-    "opt": decoder("OPT", ffn_dim=48, word_embed_proj_dim=32),
+    "opt": decoder("OPT", ffn_dim=48, word_embed_proj_dim=32, fullgraph=TRACES_LAYERDROP),
     "bloom": decoder("Bloom", n_layer=2, n_head=4),
     "falcon": decoder("Falcon"),
     "falcon-alibi": decoder("Falcon", alibi=True, multi_query=False, new_decoder_architecture=False, bias=True),

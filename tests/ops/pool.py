@@ -27,7 +27,8 @@ class Worker:
     """One process; `ask` starts it when there is none."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
         self.process: subprocess.Popen[str] | None = None
         self.asked = 0
 

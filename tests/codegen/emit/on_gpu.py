@@ -12,7 +12,7 @@ from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.schedule.spread import spread_columns, spread_rows
 from dcompile.config import Config
 from dcompile.ir.nodes import Program
-from dcompile.runtime import gpu, launch
+from dcompile.runtime import gpu, libraries
 from tests.codegen.emit.harness import placed, read, store
 
 GUARD = 64
@@ -33,7 +33,7 @@ def compiled(programs: list[Program]) -> dict[str, object]:
     return found | dict(triton_build.build(sources, 10 * major + minor, Config(), store()).libraries)
 
 
-def run(program: Program, inputs: dict[str, np.ndarray], libraries: dict[str, object]) -> list[np.ndarray]:
+def run(program: Program, inputs: dict[str, np.ndarray], built: dict[str, object]) -> list[np.ndarray]:
     """Outputs of a program; asserts that nothing is written behind a buffer."""
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
@@ -43,11 +43,11 @@ def run(program: Program, inputs: dict[str, np.ndarray], libraries: dict[str, ob
     for step in program.steps:
         source = triton.emit(step, table)
         kernels += [
-            (libraries[source.name], n.function, n.grid, [names[source.arguments[k]] for k in n.arguments])
+            (built[source.name], n.function, n.grid, [names[source.arguments[k]] for k in n.arguments])
             for n in source.launches
             if n.grid
         ]
-    table_of = gpu.launcher(launch.library(libraries[gpu.LAUNCHER]))
+    table_of = gpu.launcher(libraries.library(built[gpu.LAUNCHER]))
     launches = gpu.Launches(table_of, 0, len(names), kernels)
     launches(gpu.stream_of(0), *(tensor.data_ptr() for tensor in there.values()))
     torch.cuda.synchronize()

@@ -31,7 +31,7 @@ models: $(if $(VENV),$(VENV)/.has-test)
 
 # Every way to distribute a model, on two and four Gloo ranks, with ATen's kernels and with ours, against stock PyTorch.
 dist-matrix: $(if $(VENV),$(VENV)/.has-test)
-	$(py) -m pytest -n 1 --dist loadfile --full tests/distributed/test_matrix.py tests/distributed/test_fsdp2.py $(ARGS)
+	$(py) -m pytest -n 1 --dist loadfile --full $(addprefix tests/distributed/test_,matrix.py fsdp2.py tp_fsdp.py) $(ARGS)
 
 # Every operator of torch's table, some 35 minutes of CPU time; writes the list of what falls back to ATen.
 # It goes on where it was cut off. ARGS="--shard 2/8" runs a part; join the parts' build/ops-sweep.jsonl and run it again.

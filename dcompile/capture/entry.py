@@ -69,7 +69,7 @@ class Entry:
             result = self._compiled(*args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
-            if isinstance(inner, PlanMismatchError):  # on all ranks the same, wherever they learn of it
+            if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
                 raise inner from None
             raise
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -15,8 +15,16 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.causal import replace_constant_masks
+from dcompile.capture.dtensors import with_plain_border
 from dcompile.capture.fingerprint import compare_capture
-from dcompile.capture.joint import Cut, donated_positions, partitioner, recompute_views, take_token
+from dcompile.capture.joint import (
+    Cut,
+    donated_positions,
+    looks_returned,
+    partitioner,
+    recompute_views,
+    take_token,
+)
 from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
@@ -123,9 +131,12 @@ class Graph:
         used = compat.aot.not_only_read() & self.params.keys()
         if not isinstance(self.adapter, ShardedAdapter) or not used:
             return False
-        names = ", ".join(sorted(self.adapter.param_infos()[self.params[position]].fqn for position in used))
-        self.model.refuse(f"the model returns or changes a parameter in its forward: {names}")
+        self._refuse_uses([self.params[position] for position in used])
         return True
+
+    def _refuse_uses(self, numbers: Iterable[int]) -> None:
+        names = ", ".join(sorted(self.adapter.param_infos()[number].fqn for number in numbers))
+        self.model.refuse(f"the model returns or changes a parameter in its forward: {names}")
 
     def _find_shards(self, module: Any) -> list[Any]:
         """Placeholders of sharded parameters; forward and backward will call them by the same names."""
@@ -136,6 +147,9 @@ class Graph:
         self._sharded = {node.name: number for node, number in found.items()}
         if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):
             self.model.refuse("a parameter is looked at by as_strided, which counts from where its own memory begins")
+        results = self._cut.results if self.training else len(module.graph.output_node().args[0])
+        if returned := looks_returned(module, found, results):
+            self._refuse_uses(found[node] for node in returned)
         return list(found)
 
     def _lay_out(self, module: Any) -> None:
@@ -336,7 +350,8 @@ class Backend:
     def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
-        return self._graph(model, example_inputs).compile(gm, example_inputs)
+        gm, inputs, border = with_plain_border(gm, example_inputs, model.adapter)
+        return border.around(self._graph(model, inputs).compile(gm, inputs))
 
 
 def _never(args: list[Any]) -> list[Any]:

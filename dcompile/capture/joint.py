@@ -83,6 +83,9 @@ VIEWS = frozenset(
 )  # fmt: skip
 """What only looks at a tensor, or converts it."""
 
+COPIES = frozenset(("aten._to_copy.default", "aten.clone.default", "prims.convert_element_type.default"))
+"""Those of them whose result has memory of its own."""
+
 
 def recompute_views(joint: Any, parameters: Iterable[Any]) -> None:
     """Have the backward look at these parameters anew, so that the forward saves nothing of them but themselves.
@@ -97,6 +100,20 @@ def recompute_views(joint: Any, parameters: Iterable[Any]) -> None:
         if looks and node.all_input_nodes and closure.issuperset(node.all_input_nodes):
             closure.add(node)
             compat.aot.always_recompute(node)
+
+
+def looks_returned(gm: Any, parameters: Iterable[Any], results: int) -> list[Any]:
+    """Which of these placeholders the graph returns a look at, as one of its first `results` outputs.
+
+    AOTAutograd notes it of others, but not where a DTensor was made and taken apart in between.
+    """
+    origin = {node: node for node in parameters}
+    for node in gm.graph.nodes:
+        looks = str(node.target) in VIEWS - COPIES or node.target is operator.getitem
+        if node.op == "call_function" and looks and node.all_input_nodes and node.all_input_nodes[0] in origin:
+            origin[node] = origin[node.all_input_nodes[0]]
+    outputs = gm.graph.output_node().args[0][:results]
+    return list({origin[node]: None for node in outputs if isinstance(node, torch.fx.Node) and node in origin})
 
 
 def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int], ...]:

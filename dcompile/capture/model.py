@@ -172,6 +172,7 @@ class CompiledModel:
         key = tuple(call.graphs)
         variant = self.variants.get(key)
         if variant is None:
+            self._look_for_virtual(result)
             variant = self.variants[key] = self._examine(key, call, result)
             self._act_on(variant, call)
         self.newest = variant if key or self.newest is None else self.newest
@@ -179,6 +180,15 @@ class CompiledModel:
             self._no_graph_ran(call)
         elif not variant.training and False not in self._reported:
             self._report(training=False)
+
+    def _look_for_virtual(self, result: Any) -> None:
+        """Raises GivenBack if a parameter itself is returned: Dynamo hands such a thing on past the graph."""
+        adapter = self.adapter
+        if not isinstance(adapter, ShardedAdapter) or not adapter.eligible:
+            return
+        numbers = (adapter.number_of(leaf) for leaf in compat.tensors.leaves(result))
+        if names := sorted(adapter.param_infos()[number].fqn for number in numbers if number is not None):
+            raise GivenBack(f"the model returns or changes a parameter in its forward: {', '.join(names)}")
 
     def _examine(self, key: tuple[int, ...], call: Invocation, result: Any) -> Variant:
         training = torch.is_grad_enabled() and any(self.graphs[number].training for number in key)

@@ -182,6 +182,18 @@ def detect_fake_mode(values: Any) -> Any:
     return detect(values)
 
 
+def fake_input(tensor: torch.Tensor) -> Any:
+    """Inside Dynamo's backend: the fake tensor that AOTAutograd will trace with for an input that Dynamo did not see.
+
+    Its sizes are numbers. Left to itself, AOTAutograd would make symbols of them; it asks the mode's memory first.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    assert context is not None and context.fake_mode is not None, "only a graph that is being compiled has inputs"
+    return context.fake_mode.from_tensor(tensor, static_shapes=True)
+
+
 def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
     """torch's core decompositions of ops that autograd sees whole, and those of the ops in `also`."""
     import torch._decomp as decomp

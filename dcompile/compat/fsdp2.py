@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,8 +85,12 @@ def _objections(group: Any) -> Iterator[str]:
             yield "parameters are kept in CPU memory (CPUOffloadPolicy)"
         if param.fsdp_placement.dim != 0:
             yield f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
-        if param.is_dtensor:
-            yield "parameters are DTensors already (tensor parallelism)"
+        if param.is_dtensor and _dtensor_spec(param) is None:
+            yield "this torch keeps what a DTensor parameter looks like elsewhere"
+        if getattr(group.mesh_info, "is_spmd_mesh", False):
+            yield "parameters are DTensors on a mesh that FSDP's ranks are part of (dp_mesh_dims)"
+        if getattr(param, "_explicit_grad_dtype", None) is not None:
+            yield "a parameter asks for gradients of a dtype of their own (grad_dtype)"
         if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
             yield "parameters bring all-gather extensions (fsdp_pre_all_gather)"
         if not param.orig_dtype.is_floating_point:
@@ -161,6 +165,39 @@ def virtual_parameter(param: Any) -> torch.nn.Parameter:
     tensor = torch.empty(param._orig_size, dtype=compute_dtype(param), device=param.device)
     tensor.untyped_storage().resize_(0)
     return torch.nn.Parameter(tensor, requires_grad=param.sharded_param.requires_grad)
+
+
+def _dtensor_spec(param: Any) -> Any:
+    """How the gathered parameter is spread over a mesh of other ranks (tensor parallelism); None if it is not."""
+    return getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)  # until torch 2.12
+
+
+def dtensor_of(param: Any) -> Callable[[Any], Any] | None:
+    """What makes the DTensor that modules compute with out of a gathered parameter; None where that is a plain tensor.
+
+    The gradient arrives in the parameter's own placements, as FSDP reduces it.
+    """
+    if not param.is_dtensor:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    spec = _dtensor_spec(param)
+    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+
+    def parallel(local: Any) -> Any:
+        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+
+    return parallel
+
+
+def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Parameter:
+    """What modules show while they are traced: `virtual`, or a DTensor around a tensor like it."""
+    import torch
+
+    wrap = dtensor_of(param)
+    if wrap is None:
+        return virtual
+    return torch.nn.Parameter(wrap(virtual.detach()), requires_grad=virtual.requires_grad)
 
 
 def shown(param: Any) -> torch.nn.Parameter:

@@ -180,6 +180,14 @@ def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -
     return all(args[position].data_ptr() == addresses[position] for position in positions)
 
 
+def leaves(value: Any) -> list[Any]:
+    """What nested lists, dictionaries and the like hold, as torch sees them."""
+    from torch.utils._pytree import tree_leaves
+
+    found: list[Any] = tree_leaves(value)
+    return found
+
+
 def is_static_input(tensor: torch.Tensor) -> bool:
     """Whether Dynamo or the user has said that this tensor stays where it is (buffers, caches)."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None

@@ -94,6 +94,11 @@ class Param:
     virtual: torch.nn.Parameter
     original: torch.nn.Parameter
     places: list[tuple[torch.nn.Module, str]]
+    wrap: None = None
+
+    @property
+    def shown(self) -> torch.nn.Parameter:
+        return self.virtual
 
 
 class Fsdp1Adapter(ShardedAdapter):

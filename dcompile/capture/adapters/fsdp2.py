@@ -28,6 +28,8 @@ class Unit:
         self.name = compat.fsdp2.full_name(param, number)
         self.group = group
         self.virtual = compat.fsdp2.virtual_parameter(param)
+        self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
+        self.wrap = compat.fsdp2.dtensor_of(param)
 
     def data(self) -> torch.Tensor:
         return compat.fsdp2.shard_data(self.param)
@@ -116,7 +118,7 @@ class Fsdp2Adapter(ShardedAdapter):
         if not self.reasons:
             self._take_over()
         self._params = self._units
-        self._numbers = {id(unit.virtual): number for number, unit in enumerate(self._units)}
+        self._numbers = {id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown)}
         self._settings = self._settings_now()
 
     def _take_over(self) -> None:
@@ -186,7 +188,8 @@ class Fsdp2Adapter(ShardedAdapter):
                 wanted = unit.param.sharded_param.requires_grad
                 if unit.virtual.requires_grad != wanted:
                     unit.virtual.requires_grad_(wanted)
-                compat.fsdp2.show(unit.param, unit.virtual)
+                    unit.shown.requires_grad_(wanted)
+                compat.fsdp2.show(unit.param, unit.shown)
             for table, key, hook in self._hooks:
                 table[key] = hook
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,15 @@ class Virtual(Protocol):
 
     @property
     def virtual(self) -> torch.nn.Parameter:
-        """Of the full shape, without memory."""
+        """Of the full shape, without memory: what programs take, and what autograd's graph leads to."""
+
+    @property
+    def shown(self) -> torch.nn.Parameter:
+        """What modules have in the parameter's place: `virtual`, or a DTensor with tensor parallelism."""
+
+    @property
+    def wrap(self) -> Callable[[Any], Any] | None:
+        """What makes the one out of the other, where they differ."""
 
 
 class ShardedAdapter(PlainAdapter):
@@ -36,7 +44,7 @@ class ShardedAdapter(PlainAdapter):
         self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()
         self._numbers: dict[int, int] = {}
-        """Identity of a virtual parameter -> its number."""
+        """Identity of a virtual parameter, or of what modules show in its place -> its number."""
         self._params: Sequence[Virtual] = ()
         """Parameters, by number."""
         self._infos: tuple[ParamInfo, ...] = ()
@@ -51,7 +59,10 @@ class ShardedAdapter(PlainAdapter):
 
     def number_of(self, parameter: Any) -> int | None:
         number = self._numbers.get(id(parameter))
-        return number if number is not None and self._params[number].virtual is parameter else None
+        if number is None:
+            return None
+        known = self._params[number]
+        return number if parameter is known.shown or parameter is known.virtual else None
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
@@ -59,6 +70,10 @@ class ShardedAdapter(PlainAdapter):
     def virtual(self, number: int) -> torch.nn.Parameter:
         """What stands for a parameter while it is traced."""
         return self._params[number].virtual
+
+    def wrapping(self, number: int) -> Callable[[Any], Any] | None:
+        """What makes the DTensor that modules show out of the virtual parameter; None where that is itself."""
+        return self._params[number].wrap
 
     def outdated(self) -> bool:
         """Whether a setting that plans depend on has changed."""

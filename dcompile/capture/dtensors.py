@@ -1,0 +1,151 @@
+"""DTensors at the border of a captured graph: they come in and go out as plain tensors, device meshes not at all.
+
+With tensor parallelism, FSDP2's parameters are DTensors, whose local parts it gathers. AOTAutograd would take such an
+input apart by itself, but then wants a DTensor for each gradient, where programs of ours reduce gradients and return
+none. So the graph gets the local part, and makes the DTensor as its first step: plain operations are all that is left
+of it when the graph is traced, among them those collectives that the placements ask for. A DTensor that it returns is
+taken apart inside, and put together by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
+
+Compiled = Callable[..., Any]
+Convert = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Border:
+    """How to call what is compiled of a graph with plain inputs and outputs, as Dynamo calls the graph that it gave."""
+
+    kept: tuple[int, ...] = ()
+    """Positions of the inputs that are left."""
+    inputs: Mapping[int, Convert] | None = None
+    """Position of an input -> what is given in its place; None where the graph is as it was."""
+    outputs: Mapping[int, Convert] | None = None
+    """Position of an output -> what makes a DTensor of it."""
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """What Dynamo is to call."""
+        if self.inputs is None or self.outputs is None:
+            return compiled
+        steps = [(position, self.inputs.get(position)) for position in self.kept]
+        outputs = self.outputs
+
+        def call(*args: Any) -> Any:
+            results = compiled(*[args[n] if convert is None else convert(args[n]) for n, convert in steps])
+            if not outputs:
+                return results
+            return [outputs[n](result) if n in outputs else result for n, result in enumerate(results)]
+
+        return compat.dynamo.no_dynamo(call, "a compiled graph")
+
+
+def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> tuple[Any, Sequence[Any], Border]:
+    """A graph that takes and returns plain tensors where `gm` has DTensors, its inputs, and the way between the two.
+
+    Only of models whose parameters are DTensors. Meshes become constants: Dynamo has guarded what they look like.
+    Raises GivenBack where the size of a DTensor at the border is not known while compiling.
+    """
+    parameters = _parameters(inputs, adapter)
+    if not parameters:
+        return gm, inputs, Border()
+    gm = _copied(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
+    for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if position in parameters:
+            plain[position], wrap = parameters[position]
+            convert[position] = _always(plain[position])
+            _wrap(gm, node, placeholders[-1], wrap, plain[position])
+        elif compat.dtensor.is_dtensor(value):
+            wrap = compat.dtensor.wrapper(_fixed(node, "takes"))
+            plain[position] = compat.aot.fake_input(value.to_local())
+            convert[position] = _to_local
+            _wrap(gm, node, placeholders[-1], wrap, plain[position])
+    for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if compat.dtensor.is_mesh(value):
+            del plain[position]
+            _hold(gm, node, f"mesh{position}", value)
+    outputs = _take_outputs_apart(gm)
+    gm.recompile()
+    return gm, list(plain.values()), Border(tuple(plain), convert, outputs)
+
+
+def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:
+    """For each input that is a DTensor in place of a sharded parameter: the parameter, and what makes the one of it."""
+    found: dict[int, tuple[torch.nn.Parameter, Convert]] = {}
+    for position, value in enumerate(inputs):
+        number = adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
+        if number is not None and isinstance(adapter, ShardedAdapter):
+            wrap = adapter.wrapping(number)
+            if wrap is not None:
+                found[position] = adapter.virtual(number), wrap
+    return found
+
+
+def _copied(gm: Any) -> Any:
+    """Dynamo reads from its own graph what to call the compiled function with."""
+    copy = torch.fx.GraphModule(gm, torch.fx.Graph())
+    nodes: dict[Any, Any] = {}
+    copy.graph.output(copy.graph.graph_copy(gm.graph, nodes))
+    copy.meta = gm.meta
+    return copy
+
+
+def _fixed(node: Any, what: str) -> Any:
+    """The DTensor that a node stands for, if its size is known."""
+    value = node.meta["example_value"]
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        raise GivenBack(f"the model {what} a DTensor of symbolic size")
+    return value
+
+
+def _wrap(gm: Any, node: Any, last: Any, wrap: Convert, local: torch.Tensor) -> None:
+    """Have the graph make the DTensor that this placeholder has stood for."""
+    with gm.graph.inserting_after(last):
+        made = gm.graph.call_function(wrap, (node,))
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    made.meta["example_value"] = node.meta["example_value"]
+    node.meta["example_value"] = compat.aot.fake_input(local)
+
+
+def _hold(gm: Any, node: Any, name: str, value: Any) -> None:
+    """Make an input a constant of the graph."""
+    setattr(gm, name, value)
+    with gm.graph.inserting_before(node):
+        constant = gm.graph.get_attr(name)
+    node.replace_all_uses_with(constant)
+    gm.graph.erase_node(node)
+
+
+def _take_outputs_apart(gm: Any) -> dict[int, Convert]:
+    """Have the graph return local parts; what makes the DTensor of each, by its position among the outputs."""
+    output = gm.graph.output_node()
+    results, found = list(output.args[0]), dict[int, Convert]()
+    for position, node in enumerate(results):
+        value: Any = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+        if compat.dtensor.is_dtensor(value):
+            found[position] = compat.dtensor.wrapper(_fixed(node, "returns"))
+            with gm.graph.inserting_before(output):
+                results[position] = gm.graph.call_method("to_local", (node,))
+            results[position].meta["example_value"] = value.to_local()
+    output.args = (tuple(results),)
+    return found
+
+
+def _always(value: Any) -> Convert:
+    return lambda _: value
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local()

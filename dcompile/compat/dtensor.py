@@ -1,0 +1,36 @@
+"""DTensor: how a local part becomes one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether this is a tensor that is spread over the ranks of a mesh."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_mesh(value: Any) -> bool:
+    """Whether this is a device mesh, which newer versions of Dynamo make an input of the graph."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and isinstance(value, module.DeviceMesh)
+
+
+def wrapper(example: Any) -> Callable[[Any], Any]:
+    """What makes a DTensor of the size and the placements of `example` out of this rank's part, for autograd too.
+
+    `example` may be one that Dynamo traces with: newer versions have a stand-in for the mesh there.
+    """
+    mesh, placements = example.device_mesh, example.placements
+    mesh = getattr(mesh, "real_obj", mesh)
+    shape, stride = example.shape, example.stride()
+
+    def spread(local: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return spread

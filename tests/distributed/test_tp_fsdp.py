@@ -44,7 +44,7 @@ PAIRS = [
     pytest.param({"name": "mlp", "shape": (2, 1)}, id="mlp, sharded", marks=pytest.mark.full),
     pytest.param({"name": "sequence", "shape": (1, 2), "wrap": "root"}, id="along the sequence, parallel"),
     pytest.param({"name": "sequence", "shape": (2, 1), "order": "torch.compile"}, id="sharded", marks=pytest.mark.full),
-    pytest.param({"name": "mixed", "shape": (1, 2), "mp_policy": WIDE}, id="bfloat16, some plain", marks=pytest.mark.full),
+    pytest.param({"name": "mixed", "shape": (1, 2), "mp_policy": WIDE}, id="bfloat16", marks=pytest.mark.full),
     pytest.param({"name": "llama", "shape": (1, 2)}, id="Llama", marks=pytest.mark.full),
 ]
 

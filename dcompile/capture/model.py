@@ -122,7 +122,7 @@ class CompiledModel:
 
     def begin(self, inside_ddp: bool) -> Invocation:
         """A call starts."""
-        self.peers.check()
+        self.peers.enter()
         call = Invocation(inside_ddp)
         adapter = self.adapter
         if inside_ddp and isinstance(adapter, DdpAdapter):

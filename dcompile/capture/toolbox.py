@@ -36,8 +36,8 @@ class Peers(Protocol):
     def busy(self, what: str) -> AbstractContextManager[None]:
         """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
 
-    def check(self) -> None:
-        """Raise if another rank has called the job off, or the process group is gone."""
+    def enter(self) -> None:
+        """The model is called: raise if another rank has called the job off, or the process group is gone."""
 
 
 class Nobody:
@@ -53,7 +53,7 @@ class Nobody:
         del what
         return nullcontext()
 
-    def check(self) -> None:
+    def enter(self) -> None:
         """Nothing can be wrong."""
 
 

@@ -9,44 +9,51 @@ from datetime import timedelta
 from typing import Any
 
 _WATCHERS: list[Callable[[Any], None]] = []
+_HOLDERS: list[Callable[[], Callable[[], None] | None]] = []
+"""Weak references to what holds on to process groups until it is told to let go."""
 
 
 def before_groups_end(callback: Callable[[], None]) -> None:
-    """Call a bound method before torch.distributed.destroy_process_group does its work, if its object still lives.
+    """Call a bound method before process groups end, by destroy_process_group or `abort`, if its object still lives.
 
     NCCL waits, when a communicator ends, for every CUDA graph that has collectives of it.
     """
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
-    stock, weakly = c10d.destroy_process_group, weakref.WeakMethod(callback)
-
-    @functools.wraps(stock)
-    def destroy(*args: Any, **kwargs: Any) -> Any:
-        alive = weakly()
-        if alive is not None:
-            alive()
-        return stock(*args, **kwargs)
-
-    dist.destroy_process_group = c10d.destroy_process_group = destroy
+    _HOLDERS.append(weakref.WeakMethod(callback))
+    _hear_of_ends()
 
 
 def on_destroy(watcher: Callable[[Any], None]) -> None:
     """Call `watcher` with a process group (None: all of them) whenever one is about to be destroyed."""
+    _WATCHERS.append(watcher)
+    _hear_of_ends()
+
+
+def let_go() -> None:
+    """Process groups are about to end: tell those who hold on to them."""
+    _HOLDERS[:] = [holder for holder in _HOLDERS if holder() is not None]
+    for holder in _HOLDERS:
+        if (alive := holder()) is not None:
+            alive()
+
+
+def _hear_of_ends() -> None:
+    """Put a function of our own before torch.distributed.destroy_process_group, if it is not there."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    _WATCHERS.append(watcher)
-    if len(_WATCHERS) > 1:
+    stock: Any = c10d.destroy_process_group
+    if getattr(stock, "tells_dcompile", False):
         return
-    stock = c10d.destroy_process_group
 
     @functools.wraps(stock)
-    def destroy(group: Any = None) -> Any:
+    def destroy(*args: Any, **kwargs: Any) -> Any:
+        group = next(iter((*args, *kwargs.values())), None)
         for tell in _WATCHERS:
             tell(None if group is c10d.GroupMember.WORLD else group)
-        return stock(group)
+        let_go()
+        return stock(*args, **kwargs)
 
+    destroy.tells_dcompile = True  # type: ignore[attr-defined]
     dist.destroy_process_group = c10d.destroy_process_group = destroy
 
 
@@ -111,10 +118,15 @@ def start_sum(group: Any, tensor: Any, limit_s: float) -> Any:
     return group.allreduce([tensor], options)
 
 
+def can_abort(group: Any) -> bool:
+    """Whether collectives that are under way can be ended on this rank. Gloo's cannot."""
+    kinds = {type(group._get_backend(device)).__name__ for device in getattr(group, "_device_types", ())}
+    return hasattr(group, "abort") and kinds != {"ProcessGroupGloo"}
+
+
 def abort(group: Any) -> None:
-    """End the collectives that are under way, on this rank. Gloo has no such thing: there this does nothing."""
-    if hasattr(group, "abort"):
-        group.abort()
+    """End the collectives that are under way, on this rank."""
+    group.abort()
 
 
 def group_store(group: Any) -> Any:

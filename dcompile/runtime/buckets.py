@@ -124,7 +124,7 @@ class Buckets:
 
     def replayed(self, bucket: str, memory: BucketMemory) -> None:
         """The all-reduce of this memory was part of a replay."""
-        count_replayed(self.group, self._label(bucket))
+        count_replayed(self.group, [self._label(bucket)])
         self._reduced[bucket] = memory
 
     def _view(self, number: int, memory: BucketMemory) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,28 +33,35 @@ class Flight:
     def __init__(self, group: Any, device: torch.device, label: str, start: Callable[[float | None], Any]) -> None:
         self.group, self.label = group, label
         self._peers = peers_of(group)
-        self._limit_s = 0.0
+        self._limit_s: float | None = None
+        """Of Gloo's collectives, which the host waits for."""
         self._index = 0
+        recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._marked = device.type == "cuda" and not recorded
         if self._peers is None:
             self.work = start(None)
             return
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._peers.count(label)  # a recording is counted when it is replayed
+        if not recorded:  # a recording is counted when it is replayed
+            self._peers.count(label)
         self._index = self._peers.started
         if compat.groups.is_gloo(group, device.type):
             self._limit_s = compat.groups.time_limit(group, device.type)
-            self.work = start(self._limit_s + PATIENCE_S)
-        else:
-            self.work = start(None)
+        self.work = self._started(self._peers, start)
+
+    def _started(self, peers: Peers, start: Callable[[float | None], Any]) -> Any:
+        peers.starting = self._index, self.label
+        try:
+            return start(None if self._limit_s is None else self._limit_s + PATIENCE_S)
+        except RuntimeError as error:
+            self._annotate(error)
+            raise
+        finally:
+            peers.starting = None
 
     def wait(self) -> None:
         """Wait for it. Raises what ended it; the message or a note says which collective it was."""
-        if self._peers is None or not self._limit_s:
-            try:
-                self.work.wait()
-            except RuntimeError as error:
-                self._annotate(error)
-                raise
+        if self._peers is None or self._limit_s is None:
+            self._let_the_stream_wait()
             return
         try:
             self.work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
@@ -62,12 +69,22 @@ class Flight:
             if self.work.is_completed():
                 self._finish(self._peers, error)
             else:
-                self._wait_long(self.work, self._peers)
+                self._wait_long(self.work, self._peers, self._limit_s)
 
-    def _wait_long(self, work: Any, peers: Peers) -> None:
+    def _let_the_stream_wait(self) -> None:
+        """The host goes on: whether the collective ends is for `runtime.lookout` to see."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self._annotate(error)
+            raise
+        if self._peers is not None and self._marked:
+            self._peers.marks.put(self._index, self.label)
+
+    def _wait_long(self, work: Any, peers: Peers, limit_s: float) -> None:
         """Some other rank is late."""
-        others = Others(peers, self._limit_s)
-        others.waited(min(BEAT_S, self._limit_s))
+        others = Others(peers, limit_s)
+        others.waited(min(BEAT_S, limit_s))
         while True:
             try:
                 work.wait(timedelta(seconds=others.slice_s()))
@@ -82,8 +99,7 @@ class Flight:
                 self._see_who_has_ended(peers, others, late)
                 if others.out_of_patience(late):
                     raise DcompileError(
-                        f"dcompile: rank {peers.rank} waited {self._limit_s:g} s for {self._name()}; "
-                        f"{others.describe(late)}"
+                        f"dcompile: rank {peers.rank} waited {limit_s:g} s for {self._name()}; {others.describe(late)}"
                     )
             except DcompileError:
                 _give_up(work)
@@ -130,11 +146,17 @@ def start_sum(group: Any, tensor: torch.Tensor, label: str) -> Flight:
     return Flight(group, tensor.device, label, start)
 
 
-def count_replayed(group: Any, label: str) -> None:
-    """A collective has happened as part of a replay."""
+def count_replayed(group: Any, labels: Sequence[str]) -> None:
+    """Collectives are under way as parts of one replay."""
     peers = peers_of(group)
-    if peers is not None:
+    if peers is None or not labels:
+        return
+    first = peers.started + 1
+    for label in labels:
         peers.count(label)
+    more = f" (or one of {len(labels) - 1} behind it in the same CUDA graph)" if len(labels) > 1 else ""
+    if peers.on_gpu:
+        peers.marks.put(first, labels[0] + more)
 
 
 def _give_up(work: Any) -> None:

@@ -27,11 +27,15 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.artifacts import say
 from dcompile.errors import DcompileError, PlanMismatchError
+from dcompile.runtime.lookout import Abort, Lookout
+from dcompile.runtime.marks import Marks, stay_out_of_captures
 
 BEAT_S = 1.0
 """How often a rank says how it is."""
 GOODBYE_S = 3.0
 """How long a rank that ends waits for the others, in order to see that all have done the same."""
+GONE_S = 10.0
+"""How long a collective on a GPU is waited for once the store is gone."""
 REMEMBERED = 1024
 """Collectives whose checksum is kept, to compare with what rank 0 said of them."""
 
@@ -73,8 +77,8 @@ class Alone:
         del what
         return contextlib.nullcontext()
 
-    def check(self) -> None:
-        """Raise if the job was called off, or the process group is gone."""
+    def enter(self) -> None:
+        """The model is called on this thread: raise if the job was called off, or the process group is gone."""
 
 
 class Peers(Alone):
@@ -92,8 +96,18 @@ class Peers(Alone):
         self.store = compat.groups.own_store(store, prefix)
         self._side = compat.groups.own_store(store, prefix)
         self._group = weakref.ref(group)
+        self.on_gpu = compat.groups.can_abort(group)
+        """Whether streams of a GPU wait for its collectives, not the host."""
         self.aborted = ""
         """Why the job was called off."""
+        self.told = threading.Event()
+        """Set once that was raised here."""
+        self.caller: int | None = None
+        """The thread that called the model last."""
+        self.marks = Marks()
+        """Of collectives that a GPU waits for."""
+        self.starting: tuple[int, str] | None = None
+        """A collective that is being handed over: number and label. A communicator's first one waits for the others."""
         self.meetings = 0
         """Agreements that this rank has come to, counted as on every other rank."""
         self.started = 0
@@ -106,6 +120,8 @@ class Peers(Alone):
         self._beats = 0
         self._ended = False
         self._numbers: Counter[str] = Counter()
+        self._lookout = Lookout(self)
+        self._abortion: Abort | None = None
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dcompile-peers", daemon=True)
         self._thread.start()
@@ -129,7 +145,7 @@ class Peers(Alone):
     def count(self, label: str) -> None:
         """A collective is about to start. `label` says which, in the same words on every rank."""
         if self.aborted:
-            raise PlanMismatchError(self.aborted)
+            raise self._over()
         self._checksum = zlib.crc32(label.encode(), self._checksum)
         self._history[self.started + 1] = (self._checksum, label)
         self.started += 1  # last: the thread takes it for the newest of the history
@@ -138,12 +154,28 @@ class Peers(Alone):
 
     def call_off(self, why: str) -> NoReturn:
         """End the job: every rank raises this, or the first reason that was given."""
-        raise PlanMismatchError(self._call_off(self.store, why))
+        self._call_off(self.store, why)
+        raise self._over()
+
+    def _over(self) -> PlanMismatchError:
+        """What is raised here once the job was called off."""
+        self.told.set()
+        return PlanMismatchError(self.aborted)
+
+    def enter(self) -> None:
+        """The model is called on this thread: raise if the job was called off, or the process group is gone."""
+        self.caller = threading.get_ident()
+        self.check()
+
+    def stuck_in(self) -> tuple[int, str] | None:
+        """Number and label of the first collective that this rank's GPU is not through with."""
+        mark = self.marks.oldest()
+        return self.starting if mark is None else (mark.number, mark.label)
 
     def check(self) -> None:
         """Raise if the job was called off, or the process group is gone."""
         if self.aborted:
-            raise PlanMismatchError(self.aborted)
+            raise self._over()
         group = self._group()
         if group is None or self._ended or not compat.groups.exists(group):
             raise DcompileError(
@@ -159,14 +191,30 @@ class Peers(Alone):
 
     def _watch(self) -> None:
         pace = max(BEAT_S, self.world / 1000)
+        stay_out_of_captures()
         try:
             while not self._ended:
                 self._beat(self._side)
                 self._look()
                 self._wake.wait(pace)
                 self._wake.clear()
-        except RuntimeError:  # the store is gone, and with it whoever kept it: collectives will say so
-            return
+        except RuntimeError:  # the store is gone, and with it whoever kept it: Gloo's collectives say so
+            self._watch_without_store()
+
+    def _watch_without_store(self) -> None:
+        """See whether a GPU is stuck: no other rank can be asked why."""
+        stuck, since = self.stuck_in(), time.monotonic()
+        while not self._ended and not self.aborted:
+            now = self.stuck_in()
+            if now is None or now != stuck:
+                stuck, since = now, time.monotonic()
+            elif time.monotonic() - since > GONE_S:
+                self._abort(
+                    f"dcompile: rank {self.rank} was waiting for the {now[1]}, number {now[0]} of this group; the "
+                    "process that keeps the job's store (rank 0's, or torchrun's) is gone"
+                )
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
 
     def _beat(self, store: Any) -> None:
         self._beats += 1
@@ -181,6 +229,8 @@ class Peers(Alone):
             self._abort(self._side.get("abort").decode())
         if self.rank and not self.aborted:
             self._compare_with_rank_0()
+        if not self.aborted and (reason := self._lookout.reason()):
+            self._call_off(self._side, reason)
 
     def _compare_with_rank_0(self) -> None:
         first = _said(self._side, 0)
@@ -204,10 +254,15 @@ class Peers(Alone):
         return why
 
     def _abort(self, why: str) -> None:
-        self.aborted = why
+        first, self.aborted = not self.aborted, self.aborted or why
         group = self._group()
-        if group is not None:
-            compat.groups.abort(group)
+        if first and group is not None and self.on_gpu:
+            self._abortion = Abort(self, group)
+
+    @property
+    def aborting(self) -> bool:
+        """Whether communicators are being aborted."""
+        return self._abortion is not None and self._abortion.under_way
 
     # --- the end ---
 
@@ -226,7 +281,7 @@ class Peers(Alone):
             with contextlib.suppress(RuntimeError):
                 self._say_goodbye()
             if self.aborted:
-                raise PlanMismatchError(self.aborted)
+                raise self._over()
 
     def _say_goodbye(self) -> None:
         self._beat(self.store)
@@ -274,3 +329,7 @@ def _end_at_exit() -> None:
         say(str(error).removeprefix("dcompile: "))
         sys.stdout.flush()
         os._exit(1)
+    if any(line.aborting for line in _LINES.values()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # communicators that cannot be aborted would keep the process from ending

@@ -250,8 +250,11 @@ class Exchange:
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
         """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""
+        labels: dict[Any, list[str]] = {}
         for group, label in collectives:
-            count_replayed(group, label)
+            labels.setdefault(group, []).append(label)
+        for group, of_group in labels.items():
+            count_replayed(group, of_group)
         for bucket, flat in zip(self._scattered(), reduced, strict=True):
             world = self.shards.groups[bucket.group].scatter_group().size()
             sizes = [size // world for size in bucket.sizes]

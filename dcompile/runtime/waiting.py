@@ -58,6 +58,10 @@ class Others:
         """What a rank said last."""
         return self._last.get(rank)
 
+    def silent_s(self, rank: int) -> float:
+        """Since when a rank has said nothing new, as far as this one has looked."""
+        return time.monotonic() - self._moved.get(rank, self._began)
+
     def alive(self, rank: int) -> bool:
         """Whether a rank has said something new not long ago."""
         return rank in self._moved and time.monotonic() - self._moved[rank] < STALE_S

@@ -31,7 +31,7 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compat.groups, "group_store", lambda group: group.store)
         monkeypatch.setattr(compat.groups, "exists", lambda group: True)
-        monkeypatch.setattr(compat.groups, "abort", lambda group: None)
+        monkeypatch.setattr(compat.groups, "can_abort", lambda group: False)
         monkeypatch.setattr(compat.groups, "own_store", lambda store, prefix: dist.PrefixStore(prefix, store))
         monkeypatch.setattr(module.dist, "get_rank", lambda group: group.rank)
         monkeypatch.setattr(module.dist, "get_world_size", lambda group: group.world)

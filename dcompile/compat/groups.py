@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -76,19 +77,40 @@ def own_store(store: Any, prefix: str) -> Any:
 
 def time_limit(group: Any, device: str) -> float:
     """Seconds after which a collective of this group has failed."""
-    import torch
     import torch.distributed.distributed_c10d as c10d
 
-    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    options = getattr(group._get_backend(_device(device)), "options", None)
     limit = getattr(options, "_timeout", None) or c10d.default_pg_timeout
     return float(limit.total_seconds())
 
 
 def is_gloo(group: Any, device: str) -> bool:
     """Whether collectives of tensors on this device are Gloo's: they are waited for by the CPU."""
+    return type(group._get_backend(_device(device))).__name__ == "ProcessGroupGloo"
+
+
+@contextlib.contextmanager
+def patient(group: Any, device: str, limit_s: float, patience_s: float) -> Iterator[None]:
+    """What Gloo starts meanwhile fails after `patience_s` instead of after the group's own limit, `limit_s`.
+
+    Not every collective looks at the limit among its options: an all-gather of several tensors does not.
+    """
+    backend: Any = group._get_backend(_device(device))
+    change = getattr(backend, "_set_default_timeout", None)
+    if change is None:
+        yield
+        return
+    change(timedelta(seconds=patience_s))
+    try:
+        yield
+    finally:
+        change(timedelta(seconds=limit_s))
+
+
+def _device(name: str) -> Any:
     import torch
 
-    return type(group._get_backend(torch.device(device))).__name__ == "ProcessGroupGloo"
+    return torch.device(name)
 
 
 def limit(options: Any, limit_s: float | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,7 +32,7 @@ class Flight:
     """
 
     def __init__(self, group: Any, device: torch.device, label: str, start: Callable[[float | None], Any]) -> None:
-        self.group, self.label = group, label
+        self.group, self.label, self._device = group, label, device.type
         self._peers = peers_of(group)
         self._limit_s: float | None = None
         """Of Gloo's collectives, which the host waits for."""
@@ -51,7 +52,11 @@ class Flight:
     def _started(self, peers: Peers, start: Callable[[float | None], Any]) -> Any:
         peers.starting = self._index, self.label
         try:
-            return start(None if self._limit_s is None else self._limit_s + PATIENCE_S)
+            if self._limit_s is None:
+                return start(None)
+            patience_s = self._limit_s + PATIENCE_S
+            with compat.groups.patient(self.group, self._device, self._limit_s, patience_s):
+                return start(patience_s)
         except RuntimeError as error:
             self._annotate(error)
             raise
@@ -63,13 +68,14 @@ class Flight:
         if self._peers is None or self._limit_s is None:
             self._let_the_stream_wait()
             return
+        work = self.work if _takes_limits(self.work) else _Waited(self.work)
         try:
-            self.work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
+            work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
         except RuntimeError as error:
-            if self.work.is_completed():
-                self._finish(self._peers, error)
+            if work.is_completed():
+                self._finish(work, self._peers, error)
             else:
-                self._wait_long(self.work, self._peers, self._limit_s)
+                self._wait_long(work, self._peers, self._limit_s)
 
     def _let_the_stream_wait(self) -> None:
         """The host goes on: whether the collective ends is for `runtime.lookout` to see."""
@@ -91,7 +97,7 @@ class Flight:
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    self._finish(peers, error)
+                    self._finish(work, peers, error)
                     return
             try:
                 peers.check()
@@ -114,10 +120,10 @@ class Flight:
                     f"started {self._name()}: every rank must run the same steps"
                 )
 
-    def _finish(self, peers: Peers, error: RuntimeError) -> None:
+    def _finish(self, work: Any, peers: Peers, error: RuntimeError) -> None:
         """It is over: well, if it ended just behind the time that it was waited for."""
         try:
-            self.work.wait()
+            work.wait()
         except RuntimeError as failure:
             if peers.aborted:
                 peers.check()
@@ -133,6 +139,43 @@ class Flight:
 
     def _name(self) -> str:
         return f"the {self.label}" + (f", number {self._index} of this group" if self._index else "")
+
+
+class _Waited:
+    """A torch.distributed.Work whose `wait` knows no limit, nor `is_completed` the truth: a thread waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._over = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._wait, name="dcompile waiting", daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._over.set()
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """As that of a Work that keeps to its limit."""
+        if not self._over.wait(None if limit is None else limit.total_seconds()):
+            raise RuntimeError("it has not ended in time")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._over.is_set()
+
+
+def _takes_limits(work: Any) -> bool:
+    """Whether one of Gloo's can be waited for with a limit: its reduce-scatter, made of others, cannot."""
+    try:
+        work.get_future()
+    except RuntimeError:
+        return False
+    return True
 
 
 def start_sum(group: Any, tensor: torch.Tensor, label: str) -> Flight:

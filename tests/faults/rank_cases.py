@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -12,13 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile import compat
+from dcompile.capture.entry import find_model
 from dcompile.errors import DcompileError
 from dcompile.pipeline import Pipeline
-from dcompile.runtime import waiting
+from dcompile.runtime import peers, waiting
 
 
 class Mlp(nn.Module):
@@ -44,20 +48,47 @@ class Swapped(Mlp):
         self.b = nn.Linear(40, 40)
 
 
-def model_of(kind: type[nn.Module] = Mlp, seconds: float = 60, **options: Any) -> Any:
-    """A compiled DDP model in a process group of its own."""
+def device() -> torch.device:
+    """Where this pair of ranks computes."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def model_of(kind: type[nn.Module] = Mlp, seconds: float = 60, wrap: str = "ddp", **options: Any) -> Any:
+    """A compiled model, in DDP or `fully_shard` ("fsdp2"; "kept" gathers once), in a process group of its own."""
     torch.manual_seed(3)
     group = dist.new_group(timeout=timedelta(seconds=seconds))
-    return dcompile.compile(DDP(kind(), process_group=group), options={"receipt": False, **options})
+    module = kind().to(device())
+    if wrap != "ddp":
+        how = {"mesh": DeviceMesh.from_group(group, device().type), "reshard_after_forward": wrap == "fsdp2"}
+        fully_shard(module.b, **how)
+        model: Any = fully_shard(module, **how)
+    else:
+        model = DDP(module, process_group=group)
+    return dcompile.compile(model, options={"receipt": False, **options})
 
 
-def step(model: Any, rows: int = 8, **more: Any) -> float:
-    """One synced backward; a checksum of the gradients."""
+def line_of(model: Any) -> peers.Peers:
+    """The line to the other ranks of a model that has run."""
+    found = find_model(model)
+    line = peers.peers_of(found.adapter.group) if found is not None else None
+    assert line is not None
+    return line
+
+
+def step(model: Any, rows: int = 8, on_the_way: Any = None, **more: Any) -> float:
+    """One synced backward; a checksum of the gradients, of what this rank holds of them.
+
+    `on_the_way` is called in the backward, before the compiled part of it.
+    """
     torch.manual_seed(dist.get_rank())
     for parameter in model.parameters():
         parameter.grad = None
-    model(torch.randn(rows, 12), **more).square().mean().backward()
-    return sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)
+    result = model(torch.randn(rows, 12).to(device()), **more)
+    if on_the_way is not None:
+        result.register_hook(on_the_way)
+    result.square().mean().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return sum(float(getattr(grad, "_local_tensor", grad).double().sum()) for grad in grads)
 
 
 def raised(run: Any) -> tuple[str, str, float]:
@@ -88,8 +119,8 @@ def other_settings() -> Any:
     return raised(lambda: step(model))
 
 
-def other_branch() -> Any:
-    model = model_of()
+def other_branch(wrap: str = "ddp") -> Any:
+    model = model_of(wrap=wrap)
     return raised(lambda: step(model, twice=is_second()))
 
 
@@ -148,14 +179,14 @@ def slow_compile_on_one_rank(each: float) -> Any:
     return found, time.monotonic() - began
 
 
-def stalls() -> Any:
-    """Longer than the group's time limit, without compiling."""
-    model = model_of(seconds=2)
+def stalls(wrap: str = "ddp") -> Any:
+    """Longer than the group's time limit, in a backward, without compiling."""
+    model = model_of(seconds=1.5, wrap=wrap)
     step(model)
-    if is_second():
-        time.sleep(5)
-        return "", "", 0.0
-    return raised(lambda: step(model))
+    if not is_second():
+        return raised(lambda: step(model))
+    raised(lambda: step(model, on_the_way=lambda _: time.sleep(4)))
+    return "", "", 0.0
 
 
 def skips_a_step() -> Any:
@@ -178,6 +209,32 @@ def called_after_the_group_has_ended() -> Any:
     return found, dcompile.receipt(again).eligible
 
 
+def called_off_meanwhile(wrap: str = "ddp", **options: Any) -> Any:
+    """Rank 1 calls the job off while rank 0 is in a step's collectives, or in a replay of them."""
+    model = model_of(wrap=wrap, **options)
+    for _ in range(4):
+        step(model)
+    line = line_of(model)
+    if is_second():
+        time.sleep(1)
+        return raised(lambda: line.call_off("dcompile: rank 1 has had enough"))
+    return raised(lambda: step(model))
+
+
+def ends_after_replays(wrap: str, **options: Any) -> Any:
+    """Seconds that destroy_process_group takes behind replays; how many there were; collectives of each step."""
+    model = model_of(wrap=wrap, **options)
+    counts = [0]
+    for _ in range(6):
+        step(model)
+        counts.append(line_of(model).started)
+    group = line_of(model)._group()
+    began = time.monotonic()
+    dist.destroy_process_group(group)
+    took = time.monotonic() - began
+    return took, dcompile.receipt(model).replays, [b - a for a, b in itertools.pairwise(counts)]
+
+
 # --- artifacts --------------------------------------------------------------------------------------------------------
 
 
@@ -185,10 +242,13 @@ def shared(folder: str, **options: Any) -> dict[str, Any]:
     """Training with a cache directory for each rank."""
     cache = Path(folder) / f"rank{dist.get_rank()}"
     model = model_of(verify=False, cache_dir=str(cache), **options)
+    began = time.monotonic()
     gradients = step(model)
+    took = time.monotonic() - began
     receipt = dcompile.receipt(model)
     names = ("built", "cache_hits", "graphs_cached", "graphs_received", "kernels_received", "kernels")
-    return {"gradients": gradients, "notes": receipt.notes} | {name: getattr(receipt, name) for name in names}
+    found = {name: getattr(receipt, name) for name in names}
+    return found | {"gradients": gradients, "notes": receipt.notes, "took": took}
 
 
 def rank_0_cannot_compile(folder: str) -> Any:
@@ -219,14 +279,20 @@ def rank_0_cannot_compile(folder: str) -> Any:
 # --- these end the processes ------------------------------------------------------------------------------------------
 
 
-def killed_in_backward() -> Any:
-    model = model_of()
-    step(model)
-    if is_second():
-        next(iter(model.parameters())).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    for _ in range(2):  # the hook comes behind the first one's all-reduce
+def killed_in_backward(wrap: str = "ddp", said: str = "", **options: Any) -> Any:
+    """Rank 1 dies between two collectives. `said`: a file for what rank 0 says, if it has no time to raise it."""
+    if said and not is_second():
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+        waiting.SILENT_S = 5.0
+    model = model_of(wrap=wrap, **options)
+    for _ in range(4):  # with CUDA graphs, the last of them are replays
         step(model)
+    step(model, on_the_way=_die if is_second() else None)
     return None
+
+
+def _die(_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed_while_compiling() -> Any:

@@ -35,7 +35,15 @@ def run(ranks, case, seconds=60, **keywords):
     ],
 )
 def test_ranks_that_differ_are_all_told_how(ranks, case, words):
-    first, second = run(ranks, case)
+    assert_all_are_told(run(ranks, case), *words)
+
+
+def test_sharded_ranks_that_differ_are_all_told_how(ranks):
+    assert_all_are_told(run(ranks, "other_branch", wrap="fsdp2"), "disagree on their graph 0", "tanh", "rank_cases.py:")
+
+
+def assert_all_are_told(outcomes, *words):
+    first, second = outcomes
     assert first[0] == second[0] == "PlanMismatchError"
     assert first[1] == second[1], "the same words on both"
     assert all(word in first[1] for word in words), first[1]

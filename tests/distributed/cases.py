@@ -24,6 +24,7 @@ MAKE = {
     "shared": models.SharedOverBreak,
     "tied_break": models.TiedOverBreak,
     "norm": models.NormUnused,
+    "sync_norm": lambda: models.Normed(torch.nn.SyncBatchNorm),
     "outside": models.UsedOutside,
     "branching": models.Branching,
     "mlp_bf16": lambda: models.Mlp().bfloat16(),
@@ -89,6 +90,12 @@ def against_stock(
     if hook and dist.get_world_size(ranks) > 2:
         found["scatter"] = scatter(name, hook, ranks, accumulate, steps, **ddp)
     return found
+
+
+def against_stock_sync_norm() -> dict[str, Any]:
+    """SyncBatchNorm, which has kernels on GPUs alone; products and convolutions in whole float32."""
+    with mock.patch.object(torch.backends.cudnn, "allow_tf32", False):
+        return against_stock("sync_norm")
 
 
 def scatter(name: str, hook: str, ranks: Any, accumulate: bool, steps: int, **ddp: Any) -> float:

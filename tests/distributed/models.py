@@ -158,7 +158,7 @@ def llama(tied: bool = False, vocabulary: int = 64) -> nn.Module:
 def batch(model: nn.Module, rank: int, step: int) -> dict[str, Any]:
     """Inputs of one step: another batch on every rank."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    if isinstance(model, NormUnused):
+    if isinstance(model, NormUnused | Normed):
         return {"x": torch.randn(4, 3, 6, 6, generator=generator)}
     if isinstance(model, TiedOverBreak):
         return {"tokens": torch.randint(0, 30, (4, 6), generator=generator)}

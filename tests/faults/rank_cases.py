@@ -160,9 +160,9 @@ def guards_miss_on_one_rank() -> Any:
     return worst, dcompile.receipt(model).eligible
 
 
-def slow_compile_on_one_rank(each: float) -> Any:
-    """Compiling takes longer than the process group's time limit, while rank 0 waits in an all-reduce."""
-    model = model_of(seconds=2)
+def slow_compile_on_one_rank(each: float, wrap: str = "ddp") -> Any:
+    """Compiling takes longer than the process group's time limit, while rank 0 waits in a collective."""
+    model = model_of(seconds=2, wrap=wrap)
     step(model)
     stock = Pipeline.compile
 
@@ -181,11 +181,11 @@ def slow_compile_on_one_rank(each: float) -> Any:
 
 def stalls(wrap: str = "ddp") -> Any:
     """Longer than the group's time limit, in a backward, without compiling."""
-    model = model_of(seconds=1.5, wrap=wrap)
+    model = model_of(seconds=2, wrap=wrap)
     step(model)
     if not is_second():
         return raised(lambda: step(model))
-    raised(lambda: step(model, on_the_way=lambda _: time.sleep(4)))
+    raised(lambda: step(model, on_the_way=lambda _: time.sleep(3.5)))
     return "", "", 0.0
 
 
@@ -221,8 +221,8 @@ def called_off_meanwhile(wrap: str = "ddp", **options: Any) -> Any:
     return raised(lambda: step(model))
 
 
-def ends_after_replays(wrap: str, **options: Any) -> Any:
-    """Seconds that destroy_process_group takes behind replays; how many there were; collectives of each step."""
+def ends_after_steps(wrap: str, **options: Any) -> Any:
+    """Seconds that destroy_process_group takes behind steps; how many were replays; collectives of each step."""
     model = model_of(wrap=wrap, **options)
     counts = [0]
     for _ in range(6):
@@ -296,7 +296,7 @@ def _die(_: Any) -> None:
 
 
 def killed_while_compiling() -> Any:
-    waiting.SILENT_S = 7.0
+    waiting.SILENT_S, waiting.STALE_S = 4.0, 2.0
     model = model_of()
     if is_second():
         Pipeline.compile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]

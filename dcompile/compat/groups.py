@@ -146,6 +146,25 @@ def can_abort(group: Any) -> bool:
     return hasattr(group, "abort") and kinds != {"ProcessGroupGloo"}
 
 
+def start_scatter(group: Any, shards: list[Any], full: list[Any], op: Any, limit_s: float | None) -> Any:
+    """Start reducing each tensor of `full` to this rank's part of it, in one call; it fails after `limit_s`."""
+    import torch.distributed as dist
+
+    options: Any = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    limit(options, limit_s)
+    return group.reduce_scatter_tensor_coalesced(shards, full, options)
+
+
+def start_exchange(group: Any, received: Any, sent: Any, limit_s: float | None) -> Any:
+    """Start sending rank i the i-th of equal parts of a flat tensor, and receiving such from it."""
+    from torch.distributed.distributed_c10d import AllToAllOptions  # type: ignore[attr-defined, unused-ignore]
+
+    options = AllToAllOptions()
+    limit(options, limit_s)
+    return group.alltoall_base(received, sent, [], [], options)
+
+
 def abort(group: Any) -> None:
     """End the collectives that are under way, on this rank."""
     group.abort()

@@ -14,6 +14,7 @@ from dcompile import compat
 from dcompile.collectives.params import ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.exchange import Flight, count_replayed
+from dcompile.runtime.scattering import start_scatter
 
 
 @dataclass(eq=False)
@@ -65,13 +66,10 @@ class Shards:
         sizes = [tensor.numel() // world for tensor in full.values()]
         flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         shards = dict(zip(full, torch.split(flat, sizes), strict=True))
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = rule.scatter
         inputs, outputs = list(full.values()), list(shards.values())
 
         def start(limit_s: float | None) -> Any:
-            compat.groups.limit(options, limit_s)
-            return process_group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+            return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
         with _named(f"the {name}", full, self.units, process_group):
             flight = Flight(process_group, first.device, f"{name} ({flat.numel() * world} elements)", start)

@@ -1,7 +1,6 @@
 """Multi-rank tests: processes on Gloo (or NCCL) that stay up for many cases, each case under its own deadline.
 
-Starting a process costs seconds (importing torch and Dynamo), so cases share the pair; a case that fails or overruns
-takes it down, and the next one starts a new pair.
+Cases share the pair; a case that fails or overruns takes it down, and the next one starts a new pair.
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
+
+from tests import nursery
 
 START_S = 120
 """Longest time a pair may take to start, on a busy machine."""
@@ -40,8 +41,9 @@ class RanksFailed(AssertionError):
     """A case raised on some rank, or did not end in time; the message has every rank's traceback."""
 
 
-def _serve(rank: int, world: int, folder: str, backend: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, folder: str, backend: str, environment: dict[str, str], pipe: Any) -> None:
     """A rank's process: run cases as they are named, until told to stop."""
+    nursery.born(environment)
     stacks = open(Path(folder) / f"stacks{rank}", "w")  # noqa: SIM115  open for the process's life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -108,26 +110,18 @@ class Ranks:
         return outcomes
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        context = nursery.context()
         self._folder = tempfile.mkdtemp(prefix="ranks")
-        before = {name: os.environ.get(name) for name in self._environment}
-        os.environ |= self._environment
-        try:
-            for rank in range(self.world):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(rank, self.world, self._folder, self._backend, there), daemon=True
-                )
+        environment = {**os.environ, **self._environment}
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            arguments = (rank, self.world, self._folder, self._backend, environment, there)
+            process: Any = context.Process(target=_serve, args=arguments, daemon=True)
+            with nursery.starting():
                 process.start()
-                there.close()
-                self._processes.append(process)
-                self._pipes.append(here)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
         self._collect("starting", START_S)
 
     def _collect(self, what: str, deadline_s: float) -> list[Outcome]:

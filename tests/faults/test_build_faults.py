@@ -4,19 +4,25 @@ Each case is a process of its own that trains a small model and compares with ea
 the cache must be whole: every entry points at a library of the right content, and nothing temporary is left.
 """
 
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import json
 import os
 import resource
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.subject import ROOT
+from tests import nursery
+from tests.faults import victim
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,35 +35,70 @@ def cache(tmp_path):
     assert_whole(directory)
 
 
-def start(cache: Path, before=None, **environment: str) -> subprocess.Popen[str]:
-    names = ("CXX", "PATH", "DCOMPILE_COMPILE_TIMEOUT_S")
-    inherited = {name: value for name, value in os.environ.items() if name not in names[:1]}
-    variables = {**inherited, "PYTHONPATH": str(ROOT), "DCOMPILE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tests/faults/victim.py")],
-        env={**variables, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=before,
-        start_new_session=True,
-    )
+@dataclass
+class Ended:
+    """What became of a victim."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+@dataclass
+class Victim:
+    """One that is running, and the pipes that take its output."""
+
+    process: Any
+    pipes: tuple[Any, ...]
 
 
-def train(cache: Path, before=None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return finish(start(cache, before, **environment))
+def start(cache: Path, largest_file: int | None = None, **environment: str) -> Victim:
+    """A process that trains. `largest_file`: bytes, what it and its children may write at most."""
+    inherited = {name: value for name, value in os.environ.items() if name != "CXX"}
+    variables = {**inherited, "DCOMPILE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **environment}
+    context: Any = nursery.context()
+    readers, writers = zip(*[context.Pipe(duplex=False) for _ in range(2)], strict=True)
+    process = context.Process(target=_train, args=(variables, writers, largest_file))
+    with nursery.starting():
+        process.start()
+    for writer in writers:
+        writer.close()
+    return Victim(process, readers)
 
 
-def result_of(process: subprocess.CompletedProcess[str]) -> dict:
+def _train(environment: dict[str, str], output: Sequence[Any], largest_file: int | None) -> None:
+    """In the process: leads a session of its own, so that it can be killed with its children."""
+    os.setsid()
+    nursery.born(environment)
+    for number, pipe in enumerate(output, 1):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    victim.main()
+
+
+def finish(victim: Victim, timeout: float = 90) -> Ended:
+    victim.process.join(timeout)
+    if victim.process.is_alive():
+        os.killpg(victim.process.pid, signal.SIGKILL)
+        victim.process.join()
+    return Ended(victim.process.exitcode, *map(_read, victim.pipes))
+
+
+def _read(pipe: Any) -> str:
+    """What is there: as much as a pipe holds, 64 KiB, and no waiting for whoever else may write to it."""
+    os.set_blocking(pipe.fileno(), False)
+    with pipe, contextlib.suppress(BlockingIOError):
+        return os.read(pipe.fileno(), 1 << 16).decode()
+    return ""
+
+
+def train(cache: Path, largest_file: int | None = None, **environment: str) -> Ended:
+    return finish(start(cache, largest_file, **environment))
+
+
+def result_of(process: Ended) -> dict:
     """The victim's result, which must be right."""
     assert process.returncode == 0, process.stderr
     line = next(line for line in process.stdout.splitlines() if line.startswith("RESULT "))
@@ -66,7 +107,7 @@ def result_of(process: subprocess.CompletedProcess[str]) -> dict:
     return result
 
 
-def assert_clear_error(process: subprocess.CompletedProcess[str], *words: str) -> None:
+def assert_clear_error(process: Ended, *words: str) -> None:
     """Ended by one exception of ours, at the end of the output, that says all of `words`."""
     assert process.returncode == 1, (process.returncode, process.stderr)
     assert "RESULT" not in process.stdout
@@ -139,9 +180,9 @@ def test_killed_while_compiling(cache, tmp_path):
     process = start(cache, CXX=slow_compiler(tmp_path / "slow", "50"))
     deadline = time.monotonic() + 60
     while not list(cache.glob("tmp-*/*")) and not list(cache.glob("tmp-*")):
-        assert time.monotonic() < deadline and process.poll() is None, "it never began to compile"
+        assert time.monotonic() < deadline and process.process.is_alive(), "it never began to compile"
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
+    os.killpg(process.process.pid, signal.SIGKILL)
     finish(process)
     left = list(cache.glob("tmp-*"))
     for path in left:
@@ -152,7 +193,7 @@ def test_killed_while_compiling(cache, tmp_path):
 # --- the cache directory ----------------------------------------------------------------------------------------------
 
 
-def assert_goes_without(process: subprocess.CompletedProcess[str], directory: Path, why: str) -> None:
+def assert_goes_without(process: Ended, directory: Path, why: str) -> None:
     """Right, with one line that says which directory is not used, and why."""
     assert result_of(process)["built"] > 0
     lines = [line for line in process.stderr.splitlines() if f"kernel cache {directory} is not used" in line]
@@ -192,11 +233,7 @@ def test_a_cache_directory_of_another_user(cache):
 
 def test_a_disk_that_takes_no_more(cache):
     """A limit on file size, 4 KiB, stands in for a quota: it strikes the compiler and us alike."""
-
-    def no_space() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    process = train(cache, before=no_space)
+    process = train(cache, largest_file=4096)
     assert_clear_error(process, f"cannot write compiled kernels to {cache}", "free", "DCOMPILE_CACHE_DIR")
     assert result_of(train(cache))["built"] > 0, "with space again, all is well"
 

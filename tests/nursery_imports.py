@@ -1,0 +1,27 @@
+"""What the server of `tests.nursery` imports, and a first trace, for which torch imports more."""
+
+import importlib
+
+import torch
+from torch import nn
+
+for name in (
+    "torch._dynamo",
+    "dcompile.api",
+    "dcompile.backend",
+    "dcompile.compiler",
+    "dcompile.explain.report",
+    "dcompile.pipeline",
+    "tests.distributed.cases",
+    "tests.distributed.fsdp1_cases",
+    "tests.distributed.fsdp_cases",
+    "tests.faults.rank_cases",
+    "tests.faults.victim",
+    "transformers.models.llama.modeling_llama",
+):
+    importlib.import_module(name)
+
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
+torch.compile(model, backend="aot_eager")(torch.ones(2, 4))  # no backward: nothing is to start a thread
+torch._dynamo.reset()

@@ -29,11 +29,14 @@ from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
+from dcompile.capture.tangents import can_be_absent, take_out, tangents, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, ParamInfo, Request
 from dcompile.figures import Group
 
 Boxed = Callable[[list[Any]], list[Any]]
+WHOLE = "whole_backward"
+"""The program of a backward that takes every gradient, where the first one could do without some."""
 
 
 class Graph:
@@ -65,6 +68,11 @@ class Graph:
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of the sharded parameter that it stands for."""
         self._together = model.is_first_call()
+        self._may_lack = False
+        """Whether the backward may be left without gradients of results that nothing was computed with."""
+        self._own_results: tuple[int, ...] = ()
+        self._lacks: frozenset[int] | None = None
+        """Positions of the gradients that the backward's program does without, once it is compiled."""
         self._cut = Cut(())
         model.graphs.append(self)
 
@@ -85,6 +93,7 @@ class Graph:
         def forward(module: Any, _inputs: Any) -> Any:
             if self._needs_parameters():
                 return _boxed(_never)
+            self._own_results = compat.aot.own_results()
             return _boxed(self._forward(module, tokens))
 
         def backward(module: Any, _inputs: Any) -> Any:
@@ -116,10 +125,11 @@ class Graph:
             ),
             decompositions=compiler.decompositions(),
         )
-        return compat.dynamo.no_dynamo(self._checked(compiled), "a compiled graph")
+        return compat.dynamo.no_dynamo(self._leaving_absent(self._checked(compiled)), "a compiled graph")
 
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""
+        self._may_lack = can_be_absent(joint)
         self._lay_out(joint)
         recompute_views(joint, self._find_shards(joint))
 
@@ -173,21 +183,34 @@ class Graph:
 
         return checked
 
-    def _build(self, gm: Any, kind: Any, **more: Any) -> Executable:
+    def _leaving_absent(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, whose backward gets None for gradients that there are none of, if its program can do without."""
+        if not self._may_lack or not self._own_results:
+            return compiled
+        position = self._own_results[0]
+
+        def leaving(*args: Any) -> Any:
+            results = compiled(*args)
+            compat.aot.leave_absent(results[position])
+            return results
+
+        return leaving
+
+    def _build(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Executable:
         if self._sharded:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
         request = Request(
-            name=f"{kind}{self.number}",
+            name=f"{WHOLE if whole else kind}{self.number}",
             kind=kind,
             donated=donated,
-            together=self._together,
+            together=self._together and not whole,
             **self._machine(),
             **more,
         )
         executable = self.model.toolbox.compiler.compile_graph(gm, request)
-        self.executables[kind] = executable
+        self.executables[WHOLE if whole else kind] = executable
         return executable
 
     def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
@@ -258,35 +281,68 @@ class Graph:
     def _backward(self, gm: Any) -> Boxed:
         """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
         position = take_token(gm)
-        pending = [gm]
+        places = tangents(gm) if self._may_lack else ()
 
         def backward(args: list[Any]) -> list[Any]:
             sync = bool(args.pop(position)) if position is not None else False
             self.model.before_backward()
-            if pending:
-                with self.model.peers.busy("compiling"):
-                    self._build_backward(pending[0])
-                pending.clear()
-            return self._run_backward(args, sync)
+            absent = frozenset(place for place in places if args[place] is None)
+            kind = self._backward_for(gm, absent)
+            lacks = self._lacks if self._lacks is not None and kind == "backward" else frozenset[int]()
+            for place in absent - lacks:
+                args[place] = zeros_for(gm, place)
+            take_out(args, lacks)
+            return self._run_backward(kind, args, sync)
 
         return backward
+
+    def _backward_for(self, gm: Any, absent: frozenset[int]) -> str:
+        """Which program to run where these gradients are absent.
+
+        The first backward's absent ones are left out of its program, and most models never see others. Where one of
+        them is there after all, a program that takes all serves this and every such call.
+        """
+        if self._lacks is None:
+            with self.model.peers.busy("compiling"):
+                self._build_backward(without(gm, absent))
+            self._lacks = absent
+        if self._lacks <= absent:
+            return "backward"
+        if WHOLE not in self.executables:
+            began = time.perf_counter()
+            with self.model.peers.busy("compiling"):
+                self._build_whole_backward(gm)
+            self.model.compile_seconds += time.perf_counter() - began
+        return WHOLE
 
     def _build_backward(self, gm: Any) -> None:
         began = time.perf_counter()
         adapter = self.adapter
-        rule = adapter.bucket_rule() if self.grads else None
-        if rule is None:
-            self._build(gm, "backward")
-        else:
+        executable = self._build(gm, "backward", **self._reduces())
+        if self.grads and adapter.bucket_rule() is not None:
             assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-            numbers = {number for _, number in self.grads}
-            params = tuple(info for info in adapter.param_infos() if info.number in numbers)
-            executable = self._build(gm, "backward", grads=self.grads, params=params, rule=rule)
             self.buckets = self.model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group)
         self.model.compile_seconds += time.perf_counter() - began
 
-    def _run_backward(self, args: list[Any], sync: bool) -> list[Any]:
-        run, buckets, adapter = self.executables["backward"], self.buckets, self.adapter
+    def _build_whole_backward(self, gm: Any) -> None:
+        """The backward that takes every gradient, of which the first one lacked some: its buckets are the same."""
+        first = self.executables["backward"]
+        whole = self._build(gm, "backward", whole=True, **self._reduces())
+        if self.buckets is not None and whole.buckets:  # none, if DDP reduces by now
+            same = {b.name: b for b in whole.buckets} == {b.name: b for b in first.buckets}
+            assert same, "buckets follow from parameters alone"
+
+    def _reduces(self) -> dict[str, Any]:
+        """What a backward's program has to put into buckets, if DDP's gradients are reduced in it."""
+        rule = self.adapter.bucket_rule() if self.grads else None
+        if rule is None:
+            return {}
+        numbers = {number for _, number in self.grads}
+        params = tuple(info for info in self.adapter.param_infos() if info.number in numbers)
+        return {"grads": self.grads, "params": params, "rule": rule}
+
+    def _run_backward(self, kind: str, args: list[Any], sync: bool) -> list[Any]:
+        run, buckets, adapter = self.executables[kind], self.buckets, self.adapter
         if isinstance(adapter, ShardedAdapter) and run.buckets:
             return self._run_sharded_backward(run, adapter, args)
         if buckets is None:

@@ -163,6 +163,48 @@ def input_index(placeholder: Any) -> int | None:
     return description.idx if isinstance(description, PlainAOTInput) else None
 
 
+def is_tangent(placeholder: Any) -> bool:
+    """Whether a placeholder of AOTAutograd's graphs stands for a gradient that autograd hands to the backward."""
+    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+
+    return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
+
+
+def takes_absent_tangents() -> bool:
+    """Whether backwards of AOTAutograd pass on a None that autograd gives them for a gradient; if so, unchanged."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    process = getattr(getattr(runtime_wrappers, "AOTDispatchAutograd", None), "process_runtime_tangent", None)
+    try:
+        return process is not None and process(None, None) == (None, [None])
+    except (TypeError, AttributeError, AssertionError):
+        return False
+
+
+def own_results() -> tuple[int, ...]:
+    """Inside a compiler of AOTAutograd: positions of results that its node of the autograd graph has made itself."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return ()
+    kinds = enumerate(metadata.output_info)
+    return tuple(n for n, info in kinds if info.output_type.name == "non_alias" and info.requires_grad)
+
+
+def leave_absent(result: Any) -> None:
+    """Have autograd hand None to the compiled backward behind this result, where it would make zeros.
+
+    Functions decide this while they run forward; the node of the autograd graph is what they decide it by.
+    """
+    from dcompile.compat.tensors import is_compiled_backward
+
+    node = result.grad_fn
+    if node is not None and is_compiled_backward(node):
+        node.set_materialize_grads(False)
+
+
 def always_recompute(node: Any) -> None:
     """Have the partitioner compute this node again in the backward, whatever it costs to save it.
 

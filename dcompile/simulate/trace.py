@@ -20,6 +20,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.entry import Entry
 from dcompile.capture.graph import Graph
 from dcompile.capture.model import Settings
+from dcompile.capture.tangents import tangents, without
 from dcompile.capture.toolbox import Toolbox
 from dcompile.collectives.params import BucketRule, BucketSource, ParamInfo, Report, Request, Shard
 from dcompile.compiler import CachingCompiler
@@ -178,7 +179,8 @@ class _Graph(Graph):
         return super()._forward(gm, tokens)
 
     def _backward(self, gm: Any) -> Any:
-        return self._build(gm, "backward")
+        # a step's gradients are those of its loss, the first of the results
+        return self._build(without(gm, tangents(gm)[1:] if self._may_lack else ()), "backward")
 
 
 class _Planner(CachingCompiler):

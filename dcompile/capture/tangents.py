@@ -1,0 +1,71 @@
+"""Gradients of results that nothing was computed with: autograd has none, and a backward need not be given zeros.
+
+A model that returns its loss and its logits gets a gradient of the loss alone. By default, autograd makes zeros of the
+other one, as large as the logits, and the backward adds them up. Asked not to, it hands over None; the program for such
+a backward has a constant in that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile import compat
+
+
+def can_be_absent(joint: Any) -> bool:
+    """Whether backwards of this joint graph may be left without some of the gradients that they get.
+
+    There have to be several (a backward with none does not run), and what stands for one must follow from the graph:
+    sizes are known, and memory is dense.
+    """
+    values = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder") if compat.aot.is_tangent(node)]
+    return len(values) > 1 and all(map(_is_plain, values)) and compat.aot.takes_absent_tangents()
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    sizes = (*value.shape, *value.stride())
+    return all(isinstance(size, int) for size in sizes) and value.is_contiguous()
+
+
+def tangents(backward: Any) -> tuple[int, ...]:
+    """Positions among a backward's inputs of the gradients that autograd hands over."""
+    inputs = backward.graph.find_nodes(op="placeholder")
+    return tuple(place for place, node in enumerate(inputs) if compat.aot.is_tangent(node))
+
+
+def without(backward: Any, places: Iterable[int]) -> Any:
+    """The backward with zeros, which are constants, in place of these inputs; a copy, unless there are none.
+
+    Guarantees: the values of `backward` on zeros. Relies on: `can_be_absent` of the graph that it was cut from.
+    """
+    absent = frozenset(places)
+    if not absent:
+        return backward
+    graph, copies = torch.fx.Graph(), dict[Any, Any]()
+    inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
+    for node in backward.graph.nodes:
+        if inputs.get(node) in absent:
+            value = node.meta["val"]
+            keywords = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            copies[node] = graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), keywords)
+            copies[node].meta["val"] = value
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return torch.fx.GraphModule(backward, graph)
+
+
+def zeros_for(backward: Any, place: int) -> torch.Tensor:
+    """What autograd would have made of an absent gradient."""
+    value = backward.graph.find_nodes(op="placeholder")[place].meta["val"]
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def take_out(args: list[Any], places: Sequence[int]) -> None:
+    """Remove these arguments from a call's list, which its callee is to empty."""
+    for place in sorted(places, reverse=True):
+        del args[place]

@@ -1,0 +1,97 @@
+"""Gradients of results that nothing was computed with: left out of the program, and never missed."""
+
+import pytest
+import torch
+
+import dcompile
+from dcompile.capture.entry import find_model
+
+
+class Two(torch.nn.Module):
+    """A loss, and something as large as logits beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, x, y):
+        logits = self.second(torch.tanh(self.first(x)))
+        return torch.nn.functional.cross_entropy(logits, y), logits
+
+
+def case():
+    torch.manual_seed(0)
+    model = Two()
+    return model, torch.randn(4, 8), torch.randint(32, (4,))
+
+
+LOSSES = {
+    "loss": lambda loss, logits: loss,
+    "logits": lambda loss, logits: logits.square().mean(),
+    "both": lambda loss, logits: loss + logits.square().mean(),
+}
+
+
+def gradients(call, model, x, y, use):
+    model.zero_grad()
+    LOSSES[use](*call(x, y)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("order", [("loss",), ("both", "loss"), ("loss", "both", "loss"), ("logits", "loss", "both")])
+def test_whatever_is_computed_with_gives_eagers_gradients(order):
+    model, x, y = case()
+    call = dcompile.compile(model, options={"receipt": False, "verify": True})
+    for use in order:
+        torch.testing.assert_close(gradients(call, model, x, y, use), gradients(model, model, x, y, use))
+    graph = find_model(call).graphs[0]
+    lacking = {"loss": 1, "logits": 1, "both": 0}[order[0]]
+    assert len(graph._lacks) == lacking
+    others = {"whole_backward"} if lacking and len(set(order)) > 1 else set()
+    assert graph.executables.keys() == {"forward", "backward"} | others
+
+
+@pytest.mark.parametrize("use", ["loss", "both"])
+def test_the_program_neither_takes_nor_reads_what_is_absent(use):
+    model, x, y = case()
+    call = dcompile.compile(model, options={"receipt": False})
+    gradients(call, model, x, y, use)
+    program = find_model(call).graphs[0].executables["backward"].gm
+    taken = [node.name for node in program.graph.find_nodes(op="placeholder") if "tangents" in node.name]
+    assert taken == {"loss": ["tangents_1"], "both": ["tangents_1", "tangents_2"]}[use]
+
+
+def test_one_result_always_has_its_gradient():
+    model, x, y = case()
+    call = dcompile.compile(lambda x, y: model(x, y)[0], options={"receipt": False})
+    call(x, y).backward()
+    assert not find_model(call).graphs[0]._may_lack
+
+
+def test_retained_graphs_and_gradients_of_some_results_alone():
+    model, x, y = case()
+    call = dcompile.compile(model, options={"receipt": False})
+    loss, logits = call(x, y)
+    once = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    other = torch.autograd.grad(logits, list(model.parameters()), torch.ones_like(logits), retain_graph=True)
+    again = torch.autograd.grad(loss, list(model.parameters()))
+    loss, logits = model(x, y)
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    torch.testing.assert_close(once, expected)
+    torch.testing.assert_close(again, expected)
+    torch.testing.assert_close(other, torch.autograd.grad(logits, list(model.parameters()), torch.ones_like(logits)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at that of its inputs
+def test_another_compilers_backward_behind_an_input_keeps_its_zeros():
+    def before(x):
+        return x.sin(), x.cos()
+
+    def after(sin, cos):
+        return sin.exp(), cos  # the second result is the other function's own
+
+    x = torch.randn(5, requires_grad=True)
+    other = torch.compile(before, backend="aot_eager")
+    sin, _ = dcompile.compile(after, options={"receipt": False})(*other(x))
+    sin.sum().backward(retain_graph=True)
+    torch.testing.assert_close(x.grad, x.sin().exp() * x.cos())

@@ -50,7 +50,7 @@ def replace_constant_masks(gm: GraphModule) -> list[str]:
     done: dict[str, int] = {}
     for node in list(gm.graph.nodes):
         mask, square = _mask_of(node), _square(node)
-        if mask is None or square is None or _shape(mask)[-2:] != square:
+        if mask is None or square is None or shape_of(mask)[-2:] != square:
             continue
         if (mask, square) not in verdicts:
             verdicts[mask, square] = _verdict(mask, square)
@@ -69,13 +69,14 @@ def replace_constant_masks(gm: GraphModule) -> list[str]:
 
 
 def _mask_of(node: Node) -> Node | None:
-    if node.op != "call_function" or node.target is not ATTENTION or _argument(node, CAUSAL, "is_causal"):
+    if node.op != "call_function" or node.target is not ATTENTION or argument(node, CAUSAL, "is_causal"):
         return None
-    mask = _argument(node, MASK, "attn_mask")
+    mask = argument(node, MASK, "attn_mask")
     return mask if isinstance(mask, Node) else None
 
 
-def _argument(node: Node, position: int, name: str) -> Any:
+def argument(node: Node, position: int, name: str) -> Any:
+    """An argument of a call, given by place or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
@@ -97,13 +98,14 @@ def _verdict(mask: Node, square: tuple[int, int]) -> str | None:
 
 def _square(node: Node) -> tuple[int, int] | None:
     """(queries, keys) of an attention call, if both are known numbers."""
-    query, key = (_shape(_argument(node, place, name)) for place, name in ((0, "query"), (1, "key")))
+    query, key = (shape_of(argument(node, place, name)) for place, name in ((0, "query"), (1, "key")))
     if len(query) < 2 or len(key) < 2 or not (isinstance(query[-2], int) and isinstance(key[-2], int)):
         return None
     return query[-2], key[-2]
 
 
-def _shape(node: Any) -> tuple[Any, ...]:
+def shape_of(node: Any) -> tuple[Any, ...]:
+    """The shape of a node's value; empty if it is no tensor."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
@@ -116,7 +118,7 @@ def _construction(mask: Node) -> list[Node] | None:
         node = pending.pop()
         if node in found:
             continue
-        if not _is_constant(node) or any(_changes(user) for user in node.users):
+        if not _is_constant(node) or any(changes(user) for user in node.users):
             return None
         found.add(node)
         pending += node.all_input_nodes
@@ -133,7 +135,7 @@ def _is_constant(node: Node) -> bool:
     return node.op in ("call_function", "call_method") and _name(node) in _CONSTANT and "out" not in node.kwargs
 
 
-def _changes(node: Node) -> bool:
+def changes(node: Node) -> bool:
     """Whether a node might write into its arguments. Names that end in an underscore do; operators are listed."""
     name = _name(node)
     if node.target in (operator.and_, operator.or_, operator.not_):

@@ -17,6 +17,7 @@ from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.dtensors import with_plain_border
 from dcompile.capture.fingerprint import compare_capture
+from dcompile.capture.grouped import share_repeated_heads
 from dcompile.capture.joint import (
     Cut,
     donated_positions,
@@ -84,6 +85,7 @@ class Graph:
             self.notes += compare_capture(self.model, gm, self.number)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
+            self.notes += share_repeated_heads(gm)
 
         def found(cut: Cut) -> None:
             self.training = True

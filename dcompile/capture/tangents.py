@@ -7,7 +7,7 @@ a backward has a constant in that place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def zeros_for(backward: Any, place: int) -> torch.Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
-def take_out(args: list[Any], places: Sequence[int]) -> None:
+def take_out(args: list[Any], places: Iterable[int]) -> None:
     """Remove these arguments from a call's list, which its callee is to empty."""
     for place in sorted(places, reverse=True):
         del args[place]

@@ -48,6 +48,13 @@ def is_compiled_backward(node: Any) -> bool:
     return bool(type(node).__name__ == "CompiledFunctionBackward")
 
 
+def has_flash_attention() -> bool:
+    """Whether attention on GPUs may use the kernels that share heads of keys among queries: nobody has said no."""
+    import torch
+
+    return bool(torch.backends.cuda.flash_sdp_enabled())  # type: ignore[no-untyped-call, unused-ignore]
+
+
 def raw_stream(device: int) -> int:
     """The current stream of a GPU, as the CUDA driver takes it."""
     import torch

@@ -162,7 +162,8 @@ class _Graph(Graph):
         assert isinstance(self.adapter, _Adapter), "simulated graphs have simulated parameters"
         return self.adapter.spread
 
-    def _build(self, gm: Any, kind: Any, **more: Any) -> Any:
+    def _build(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Any:
+        del whole
         if self._spread.kind == "fsdp":
             self._sharded = self.placeholders
             more |= self._shards(gm, kind)

@@ -56,8 +56,11 @@ LINES = {
 }
 """The tiny ones are there to try the benchmark itself, also on CPU."""
 BASE = "torch.compile"
-PEERS = ("eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile reduce-overhead")
-DEFAULT_PEERS = (BASE, "dcompile", "dcompile reduce-overhead")
+PEERS = (
+    "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
+)  # fmt: skip
+"""`memory` is dcompile's option recompute."""
+DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead")
 
 
 # --- one peer ---------------------------------------------------------------------------------------------------------
@@ -85,8 +88,9 @@ def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float |
             fully_shard(layers[number])
         fully_shard(model)
     if name.startswith("dcompile"):
-        graphs = {"triton.cudagraphs": True} if name.endswith("reduce-overhead") else {}
-        return dcompile.compile(model, options={**DCOMPILE, **graphs})
+        more: dict[str, Any] = {"triton.cudagraphs": True} if name.endswith("reduce-overhead") else {}
+        more |= {"recompute": "memory"} if "memory" in name else {}
+        return dcompile.compile(model, options={**DCOMPILE, **more})
     return torch_compiled(model) if kind == "ddp" and name.startswith("torch.compile") else model
 
 
@@ -168,7 +172,7 @@ class Training:
             for event in profile.events()
             if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         ]
-        return lanes(events, steps)
+        return lanes(events, steps) | {"longest": beside_communication(events, steps)}
 
     def _explained(self, timelines: str) -> dict[str, Any]:
         """The receipt, and each collective as dcompile.profile measures it, its pictures named so."""
@@ -226,6 +230,45 @@ def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, A
         "idle_ms": (whole - busy) / steps,
         "profiled_ms": whole / steps,
     }
+
+
+def beside_communication(
+    events: Iterable[tuple[str, float, float]], steps: int, count: int = 30
+) -> list[tuple[str, float, float, float | None, float | None]]:
+    """(kernel, launches a step, ms a step, us of a launch alone, us of one with a collective beside it), longest first.
+
+    A launch is beside a collective if that takes more than half of its time, and alone if it touches none.
+    """
+    kernels = list(events)
+    network = sorted((begin, end) for name, begin, end in kernels if "nccl" in name.lower())
+    taken: dict[str, tuple[list[float], list[float], list[float]]] = {}
+    at = 0
+    for name, begin, end in sorted(kernels, key=lambda event: event[1]):
+        if "nccl" in name.lower():
+            continue
+        while at < len(network) and network[at][1] < begin - 50:  # no collective takes 50 ms
+            at += 1
+        shared = 0.0
+        for start, stop in network[at:]:
+            if start > end:
+                break
+            shared += max(0.0, min(stop, end) - max(start, begin))
+        every, alone, beside = taken.setdefault(name[:90], ([], [], []))
+        every.append(end - begin)
+        if shared == 0:
+            alone.append(end - begin)
+        elif shared > (end - begin) / 2:
+            beside.append(end - begin)
+    rows = [
+        (
+            name,
+            len(every) / steps,
+            sum(every) / steps,
+            *(1e3 * statistics.mean(t) if t else None for t in (alone, beside)),
+        )
+        for name, (every, alone, beside) in taken.items()
+    ]
+    return sorted(rows, key=lambda row: -row[2])[:count]
 
 
 def _first_line(error: BaseException) -> str:
@@ -300,7 +343,7 @@ def be_rank(arguments: argparse.Namespace) -> int:
         result = _result(lines, arguments, job.size) | after
         Path(arguments.out).write_text(json.dumps(result))
         if not arguments.quiet:
-            show(result)
+            show(result, arguments.longest)
     return 0
 
 
@@ -348,8 +391,8 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
     return said
 
 
-def show(result: dict[str, Any]) -> None:
-    """Tables and verdicts."""
+def show(result: dict[str, Any], longest: bool = False) -> None:
+    """Tables and verdicts; `longest`: also the kernels that take longest in each peer."""
     head = [
         "ms",
         "spread",
@@ -379,6 +422,13 @@ def show(result: dict[str, Any]) -> None:
         for name, found in line.items():
             for note in found.get("profile", ()):
                 print(f"  {name}: {note}")
+        if longest:
+            for name, found in line.items():
+                cells = [
+                    [k, _cell(n, 0), _cell(ms, 3), _cell(a, 1), _cell(b, 1)]
+                    for k, n, ms, a, b in found.get("longest", ())
+                ]
+                print("\n" + table([name, "launches", "ms", "us alone", "us beside"], cells))
         print("\n".join(verdicts(label, line)), flush=True)
 
 
@@ -426,7 +476,7 @@ def launch(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         if failed:
             found["failed"] = failed
-        show(found)
+        show(found, arguments.longest)
         if "teardown_s" in found:
             print(f"{label}: process groups ended in {found['teardown_s']:.1f} s", flush=True)
         lines |= found["lines"]
@@ -450,6 +500,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", default="gpu_ddp_fsdp.json", help="written anew after each part of a line")
     parser.add_argument("--timelines", default="", metavar="FOLDER", help="save dcompile's timelines there")
     parser.add_argument("--merge", nargs="+", metavar="FILE", help="join results in place of measuring")
+    parser.add_argument("--longest", action="store_true", help="list kernels, alone and with a collective beside them")
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
@@ -467,7 +518,7 @@ def main() -> int:
         return be_rank(arguments)
     if arguments.merge:
         result = merge(arguments.merge)
-        show(result)
+        show(result, arguments.longest)
     else:
         import torch
 

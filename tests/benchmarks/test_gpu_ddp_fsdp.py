@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import gpu_ddp_fsdp
-from benchmarks.gpu_ddp_fsdp import BASE, lanes, merge, parse, show, verdicts
+from benchmarks.gpu_ddp_fsdp import BASE, beside_communication, lanes, merge, parse, show, verdicts
 from benchmarks.ranks import run_job
 
 
@@ -45,6 +45,13 @@ def test_exposed_is_where_only_nccl_runs():
 
 def peer(ms, **more):
     return {"ms": ms, "exposed_ms": 1.0, "profiled_ms": 100.0, "peak_mib": 100.0, "reserved_mib": 150.0, **more}
+
+
+def test_kernels_are_timed_alone_and_beside_collectives():
+    events = [("nccl", 10, 14), ("gemm", 0, 2), ("gemm", 3, 5), ("gemm", 10, 13), ("gemm", 13, 19), ("add", 20, 21)]
+    gemm, add = beside_communication(events, 2)
+    assert gemm == ("gemm", 2.0, 6.5, 2e3, 3e3), "the last one was beside it for less than half of its time"
+    assert add == ("add", 0.5, 0.5, 1e3, None)
 
 
 def test_verdicts_are_of_the_fastest_mode(capsys):

@@ -203,6 +203,8 @@ class Graph:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
+        if self.model.settings.config.triton_cudagraphs and self.device.type != "cpu":
+            donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
         request = Request(
             name=f"{WHOLE if whole else kind}{self.number}",
             kind=kind,

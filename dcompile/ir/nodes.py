@@ -223,9 +223,9 @@ class Buffer:
     """Memory with a type.
 
     `storage` is None until memory planning, then the name of what it lies in, at `offset` bytes: "arena" (persistent,
-    reused from call to call), "bucket:NAME" (gradient bucket), "out" (escapes to the caller: allocated for each call),
-    "input" (the caller's), "library" (allocated by a library call); LODGED and the name of another buffer: a result
-    that is not written yet, or a donated input or library result that is no longer read; or, also before planning,
+    reused from call to call), "bucket:NAME" (gradient bucket), "out" (escapes to the caller, or is large: allocated in
+    each call), "input" (the caller's), "library" (allocated by a library call); LODGED and the name of another buffer:
+    a result that is not written yet, or what is allocated or donated and no longer read; or, also before planning,
     WITHIN and the name of another buffer: a part of it, which lives as long as any of its parts.
     """
 

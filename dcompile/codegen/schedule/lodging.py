@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,15 +80,23 @@ def is_known(buffer: Buffer) -> bool:
     return buffer.nbytes >= SMALLEST_HOST
 
 
-def held_bytes(program: Program, storages: Mapping[str, str], lives: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """At each step, what results, the library's tensors and donated inputs hold if nothing lies in them."""
+def held_bytes(
+    program: Program,
+    storages: Mapping[str, str],
+    lives: Mapping[str, tuple[int, int]],
+    counts: Callable[[Buffer], bool],
+) -> np.ndarray:
+    """At each step, what results, the library's tensors and donated inputs hold if nothing lies in them.
+
+    Only buffers that `counts` says yes to are looked at.
+    """
     steps = len(program.steps)
     change = np.zeros(steps + 1, np.int64)
     shown = {output.buffer for output in program.outputs if isinstance(output, View)}
     for buffer in program.buffers:
         kind = storages[buffer.name]
         donated = buffer.name in program.donated
-        if not (kind in ("out", "library") or donated) or buffer.name not in lives or not is_known(buffer):
+        if not (kind in ("out", "library") or donated) or buffer.name not in lives or not counts(buffer):
             continue
         first, last = lives[buffer.name]
         change[0 if donated else first] += buffer.nbytes

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dcompile.codegen.schedule.lodging import Host, held_bytes, hosts_of, in_flight, lodge
+from dcompile.codegen.schedule.apart import fits, heirs_of, movable, set_apart
+from dcompile.codegen.schedule.lodging import Host, held_bytes, hosts_of, in_flight, is_known, lodge
 from dcompile.codegen.schedule.placing import Block, place_symbolic
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import Size, as_index, as_size
@@ -22,7 +23,8 @@ def plan_memory(program: Program) -> Program:
 
     Guarantees: the same steps; buffers that are alive at the same time do not overlap, except that a loop may write
     over a buffer that it reads for the last time, element by element. Buffers that have a place already keep it.
-    Arena, results, the library's tensors and donated inputs together peak no higher than with all else in the arena.
+    Arena, results, the library's tensors and donated inputs together peak no higher than with all else in the arena:
+    on the CPU temporaries may lie in others' memory (`lodging.py`), on a GPU in memory of their own (`apart.py`).
     Relies on: nothing changes the order of steps afterwards.
     """
     behind = _held_by_results(program)
@@ -31,7 +33,13 @@ def plan_memory(program: Program) -> Program:
     arena = [buffer for buffer in program.buffers if storages[buffer.name] == "arena"]
     groups = _in_place_groups(program, arena, lives)
     blocks = [_block(group, lives) for group in groups]
-    fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int)]
+    may_move = movable(program, groups)
+    apart = set_apart(
+        {n: blocks[n] for n in sorted(may_move)},
+        heirs_of(program, groups, lives, may_move),
+        held_bytes(program, storages, lives, fits),
+    ).hosts
+    fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in apart]
     hosts = hosts_of(program, storages, lives)
     table = program.table
     ending: dict[int, list[Host]] = defaultdict(list)
@@ -40,13 +48,19 @@ def plan_memory(program: Program) -> Program:
     heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
     flying = in_flight(program)
     bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
-    held = held_bytes(program, storages, lives)
+    held = held_bytes(program, storages, lives, is_known)
     lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound)
     places: dict[int, tuple[str | None, Size]] = {n: lodging.places[k] for k, n in enumerate(fixed)}
     symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]
     slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
     places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
-    where = {buffer.name: places[n] for n, group in enumerate(groups) for buffer in group}
+    where = {buffer.name: places[n] for n, group in enumerate(groups) if n in places for buffer in group}
+    for n, host in apart.items():
+        head = groups[n][0].name
+        where |= {buffer.name: (host or head, 0) for buffer in groups[n]}
+        if host is None:  # memory of its own, in which the others of its group follow
+            del where[head]
+            storages[head] = "out"
     buffers = tuple(
         buffer if buffer.storage is not None else _settle(buffer, storages[buffer.name], where.get(buffer.name))
         for buffer in program.buffers

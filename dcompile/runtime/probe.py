@@ -126,7 +126,8 @@ def _statement(node: ast.stmt, lines: list[str]) -> Statement:
     at, found = next((n, m[1]) for n, line in enumerate(lines) if (m := prepared.match(line)))
     comment = lines[node.lineno - 2].strip()
     origin = tuple(comment[2:].split(", ")) if comment.startswith("# ") else ()
-    name = found.removeprefix("torch.ops.")
+    library = re.fullmatch(r"(?:entry\()?torch\.(ops\.)?([\w.]+)\)?", found)
+    name = found if library is None else library[2] if library[1] else f"aten.{library[2]}"
     if kernel := re.match(r"run\.(?:kernel|function)\('([^']+)'", found):
         name = kernel[1]
     if found.startswith("run.launches("):

@@ -89,7 +89,7 @@ def _function(path: Path, name: str, device: int) -> tuple[int, int, int]:
 
 
 class Address(int):
-    """An address that is known beforehand, where a plain number stands for one given at each call."""
+    """An address or a number that is known beforehand, where a plain int stands for an address given at each call."""
 
 
 Argument = int

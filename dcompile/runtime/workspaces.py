@@ -130,6 +130,11 @@ class Run:
         """An address in the arena, for a launch table."""
         return gpu.Address(self.arena.address + offset)
 
+    @staticmethod
+    def number(value: int) -> gpu.Address:
+        """An integer, for a launch table."""
+        return gpu.Address(value)
+
     def launches(self, count: int, kernels: list[tuple[str, str, int, tuple[int, ...]]]) -> gpu.Launches:
         """A run of kernels: each its name, function, grid and arguments, which are addresses or one of `count`."""
         found = [(self.libraries[name], function, grid, arguments) for name, function, grid, arguments in kernels]

@@ -28,6 +28,7 @@ class KernelSource:
     """One kernel. Loops that differ only in names have equal text, and so one name: they share one compiled function.
 
     `arguments` are the buffers to pass, in order, and after them the size symbols in `sizes`, as 64-bit integers.
+    A GPU kernel has the integers `numbers` in their place.
     `checked` kernels return non-zero after an integer division by zero. `launches` is what runs it on a GPU, in order;
     a C++ kernel is called and has none.
     """
@@ -41,6 +42,7 @@ class KernelSource:
     origin: tuple[str, ...] = field(default=(), compare=False)
     sizes: tuple[str, ...] = field(default=(), compare=False)
     launches: tuple[Launch, ...] = ()
+    numbers: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

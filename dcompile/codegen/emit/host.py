@@ -359,7 +359,8 @@ class _Host:
         for name in sorted(loop.writes):
             self._ensure(name)
         if kernel.launches:
-            self.waiting.append((kernel, [self._place(name) for name in kernel.arguments]))
+            given = [self._place(name) for name in kernel.arguments]
+            self.waiting.append((kernel, given + [f"run.number({number})" for number in kernel.numbers]))
             return
         pointers = [self._pointer(name) for name in kernel.arguments]
         sizes = [self.name(symbol) for symbol in kernel.sizes]

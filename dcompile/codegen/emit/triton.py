@@ -29,8 +29,9 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     writer = Passes(plan, table)
     writer.run()
     arguments = tuple(writer.arguments)
-    parts = [_function("kernel", writer.arguments.values(), writer.lines)]
-    launches = [_launch("kernel", plan.grid, plan.warps, arguments, arguments, table)]
+    numbers = tuple(writer.draws)
+    parts = [_function("kernel", (*writer.arguments.values(), *writer.draws.values()), writer.lines)]
+    launches = [_launch("kernel", plan.grid, plan.warps, arguments, arguments, table, len(numbers))]
     if plan.atomic:
         for store in loop.stores:
             if store.mode != "set":
@@ -48,7 +49,8 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     entry = f"dcompile_{plan.kind}_{digest[:8]}"  # what profilers show
     text = text.replace("def kernel(", f"def {entry}(")
     launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
-    return KernelSource(f"k{digest}", text, arguments, len(loop.body) + 4, False, loop.origin, launches=tuple(launches))
+    cost = len(loop.body) + 4
+    return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, (), tuple(launches), numbers)
 
 
 def emit_all(program: Program) -> Kernels:
@@ -77,8 +79,11 @@ def _launch(
     used: tuple[str, ...],
     arguments: tuple[str, ...],
     table: Mapping[str, Buffer],
+    numbers: int = 0,
 ) -> Launch:
     types = tuple(
         POINTERS[table[name].dtype] + ("" if fixed([table[name].offset])[0] % 16 else ALIGNED) for name in used
     )
-    return Launch(function, grid, warps, tuple(arguments.index(name) for name in used), types)
+    behind = range(len(arguments), len(arguments) + numbers)
+    chosen = (*(arguments.index(name) for name in used), *behind)
+    return Launch(function, grid, warps, chosen, (*types, *["i64"] * numbers))

@@ -9,7 +9,7 @@ from dcompile.codegen.emit.triton_prelude import SPELLING, literal, register_typ
 from dcompile.codegen.emit.triton_tiles import Dim, Plan, count, fixed, row_number
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Atom, Div, Extreme, Index, Var, bounds
-from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
+from dcompile.ir.nodes import LODGED, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
 from dcompile.ir.ops import REDUCTIONS, SCANS
 
 LIMIT = 2**31 - 2**20
@@ -30,6 +30,9 @@ class Text:
         self.depth = 1
         self.arguments: dict[str, str] = {}
         self.numbers: dict[Ref, int] = {}
+        self.draws: dict[int, str] = {}
+        """Number of a random operation in its graph -> the argument that tells it: layers then share their kernels."""
+        self.drawn = {v.args[2] for v in self.nest.body if isinstance(v, Apply) and v.op == "philox"}
         self.names = {axis.name: dim.name for dim in plan.dims for axis in dim.axes}
         self.classes = self._classes()
         self.wide = self._is_wide()
@@ -176,6 +179,9 @@ class Text:
     def expression(self, ref: Ref) -> str:
         """The right-hand side of a value's declaration."""
         match self.nest.body[ref]:
+            case Const(value, "int64") if ref in self.drawn:
+                draw, word = divmod(int(value), 4)
+                return f"({self.draws.setdefault(draw, f'n{len(self.draws)}')}.to(tl.int64) << 2) | {word}"
             case Const(value, dtype):
                 return literal(value, dtype)
             case IndexOf(index, dtype):
@@ -292,7 +298,15 @@ class Text:
 def _overlap(a: Buffer, b: Buffer) -> bool:
     if a.name == b.name:
         return True
-    if a.storage != b.storage or a.storage is None or not (a.storage == "arena" or a.storage.startswith("bucket:")):
+    if a.storage is None or _home(a) != _home(b):
         return False
     first, second = fixed((a.offset, b.offset))
     return first < second + b.nbytes and second < first + a.nbytes
+
+
+def _home(buffer: Buffer) -> str:
+    """The memory in which the buffer's offset counts: shared, or that of one buffer."""
+    storage = buffer.storage or ""
+    if storage == "arena" or storage.startswith(("bucket:", WITHIN)):
+        return storage
+    return storage if storage.startswith(LODGED) else LODGED + buffer.name

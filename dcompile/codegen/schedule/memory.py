@@ -55,10 +55,10 @@ def plan_memory(program: Program) -> Program:
     slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
     places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
     where = {buffer.name: places[n] for n, group in enumerate(groups) if n in places for buffer in group}
-    for n, host in apart.items():
+    for n, given in apart.items():
         head = groups[n][0].name
-        where |= {buffer.name: (host or head, 0) for buffer in groups[n]}
-        if host is None:  # memory of its own, in which the others of its group follow
+        where |= {buffer.name: (given or head, 0) for buffer in groups[n]}
+        if given is None:  # memory of its own, in which the others of its group follow
             del where[head]
             storages[head] = "out"
     buffers = tuple(

@@ -36,6 +36,7 @@ HAND = {
     "column argmax": loops.column_reduce(50, 300, "argmax"),
     "embedding_backward": loops.embedding_backward(40, 16, 8),
     "arange": loops.arange(50),
+    "words of random operations": loops.random_words(70, (0, 4 * 37 + 2, 4 * 37 + 3, 4 * (2**33 + 5) + 1)),
     "empty rows": loops.rms_norm(0, 8),
     "empty inner space": loops.row_sum(4, 0),
     "sum over no rows": loops.rms_norm_backward(0, 8),

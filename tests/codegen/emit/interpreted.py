@@ -145,8 +145,8 @@ def call(source: KernelSource, memory: dict[str, np.ndarray], table: dict[str, B
     module = _module(source.name, source.text)
     with np.errstate(all="ignore"):
         for launch in source.launches:
-            names = [source.arguments[n] for n in launch.arguments]
-            tensors = [_tensor(memory[name], table[name].dtype) for name in names]
+            given = [_tensor(memory[name], table[name].dtype) for name in source.arguments]
+            tensors = [[*given, *source.numbers][n] for n in launch.arguments]
             if launch.grid:
                 getattr(module, launch.function)[(launch.grid,)](*tensors, num_warps=launch.warps)
 

@@ -199,6 +199,16 @@ def arange(n: int, dtype: str = "int64") -> Program:
     return program(b, (n,), (), [Store("y", I0, b.put(IndexOf(as_index(I0) * 3 + 1, dtype)))], y=(dtype, (n,)))
 
 
+def random_words(n: int, draws: tuple[int, ...]) -> Program:
+    """Words of random operations: 4 times an operation's number, and which word of its block."""
+    b = Body()
+    key = b.put(Load("key", as_index(0), "int64"))
+    place = b.put(IndexOf(as_index(I0), "int64"))
+    words = [b.op("philox", key, place, b.const(draw, "int64"), dtype="int32") for draw in draws]
+    stores = [Store(f"y{number}", I0, word) for number, word in enumerate(words)]
+    return program(b, (n,), (), stores, key=("int64", (1,)), **{f"y{k}": ("int32", (n,)) for k in range(len(draws))})
+
+
 def scanned_softmax(rows: int, n: int) -> Program:
     """z = x * (sum over k <= j of softmax(x)[k]), and the running largest of z."""
     b = Body()

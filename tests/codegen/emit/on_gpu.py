@@ -42,8 +42,9 @@ def run(program: Program, inputs: dict[str, np.ndarray], built: dict[str, object
     kernels = []
     for step in program.steps:
         source = triton.emit(step, table)
+        given = [*(names[name] for name in source.arguments), *map(gpu.Address, source.numbers)]
         kernels += [
-            (built[source.name], n.function, n.grid, [names[source.arguments[k]] for k in n.arguments])
+            (built[source.name], n.function, n.grid, [given[k] for k in n.arguments])
             for n in source.launches
             if n.grid
         ]

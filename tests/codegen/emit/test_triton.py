@@ -34,6 +34,23 @@ def source(program: Program) -> KernelSource:
     return triton.emit(loop, program.table)
 
 
+def test_random_operations_share_their_kernel():
+    first, second = (source(loops.random_words(64, (4 * draw, 4 * draw + 1))) for draw in (3, 40))
+    assert (first.name, first.text) == (second.name, second.text)
+    assert (first.numbers, second.numbers) == ((3,), (40,))
+    assert first.launches[0].types[-1] == "i64"
+    assert source(loops.random_words(64, (4, 9))).name != first.name
+
+
+@pytest.mark.parametrize(("a", "b", "meet"), [("in:h", "in:h", True), ("out", "in:x", True), ("in:h", "in:g", False)])
+def test_threads_wait_before_they_write_what_others_read(a, b, meet):
+    """A result in place of an argument, in whatever memory that is: a tile is read as a whole before it is written."""
+    program = loops.rms_norm(8, 512)
+    storage = {"x": a, "y": b}
+    buffers = tuple(replace(buffer, storage=storage.get(buffer.name, "input")) for buffer in program.buffers)
+    assert ("debug_barrier" in source(replace(program, buffers=buffers)).text) == meet
+
+
 def test_every_op_has_a_spelling():
     assert triton.EMITTER.spelling.keys() == OPS.keys()
 

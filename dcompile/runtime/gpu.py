@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,26 @@ def _driver() -> Any:
         raise BuildError(f"dcompile: cannot load the CUDA driver: {error}") from error
 
 
+_BOUND = threading.local()
+
+
+def bind(device: int) -> None:
+    """See that the driver knows on this thread which context it works in; what is current stays so.
+
+    PyTorch asks the driver for one only when a thread does something itself, and of autograd's threads the first to do
+    something may be ours.
+    """
+    if getattr(_BOUND, "yes", False):
+        return
+    driver, context, number = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "asking for the current context")
+    if not context.value:
+        _check(driver.cuDeviceGet(ctypes.byref(number), device), f"looking for GPU {device}")
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), f"the context of GPU {device}")
+        _check(driver.cuCtxSetCurrent(context), f"working on GPU {device}")
+    _BOUND.yes = True
+
+
 def _check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
@@ -79,6 +100,7 @@ def read_archive(path: Path) -> dict[str, tuple[str, int, int, bytes]]:
 @cache
 def _function(path: Path, name: str, device: int) -> tuple[int, int, int]:
     """(CUfunction, shared bytes, threads) on a device, whose context is current."""
+    bind(device)
     entry, shared, warps, cubin = read_archive(path)[name]
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {path}")
@@ -140,7 +162,8 @@ def launcher(library: ctypes.CDLL) -> Any:
 
 
 def stream_of(device: int) -> int:
-    """The current stream of a device, as the driver knows it."""
+    """The current stream of a device, as the driver knows it, for kernels that this thread will start."""
+    bind(device)
     return raw_stream(device)
 
 

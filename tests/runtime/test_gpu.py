@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -206,3 +207,20 @@ def test_an_optimizer_step_is_a_few_kernels():
         call()
     for p, q in zip(parameters, others, strict=True):
         same(p, q, 1e-5, 1e-6)
+
+
+def test_a_thread_that_has_not_used_the_gpu_before():
+    """Autograd's threads are such: what runs there first may be a kernel of ours, with all its memory at hand."""
+    call, x = compiled(rms_norm), randn(64, 128)
+    weight, found = randn(128), []
+    with torch.no_grad():
+        want = call(x, weight)
+
+        def run():
+            with torch.no_grad():
+                found.append(call(x, weight))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    same(want, found[0], 0, 0)

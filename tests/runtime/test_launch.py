@@ -21,6 +21,7 @@ from dcompile.config import Config
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Literally, Loop, Program, Store, View, Wait
+from dcompile.runtime import gpu
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
 from tests.codegen.emit import loops
@@ -374,3 +375,37 @@ def test_host_programs_read_well(golden):
     source = load(chain(8)).source
     source = re.sub("k[0-9a-f]{24}", "kHASH", source)
     golden(source)
+
+
+class Driver:
+    """As much of CUDA's driver as a thread needs to say which context it works in."""
+
+    def __init__(self, current: int) -> None:
+        self.current, self.set, self.asked = current, [], 0
+
+    def cuCtxGetCurrent(self, context):
+        self.asked += 1
+        context._obj.value = self.current or None
+        return 0
+
+    def cuDeviceGet(self, number, device):
+        number._obj.value = device
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, number):
+        context._obj.value = 1000 + number.value
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.set.append(context.value)
+        return 0
+
+
+@pytest.mark.parametrize(("current", "set_to"), [(0, [1002]), (77, [])])
+def test_a_thread_without_a_context_gets_its_gpus_once(current, set_to, monkeypatch):
+    driver = Driver(current)
+    monkeypatch.setattr(gpu, "_driver", lambda: driver)
+    monkeypatch.setattr(gpu, "_BOUND", threading.local())
+    gpu.bind(2)
+    gpu.bind(2)
+    assert (driver.set, driver.asked) == (set_to, 1)

@@ -44,9 +44,7 @@ def run(program: Program, inputs: dict[str, np.ndarray], built: dict[str, object
         source = triton.emit(step, table)
         given = [*(names[name] for name in source.arguments), *map(gpu.Address, source.numbers)]
         kernels += [
-            (built[source.name], n.function, n.grid, [given[k] for k in n.arguments])
-            for n in source.launches
-            if n.grid
+            (built[source.name], n.function, n.grid, [given[k] for k in n.arguments]) for n in source.launches if n.grid
         ]
     table_of = gpu.launcher(libraries.library(built[gpu.LAUNCHER]))
     launches = gpu.Launches(table_of, 0, len(names), kernels)

@@ -203,6 +203,8 @@ class ShardUnit(Protocol):
     name: str
     group: str
     """Name of its `ShardGroup`."""
+    offloaded: bool
+    """Whether the shard lies in CPU memory, and is copied for each gather."""
 
     def data(self) -> Any:
         """This rank's shard, padded, as a flat tensor of the dtype that computing uses."""
@@ -212,6 +214,9 @@ class ShardUnit(Protocol):
 
     def commit(self, gradient: Any) -> None:
         """Add this rank's reduced shard, a flat tensor of the reduce dtype with its padding, to the gradient."""
+
+    def settle(self) -> None:
+        """A backward ends: wait until the gradient is where it belongs."""
 
 
 AnySource: TypeAlias = BucketSource | ShardSource

@@ -16,7 +16,7 @@ _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", 
           "gradient_divide_factor")  # fmt: skip
 _PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor",
           "_setattr_on_modules", "_module_info", "init_dtype_attrs", "_orig_size", "fsdp_placement", "is_dtensor",
-          "offload_to_cpu", "padded_sharded_param_size")  # fmt: skip
+          "offload_to_cpu", "pin_memory", "padded_sharded_param_size")  # fmt: skip
 
 
 def states_in(module: torch.nn.Module) -> list[Any]:
@@ -81,8 +81,6 @@ def _objections(group: Any) -> Iterator[str]:
     if getattr(group, "reduce_scatter_unused_params", False):
         yield "unused parameters take part in reductions (set_reduce_scatter_unused_params)"
     for param in group.fsdp_params:
-        if param.offload_to_cpu:
-            yield "parameters are kept in CPU memory (CPUOffloadPolicy)"
         if param.fsdp_placement.dim != 0:
             yield f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
         if param.is_dtensor and _dtensor_spec(param) is None:
@@ -212,8 +210,10 @@ def show(param: Any, instead: torch.nn.Parameter) -> None:
 
 
 def shard_data(param: Any) -> torch.Tensor:
-    """This rank's shard, flat and padded, as it is to be gathered."""
+    """This rank's shard, flat and padded, as it is to be gathered: where that happens, if it is kept in CPU memory."""
     data: torch.Tensor = param._sharded_param_data
+    if param.offload_to_cpu:
+        data = data.to(param.device, non_blocking=True)
     dtype = compute_dtype(param)
     return data if data.dtype == dtype else data.to(dtype)
 
@@ -223,17 +223,38 @@ def shard_address(param: Any) -> int:
     return int(param._sharded_param_data.data_ptr())
 
 
-def add_gradient(param: Any, shard: torch.Tensor) -> None:
-    """Set or add to the sharded parameter's .grad, and run its hooks, as FSDP does after a reduction."""
+def is_offloaded(param: Any) -> bool:
+    """Whether the shard and its gradient are kept in CPU memory."""
+    return bool(param.offload_to_cpu)
+
+
+def add_gradient(param: Any, shard: torch.Tensor) -> Any:
+    """Set or add to the sharded parameter's .grad, and run its hooks, as FSDP does after a reduction.
+
+    Where the gradient goes to CPU memory and nobody reads it during the backward, it is only on its way then: the
+    result is an event to wait for before the backward ends, or None.
+    """
     shard = shard.to(param.orig_dtype)
     new = shard.as_strided(param.sharded_size, param.contiguous_sharded_stride, shard.storage_offset())
-    sharded = param.sharded_param
+    sharded, arrival = param.sharded_param, None
+    hooks = (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values()
+    if param.offload_to_cpu and new.device.type != "cpu":
+        new, arrival = _to_cpu(new, param.pin_memory and sharded.grad is None and not hooks)
     if sharded.grad is None:
         sharded.grad = param.to_sharded_dtensor(new)
     else:
         sharded.grad._local_tensor += new
-    for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in hooks:
         hook(sharded)
+    return arrival
+
+
+def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:
+    """A copy in CPU memory; `later`: it goes to pinned memory on the current stream, and arrives with the event."""
+    import torch
+
+    copy = tensor.to("cpu", non_blocking=later)
+    return copy, torch.get_device_module(tensor.device).current_stream().record_event() if later else None
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------

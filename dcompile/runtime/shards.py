@@ -27,6 +27,8 @@ class Shards:
     """Unit -> sum of its gradients on this rank, padded, from backwards that were not to reduce them."""
     _partial: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Unit -> sum of its shards that have been reduced, but not among replicas yet."""
+    _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
+    """Units whose gradients may be on their way to CPU memory."""
 
     def source(self, buckets: tuple[Bucket, ...], accumulates: bool = False) -> Exchange:
         """What one call of a program with these buckets exchanges through.
@@ -36,7 +38,7 @@ class Shards:
         return Exchange(self, {bucket.name: bucket for bucket in buckets}, accumulates)
 
     def flush(self) -> None:
-        """At the end of a backward: reduce what earlier ones left of units that this one did not reach.
+        """At the end of a backward: reduce what earlier ones left of units that this did not reach; wait for copies.
 
         Every rank has left gradients of the same units, as it ran the same backwards.
         """
@@ -46,6 +48,8 @@ class Shards:
                 whole = self._whole.pop(number)
                 pending = self._scatter(group, {number: whole}, f"the rest of {self.units[number].name}")
                 self._finish(pending)
+        while self._unsettled:
+            self._unsettled.popitem()[1].settle()
 
     def _group_of(self, number: int) -> ShardGroup:
         return self.groups[self.units[number].group]
@@ -83,7 +87,10 @@ class Shards:
     def commit(self, shards: Mapping[int, torch.Tensor]) -> None:
         """Hand reduced shards on as gradients."""
         for number, shard in shards.items():
-            self.units[number].commit(shard)
+            unit = self.units[number]
+            unit.commit(shard)
+            if unit.offloaded:
+                self._unsettled[number] = unit
 
     def kept(self, numbers: Iterable[int]) -> bool:
         """Whether gradients of these units are still to be reduced."""
@@ -234,6 +241,8 @@ class Exchange:
         """Addresses of the shards that this call reads; or why another call at these may do something else."""
         read: list[int] = []
         for bucket in self.buckets.values():
+            if any(self.shards.units[number].offloaded for number in bucket.units):
+                return "parameters are kept in CPU memory"
             if bucket.kind == "all_gather":
                 read += [self.shards.units[number].address() for number in bucket.units]
             elif not self.accumulates:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from tests.distributed.harness import Ranks
 
@@ -30,6 +30,8 @@ def ranks():
         {"name": "mlp", "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         {"name": "uneven", "accumulate": True},
         {"name": "llama"},
+        {"name": "uneven", "accumulate": True, "offload_policy": CPUOffloadPolicy(pin_memory=True)},
+        {"name": "mlp", "offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"name": "llama_tied", "options": {}},
         {"name": "mlp", "options": GRAPHS},
         {"name": "mlp", "options": GRAPHS, "accumulate": True},

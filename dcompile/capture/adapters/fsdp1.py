@@ -40,8 +40,13 @@ class Flat:
         address: int = self.handle.flat_param.data_ptr()
         return address
 
+    offloaded = False
+
     def commit(self, gradient: torch.Tensor) -> None:
         compat.fsdp1.add_gradient(self.handle, gradient)
+
+    def settle(self) -> None:
+        """Gradients are where they belong at once."""
 
     # --- its group
 

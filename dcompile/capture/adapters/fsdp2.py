@@ -27,6 +27,9 @@ class Unit:
         self.param = param
         self.name = compat.fsdp2.full_name(param, number)
         self.group = group
+        self.offloaded = compat.fsdp2.is_offloaded(param)
+        self._arrival: Any = None
+        """Event of a gradient on its way to CPU memory."""
         self.virtual = compat.fsdp2.virtual_parameter(param)
         self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
         self.wrap = compat.fsdp2.dtensor_of(param)
@@ -38,7 +41,12 @@ class Unit:
         return compat.fsdp2.shard_address(self.param)
 
     def commit(self, gradient: torch.Tensor) -> None:
-        compat.fsdp2.add_gradient(self.param, gradient)
+        self._arrival = compat.fsdp2.add_gradient(self.param, gradient)
+
+    def settle(self) -> None:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._arrival = None
 
 
 class Group:

@@ -30,6 +30,7 @@ from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
+from dcompile.capture.pooling import shorten_positions
 from dcompile.capture.tangents import can_be_absent, take_out, tangents, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, ParamInfo, Request
@@ -132,6 +133,8 @@ class Graph:
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""
         self._may_lack = can_be_absent(joint)
+        if self.model.settings.config.kernels != "aten":
+            shorten_positions(joint)
         self._lay_out(joint)
         recompute_views(joint, self._find_shards(joint))
 

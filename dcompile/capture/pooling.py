@@ -1,0 +1,81 @@
+"""What max pooling saves for its backward: where in its window each maximum was, in one byte or two.
+
+ATen's operator gives positions in the image, in eight bytes each: for the first pooling of ResNet-50 with 128 images
+that is 196 MiB, as much as its largest activation. A position less that of its window's first element is small, and the
+backward adds that again.
+
+Guarantees: the same values. A function of the graph alone, hence the same on every rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+SHORT = ((torch.uint8, 2**8), (torch.int16, 2**15))
+"""dtypes, and how many positions in a window they can tell apart."""
+
+
+def shorten_positions(joint: GraphModule) -> int:
+    """Rewrite the positions that backwards of max pooling in two dimensions read; returns of how many poolings."""
+    found = joint.graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default)
+    mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in found]) if found else None
+    count = sum(_shorten(node, mode) for node in found) if mode is not None else 0
+    joint.recompile()
+    return count
+
+
+def _shorten(backward: Node, mode: Any) -> bool:
+    """Let one backward read what is computed from short positions."""
+    image, positions = backward.args[1], backward.args[7]
+    assert isinstance(image, Node) and isinstance(positions, Node)
+    value = positions.meta["val"]
+    sizes = (*image.meta["val"].shape, *value.shape)
+    if positions.target is not operator.getitem or not all(isinstance(size, int) for size in sizes):
+        return False
+    (kernel, stride, padding, dilation), width = map(_pair, backward.args[2:6]), int(sizes[-1 - value.dim()])
+    stride = stride or kernel
+    reach = (kernel[0] - 1) * dilation[0] * width + (kernel[1] - 1) * dilation[1]
+    dtype = next((dtype for dtype, count in SHORT if reach < count), None)
+    if dtype is None:
+        return False
+    graph = backward.graph
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = graph.call_function(target, args, kwargs)
+        given = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = target(*given[0], **given[1])
+        return node
+
+    def firsts() -> Node:
+        """The position of each window's first element, which padding may put outside of the image."""
+        settings = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
+        above, beside = -padding[0] * width - padding[1], 0
+        rows = call(prims.iota.default, value.shape[-2], start=above, step=stride[0] * width, **settings)
+        columns = call(prims.iota.default, value.shape[-1], start=beside, step=stride[1], **settings)
+        return call(aten.add.Tensor, call(aten.unsqueeze.default, rows, 1), columns)
+
+    with graph.inserting_before(positions.next):
+        short = call(aten._to_copy.default, call(aten.sub.Tensor, positions, firsts()), dtype=dtype)
+    with graph.inserting_before(backward):
+        wide = call(aten._to_copy.default, short, dtype=torch.int64)
+        again = call(aten.add.Tensor, wide, firsts())
+    for node in (wide, again):
+        compat.aot.always_recompute(node)
+    backward.replace_input_with(positions, again)
+    return True
+
+
+def _pair(given: Any) -> Sequence[int]:
+    """As ATen reads the sizes of windows: one for both directions, or none."""
+    numbers = [int(number) for number in given] if isinstance(given, (tuple, list)) else [int(given)]
+    return numbers * 2 if len(numbers) == 1 else numbers

@@ -17,6 +17,7 @@ from dcompile.codegen.emit.emitter import Kernels, KernelSource
 from dcompile.codegen.lower.program import Lowered, lower
 from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
 from dcompile.codegen.schedule.accumulate import accumulate_products
+from dcompile.codegen.schedule.again import compute_again
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.online import sum_exponentials
@@ -62,6 +63,8 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: sum_exponentials(program), "sum_exponentials", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: reorient_columns(program), "reorient_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
+    # after fusion, which leaves in memory what a reduction stands between
+    Pass(lambda program, _: compute_again(program), "compute_again", needs_loops=True),
     # after fusion, which decides how many rows and columns a kernel has
     Pass(lambda program, _: spread_columns(program), "spread_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: spread_rows(program), "spread_rows", reorders_sums=True, needs_loops=True),

@@ -152,13 +152,14 @@ def append(body: list[Value], known: dict[Value, Ref], loop: Loop, stored: dict[
     """Append a loop's values to `body`, sharing equal ones; loads of `stored` buffers become those values."""
     refs: dict[Ref, Ref] = {}
     for old, value in enumerate(loop.body):
-        refs[old] = _put(body, known, _moved(value, refs, stored, body, known))
+        refs[old] = put(body, known, moved(value, refs, stored, body, known))
     return refs
 
 
-def _moved(
+def moved(
     value: Value, refs: dict[Ref, Ref], stored: dict[str, Ref], body: list[Value], known: dict[Value, Ref]
 ) -> Value | Ref:
+    """A value whose operands are where `refs` says; where it loads one of `stored`, the value that was stored."""
     match value:
         case Const():
             return value
@@ -170,7 +171,7 @@ def _moved(
                 return replace(value, index=_renumbered(value.index, refs), mask=mask)
             if mask is None:
                 return stored[value.buffer]
-            zero = _put(body, known, Const(False if value.dtype == "bool" else 0, value.dtype))
+            zero = put(body, known, Const(False if value.dtype == "bool" else 0, value.dtype))
             return Apply("where", (mask, stored[value.buffer], zero), value.dtype)
         case Apply():
             return replace(value, args=tuple(refs[arg] for arg in value.args))
@@ -178,7 +179,8 @@ def _moved(
             return replace(value, arg=refs[value.arg])
 
 
-def _put(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
+def put(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
+    """Append a value to a body unless it is `known` there; its number."""
     if isinstance(value, int):
         return value
     if isinstance(value, Const):
@@ -214,8 +216,8 @@ def without(loop: Loop, dead: frozenset[str]) -> Loop | None:
     refs = {old: new for new, old in enumerate(kept)}
     body: list[Value] = []
     for old in kept:
-        moved = _moved(loop.body[old], refs, {}, [], {})
-        assert not isinstance(moved, int)
-        body.append(moved)
+        value = moved(loop.body[old], refs, {}, [], {})
+        assert not isinstance(value, int)
+        body.append(value)
     stores = tuple(replace(s, index=_renumbered(s.index, refs), value=refs[s.value]) for s in stores)
     return replace(loop, body=tuple(body), stores=stores)

@@ -1,0 +1,168 @@
+"""Elements that are cheaper to compute again than to keep: on a GPU, what kernels do costs less than what they move.
+
+Lowering stores what several operations read. Behind a reduction that leaves memory holding what its inputs tell: the
+backward of a batch norm would write two images in float32, for its sums and for its gradient, where three in 16 bits
+are there to be read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dcompile.codegen.schedule.fuse import drop_internal
+from dcompile.codegen.schedule.merge import MAX_BUFFERS, MAX_VALUES, moved, put
+from dcompile.codegen.schedule.space import divisions, solve
+from dcompile.codegen.schedule.spread import on_gpu
+from dcompile.ir.analysis import behind, ranges, runtime_refs
+from dcompile.ir.index import substitute
+from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Ref, Step, Store, Value, View
+from dcompile.ir.ops import OPS
+
+LEAST = 1 << 20
+"""Bytes that a buffer has at least: smaller ones stay in the cache."""
+NEAR = 8
+"""Steps between writing and reading: what is read again has to live on that long."""
+COST = 48
+"""Additions that an element may cost: about what a GPU does while it reads or writes eight bytes more."""
+SHARE = 0.75
+"""Of the traffic that may be left."""
+
+
+def compute_again(program: Program) -> Program:
+    """Have loops on a GPU compute elements of large buffers again from what made them, if that is less to read.
+
+    Guarantees: bitwise-equal values: every operation rounds as it did.
+    Relies on: every buffer has one writer, but for inputs that are changed in place.
+    """
+    if not any(isinstance(step, Loop) and on_gpu(step, program.table) for step in program.steps):
+        return program
+    work = _Work(program)
+    for number in range(len(work.steps)):
+        offers = list(work.offers(number))
+        for chosen in ([offers] if len(offers) > 1 else []) + [[offer] for offer in offers]:
+            if chosen and work.take(number, chosen):
+                break
+    return drop_internal(replace(program, steps=tuple(work.steps)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A store of a loop whose elements others may compute: the values behind it, and the buffers that these load."""
+
+    store: Store
+    refs: Sequence[Ref]
+    sources: frozenset[str]
+
+
+class _Work:
+    """The steps while they change, and who touches each buffer."""
+
+    def __init__(self, program: Program) -> None:
+        self.table: Mapping[str, Buffer] = program.table
+        self.steps: list[Step] = list(program.steps)
+        self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+        self.readers: dict[str, set[int]] = {}
+        self.writers: dict[str, set[int]] = {}
+        for number, step in enumerate(self.steps):
+            for found, names in ((self.readers, step.reads), (self.writers, step.writes)):
+                for name in names:
+                    found.setdefault(name, set()).add(number)
+
+    def offers(self, number: int) -> Iterator[_Offer]:
+        """What others could compute in place of reading it from this step."""
+        loop = self.steps[number]
+        if not isinstance(loop, Loop) or not on_gpu(loop, dict(self.table)):
+            return
+        for store in loop.stores:
+            users = self.readers.get(store.buffer, set())
+            if store.mode != "set" or store.buffer in self.kept or not users or not self._is_large(store.buffer):
+                continue
+            if not all(number < user <= number + NEAR and isinstance(self.steps[user], Loop) for user in users):
+                continue
+            refs = sorted(behind(loop.body, [store.value]))
+            values = [loop.body[ref] for ref in refs]
+            if not all(map(_may_repeat, values)) or sum(map(_cost, values)) > COST:
+                continue
+            sources = frozenset(value.buffer for value in values if isinstance(value, Load))
+            changed = (at for name in sources for at in self.writers.get(name, ()))
+            if sources and not any(number <= at <= max(users) for at in changed):
+                yield _Offer(store, refs, sources)
+
+    def _is_large(self, name: str) -> bool:
+        buffer = self.table[name]
+        return isinstance(buffer.extent, int) and buffer.nbytes >= LEAST
+
+    def take(self, number: int, offers: Sequence[_Offer]) -> bool:
+        """Accept offers of one loop if all who read what is offered can, and less is read and written then."""
+        loop = self.steps[number]
+        assert isinstance(loop, Loop), "only loops make offers"
+        given = {offer.store.buffer: offer for offer in offers}
+        users = sorted(set().union(*(self.readers[name] for name in given)))
+        before = sum(self.table[name].nbytes * (1 + len(self.readers[name])) for name in given)
+        after, told = 0, {}
+        for user in users:
+            reader = self.steps[user]
+            assert isinstance(reader, Loop), "only loops are offered anything"
+            mine = {name: offer for name, offer in given.items() if name in reader.reads}
+            fresh = frozenset().union(*(offer.sources for offer in mine.values())) - reader.reads
+            after += sum(self.table[name].nbytes for name in fresh)
+            inlined = _inlined(reader, loop, mine)
+            if inlined is None:
+                return False
+            told[user] = inlined
+        if after > SHARE * before:
+            return False
+        for user, inlined in told.items():
+            for name in inlined.reads:
+                self.readers[name].add(user)
+            self.steps[user] = inlined
+        for name in given:
+            self.readers[name].clear()
+        return True
+
+
+def _may_repeat(value: Value) -> bool:
+    """A value that depends on nothing but elements at places known beforehand."""
+    match value:
+        case Load(_, index, _, mask):
+            return mask is None and not runtime_refs(index)
+        case IndexOf(index, _):
+            return not runtime_refs(index)
+        case Apply() | Const():
+            return True
+        case _:
+            return False
+
+
+def _cost(value: Value) -> int:
+    return OPS[value.op].cost if isinstance(value, Apply) else 0
+
+
+def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _Offer]) -> Loop | None:
+    """`reader` with what it loads of `offers` computed as `maker` does; None if the places do not line up."""
+    bounds, own = ranges(reader), ranges(maker)
+    body: list[Value] = []
+    known: dict[Value, Ref] = {}
+    refs: dict[Ref, Ref] = {}
+    for old, value in enumerate(reader.body):
+        if not isinstance(value, Load) or value.buffer not in offers:
+            refs[old] = put(body, known, moved(value, refs, {}, body, known))
+            continue
+        offer = offers[value.buffer]
+        places = solve(offer.store.index, own, value.index, bounds)
+        if places is None or value.mask is not None or runtime_refs(value.index):
+            return None
+        again: dict[Ref, Ref] = {}
+        for ref in offer.refs:
+            made = maker.body[ref]
+            if isinstance(made, Load | IndexOf):
+                made = replace(made, index=substitute(made.index, places, bounds))
+            again[ref] = put(body, known, moved(made, again, {}, body, known))
+        refs[old] = again[offer.store.value]
+    stores = tuple(replace(store, value=refs[store.value]) for store in reader.stores)
+    if any(runtime_refs(store.index) for store in stores):
+        return None
+    told = replace(reader, body=tuple(body), stores=stores)
+    fits = len(body) <= MAX_VALUES and len(told.reads | told.writes) <= MAX_BUFFERS
+    return told if fits and divisions(told) <= divisions(reader) else None

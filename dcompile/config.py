@@ -40,7 +40,9 @@ class Config:
 
     kernels: Literal["auto", "aten"] = setting("auto", "aten leaves every kernel to ATen: for debugging communication.")
     matmul: Literal["auto", "aten", "own"] = setting(
-        "auto", "Who multiplies float32 matrices on CPU; auto is own where ATen's library leaves AVX-512 idle (AMD)."
+        "auto",
+        "Who multiplies float32 matrices on CPU, where auto is own if ATen's library leaves AVX-512 idle (AMD), and "
+        "one row by a matrix on GPUs, where it is own.",
     )
     activation_memory_budget: float = setting(
         1.0,

@@ -14,6 +14,7 @@ from dcompile.artifacts import dump, log
 from dcompile.codegen.emit import build, cpp, host, triton, triton_build
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
+from dcompile.codegen.emit.triton_joint import joined
 from dcompile.codegen.lower.program import Lowered, lower
 from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
 from dcompile.codegen.schedule.accumulate import accumulate_products
@@ -123,7 +124,7 @@ class Pipeline:
     def plan(self, gm: Any, request: Request) -> Plan:
         """Lower, schedule and emit one FX graph: everything but building."""
         reason = self._why_aten(gm)
-        lowered = self._timed(request, "lower", lambda: lower(gm, request.name, request.grads, aten=reason is not None))
+        lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes)
@@ -154,6 +155,9 @@ class Pipeline:
             source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device
         )
         return Loadable(graph, built.libraries, constants), built
+
+    def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
+        return lower(gm, request.name, request.grads, aten=aten, own_rows=self.config.matmul != "aten")
 
     def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:
         began = time.perf_counter()
@@ -261,7 +265,7 @@ def _emit(program: Program, own_products: bool) -> Kernels:
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if not any(buffer.device != "cpu" for buffer in program.buffers):
         return cpp.emit_all(program, own_products=own_products)
-    return Kernels(tuple((triton if on_gpu(loop, table) else cpp).emit(loop, table) for loop in loops))
+    return Kernels(joined(program, tuple((triton if on_gpu(loop, table) else cpp).emit(loop, table) for loop in loops)))
 
 
 def _build(kernels: Kernels, gm: Any, config: Config, cache: KernelCache) -> Built:

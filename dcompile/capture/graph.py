@@ -15,6 +15,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.causal import replace_constant_masks
+from dcompile.capture.decoding import write_out_single_queries
 from dcompile.capture.dtensors import with_plain_border
 from dcompile.capture.fingerprint import compare_capture
 from dcompile.capture.grouped import share_repeated_heads
@@ -86,6 +87,7 @@ class Graph:
             self.notes += compare_capture(self.model, gm, self.number)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
+            self.notes += write_out_single_queries(gm)
             self.notes += share_repeated_heads(gm)
 
         def found(cut: Cut) -> None:

@@ -75,7 +75,7 @@ class Text:
     def _overlaps(self) -> bool:
         """Does the kernel write memory that it reads? Threads that hold an element may not be those that read it."""
         reads = {value.buffer for value in self.nest.body if isinstance(value, Load)}
-        return any(_overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
+        return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
 
     # --- text ---
 
@@ -295,7 +295,8 @@ class Text:
         return self.name(ref) if self.classes[ref] == of else f"tl.broadcast_to({self.name(ref)}, {self.shape(of)})"
 
 
-def _overlap(a: Buffer, b: Buffer) -> bool:
+def overlap(a: Buffer, b: Buffer) -> bool:
+    """Do two buffers share memory?"""
     if a.name == b.name:
         return True
     if a.storage is None or _home(a) != _home(b):

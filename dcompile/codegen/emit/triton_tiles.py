@@ -19,7 +19,7 @@ from dcompile.codegen.emit.nest import (
     stride,
     unit_strides,
 )
-from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.analysis import behind, runtime_refs
 from dcompile.ir.index import Div, Index, Size, Var, flatten
 from dcompile.ir.nodes import Loop, Reduce, Scan, Store
 
@@ -31,6 +31,9 @@ PERSISTENT = 16384
 """Longest row that a program holds in registers (32 elements for each of 512 threads) rather than reading it again."""
 PAIRED = (2048, 4096)
 """Lengths of rows that two at a time are read and written faster: a program has 32 elements for each thread then."""
+READ = 4096
+"""Elements of a row that 256 threads read at a time where a number for each row is all that is stored: rows of 14336
+elements of a matrix by a vector took 29.6 us so, 30.8 at once by 512 threads (4096 rows in a CUDA graph, one H200)."""
 PIECE = 2048
 """Elements of a longer row that are read at a time, by 128 threads: of 8192 rows of 128256 logits, a pass took 505 us
 so, 554 with twice as many elements and threads, 512 with 8192 elements and 512 threads (one H200)."""
@@ -188,16 +191,19 @@ def _rows(nest: Nest) -> Plan:
         x = min(LANES, power_of_two(rows))
         while x > 16 and rows < x * PROGRAMS:
             x //= 2
-        r = min(ROW // x, power_of_two(size))
+        # few programs: twice as much at a time, for nothing else hides how long memory takes
+        r = min(ROW * (2 if rows < 2 * x * PROGRAMS else 1) // x, power_of_two(size))
         dims = Dim("x", nest.rows, x), Dim("r", nest.elements, r)
-        return Plan("rows", nest, dims, max(x * r // 512, 1), looped=r < size)
+        return Plan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size)
     whole = power_of_two(size)
     if whole > PERSISTENT:
         return Plan("rows", nest, (Dim("x", nest.rows, 1), Dim("r", nest.elements, PIECE)), 4, looped=True)
     x = max(min(ROW // whole, power_of_two(rows)), 1)
     while x > 1 and rows < x * PROGRAMS:
         x //= 2
-    if x == 1 and PAIRED[0] <= whole <= PAIRED[1] and not all(nest.row_stores):
+    if all(nest.row_stores) and whole > READ and _in_one_pass(nest):
+        return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, READ)), _warps(READ), looped=True)
+    if x == 1 and PAIRED[0] <= whole <= PAIRED[1] and rows >= PROGRAMS and not all(nest.row_stores):
         # maxima of two rows at once take longer than of one: softmax 154 for 139 us, RMSNorm 37.2 for 37.6 (one H200)
         sums = all(value.op == "sum" for value in nest.body if isinstance(value, (Reduce, Scan)))
         x = 2 if sums and rows >= 2 * PROGRAMS else 1
@@ -205,14 +211,29 @@ def _rows(nest: Nest) -> Plan:
     return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole))
 
 
+def _in_one_pass(nest: Nest) -> bool:
+    """Is nothing needed of a row twice, as its mean is for its variance?"""
+    reduces = [ref for ref, value in enumerate(nest.body) if isinstance(value, Reduce)]
+    below = behind(nest.body, [value.arg for value in nest.body if isinstance(value, Reduce)])
+    return not any(isinstance(value, Scan) for value in nest.body) and not below.intersection(reduces)
+
+
 def _is_lane(nest: Nest) -> bool:
     """Are rows, rather than their elements, next to one another in memory?"""
     if not nest.rows or count(nest.rows[-1:]) < 8 or not any(isinstance(value, (Reduce, Scan)) for value in nest.body):
         return False
+    # by how much each reads and writes: the weights of a sum over rows of a matrix count little beside the matrix
     often = [
-        (index, weight) for index, weight in accesses(nest.body, nest.stores) if index.variables & nest.element_names
+        (index, weight * _points(nest, index))
+        for index, weight in accesses(nest.body, nest.stores)
+        if index.variables & nest.element_names
     ]
     return unit_strides(nest.rows[-1].name, often) > unit_strides(nest.elements[-1].name, often)
+
+
+def _points(nest: Nest, index: Index) -> int:
+    """Places that an index names, each value of a body counting as all."""
+    return prod(count([axis]) for axis in nest.axes if axis.name in index.variables or runtime_refs(index))
 
 
 def _warps(elements: int) -> int:

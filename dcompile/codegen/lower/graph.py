@@ -30,6 +30,8 @@ class Lowering:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.own_rows = True
+        """Whether products of one row with a matrix may become loops."""
         self.device = "cpu"
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Step] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from dcompile.codegen.lower.extern import Unsupported
 from dcompile.codegen.lower.graph import Lowering
@@ -16,6 +18,9 @@ from dcompile.ir.nodes import Load, Store
 from dcompile.ir.ops import DTYPES
 
 OVERWRITES = frozenset(("aten.copy_.default",))
+DEVICES = ("cuda",)
+"""Whose library checks positions while it writes."""
+PUTS = frozenset(("aten.index_put.default", "aten._unsafe_index_put.default"))
 
 
 def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_: Any) -> T:
@@ -24,6 +29,8 @@ def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_
     Relies on: steps stay behind earlier steps that read the same buffer.
     """
     view = target.view
+    if view is not None and source.view == view and view.buffer in low.overwritten:
+        return target  # the values were put in place
     if view is None or view.buffer not in low.inputs or {target.dtype, source.dtype} - DTYPES.keys():
         raise Unsupported("dcompile: copy_ into something that is not an input of the graph")
     if any(view.buffer in step.writes for step in low.steps):
@@ -40,4 +47,29 @@ def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_
     body_values, _ = body.finish((Store(view.buffer, index, ref),))
     elsewhere = any(isinstance(v, Load) and v.buffer == view.buffer and v.index != index for v in body_values)
     low.store_into(low.store(cast) if elsewhere else cast, view)
+    return target
+
+
+def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
+    """An index_put whose result only replaces the input that it starts from, by the library in the input's memory.
+
+    So a decoder's cache takes a token's keys and values: written as functions, each step would copy the whole cache.
+    None where something else needs the old values.
+    """
+    if low.device not in DEVICES or str(node.target) not in PUTS or len(args) < 3 or (len(args) > 3 and args[3]):
+        return None
+    target, indices, values = args[:3]
+    start: Any = node.args[0]
+    copies = [user for user in start.users if str(user.target) in OVERWRITES and user.args[:2] == (start, node)]
+    if not copies or set(start.users) != {node, *copies} or not isinstance(target, T) or not isinstance(values, T):
+        return None
+    view = target.view
+    if view is None or view.buffer not in low.inputs or values.dtype != target.dtype:
+        return None
+    if any(isinstance(index, T) and index.dtype in ("bool", "uint8") for index in indices):
+        return None
+    if any(view.buffer in step.writes for step in low.steps):
+        return None
+    low.keep_before_overwrite(view.buffer, low.position)
+    low.extern("aten.index_put_.default", [view, list(indices), values], [view.buffer], mode="mutate", effect=True)
     return target

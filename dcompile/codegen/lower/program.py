@@ -14,7 +14,7 @@ from dcompile import compat
 from dcompile.codegen.lower import aten_graph
 from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input
+from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input, put_in_place
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.reals import Real
 from dcompile.codegen.lower.rules import RULES
@@ -39,15 +39,19 @@ class Lowered:
     declined: tuple[str, ...] = ()
 
 
-def lower(gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *, aten: bool = False) -> Lowered:
+def lower(
+    gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *, aten: bool = False, own_rows: bool = True
+) -> Lowered:
     """The program of `gm`; with `aten` every op is a library call, and results are bit-identical to running `gm`.
+
+    Without `own_rows`, products of one row with a matrix are library calls as all others are.
 
     Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
     """
     if aten:
         return Lowered(*aten_graph.lower(gm, name, grads))
     try:
-        return _Walk(gm, name).run(grads)
+        return _Walk(gm, name, own_rows).run(grads)
     except (Unsupported, Inexpressible) as reason:
         return Lowered(*aten_graph.lower(gm, name, grads, because=str(reason)))
 
@@ -65,9 +69,10 @@ def kind_of(node: Node) -> Kind:
 class _Walk:
     """One pass over the nodes of a graph."""
 
-    def __init__(self, gm: GraphModule, name: str) -> None:
+    def __init__(self, gm: GraphModule, name: str, own_rows: bool) -> None:
         self.gm = gm
         self.low = Lowering(name)
+        self.low.own_rows = own_rows
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
         self.values: dict[Node, Any] = self.low.values
         self.arguments: list[str] = []
@@ -182,6 +187,8 @@ class _Walk:
             return scalar(self.low, node, value, args, kwargs)
         if str(node.target) in OVERWRITES:
             return overwrite_input(self.low, value, args[0], *map(self._brought, args[1:]))
+        if (put := put_in_place(self.low, node, args)) is not None:
+            return put
         rule = None if _looks_behind_a_slice(node) else RULES.get(str(node.target))
         if rule is not None and _fits_a_loop(value) and all(map(_fits_a_loop, args)):
             try:

@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 
 from dcompile.codegen.emit import triton as emitter
 from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.triton_joint import joined
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Buffer, Loop, Program
 from tests.codegen.emit.harness import placed, read
@@ -155,9 +156,10 @@ def run(program: Program, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Outputs of a program of loops, by Triton's interpreter."""
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
-    for step in program.steps:
-        assert isinstance(step, Loop)
-        call(emitter.emit(step, table), memory, table)
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    assert len(loops) == len(program.steps)
+    for source in joined(program, [emitter.emit(loop, table) for loop in loops]):
+        call(source, memory, table)
     for name, flat in memory.items():
         assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]

@@ -15,7 +15,7 @@ import numpy as np
 from dcompile.codegen.schedule import spread
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
-from tests.codegen.emit import cases, interpreted
+from tests.codegen.emit import cases, interpreted, loops
 from tests.ir.fuzz import random_program
 
 Case = tuple[str, Program, dict[str, np.ndarray], float]
@@ -25,6 +25,7 @@ def all_cases() -> Iterator[Case]:
     """(name, program, inputs, relative tolerance; 0 where bits have to agree)."""
     for name, program in cases.HAND.items():
         yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
+    yield "side by side", loops.side_by_side(), cases.random_inputs(loops.side_by_side()), 2e-6
     for name, program in cases.operations().items():
         yield name, program, cases.operands(program, name.split()[0]), 2e-6
     for source, target in cases.CASTS:

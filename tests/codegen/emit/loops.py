@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from dcompile.ir.index import Index, as_index, contiguous_strides, var
 from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Scan, Store, Value, View
@@ -238,3 +239,25 @@ def scan(rows: int, n: int, op: str = "sum", dtype: str = "float32", columns: bo
     shape = (dtype, (n, rows) if columns else (rows, n))
     stores = [Store("y", at, b.scan(op, b.load("x", at, dtype), dtype))]
     return program(b, (rows,), (n,), stores, x=shape, y=shape)
+
+
+def side_by_side() -> Program:
+    """Three kernels that need nothing of one another, two of them the same, and one that needs the first."""
+    parts = [softmax(6, 130), rms_norm(5, 100), softmax(6, 130)]
+    buffers: list[Buffer] = []
+    steps: list[Loop] = []
+    for n, part in enumerate(parts):
+        names = {b.name: f"{b.name}{n}" for b in part.buffers}
+        buffers += [replace(b, name=names[b.name]) for b in part.buffers]
+        steps += [_renamed(step, names) for step in part.steps if isinstance(step, Loop)]
+    last = _renamed(steps[0], {"x0": "y0", "y0": "z"})
+    buffers.append(replace(next(b for b in buffers if b.name == "y0"), name="z"))
+    written = {name for step in (*steps, last) for name in step.writes}
+    outputs = tuple(View(b.name, b.shape, b.strides) for b in buffers if b.name in written)
+    inputs = tuple(b.name for b in buffers if b.name not in written)
+    return Program("side_by_side", inputs, outputs, tuple(buffers), (*steps, last))
+
+
+def _renamed(loop: Loop, names: dict[str, str]) -> Loop:
+    body = tuple(replace(v, buffer=names.get(v.buffer, v.buffer)) if isinstance(v, Load) else v for v in loop.body)
+    return replace(loop, body=body, stores=tuple(replace(s, buffer=names.get(s.buffer, s.buffer)) for s in loop.stores))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from dcompile.codegen.lower import inplace
 from dcompile.codegen.lower.program import lower
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
@@ -79,3 +81,55 @@ def test_other_in_place_operations_on_inputs_are_library_calls() -> None:
     steps = check(step, torch.randn(5), torch.tensor([1, 3]))
     calls = [s for s in steps if isinstance(s, Extern)]
     assert [c.mode for c in calls] == ["mutate"] and calls[0].effect
+
+
+# --- positions known at run time, as a cache takes a token ------------------------------------------------------------
+
+
+def put(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> Any:
+    """A functionalised `cache[:, at] = new`, and what is read of the cache afterwards."""
+    after = torch.ops.aten.index_put(cache, [None, at], new)
+    cache.copy_(after)
+    return (after.sum(1),)
+
+
+def put_after_a_look(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> Any:
+    before = cache[0] * 2
+    after = torch.ops.aten.index_put(cache, [None, at], new)
+    cache.copy_(after)
+    return before, after + 1
+
+
+def put_twice(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> Any:
+    after = torch.ops.aten.index_put(torch.ops.aten.index_put(cache, [None, at], new), [None, at + 1], new)
+    cache.copy_(after)
+    return (after.sum(),)
+
+
+def put_and_add(cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor) -> Any:
+    after = torch.ops.aten.index_put(cache, [None, at], new, True)
+    cache.copy_(after)
+    return (after.sum(),)
+
+
+ARGS = torch.randn(3, 9), torch.randn(3, 1), torch.tensor([4])
+
+
+def in_place(steps: list[Any]) -> bool:
+    return any(isinstance(step, Extern) and step.op == "aten.index_put_.default" for step in steps)
+
+
+def test_a_cache_takes_values_in_place(monkeypatch: Any) -> None:
+    monkeypatch.setattr(inplace, "DEVICES", ("cpu",))
+    steps = check(put, *ARGS)
+    assert in_place(steps) and not any("arg0_1" in step.writes for step in steps if isinstance(step, Loop))
+
+
+@pytest.mark.parametrize("function", [put_after_a_look, put_twice, put_and_add])
+def test_else_it_is_written_whole(function: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(inplace, "DEVICES", ("cpu",))
+    assert not in_place(check(function, *ARGS))
+
+
+def test_on_the_cpu_it_is_written_whole() -> None:
+    assert inplace.DEVICES == ("cuda",) and not in_place(check(put, *ARGS))

@@ -1,0 +1,221 @@
+"""How long does one token take a Llama of 8B parameters on one GPU, batch 1, with a static cache?
+
+    python -m benchmarks.gpu_decode [--only eager,dcompile] [--layers 32] [--json] [--save]
+    python -m benchmarks.gpu_decode --merge FIRST.json SECOND.json
+
+Hugging Face's model with random weights in bfloat16. A prompt fills the cache, then each token is chosen from the
+logits of the one before on the GPU, as in greedy decoding; the figure is the median over runs of milliseconds a token.
+`floor` is what reading all weights that a token needs, and the cache as it is allocated, takes at 4.3 TB/s. Before it
+is timed, a peer decodes given tokens, and its logits are compared with eager's of the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dcompile  # noqa: F401  registers the backend
+from benchmarks.common import environment, finish, table
+
+BANDWIDTH = 4.3e12
+"""Bytes a second that an H200 moves when it copies; `benchmarks.gpu_kernels` measures it."""
+PROMPT, CHECKED = 128, 16
+"""Tokens of the prompt, and tokens decoded for the comparison of logits."""
+TOLERANCE = 5e-2
+"""Of ||logits - eager's|| / ||eager's||: sums in another order, rounded to bfloat16 by each of the layers."""
+SHAPES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "vocab_size": 128256},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "vocab_size": 512},
+}  # fmt: skip
+"""`tiny` is there to try the benchmark itself."""
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(token [1, 1], position [1, 1]) -> logits [vocabulary]."""
+PEERS: dict[str, Callable[[Step], Step]] = {
+    "eager": lambda step: step,
+    "torch.compile": lambda step: torch.compile(step, fullgraph=True),
+    "torch.compile reduce-overhead": lambda step: torch.compile(step, mode="reduce-overhead", fullgraph=True),
+    "dcompile": lambda step: torch.compile(step, backend="dcompile", fullgraph=True, options={"receipt": False}),
+    "dcompile reduce-overhead": lambda step: torch.compile(
+        step, backend="dcompile", fullgraph=True, options={"receipt": False, "triton.cudagraphs": True}
+    ),
+}
+
+
+def make(shape: str, layers: int, device: str) -> Any:
+    """The model, the same each time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SHAPES[shape], num_hidden_layers=layers, max_position_embeddings=8192, use_cache=True,
+                         tie_word_embeddings=False)  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Decoder:
+    """One peer: a cache of its own, filled by the prompt, and a step."""
+
+    def __init__(self, model: Any, length: int, peer: str, device: str) -> None:
+        from transformers import StaticCache
+
+        config = model.config
+        self.device, self.position = device, 0
+        self.cache = StaticCache(config=config, max_cache_len=length)
+        self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, device)
+
+        def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            result = model(token, position_ids=position, past_key_values=self.cache, logits_to_keep=1)
+            return result.logits[0, -1]
+
+        torch.manual_seed(1)
+        prompt = torch.randint(0, config.vocab_size, (1, PROMPT), device=device)
+        self.tokens = torch.randint(0, config.vocab_size, (CHECKED, 1, 1), device=device)
+        self.positions = torch.arange(length, device=device)[:, None, None]
+        step(prompt, torch.arange(PROMPT, device=device)[None])
+        self.position, self.step = PROMPT, PEERS[peer](step)
+
+    def next(self, token: torch.Tensor) -> torch.Tensor:
+        """The logits behind `token`, which takes the next place in the cache."""
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = self.step(token, self.positions[self.position])
+        self.position += 1
+        return logits
+
+    def checked(self) -> torch.Tensor:
+        """Logits of given tokens [CHECKED, vocabulary], in float32."""
+        return torch.stack([self.next(token).float() for token in self.tokens])
+
+    def time(self, count: int) -> float:
+        """Milliseconds a token, over `count` of them."""
+        token = self.tokens[0].clone()
+        _wait(self.device)
+        began = time.perf_counter()
+        for _ in range(count):
+            token.copy_(self.next(token).argmax())
+        _wait(self.device)
+        return (time.perf_counter() - began) / count * 1e3
+
+    def longest(self, count: int = 16) -> list[list[Any]]:
+        """What runs on the GPU in a step: name, how often, and microseconds in all."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.next(self.tokens[0])
+            _wait(self.device)
+        found = [(e.key[:80], e.count, e.self_device_time_total) for e in profile.key_averages()]
+        return [list(line) for line in sorted(found, key=lambda line: -line[2])[:count]]
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def measure(model: Any, peer: str, length: int, device: str, want: torch.Tensor, rounds: int) -> dict[str, Any]:
+    """One peer's line; raises ArithmeticError where its logits are not eager's."""
+    torch.compiler.reset()
+    count = min((length - PROMPT - CHECKED - 8) // (rounds + 1), 40)
+    decoder = Decoder(model, length, peer, device)
+    began = time.perf_counter()
+    got = decoder.checked()
+    warm_up = time.perf_counter() - began
+    off = ((got - want).norm() / want.norm()).item()
+    if not off <= TOLERANCE:
+        raise ArithmeticError(f"logits differ from eager's by {off:.1e} of their norm")
+    decoder.time(count)
+    times = [decoder.time(count) for _ in range(rounds)]
+    line = {"ms": statistics.median(times), "off": off, "warm_up_s": warm_up, "runs": times}
+    line["same_token"] = (got.argmax(-1) == want.argmax(-1)).float().mean().item()
+    if device == "cuda":
+        line["longest"] = decoder.longest()
+    return line
+
+
+def floor_ms(model: Any, length: int) -> float:
+    """Milliseconds that reading the weights and the cache takes."""
+    config = model.config
+    read = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+    read += 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length * 2
+    return read / BANDWIDTH * 1e3
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All peers, one after another, each shown as soon as it is done."""
+    device = arguments.device
+    model = make(arguments.shape, arguments.layers, device)
+    with torch.no_grad():
+        want = Decoder(model, arguments.length, "eager", device).checked()
+    lines: dict[str, Any] = {}
+    for peer in arguments.only.split(","):
+        try:
+            lines[peer] = measure(model, peer, arguments.length, device, want, arguments.rounds)
+        except Exception as error:  # one peer's failure must not hide the others' numbers
+            lines[peer] = {"error": f"{type(error).__name__}: {error}"[:400]}
+        print(peer, {key: value for key, value in lines[peer].items() if key != "longest"}, flush=True)
+        for name, times, us in lines[peer].get("longest", []) if arguments.profile else []:
+            print(f"    {name:80s} x{times} {us:.0f} us", flush=True)
+        gc.collect()
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return {"benchmark": "gpu_decode", "complete": not any("error" in line for line in lines.values()),
+            "floor_ms": floor_ms(model, arguments.length), "layers": arguments.layers, "length": arguments.length,
+            "lines": lines, "device": name, "environment": environment(torch.get_num_threads())}  # fmt: skip
+
+
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """The table."""
+    lines, floor = result["lines"], result["floor_ms"]
+    base = lines.get("torch.compile reduce-overhead", {}).get("ms")
+    found = []
+    for peer, line in lines.items():
+        if "error" in line:
+            found.append([peer, "failed", "", "", "", ""])
+            continue
+        ratio = f"{base / line['ms']:.2f}" if base else ""
+        found.append([peer, f"{line['ms']:.2f}", f"{floor / line['ms']:.0%}", ratio, f"{line['off']:.1e}",
+                      f"{line['warm_up_s']:.0f}"])  # fmt: skip
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PEERS), help="peers, comma-separated")
+    parser.add_argument("--shape", default="8B", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024, help="tokens that the cache has room for")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", action="store_true", help="show what runs on the GPU in a step")
+    parser.add_argument("--merge", nargs="+", help="show files of earlier runs as one")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
+    arguments = parser.parse_args()
+    result = merged(arguments.merge) if arguments.merge else run(arguments)
+    header = ["", "ms a token", "of the floor", "over reduce-overhead", "logits off", "warm-up s"]
+    print(table(header, rows(result)))
+    print(f"floor: {result['floor_ms']:.2f} ms")
+    return finish("gpu_decode", result["device"].replace(" ", "-").lower(), result, keep=arguments.save,
+                  as_json=arguments.json)  # fmt: skip
+
+
+def merged(files: Sequence[str]) -> dict[str, Any]:
+    """Several runs as one: of each peer the last."""
+    results = [json.loads(Path(file).read_text()) for file in files]
+    lines = {name: line for result in results for name, line in result["lines"].items()}
+    return {**results[-1], "lines": lines, "complete": not any("error" in line for line in lines.values())}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

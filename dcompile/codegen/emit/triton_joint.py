@@ -1,0 +1,109 @@
+"""Several loops as one launch: small kernels that need nothing of one another run side by side instead of in turn.
+
+A launch in a CUDA graph costs a microsecond or two, and the end of one kernel leaves most of a GPU idle. The programs
+of a joint kernel ask by their number which loop they belong to; each loop's statements are what they are alone, so that
+values do not depend on what was joined.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from dcompile.codegen.emit.emitter import KernelSource, Launch
+from dcompile.codegen.emit.triton_prelude import HEADER, used_functions
+from dcompile.codegen.emit.triton_text import overlap
+from dcompile.ir.nodes import Buffer, Loop, Program
+
+MOST = 8
+"""Loops in one launch."""
+MOST_BYTES = 1 << 28
+"""Of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
+PID = "tl.program_id(0)"
+
+
+def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
+    """The kernels of a program's loops, neighbours that may run at the same time as one.
+
+    A joint kernel stands where the last of its loops does, and a launch of no programs in the place of each other.
+    Relies on: memory being planned, for loops that need nothing of one another may still take turns with memory.
+    """
+    table, found = program.table, list(calls)
+    group: list[int] = []
+    loops: dict[int, Loop] = {}
+    for step in program.steps:
+        if not isinstance(step, Loop):
+            _close(group, loops, found)
+            continue
+        number = len(loops)
+        loops[number] = step
+        if not _is_small(step, calls[number], table):
+            _close(group, loops, found)
+        elif all(_may_join(loops[n], calls[n], step, calls[number], table) for n in group) and len(group) < MOST:
+            group.append(number)
+        else:
+            _close(group, loops, found)
+            group.append(number)
+    _close(group, loops, found)
+    return tuple(found)
+
+
+def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource]) -> None:
+    """Join what has been collected, and begin anew."""
+    if len(group) > 1:
+        kernel = _joint([found[n] for n in group])
+        (launch,) = kernel.launches
+        for n in group[:-1]:
+            nothing = replace(launch, grid=0, arguments=())
+            found[n] = replace(kernel, arguments=(), origin=loops[n].origin, launches=(nothing,))
+        found[group[-1]] = kernel
+    group.clear()
+
+
+def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> bool:
+    """One launch that is told nothing but addresses, of buffers that are not large?"""
+    if len(kernel.launches) != 1 or not kernel.launches[0].grid or kernel.numbers:
+        return False
+    return sum(table[name].nbytes for name in loop.reads | loop.writes) <= MOST_BYTES
+
+
+def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table: Mapping[str, Buffer]) -> bool:
+    """As many threads a program, and neither writes memory that the other touches?"""
+    if first.launches[0].warps != second.launches[0].warps:
+        return False
+    touched = [(a.writes, b.reads | b.writes), (b.writes, a.reads)]
+    return not any(overlap(table[x], table[y]) for written, others in touched for x in written for y in others)
+
+
+def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
+    """One kernel whose programs are those of all `kernels`, one after another."""
+    buffers = tuple(dict.fromkeys(name for kernel in kernels for name in kernel.arguments))
+    names = {buffer: f"a{n}" for n, buffer in enumerate(buffers)}
+    types: dict[str, str] = {}
+    functions: dict[str, str] = {}
+    lines, first = [f"    pid = {PID}"], 0
+    for place, kernel in enumerate(kernels):
+        (launch,) = kernel.launches
+        types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
+        body = kernel.text[kernel.text.index(f"def {launch.function}(") :].split("):\n", 1)[1]
+        head = ", ".join(("pid", *(f"a{n}" for n in range(len(kernel.arguments)))))
+        part = functions.setdefault(f"({head}):\n{body.replace(PID, 'pid')}", f"part{len(functions)}")
+        test = f"{'elif' if place else 'if'} pid < {first + launch.grid}"
+        lines.append(f"    {'else' if place == len(kernels) - 1 else test}:")
+        given = ", ".join((f"pid - {first}" if first else "pid", *(names[name] for name in kernel.arguments)))
+        lines.append(f"        {part}({given})")
+        first += launch.grid
+    parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
+    parts.append(f"@triton.jit\ndef kernel({', '.join(names.values())}):\n" + "\n".join(lines) + "\n")
+    text = "\n\n".join(parts)
+    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
+    kinds = tuple(types[name] for name in buffers)
+    warps = kernels[0].launches[0].warps
+    digest = hashlib.sha256(f"{text}\n{(first, warps, kinds)}".encode()).hexdigest()[:24]
+    entry = f"dcompile_joint_{digest[:8]}"
+    launch = Launch(entry, first, warps, tuple(range(len(buffers))), kinds)
+    origin = tuple(dict.fromkeys(line for kernel in kernels for line in kernel.origin))
+    cost = sum(kernel.cost for kernel in kernels)
+    text = text.replace("def kernel(", f"def {entry}(")
+    return KernelSource(f"k{digest}", text, buffers, cost, False, origin, launches=(launch,))

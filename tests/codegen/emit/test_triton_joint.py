@@ -1,0 +1,48 @@
+"""Which loops share a launch; what a joint kernel computes is tried in test_triton.py, with all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dcompile.codegen.emit import triton, triton_joint
+from dcompile.codegen.emit.triton_joint import joined
+from dcompile.ir.nodes import Loop, Program
+from tests.codegen.emit import loops
+
+
+def launched(program: Program) -> list[tuple[int, int]]:
+    """Of each loop: programs that are launched in its place, and arguments."""
+    table = program.table
+    kernels = joined(program, [triton.emit(step, table) for step in program.steps if isinstance(step, Loop)])
+    return [(kernel.launches[-1].grid, len(kernel.arguments)) for kernel in kernels]
+
+
+def test_neighbours_run_side_by_side():
+    """Softmax of 6 rows is 6 programs of 4 warps here, as RMSNorm of 5 is 5; the last loop needs the first."""
+    program = loops.side_by_side()
+    kernels = [triton.emit(step, program.table) for step in program.steps]
+    assert len({kernel.launches[0].warps for kernel in kernels}) == 1, "else they could not be joined"
+    grids = [kernel.launches[0].grid for kernel in kernels]
+    assert launched(program) == [(0, 0), (0, 0), (sum(grids[:3]), 8), (grids[3], 2)]
+
+
+def test_equal_loops_share_their_statements():
+    program = loops.side_by_side()
+    kernel = joined(program, [triton.emit(step, program.table) for step in program.steps])[2]
+    assert kernel.text.count("def part") == 2 and kernel.text.count("part0(pid") == 3
+
+
+def test_loops_that_take_turns_with_memory_run_in_turn():
+    """What the second loop writes lies where the first one reads."""
+    program = loops.side_by_side()
+    shared = ("x0", "y1")
+    buffers = tuple(replace(b, storage="arena", offset=0) if b.name in shared else b for b in program.buffers)
+    assert launched(replace(program, buffers=buffers))[0][0] > 0
+
+
+@pytest.mark.parametrize("name", ["MOST", "MOST_BYTES"])
+def test_limits(name, monkeypatch):
+    monkeypatch.setattr(triton_joint, name, 1)
+    assert all(grid for grid, _ in launched(loops.side_by_side()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import time
 from collections.abc import Callable, Mapping
@@ -140,10 +141,17 @@ class Pipeline:
 
     def compile(self, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
         """Compile one FX graph: lower, schedule, emit, build."""
+        gpus = any(device.type != "cpu" for device in _devices(gm)) and self._why_aten(gm) is None
+        with triton_build.started() if gpus else contextlib.nullcontext() as process:
+            return self._compile(gm, request, cache, process)
+
+    def _compile(
+        self, gm: Any, request: Request, cache: KernelCache, process: triton_build.Process | None
+    ) -> tuple[Loadable, Built]:
         plan = self.plan(gm, request)
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
         source = self._timed(request, "host", lambda: host.emit(program, kernels, recycle=request.kind == "inference"))
-        built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache))
+        built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache, process))
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._dump_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
@@ -268,7 +276,9 @@ def _emit(program: Program, own_products: bool) -> Kernels:
     return Kernels(joined(program, tuple((triton if on_gpu(loop, table) else cpp).emit(loop, table) for loop in loops)))
 
 
-def _build(kernels: Kernels, gm: Any, config: Config, cache: KernelCache) -> Built:
+def _build(
+    kernels: Kernels, gm: Any, config: Config, cache: KernelCache, process: triton_build.Process | None
+) -> Built:
     """All kernels, by the compilers they are for."""
     host_side = [source for source in kernels.sources if not source.launches]
     gpu_side = [source for source in kernels.sources if source.launches]
@@ -278,7 +288,8 @@ def _build(kernels: Kernels, gm: Any, config: Config, cache: KernelCache) -> Bui
     major, minor = torch.cuda.get_device_capability(device)
     launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
     ours = build.build([*host_side, launcher], config, cache)
-    theirs = triton_build.build(gpu_side, 10 * major + minor, config, cache)
+    assert process is not None, "a graph with kernels for a GPU is on one"
+    theirs = triton_build.build(gpu_side, 10 * major + minor, config, cache, process)
     return Built(
         {**ours.libraries, **theirs.libraries},
         ours.built + theirs.built,

@@ -201,8 +201,13 @@ def run_process(
     command: Sequence[str], text: str, timeout_s: int, environment: dict[str, str]
 ) -> tuple[int, bool, str]:
     """(exit code, whether it ran too long, all it printed). Children are ended with it."""
+    return tell(start_process(command, environment), text, timeout_s)
+
+
+def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that waits for what it is told; `tell` or `end_process` has to follow."""
     try:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -212,16 +217,25 @@ def run_process(
         )
     except OSError as error:
         raise BuildError(f"dcompile: cannot start {shlex.join(command[:2])}: {error.strerror}; {ADVICE}") from error
+
+
+def tell(process: subprocess.Popen[bytes], text: str, timeout_s: int) -> tuple[int, bool, str]:
+    """Give a process its input and wait for its end, as `run_process`."""
     try:
         said, _ = process.communicate(text.encode(), timeout=timeout_s)
         return process.returncode, False, said.decode(errors="replace")
     except subprocess.TimeoutExpired:
         return -signal.SIGKILL, True, ""
     finally:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        end_process(process)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and those that it has started, unless it has ended itself."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def failure(code: int) -> str:

@@ -1,50 +1,76 @@
 """Compiles Triton kernels to machine code, in parallel and without a GPU; nothing is built twice.
 
-Workers are processes, each with a share of the kernels (`triton_worker.py`). Only `triton.compile` is used, never the
-just-in-time path: what comes out is a cubin, which `runtime.gpu` loads without importing Triton.
+A process imports Triton while the program is still being planned, then forks one worker for each share of the kernels
+(`triton_worker.py`). Only `triton.compile` is used, never the just-in-time path: what comes out is a cubin, which
+`runtime.gpu` loads without importing Triton.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from dcompile.codegen.emit import triton_worker
-from dcompile.codegen.emit.build import Built, Cache, balance, failure, run_process, tail, workers
+from dcompile.codegen.emit.build import (
+    Built,
+    Cache,
+    balance,
+    end_process,
+    failure,
+    start_process,
+    tail,
+    tell,
+    workers,
+)
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.machine import own_version, triton_version
 
+Process: TypeAlias = "subprocess.Popen[bytes]"
+
 OPTIONS: Mapping[str, bool] = {
     "enable_fp_fusion": False,  # an fma that appears when two loops are fused would change bits
     "enable_reflect_ftz": False,  # CUDA's library flushes denormals otherwise, where eager does not
 }
-SHARE = 6
-"""Kernels that are worth a process more: one takes 0.1 s, starting a worker about 0.7 s."""
+SHARE = 2
+"""Kernels that are worth a worker more: one takes 0.1 s, forking a worker some milliseconds."""
 ADVICE = 'run without it: options={"kernels": "aten"}'
 
 
-def build(sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache) -> Built:
-    """Find or compile all kernels for compute capability `arch` (90 for 9.0). Raises BuildError."""
+@contextlib.contextmanager
+def started() -> Iterator[Process]:
+    """A process that imports Triton, to be handed to `build`; it is ended with the context."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = start_process((sys.executable, "-P", triton_worker.__file__), environment)
+    try:
+        yield process
+    finally:
+        end_process(process)
+
+
+def build(sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, process: Process) -> Built:
+    """Find or compile all kernels for compute capability `arch` (90 for 9.0), with a `process` from `started`.
+
+    Raises BuildError.
+    """
     unique = {source.name: source for source in sources}
     if not unique:
         return Built({}, 0, 0)
     keys = {name: _key(source, arch) for name, source in unique.items()}
     archives = {name: path for name, key in keys.items() if (path := cache.find(key)) is not None}
     missing = [source for name, source in unique.items() if name not in archives]
-    parts = balance(missing, max(min(workers(), len(missing) // SHARE), 1))
-    with ThreadPoolExecutor(max(len(parts), 1)) as pool:
-        jobs = [pool.submit(_compile, part, arch, config.compile_timeout_s, cache, keys) for part in parts]
-        for job in jobs:
-            archives |= job.result()
+    if missing:
+        archives |= _compile(missing, arch, config.compile_timeout_s, cache, keys, process)
     return Built(archives, len(missing), len(unique) - len(missing), keys)
 
 
@@ -56,16 +82,20 @@ def _key(source: KernelSource, arch: int) -> str:
 
 
 def _compile(
-    sources: Sequence[KernelSource], arch: int, timeout_s: int, cache: Cache, keys: Mapping[str, str]
+    sources: Sequence[KernelSource],
+    arch: int,
+    timeout_s: int,
+    cache: Cache,
+    keys: Mapping[str, str],
+    process: Process,
 ) -> dict[str, Path]:
     """Build some kernels and publish them in the cache."""
     folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache.directory))
     try:
-        job = {"folder": str(folder), "arch": arch, "options": dict(OPTIONS), "kernels": list(map(_record, sources))}
-        ours = {"TRITON_CACHE_DIR": str(folder / "triton"), "TMPDIR": str(folder)}
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | ours
-        command = (sys.executable, "-P", triton_worker.__file__)
-        code, hung, said = run_process(command, json.dumps(job), timeout_s, environment)
+        parts = balance(sources, max(min(workers(), len(sources) // SHARE), 1))
+        shares = [[_record(source) for source in part] for part in parts]
+        job = {"folder": str(folder), "arch": arch, "options": dict(OPTIONS), "shares": shares}
+        code, hung, said = tell(process, json.dumps(job), timeout_s)
         if hung:
             raise BuildError(f"dcompile: Triton did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")
         if code:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,51 @@ ALIGNED = ":16"
 
 
 def main() -> None:
-    """Compile what standard input describes; the folder named there gets NAME.gpu for each kernel."""
-    job = json.load(sys.stdin)
+    """Compile what standard input describes; the folder named there gets NAME.gpu for each kernel.
+
+    Triton is imported before there is anything to read, and once for all workers, which are forks.
+    """
+    import triton.backends.compiler
+    import triton.compiler  # noqa: F401
+
+    text = sys.stdin.read()
+    if not text:
+        return  # everything was there already
+    job = json.loads(text)
     folder = Path(job["folder"])
-    for kernel in job["kernels"]:
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    children = [_fork(share, job, folder) for share in job["shares"][1:]]
+    failed = _compile_all(job["shares"][0], job, folder)
+    for child in children:
+        failed |= os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+    raise SystemExit(int(failed))
+
+
+def _fork(share: list[Any], job: dict[str, Any], folder: Path) -> int:
+    """A process that compiles these kernels: its id."""
+    child = os.fork()
+    if child:
+        return child
+    failed = True
+    try:
+        failed = _compile_all(share, job, folder)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(failed))
+
+
+def _compile_all(share: list[Any], job: dict[str, Any], folder: Path) -> bool:
+    """Whether one of these kernels cannot be compiled; what is wrong is printed."""
+    for kernel in share:
         try:
             archive = compile_kernel(kernel, job["arch"], job["options"], folder)
         except Exception as error:
-            raise SystemExit(f"{kernel['name']}: {type(error).__name__}: {error}\n{kernel['text']}") from error
+            print(f"{kernel['name']}: {type(error).__name__}: {error}\n{kernel['text']}")  # noqa: T201
+            return True
         (folder / f"{kernel['name']}.gpu").write_bytes(archive)
+    return False
 
 
 def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], folder: Path) -> bytes:

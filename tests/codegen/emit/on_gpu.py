@@ -30,7 +30,8 @@ def compiled(programs: list[Program]) -> dict[str, object]:
     major, minor = torch.cuda.get_device_capability()
     launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
     found = dict(build.build([launcher], Config(), store()).libraries)
-    return found | dict(triton_build.build(sources, 10 * major + minor, Config(), store()).libraries)
+    with triton_build.started() as process:
+        return found | dict(triton_build.build(sources, 10 * major + minor, Config(), store(), process).libraries)
 
 
 def run(program: Program, inputs: dict[str, np.ndarray], built: dict[str, object]) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dcompile.codegen.emit import triton, triton_build, triton_worker
+from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -187,20 +188,33 @@ def test_misaligned_buffers_are_not_promised_to_be_aligned():
     assert sorted(launch.types) == ["*fp32", "*fp32:16"]
 
 
-def test_what_was_built_is_found_again():
-    kernels = [source(loops.softmax(300, 200)), source(loops.embedding_backward(40, 16, 8))]
-    first = triton_build.build(kernels, 90, Config(), store())
-    second = triton_build.build(kernels, 90, Config(), KernelCache(store().directory))
-    assert (first.built, second.built, second.cache_hits) == (2, 0, 2)
+def build(kernels: list[KernelSource]) -> Built:
+    """As a process of its own builds them."""
+    with triton_build.started() as process:
+        built = triton_build.build(kernels, 90, Config(), KernelCache(store().directory), process)
+    assert process.poll() is not None
+    return built
+
+
+def test_what_was_built_is_found_again(monkeypatch):
+    monkeypatch.setattr(triton_build, "workers", lambda: 3)
+    monkeypatch.setattr(triton_build, "SHARE", 1)
+    kernels = [source(loops.softmax(300, n)) for n in (190, 200, 210)] + [source(loops.embedding_backward(40, 16, 8))]
+    first, second = build(kernels), build(kernels)
+    assert (first.built, second.built, second.cache_hits) == (4, 0, 4)
     assert second.libraries == first.libraries
-    functions = read_archive(second.libraries[kernels[1].name])
-    assert [launch.function for launch in kernels[1].launches] == list(functions)
+    functions = read_archive(second.libraries[kernels[-1].name])
+    assert [launch.function for launch in kernels[-1].launches] == list(functions)
     assert all(cubin[:4] == b"\x7fELF" for _, _, _, cubin in functions.values())
 
 
-def test_a_kernel_that_does_not_compile_says_why():
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_a_kernel_that_does_not_compile_says_why(place, monkeypatch):
+    monkeypatch.setattr(triton_build, "workers", lambda: 2)
+    monkeypatch.setattr(triton_build, "SHARE", 1)
+    kernels = [source(loops.arange(n)) for n in (50, 60)]
     broken = replace(
-        source(loops.arange(50)), name="kbroken", text="import triton\n@triton.jit\ndef kernel(a): a.no()\n"
+        kernels[place], name="kbroken", text="import triton\n@triton.jit\ndef kernel(a): a.no()\n", cost=1 - place * 99
     )
-    with pytest.raises(BuildError, match="no"):
-        triton_build.build([broken], 90, Config(), store())
+    with pytest.raises(BuildError, match="kbroken"):
+        build([*kernels, broken])

@@ -15,7 +15,7 @@ from tests.distributed import models
 from tests.distributed.cases import MAKE, device
 from tests.distributed.fsdp_cases import Uneven, blocks, compiled
 from tests.distributed.models import batch
-from tests.distributed.training import Training, compare
+from tests.distributed.training import Training, apart, compare
 
 MODELS = MAKE | {"uneven": Uneven}
 
@@ -97,4 +97,8 @@ def against_stock(
     stock, module = make(name, wrap, **how), make(name, wrap, **how)
     call = compiled(module, order, options, fullgraph=fullgraph)
     found = compare(FsdpTraining(stock, stock, accumulate), FsdpTraining(call, module, accumulate))
+    if "precision" in how and dist.get_world_size() > 2:
+        # how far stock is from itself where other parameters share a reduction: of 16 bits, sums depend on places
+        stocks = (make(name, other, **how) for other in ("blocks", "root"))
+        found["scatter"] = apart(FsdpTraining(each, each, accumulate) for each in stocks)
     return found | {"receipt": dcompile.receipt(call)}

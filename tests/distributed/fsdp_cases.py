@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dcompile
 from tests.distributed import models
-from tests.distributed.cases import ATEN, across_ranks, device, largest_difference
+from tests.distributed.cases import ATEN, device, largest_difference
 from tests.distributed.models import batch, loss_of
+from tests.distributed.training import Training, apart, compare
 
 
 class Uneven(nn.Module):
@@ -50,15 +55,17 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make(name: str, wrap: str = "blocks", mesh: tuple[int, ...] = (), **how: Any) -> Any:
+def make(name: str, wrap: str = "blocks", mesh: tuple[int, ...] = (), replicas: int = 0, **how: Any) -> Any:
     """A module, sharded as a whole ("root"), each of its blocks and then the rest ("blocks"), or in other ways.
 
-    `mesh`: replicas times shards. "meta" gets its memory only when it is sharded; "ignored" leaves one layer out;
-    "grouped" shards two layers together.
+    `mesh`: replicas times shards; `replicas`: of them, over all ranks. "meta" gets its memory only when it is sharded;
+    "ignored" leaves one layer out; "grouped" shards two layers together.
     """
     torch.manual_seed(7)
     with torch.device("meta" if wrap == "meta" else "cpu"):
         module = MAKE[name]()
+    if replicas:
+        mesh = (replicas, dist.get_world_size() // replicas)
     if mesh:
         how["mesh"] = init_device_mesh(device().type, mesh, mesh_dim_names=("replicas", "shards"))
     module = module if wrap == "meta" else module.to(device())
@@ -113,24 +120,54 @@ def inputs(module: Any, step: int) -> dict[str, Any]:
     return {name: value.to(device()) for name, value in found.items()}
 
 
-def train(call: Any, module: Any, accumulate: bool = False, steps: int = 3, clip: bool = True) -> dict[str, Any]:
-    """AdamW steps with clipped gradients, then one more forward and backward whose gradients stay."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps + 1):
-        if accumulate:
-            module.set_requires_gradient_sync(False)
-            loss_of(call(**inputs(module, 100 + step))).backward()
-            module.set_requires_gradient_sync(True)
-        loss = loss_of(call(**inputs(module, step)))
-        loss.backward()
-        losses.append(loss.item())
-        if step < steps:
-            if clip:
-                nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"losses": losses, "grads": gradients(module), "params": parameters(module)}
+class FsdpTraining(Training):
+    """Gradients and parameters are put together from all ranks; so are checkpoints, unless DCP takes their parts."""
+
+    clip = 0.1
+    folder = ""
+    """Where torch.distributed.checkpoint writes, if it is to."""
+
+    @property
+    def inner(self) -> Any:
+        return self.wrapped
+
+    def batch_of(self, step: int) -> dict[str, Any]:
+        return inputs(self.wrapped, step)
+
+    @contextlib.contextmanager
+    def not_synced(self) -> Iterator[None]:
+        self.wrapped.set_requires_gradient_sync(False)
+        yield
+        self.wrapped.set_requires_gradient_sync(True)
+
+    def gradients(self) -> dict[str, Any]:
+        return gradients(self.wrapped)
+
+    def parameters(self) -> dict[str, Any]:
+        return parameters(self.wrapped)
+
+    def state(self) -> dict[str, Any]:
+        options = StateDictOptions(full_state_dict=not self.folder)
+        return dict(
+            zip(("model", "optimizer"), get_state_dict(self.wrapped, self.optimizer, options=options), strict=True)
+        )
+
+    def write(self, state: dict[str, Any]) -> Any:
+        if not self.folder:
+            return super().write(state)
+        dcp.save(state, checkpoint_id=self.folder)
+        return self.folder
+
+    def load(self, state: Any) -> None:
+        options = StateDictOptions(full_state_dict=not self.folder)
+        if self.folder:
+            wanted = self.state()
+            dcp.load(wanted, checkpoint_id=state)
+            state = wanted
+        set_state_dict(
+            self.wrapped, self.optimizer, options=options,
+            model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        )  # fmt: skip
 
 
 def against_stock(
@@ -140,30 +177,36 @@ def against_stock(
     accumulate: bool = False,
     options: dict[str, Any] | None = None,
     fullgraph: bool = True,
-    factor: float | None = None,
+    saved: str = "whole",
     **how: Any,
 ) -> dict[str, Any]:
-    """The same training with stock eager FSDP2 and with dcompile: largest differences, and the receipt."""
-    # torch takes the norm of sharded tensors, or of others, but not of both; and NCCL has none in CPU memory
-    clip = wrap != "ignored" and not (how.get("offload_policy") and device().type == "cuda")
-    stock = make(name, wrap, **how)
-    if factor is not None:
-        stock.set_gradient_divide_factor(factor)
-    expected = train(stock, stock, accumulate, clip=clip)
-    module = make(name, wrap, **how)
+    """The same training with stock eager FSDP2 and with dcompile: largest differences, and the receipt.
+
+    `saved`: checkpoints hold "whole" tensors, or each rank's "parts" through torch.distributed.checkpoint.
+    """
+    stock, module = make(name, wrap, **how), make(name, wrap, **how)
     call = compiled(module, order, options, fullgraph=fullgraph)
-    keys = list(module.state_dict())
-    if factor is not None:
-        module.set_gradient_divide_factor(factor)
-    found = train(call, module, accumulate, clip=clip)
-    assert list(module.state_dict()) == keys == list(stock.state_dict())
-    return {
-        "loss": max(abs(a - b) for a, b in zip(expected["losses"], found["losses"], strict=True)),
-        "grad": largest_difference(expected["grads"], found["grads"]),
-        "param": largest_difference(expected["params"], found["params"]),
-        "ranks": across_ranks(found["params"]),
-        "receipt": dcompile.receipt(module),
-    }
+    trainings = FsdpTraining(stock, stock, accumulate), FsdpTraining(call, module, accumulate)
+    # torch takes the norm of sharded tensors, or of others, but not of both; and NCCL has none in CPU memory
+    clips = wrap != "ignored" and not (how.get("offload_policy") and device().type == "cuda")
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, src=0)
+        for number, training in enumerate(trainings):
+            training.folder = f"{shared[0]}/{number}" if saved == "parts" else ""
+            training.clip = training.clip if clips else 0
+        found = compare(*trainings)
+        dist.barrier()
+    found["receipt"] = dcompile.receipt(module)
+    if "mp_policy" in how and dist.get_world_size() > 2:
+        found["scatter"] = scatter(name, accumulate, **how)
+    return found
+
+
+def scatter(name: str, accumulate: bool, **how: Any) -> float:
+    """How far stock is from itself where other parameters share a reduction: of 16 bits, sums depend on places."""
+    stocks = (make(name, wrap, **how) for wrap in ("blocks", "root", "grouped"))
+    return apart(FsdpTraining(stock, stock, accumulate) for stock in stocks)
 
 
 # --- one thing at a time: each case runs the same steps under stock FSDP2 and under dcompile, and compares
@@ -378,9 +421,6 @@ def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
 
 def checkpoints(folder: str) -> dict[str, Any]:
     """What stock FSDP2 saves is loaded into a compiled module and back; names and values are the same."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     stock, module = make("mlp"), make("mlp")
     call = compiled(module)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (stock, module)]

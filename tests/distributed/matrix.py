@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 SHARED = 1e-7
@@ -35,6 +37,8 @@ class Row:
     adapter: str = "ddp"
     always: bool = True
     """Whether every test run has it on two ranks, or `make dist-matrix` alone."""
+    collectives: int | None = None
+    """How many its programs have; None is at least one for each graph."""
 
     @property
     def missing(self) -> bool:
@@ -113,4 +117,48 @@ FSDP1_ROWS = (
         "a part of the model is not compiled (graph break), where parameters would be missing",
     ), name="shared", wrap="root", fullgraph=False),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS)
+
+
+def _fsdp2(title: str, gathers: int, again: int, reductions: int, always: bool = True, **how: Any) -> Row:
+    """A row of `fully_shard`: gathers of its forward, those that its backward needs again, and reductions."""
+    how = {"name": title.partition(",")[0]} | how
+    case = "tests.distributed.fsdp_cases:against_stock"
+    return Row(f"FSDP2: {title}", case, how, adapter="fsdp2", always=always, collectives=gathers + again + reductions)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+WIDE = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True
+)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
+ROOT = {"wrap": "root"}
+FSDP2_ROWS = (
+    _fsdp2("mlp", 3, 1, 3),
+    _fsdp2("mlp, root", 1, 0, 1, **ROOT),
+    _fsdp2("mlp, no_sync", 3, 1, 3, accumulate=True),
+    _fsdp2("mlp, torch.compile, parts saved", 3, 1, 3, order="torch.compile", saved="parts"),
+    _fsdp2("mlp, module.compile", 3, 1, 3, order="module.compile"),
+    _fsdp2("mlp, not resharded", 3, 0, 3, reshard_after_forward=False),
+    _fsdp2("mlp, not resharded, no_sync", 3, 0, 3, reshard_after_forward=False, accumulate=True, always=False),
+    _fsdp2("mlp, gradient checkpointing", 3, 2, 3, name="checkpointed"),
+    _fsdp2("mlp, from meta", 3, 1, 3, wrap="meta"),
+    _fsdp2("mlp, two layers as one", 2, 1, 2, wrap="grouped"),
+    _fsdp2("mlp, replicas, no_sync, parts saved", 3, 1, 3, replicas=2, accumulate=True, saved="parts"),
+    _fsdp2("mlp, bfloat16", 3, 1, 3, mp_policy=BF16),
+    _fsdp2("mlp, all of a policy, no_sync", 1, 0, 1, mp_policy=WIDE, accumulate=True, **ROOT),
+    _fsdp2("mlp, float16, no_sync", 1, 0, 1, mp_policy=FP16, accumulate=True, **ROOT),
+    _fsdp2("mlp, replicas, float16", 1, 0, 1, replicas=2, mp_policy=FP16, always=False, **ROOT),
+    _fsdp2("uneven, parts saved", 3, 1, 3, saved="parts"),
+    _fsdp2("uneven, root, no_sync", 1, 0, 1, accumulate=True, **ROOT),
+    _fsdp2("uneven, in CPU memory, no_sync", 3, 1, 3, offload_policy=CPUOffloadPolicy(pin_memory=False),
+           accumulate=True),
+    _fsdp2("uneven, all of a policy", 1, 0, 1, mp_policy=WIDE, **ROOT),
+    _fsdp2("uneven, replicas", 3, 1, 3, replicas=2, always=False),
+    _fsdp2("llama", 3, 2, 3, always=False),
+    _fsdp2("Llama, parts saved, not resharded", 3, 0, 3, name="llama", saved="parts", reshard_after_forward=False,
+           always=False),
+    # the root's in two: the embedding, and the last projection with its norm
+    _fsdp2("Llama, many tokens", 4, 2, 4, name="llama_wide"),
+    _fsdp2("tied Llama, no_sync", 3, 2, 3, name="llama_tied", accumulate=True),
+)  # fmt: skip
+ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS, *FSDP2_ROWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from tests.distributed.models import batch, loss_of
 
 class Training:
     """One model in training, stock or compiled. The base is for DDP; what is sharded differs in the lower half."""
+
+    clip = 0.0
+    """Norm that gradients are clipped to; 0 clips nothing."""
 
     def __init__(self, call: Any, wrapped: Any, accumulate: bool = False) -> None:
         self.call, self.wrapped, self.accumulate = call, wrapped, accumulate
@@ -31,6 +35,8 @@ class Training:
             loss.backward()
             self.losses.append(loss.item())
             if step < first + steps:
+                if self.clip:
+                    torch.nn.utils.clip_grad_norm_(self.wrapped.parameters(), self.clip)
                 self.optimizer.step()
 
     def loss(self, step: int) -> torch.Tensor:
@@ -64,7 +70,11 @@ class Training:
         model = {name.replace("_orig_mod.", ""): value for name, value in self.wrapped.state_dict().items()}
         return {"model": model, "optimizer": self.optimizer.state_dict()}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def write(self, state: dict[str, Any]) -> Any:
+        """The checkpoint as another process would find it."""
+        return _through_a_file(state)
+
+    def load(self, state: Any) -> None:
         self.inner.load_state_dict({name.removeprefix("module."): value for name, value in state["model"].items()})
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -79,8 +89,9 @@ def compare(stock: Training, ours: Training, group: Any = None, steps: int = 3) 
     found = {"grad": largest_difference(stock.gradients(), ours.gradients())}
     found |= {"param": largest_difference(stock.parameters(), ours.parameters())}
     found |= {"buffer": largest_difference(dict(stock.inner.named_buffers()), dict(ours.inner.named_buffers()))}
-    written = [_through_a_file(training.state()) for training in (stock, ours)]
-    same_keys = keys(written[0]) == keys(written[1])
+    states = [training.state() for training in (stock, ours)]
+    same_keys = keys(states[0]) == keys(states[1])
+    written = [training.write(state) for training, state in zip((stock, ours), states, strict=True)]
     stock.load(written[1])
     ours.load(written[0])
     for training in (stock, ours):
@@ -93,6 +104,16 @@ def compare(stock: Training, ours: Training, group: Any = None, steps: int = 3) 
         "ranks": across_ranks(ours.parameters(), group),
         "keys": same_keys,
     }
+
+
+def apart(trainings: Iterable[Training], steps: int = 3) -> float:
+    """How far the losses of the same training are apart, relative: the most that one is from the first."""
+    losses = []
+    for training in trainings:
+        training.run(steps)
+        training.run(1, first=10)
+        losses.append(training.losses)
+    return max(abs(a - b) / abs(a) for other in losses[1:] for a, b in zip(losses[0], other, strict=True))
 
 
 def keys(value: Any, prefix: str = "") -> list[str]:

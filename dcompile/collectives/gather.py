@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from dcompile.collectives.params import ParamInfo
-from dcompile.collectives.units import Together, by_unit, cut_apart, shard_of, unit_bucket
+from dcompile.collectives.units import holder_of_unit, shard_of, unit_buckets
 from dcompile.ir.index import Index, as_index, as_size
 from dcompile.ir.nodes import (
-    ITEMSIZE,
     Arg,
     Bucket,
     Buffer,
@@ -56,7 +55,9 @@ def insert_gathers(
         return program
     infos = {info.number: info for info in params}
     gathered = {program.inputs[position]: infos[number] for position, number in gathers}
-    places = {name: _Place(f"full{shard_of(i).unit}", shard_of(i).offset) for name, i in gathered.items()}
+    places = {
+        name: _Place(holder_of_unit("all_gather", shard_of(i).unit), shard_of(i).offset) for name, i in gathered.items()
+    }
     kept = {name: place for name, place in places.items() if not shard_of(gathered[name]).reshard}
     steps = [_rebased(step, places) for step in program.steps]
     saved = (_moved(output, kept) for output in program.outputs[results:])
@@ -85,21 +86,10 @@ def _first_uses(steps: Sequence[Step], outputs: Sequence[object]) -> dict[str, i
 
 def _buckets(params: Sequence[ParamInfo], first: Mapping[str, int]) -> list[tuple[int, Bucket]]:
     """(first use, bucket) of what is used at all, in order of that use."""
-    members: dict[Together, list[ParamInfo]] = {}
-    for param in params:
-        if f"full{shard_of(param).unit}" in first:
-            members.setdefault((shard_of(param).together, param.dtype, param.device), []).append(param)
-    found: list[tuple[int, Together, Bucket]] = []
-    of_group = {key: by_unit(group) for key, group in members.items()}
-    places = {key: {unit: first[f"full{unit}"] for unit in units} for key, units in of_group.items()}
-    sizes = {shard_of(p).unit: shard_of(p).numel * ITEMSIZE[p.dtype] for p in params}
-    for key, part in cut_apart(places, sizes):
-        units = {unit: of_group[key][unit] for unit in part}
-        holders = {unit: f"full{unit}" for unit in units}
-        bucket = unit_bucket("all_gather", units, holders, tuple(holders.values()), key[1])
-        found.append((min(first[name] for name in bucket.buffers), key, bucket))
-    found.sort(key=lambda entry: entry[:2])
-    return [(at, replace(bucket, name=f"gather{number}")) for number, (at, _, bucket) in enumerate(found)]
+    holder = {param.number: holder_of_unit("all_gather", shard_of(param).unit) for param in params}
+    used = [param for param in params if holder[param.number] in first]
+    places = {shard_of(param).unit: first[holder[param.number]] for param in used}
+    return unit_buckets("all_gather", used, places, holder)
 
 
 def _holders(bucket: Bucket) -> list[Buffer]:

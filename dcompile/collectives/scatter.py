@@ -8,7 +8,7 @@ from math import prod
 
 from dcompile.collectives.insert import can_place, copy_into
 from dcompile.collectives.params import ParamInfo
-from dcompile.collectives.units import Together, by_unit, cut_apart, shard_of, unit_bucket
+from dcompile.collectives.units import holder_of_unit, shard_of, unit_buckets
 from dcompile.ir.index import contiguous_strides
 from dcompile.ir.nodes import ITEMSIZE, WITHIN, Bucket, Buffer, Collective, Program, Step, View, Wait
 
@@ -25,7 +25,7 @@ class _Gradient:
 
     @property
     def holder(self) -> str:
-        return f"grads{shard_of(self.param).unit}"
+        return holder_of_unit("reduce_scatter", shard_of(self.param).unit)
 
 
 def insert_scatters(program: Program, params: tuple[ParamInfo, ...]) -> Program:
@@ -68,26 +68,12 @@ def _gradient(program: Program, output: int, param: ParamInfo) -> _Gradient:
 
 def _buckets(gradients: Sequence[_Gradient], ready: Mapping[str, int]) -> list[tuple[int, Bucket]]:
     """(step after which its last gradient is there, bucket), in order of that step."""
+    places: dict[int, int] = {}
+    for gradient in gradients:
+        unit = shard_of(gradient.param).unit
+        places[unit] = max(ready[gradient.buffer], places.get(unit, -1))
     buffer_of = {gradient.param.number: gradient.buffer for gradient in gradients}
-    members: dict[Together, list[ParamInfo]] = {}
-    for param in (gradient.param for gradient in gradients):
-        shard = shard_of(param)
-        members.setdefault((shard.together, shard.reduce_dtype, param.device), []).append(param)
-    found: list[tuple[int, Together, Bucket]] = []
-    of_group = {key: by_unit(group) for key, group in members.items()}
-    places = {
-        key: {unit: max(ready[buffer_of[param.number]] for param in of_unit) for unit, of_unit in units.items()}
-        for key, units in of_group.items()
-    }
-    sizes = {(s := shard_of(g.param)).unit: s.numel * ITEMSIZE[s.reduce_dtype] for g in gradients}
-    for key, part in cut_apart(places, sizes):
-        units = {unit: of_group[key][unit] for unit in part}
-        holders = {unit: f"grads{unit}" for unit in units}
-        buffers = [buffer_of[param.number] for of_unit in units.values() for param in of_unit]
-        bucket = unit_bucket("reduce_scatter", units, holders, buffers, key[1])
-        found.append((max(ready[name] for name in buffers), key, bucket))
-    found.sort(key=lambda entry: entry[:2])
-    return [(at, replace(bucket, name=f"scatter{number}")) for number, (at, _, bucket) in enumerate(found)]
+    return unit_buckets("reduce_scatter", [gradient.param for gradient in gradients], places, buffer_of)
 
 
 def _buffers(program: Program, gradients: Sequence[_Gradient], buckets: Sequence[Bucket]) -> tuple[Buffer, ...]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from dcompile.collectives.params import ParamInfo, Shard
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.nodes import ITEMSIZE, Bucket
 
+Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
 Together = tuple[int, str, str]
 """What shares a collective: the number of the group, the dtype that is exchanged, the device."""
 
@@ -56,24 +58,59 @@ def cut_apart(
     return found
 
 
-def unit_bucket(
-    kind: Literal["all_gather", "reduce_scatter"],
+def unit_buckets(
+    kind: Kind,
+    params: Sequence[ParamInfo],
+    places: Mapping[int, int],
+    buffer_of: Mapping[int, str],
+) -> list[tuple[int, Bucket]]:
+    """(place, bucket) of the units of these parameters, in order of places: a group's together, unless cut apart.
+
+    `places`: the step that each unit is needed or ready at. A gather is placed at the first of its units, a reduction
+    at the last. `buffer_of`: what the collective is to touch for each parameter, by number.
+    """
+    gathers = kind == "all_gather"
+    members: dict[Together, list[ParamInfo]] = {}
+    nbytes: dict[int, int] = {}
+    for param in params:
+        shard = shard_of(param)
+        dtype = param.dtype if gathers else shard.reduce_dtype
+        members.setdefault((shard.together, dtype, param.device), []).append(param)
+        nbytes[shard.unit] = shard.numel * ITEMSIZE[dtype]
+    of_group = {key: by_unit(group) for key, group in members.items()}
+    spread = {key: {unit: places[unit] for unit in units} for key, units in of_group.items()}
+    found: list[tuple[int, Together, Bucket]] = []
+    for key, part in cut_apart(spread, nbytes):
+        at = (min if gathers else max)(places[unit] for unit in part)
+        found.append((at, key, _bucket(kind, {unit: of_group[key][unit] for unit in part}, buffer_of, key[1])))
+    found.sort(key=lambda entry: entry[:2])
+    name = "gather" if gathers else "scatter"
+    return [(at, replace(bucket, name=f"{name}{number}")) for number, (at, _, bucket) in enumerate(found)]
+
+
+def holder_of_unit(kind: Kind, unit: int) -> str:
+    """Name of the buffer that a unit is gathered into, or that its gradients lie in."""
+    return f"full{unit}" if kind == "all_gather" else f"grads{unit}"
+
+
+def _bucket(
+    kind: Kind,
     units: Mapping[int, Sequence[ParamInfo]],
-    holders: Mapping[int, str],
-    buffers: Sequence[str],
+    buffer_of: Mapping[int, str],
     dtype: str,
 ) -> Bucket:
     """The bucket of these units; its name is still to be given."""
     first = next(iter(units.values()))[0]
     sizes = [shard_of(members[0]).numel for members in units.values()]
     starts = [0, *accumulate(sizes)]
+    in_order = [param for members in units.values() for param in members]
     return Bucket(
         name="",
         dtype=dtype,
         device=first.device,
         group=first.group,
-        params=tuple(param.number for members in units.values() for param in members),
-        buffers=tuple(buffers),
+        params=tuple(param.number for param in in_order),
+        buffers=tuple(dict.fromkeys(buffer_of[param.number] for param in in_order)),
         offsets=tuple(
             start + shard_of(param).offset
             for start, members in zip(starts, units.values(), strict=False)
@@ -82,7 +119,7 @@ def unit_bucket(
         numel=starts[-1],
         kind=kind,
         units=tuple(units),
-        holders=tuple(holders[unit] for unit in units),
+        holders=tuple(holder_of_unit(kind, unit) for unit in units),
         sizes=tuple(sizes),
         gaps=tuple(_gaps(list(units.values()))) if kind == "reduce_scatter" else (),
     )

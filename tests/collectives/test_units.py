@@ -1,5 +1,5 @@
 from dcompile.collectives.params import ParamInfo, Shard
-from dcompile.collectives.units import APART_BYTES, cut_apart, unit_bucket
+from dcompile.collectives.units import APART_BYTES, cut_apart, unit_buckets
 
 ROOT, FIRST, SECOND = (0, "float32", "cpu"), (1, "float32", "cpu"), (2, "float32", "cpu")
 LARGE = dict.fromkeys(range(11), APART_BYTES)
@@ -31,7 +31,27 @@ def flat_param(number, shape, offset, flat=True):
 
 
 def gaps(kind, *params):
-    return unit_bucket(kind, {0: params}, {0: "full0"}, ["g"] * len(params), "float32").gaps
+    ((_, bucket),) = unit_buckets(kind, params, {0: 3}, {param.number: f"g{param.number}" for param in params})
+    return bucket.gaps
+
+
+def test_a_gather_is_placed_at_its_first_unit_and_a_reduction_at_its_last():
+    params = [
+        ParamInfo(n, f"p{n}", (4,), "bfloat16", "cpu", "sharded", "fsdp0", Shard(n, n // 2, 0, 4, "float32", True))
+        for n in range(4)
+    ]
+    places, buffers = {0: 5, 1: 9, 2: 6, 3: 2}, {n: f"b{n}" for n in range(4)}
+    found = unit_buckets("all_gather", params, places, buffers)
+    assert [(at, bucket.name, bucket.units, bucket.dtype) for at, bucket in found] == [
+        (2, "gather0", (2, 3), "bfloat16"),
+        (5, "gather1", (0, 1), "bfloat16"),
+    ]
+    found = unit_buckets("reduce_scatter", params, places, buffers)
+    assert [(at, bucket.name, bucket.units, bucket.dtype) for at, bucket in found] == [
+        (6, "scatter0", (2, 3), "float32"),
+        (9, "scatter1", (0, 1), "float32"),
+    ]
+    assert found[0][1].holders == ("grads2", "grads3") and found[0][1].buffers == ("b2", "b3")
 
 
 def test_parts_of_a_flat_unit_without_gradient_are_gaps():

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
 from dcompile import compat
 
@@ -30,7 +30,8 @@ def start_scatter(
     `limit_s`: seconds after which it fails, None where that is the backend's affair. On two ranks sums are those of
     Gloo's all-reduce bit for bit; on more, parts are added in order of ranks.
     """
-    if compat.groups.is_gloo(group, full[0].device.type) and op in (ReduceOp.SUM, ReduceOp.AVG):
+    real = isinstance(group, ProcessGroup)  # what is not sharded has a stand-in that copies
+    if real and compat.groups.is_gloo(group, full[0].device.type) and op in (ReduceOp.SUM, ReduceOp.AVG):
         return Exchanged(group, shards, full, op == ReduceOp.AVG, limit_s)
     return compat.groups.start_scatter(group, list(shards), list(full), op, limit_s)
 

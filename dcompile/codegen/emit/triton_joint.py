@@ -20,6 +20,8 @@ MOST = 8
 """Loops in one launch."""
 MOST_BYTES = 1 << 28
 """Of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
+TINY_BYTES = 1 << 22
+"""Of a loop's buffers: whatever it is, it takes no longer than a launch."""
 PID = "tl.program_id(0)"
 
 
@@ -65,12 +67,25 @@ def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> 
     """One launch that is told nothing but addresses, of buffers that are not large?"""
     if len(kernel.launches) != 1 or not kernel.launches[0].grid or kernel.numbers:
         return False
-    return sum(table[name].nbytes for name in loop.reads | loop.writes) <= MOST_BYTES
+    return _nbytes(loop, table) <= MOST_BYTES
+
+
+def _nbytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
+    return sum(table[name].nbytes for name in loop.reads | loop.writes)
+
+
+def _are_alike(first: KernelSource, second: KernelSource) -> bool:
+    """Of one kind and about as much work: a kernel of few registers would run with the few programs of one of many."""
+    kinds = {kernel.launches[0].function.rsplit("_", 1)[0] for kernel in (first, second)}
+    costs = sorted(kernel.cost for kernel in (first, second))
+    return len(kinds) == 1 and costs[1] <= 2 * costs[0]
 
 
 def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table: Mapping[str, Buffer]) -> bool:
     """As many threads a program, and neither writes memory that the other touches?"""
     if first.launches[0].warps != second.launches[0].warps:
+        return False
+    if not _are_alike(first, second) and not all(_nbytes(loop, table) <= TINY_BYTES for loop in (a, b)):
         return False
     touched = [(a.writes, b.reads | b.writes), (b.writes, a.reads)]
     return not any(overlap(table[x], table[y]) for written, others in touched for x in written for y in others)

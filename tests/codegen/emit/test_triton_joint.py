@@ -42,6 +42,18 @@ def test_loops_that_take_turns_with_memory_run_in_turn():
     assert launched(replace(program, buffers=buffers))[0][0] > 0
 
 
+def test_loops_that_are_not_alike_are_joined_only_if_tiny(monkeypatch):
+    """A kernel that does much more than the others would leave them few registers; the last loops are alike."""
+    program = loops.side_by_side()
+    kernels = [triton.emit(step, program.table) for step in program.steps]
+    kernels[1] = replace(kernels[1], cost=100)
+    assert [kernel.launches[0].grid > 0 for kernel in joined(program, kernels)] == [False, False, True, True]
+    monkeypatch.setattr(triton_joint, "TINY_BYTES", 1)
+    assert [kernel.launches[0].grid > 0 for kernel in joined(program, kernels)] == [True, True, False, True]
+    kernels[1] = replace(kernels[1], cost=kernels[0].cost)
+    assert not joined(program, kernels)[0].launches[0].grid
+
+
 @pytest.mark.parametrize("name", ["MOST", "MOST_BYTES"])
 def test_limits(name, monkeypatch):
     monkeypatch.setattr(triton_joint, name, 1)

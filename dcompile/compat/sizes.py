@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ def least_value(shape_env: Any, symbol: Any) -> int | None:
     return int(lower) if lower is not None and getattr(lower, "is_Integer", isinstance(lower, int)) else None
 
 
+def known_divisor(shape_env: Any, symbol: Any) -> int:
+    """The largest number that torch has guarded to divide a size symbol; 1 if there is none."""
+    if symbol not in (getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})):
+        return 1
+    facts = (fact.args for fact in getattr(shape_env, "divisible", ()) if type(fact).__name__ in ("Mod", "PythonMod"))
+    return lcm(*(int(divisor) for base, divisor in facts if base == symbol and divisor.is_Integer))
+
+
 def size_symbols(gm: Any) -> dict[Any, Any]:
     """Size symbols of a graph -> their shape environment."""
     import torch
@@ -47,9 +56,9 @@ def size_symbols(gm: Any) -> dict[Any, Any]:
     return found
 
 
-def least_values(gm: Any) -> dict[Any, int | None]:
-    """Size symbols of a graph -> the least value each may have."""
-    return {symbol: least_value(environment, symbol) for symbol, environment in size_symbols(gm).items()}
+def known_facts(gm: Any) -> dict[Any, tuple[int | None, int]]:
+    """Size symbols of a graph -> the least value each may have, and what it can be divided by."""
+    return {s: (least_value(env, s), known_divisor(env, s)) for s, env in size_symbols(gm).items()}
 
 
 def size_hint(shape_env: Any, symbol: Any) -> int | None:

@@ -153,9 +153,14 @@ def _sizes(sizes: Any) -> str:
 
 
 def _symbols(gm: GraphModule) -> Iterator[str]:
-    """What lowering may know of each size symbol: whether it can be 0, 1 or negative. Not what it was while traced."""
-    for symbol, least in sorted((str(symbol), least) for symbol, least in compat.sizes.least_values(gm).items()):
-        yield f"{symbol} {'any' if least is None or least < 0 else min(least, 2)}"
+    """What lowering may know of each size symbol: whether it can be 0, 1 or negative, and what divides it.
+
+    Not what it was while traced.
+    """
+    facts = {str(symbol): known for symbol, known in compat.sizes.known_facts(gm).items()}
+    for symbol, (least, divisor) in sorted(facts.items()):
+        # of a symbol's multiples, lowering asks whether they can be 1 or 2 as well
+        yield f"{symbol} {'any' if least is None or least < 0 else min(least, 2 * divisor)} {divisor}"
 
 
 # --- device numbers in host programs ----------------------------------------------------------------------------------

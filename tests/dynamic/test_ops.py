@@ -186,6 +186,16 @@ def test_a_decision_about_sizes_that_torch_alone_can_make_is_one_library_call():
     assert sum(receipt.fallbacks.values()) == len(receipt.notes) <= 1
 
 
+def test_sizes_that_a_guard_divides():
+    def function(x, w, b):
+        y = F.group_norm(x, 2, w, b)
+        larger = F.interpolate(y, scale_factor=2.0, mode="linear")
+        return y, F.glu(x, 1) * 2, larger, F.interpolate(y, scale_factor=1.5)
+
+    receipt, _ = check(function, *((grad(n, c, l), grad(c), grad(c)) for n, c, l in ((3, 4, 7), (2, 6, 10))))
+    assert receipt.kernels and receipt.graphs == 1 and not receipt.fallbacks
+
+
 def test_a_view_of_columns_whose_sizes_are_equal_by_a_guard():
     def function(x):
         a, b, c, d = x.shape

@@ -45,6 +45,9 @@ def test_sizes_met_while_tracing_are_not_in_the_key_of_a_symbolic_graph():
 
 def test_what_is_known_of_a_size_is_in_the_key(monkeypatch):
     known = key(traced_symbolic(4, 8))
+    monkeypatch.setattr(module.compat.sizes, "known_divisor", lambda shape_env, symbol: 2)
+    assert key(traced_symbolic(4, 8)) != known
+    monkeypatch.undo()
     monkeypatch.setattr(module.compat.sizes, "least_value", lambda shape_env, symbol: 0)
     assert key(traced_symbolic(4, 8)) != known
 

@@ -92,16 +92,36 @@ def estimate(value: Any) -> int:
 
 def symbol_name(symbol: Any, shape_env: Any) -> str:
     """Our name of a size symbol: the first letter says how small it may be (`ir.polynomial.Var`)."""
-    least = compat.sizes.least_value(shape_env, symbol)
+    return _named(symbol, compat.sizes.least_value(shape_env, symbol), str(symbol))
+
+
+def _named(symbol: Any, least: int | None, name: str) -> str:
     letter = "s" if least is not None and least >= 2 else "u" if least is not None and least >= 0 else "z"
-    name = str(symbol)
     return name if name[0] == letter else f"{letter}_{name}"
+
+
+def _symbol(symbol: Any, shape_env: Any) -> tuple[str, int]:
+    """(name, number): the symbol is the number times the variable of that name.
+
+    Where torch has guarded that a number divides the size, sizes made of the size and of its parts become products of
+    one variable, and are seen to be equal.
+    """
+    divisor = compat.sizes.known_divisor(shape_env, symbol)
+    if divisor == 1:
+        return symbol_name(symbol, shape_env), 1
+    least = compat.sizes.least_value(shape_env, symbol)
+    return _named(symbol, None if least is None else -(-least // divisor), f"{symbol}_{divisor}"), divisor
 
 
 def traced_sizes(gm: Any) -> dict[str, int]:
     """What each size symbol of a graph was while it was traced: for checks, never for decisions."""
-    hints = {symbol_name(s, env): compat.sizes.size_hint(env, s) for s, env in compat.sizes.size_symbols(gm).items()}
-    return {name: hint for name, hint in hints.items() if hint is not None}
+    found: dict[str, int] = {}
+    for symbol, environment in compat.sizes.size_symbols(gm).items():
+        hint = compat.sizes.size_hint(environment, symbol)
+        if hint is not None:
+            name, divisor = _symbol(symbol, environment)
+            found[name] = hint // divisor
+    return found
 
 
 def is_symbolic(value: Any) -> bool:
@@ -123,7 +143,8 @@ class _Reader:
         if expression.is_Integer:
             return as_index(int(expression))
         if expression.is_Symbol:
-            return var(symbol_name(expression, self.shape_env))
+            name, number = _symbol(expression, self.shape_env)
+            return var(name) * number
         head, args = type(expression).__name__, expression.args
         match head:
             case "Add":
@@ -148,6 +169,8 @@ class _Reader:
                 return self._rounded_up(*args[0].args)
             case "FloorToInt" | "TruncToInt" if type(args[0]).__name__ == "IntTrueDiv":
                 return floordiv(*self._division(*args[0].args), {})
+            case "FloorToInt" | "TruncToInt" if args[0].is_Mul and len(args[0].args) == 2:
+                return self._scaled(*args[0].args)
             case "Identity":
                 return self.read(args[0])
             case "Max" | "Min":
@@ -174,6 +197,16 @@ class _Reader:
     def _rounded_up(self, base: Any, divisor: Any) -> Index:
         number, by = self._division(base, divisor)
         return floordiv(number + by - 1, by, {})
+
+    def _scaled(self, factor: Any, number: Any) -> Index:
+        """`int(1.5 * size)`, where a double holds the product exactly."""
+        if not (factor.is_Float and type(number).__name__ == "ToFloat"):
+            raise Inexpressible(f"the size {factor}*{number}")
+        over, under = float(factor).as_integer_ratio()
+        size = self.read(number.args[0])
+        if under > 1 << 10 or not 0 < over <= 1 << 20 or not is_nonnegative(size, {}):
+            raise Inexpressible(f"the size {factor}*{number}")
+        return floordiv(size * over, under, {})
 
     def _extreme(self, kind: str, args: list[Index]) -> Index:
         if self.strides and kind == "max":

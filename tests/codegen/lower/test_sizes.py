@@ -47,6 +47,29 @@ def test_names_say_how_small_a_size_may_be(monkeypatch):
         assert name[0] == letter
 
 
+def test_a_size_that_torch_knows_to_be_even_is_twice_a_variable():
+    def function(x):
+        torch._check(x.shape[0] % 2 == 0)
+        torch._check(x.shape[0] % 3 == 0)
+        return x.new_empty(2, 3, x.shape[0] // 6, x.shape[0])
+
+    value, known, environment = shapes(function, torch.zeros(12, 9))
+    two, three, part, whole = shape_of(value)
+    assert (two, three) == (2, 3) and whole == part * 6 and known[str(part)] == 2
+    assert compat.sizes.known_divisor(environment, value.shape[3].node.expr) == 6
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.5, 0.25, 0.3])
+def test_a_size_times_a_float_is_read_if_it_is_exact(factor):
+    value, known, _ = shapes(lambda x: x.new_empty(torch.sym_int(x.shape[0] * factor), 2), torch.zeros(7, 9))
+    if factor == 0.3:
+        with pytest.raises(Inexpressible, match="the size"):
+            shape_of(value)
+    else:
+        (size, _) = shape_of(value)
+        assert not isinstance(size, int) and evaluate(size, known) == int(7 * factor)
+
+
 def test_a_division_of_what_may_be_negative_is_not_read(monkeypatch):
     value, _, _ = shapes(lambda x: x.new_empty(x.shape[0] // 2, 2), torch.zeros(7, 9))
     monkeypatch.setattr(compat.sizes, "least_value", lambda *_: None)

@@ -192,7 +192,7 @@ def test_sizes_that_a_guard_divides():
         larger = F.interpolate(y, scale_factor=2.0, mode="linear")
         return y, F.glu(x, 1) * 2, larger, F.interpolate(y, scale_factor=1.5)
 
-    receipt, _ = check(function, *((grad(n, c, l), grad(c), grad(c)) for n, c, l in ((3, 4, 7), (2, 6, 10))))
+    receipt, _ = check(function, *((grad(n, c, m), grad(c), grad(c)) for n, c, m in ((3, 4, 7), (2, 6, 10))))
     assert receipt.kernels and receipt.graphs == 1 and not receipt.fallbacks
 
 

@@ -113,8 +113,8 @@ def test_training_stays(monkeypatch):
     assert rewritten(monkeypatch, by_index, q.requires_grad_(), *others) == ([], 1, [])
 
 
-def test_a_large_cache_stays(monkeypatch):
-    monkeypatch.setattr(decoding, "LARGEST", 100)
+def test_many_queries_stay(monkeypatch):
+    monkeypatch.setattr(decoding, "MOST", 2 * HEADS * TIMES - 1)
     assert rewritten(monkeypatch, by_index, *inputs()) == ([], 1, [])
 
 

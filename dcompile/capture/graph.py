@@ -14,9 +14,9 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.capture.border import with_plain_border
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.decoding import write_out_single_queries
-from dcompile.capture.dtensors import with_plain_border
 from dcompile.capture.fingerprint import compare_capture
 from dcompile.capture.grouped import share_repeated_heads
 from dcompile.capture.joint import (

@@ -16,7 +16,7 @@ _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", 
           "gradient_divide_factor")  # fmt: skip
 _PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor",
           "_setattr_on_modules", "_module_info", "init_dtype_attrs", "_orig_size", "fsdp_placement", "is_dtensor",
-          "offload_to_cpu", "pin_memory", "padded_sharded_param_size")  # fmt: skip
+          "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info")  # fmt: skip
 
 
 def states_in(module: torch.nn.Module) -> list[Any]:
@@ -81,8 +81,6 @@ def _objections(group: Any) -> Iterator[str]:
     if getattr(group, "reduce_scatter_unused_params", False):
         yield "unused parameters take part in reductions (set_reduce_scatter_unused_params)"
     for param in group.fsdp_params:
-        if param.fsdp_placement.dim != 0:
-            yield f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
         if param.is_dtensor and _dtensor_spec(param) is None:
             yield "this torch keeps what a DTensor parameter looks like elsewhere"
         if getattr(group.mesh_info, "is_spmd_mesh", False):
@@ -158,11 +156,23 @@ def full_name(param: Any, number: int) -> str:
 
 def virtual_parameter(param: Any) -> torch.nn.Parameter:
     """A parameter that looks like the gathered one, and holds no memory: for tracing. Its elements must not be read."""
+    size = _shard_sizes(param)
+    gathered = param._orig_size if size is None else (size[0] * size[1][0], *size[1][1:])
+    return _empty(param, gathered)
+
+
+def _empty(param: Any, size: Any) -> torch.nn.Parameter:
     import torch
 
-    tensor = torch.empty(param._orig_size, dtype=compute_dtype(param), device=param.device)
+    tensor = torch.empty(size, dtype=compute_dtype(param), device=param.device)
     tensor.untyped_storage().resize_(0)
     return torch.nn.Parameter(tensor, requires_grad=param.sharded_param.requires_grad)
+
+
+def _shard_sizes(param: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Number and size of shards that gathering puts one behind the other, where that is not the parameter yet."""
+    shards: int = param.mesh_info.shard_mesh_size
+    return None if param.fsdp_placement.dim == 0 or shards == 1 else (shards, tuple(param.padded_sharded_param_size))
 
 
 def _dtensor_spec(param: Any) -> Any:
@@ -188,14 +198,40 @@ def dtensor_of(param: Any) -> Callable[[Any], Any] | None:
     return parallel
 
 
+def made_of_gathered(param: Any) -> Callable[[Any], Any] | None:
+    """What makes the parameter that modules compute with out of the gathered one; None where that is itself.
+
+    Shards of another dimension than the first are put side by side, and a DTensor is made for tensor parallelism.
+    """
+    beside, parallel = _side_by_side(param), dtensor_of(param)
+    if beside is None or parallel is None:
+        return beside or parallel
+    return lambda gathered: parallel(beside(gathered))
+
+
+def _side_by_side(param: Any) -> Callable[[Any], Any] | None:
+    sizes, dim, whole = _shard_sizes(param), param.fsdp_placement.dim, param._orig_size
+    if sizes is None:
+        return None
+    shards, shard = sizes
+
+    def beside(gathered: Any) -> Any:
+        return gathered.view(shards, *shard).movedim(0, dim).reshape(whole)
+
+    return beside
+
+
 def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Parameter:
-    """What modules show while they are traced: `virtual`, or a DTensor around a tensor like it."""
+    """What modules show while they are traced: `virtual`, or what stands for what is made of it."""
     import torch
 
-    wrap = dtensor_of(param)
-    if wrap is None:
+    parallel = dtensor_of(param)
+    if parallel is None and _shard_sizes(param) is None:
         return virtual
-    return torch.nn.Parameter(wrap(virtual.detach()), requires_grad=virtual.requires_grad)
+    whole = _empty(param, param._orig_size)
+    if parallel is None:
+        return whole
+    return torch.nn.Parameter(parallel(whole.detach()), requires_grad=virtual.requires_grad)
 
 
 def shown(param: Any) -> torch.nn.Parameter:

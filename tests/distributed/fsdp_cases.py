@@ -58,8 +58,9 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 def make(name: str, wrap: str = "blocks", mesh: tuple[int, ...] = (), replicas: int = 0, **how: Any) -> Any:
     """A module, sharded as a whole ("root"), each of its blocks and then the rest ("blocks"), or in other ways.
 
-    `mesh`: replicas times shards; `replicas`: of them, over all ranks. "meta" gets its memory only when it is sharded;
-    "ignored" leaves one layer out; "grouped" shards two layers together.
+    `mesh`: replicas times shards; `replicas`: of them, over all ranks. `placement`: the dimension to be sharded, of
+    parameters that have it. "meta" gets its memory only when it is sharded; "ignored" leaves one layer out; "grouped"
+    shards two layers together.
     """
     torch.manual_seed(7)
     with torch.device("meta" if wrap == "meta" else "cpu"):
@@ -68,6 +69,8 @@ def make(name: str, wrap: str = "blocks", mesh: tuple[int, ...] = (), replicas: 
         mesh = (replicas, dist.get_world_size() // replicas)
     if mesh:
         how["mesh"] = init_device_mesh(device().type, mesh, mesh_dim_names=("replicas", "shards"))
+    if (dim := how.pop("placement", None)) is not None:
+        how["shard_placement_fn"] = lambda parameter: Shard(dim if parameter.ndim > dim else 0)
     module = module if wrap == "meta" else module.to(device())
     if wrap in ("blocks", "meta", "checkpointed"):
         for block in blocks(module):
@@ -362,9 +365,6 @@ class ChangesWeight(models.Mlp):
 def stock_by_model(name: str, **how: Any) -> dict[str, Any]:
     """Models that only FSDP's own hooks can serve."""
     MAKE.update(outside=models.UsedOutside, returns=ReturnsWeight, changes=ChangesWeight)
-    if "placement" in how:
-        dim = how.pop("placement")
-        how["shard_placement_fn"] = lambda parameter: Shard(dim if parameter.ndim > dim else 0)
 
     def steps(call: Any, module: Any) -> None:
         for step in range(2):
@@ -447,11 +447,11 @@ def checkpoints(folder: str) -> dict[str, Any]:
     return found | {"grad": largest_difference(gradients(stock), gradients(module))}
 
 
-def memory() -> dict[str, Any]:
+def memory(**how: Any) -> dict[str, Any]:
     """Bytes of gathered parameters that a forward leaves behind, and bytes that a step copies."""
     found: dict[str, Any] = {}
     for reshard in (True, False):
-        module = make("mlp", reshard_after_forward=reshard)
+        module = make("mlp", reshard_after_forward=reshard, **how)
         call = compiled(module, options={})
         sizes = {p.numel() * 4 for p in module.parameters() if p.ndim == 2}
         backward(call, module)

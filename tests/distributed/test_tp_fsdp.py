@@ -91,6 +91,7 @@ def test_a_dtensor_that_the_model_returns(ranks):
         {"name": "llama", "shape": (2, 2)},
         {"name": "mlp", "shape": (2, 2), "mp_policy": WIDE, "wrap": "root"},
         {"name": "mlp", "shape": (2, 1, 2)},
+        {"name": "mlp", "shape": (2, 2), "placement": 1},
     ],
     ids=str,
 )

@@ -99,6 +99,8 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 def make(name: str, shape: tuple[int, ...], wrap: str = "blocks", **how: Any) -> Any:
     """A module spread over the parallel ranks, then sharded as a whole ("root"), or each of its blocks and the rest."""
     mesh, (model, plan) = mesh_of(shape), PLANS[name]
+    if (dim := how.pop("placement", None)) is not None:
+        how["shard_placement_fn"] = lambda parameter: Shard(dim if parameter.ndim > dim else 0)
     torch.manual_seed(7)
     module = parallelize_module(model().to(device()), mesh["tp"], plan)
     data = mesh["shards"] if len(shape) == 2 else mesh["replicas", "shards"]

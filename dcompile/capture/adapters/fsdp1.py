@@ -99,7 +99,7 @@ class Param:
     virtual: torch.nn.Parameter
     original: torch.nn.Parameter
     places: list[tuple[torch.nn.Module, str]]
-    wrap: None = None
+    made: None = None
 
     @property
     def shown(self) -> torch.nn.Parameter:

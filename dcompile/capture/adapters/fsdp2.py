@@ -32,7 +32,7 @@ class Unit:
         """Event of a gradient on its way to CPU memory."""
         self.virtual = compat.fsdp2.virtual_parameter(param)
         self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
-        self.wrap = compat.fsdp2.dtensor_of(param)
+        self.made = compat.fsdp2.made_of_gathered(param)
 
     def data(self) -> torch.Tensor:
         return compat.fsdp2.shard_data(self.param)

@@ -30,11 +30,11 @@ class Virtual(Protocol):
 
     @property
     def shown(self) -> torch.nn.Parameter:
-        """What modules have in the parameter's place: `virtual`, or a DTensor with tensor parallelism."""
+        """What modules have in the parameter's place: `virtual`, unless something is to be made of it first."""
 
     @property
-    def wrap(self) -> Callable[[Any], Any] | None:
-        """What makes the one out of the other, where they differ."""
+    def made(self) -> Callable[[Any], Any] | None:
+        """What makes `shown` out of `virtual`, where they differ."""
 
 
 class ShardedAdapter(PlainAdapter):
@@ -71,9 +71,9 @@ class ShardedAdapter(PlainAdapter):
         """What stands for a parameter while it is traced."""
         return self._params[number].virtual
 
-    def wrapping(self, number: int) -> Callable[[Any], Any] | None:
-        """What makes the DTensor that modules show out of the virtual parameter; None where that is itself."""
-        return self._params[number].wrap
+    def made_of(self, number: int) -> Callable[[Any], Any] | None:
+        """What makes the parameter that modules show out of the virtual one; None where that is itself."""
+        return self._params[number].made
 
     def outdated(self) -> bool:
         """Whether a setting that plans depend on has changed."""

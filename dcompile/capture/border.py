@@ -1,10 +1,11 @@
-"""DTensors at the border of a captured graph: they come in and go out as plain tensors, device meshes not at all.
+"""The border of a captured graph: sharded parameters come in as they are gathered, DTensors as plain tensors.
 
-With tensor parallelism, FSDP2's parameters are DTensors, whose local parts it gathers. AOTAutograd would take such an
-input apart by itself, but then wants a DTensor for each gradient, where programs of ours reduce gradients and return
-none. So the graph gets the local part, and makes the DTensor as its first step: plain operations are all that is left
-of it when the graph is traced, among them those collectives that the placements ask for. A DTensor that it returns is
-taken apart inside, and put together by the caller.
+What modules compute with may have to be made of what is gathered: shards of columns are put side by side, and with
+tensor parallelism a DTensor is made. The graph then does so as its first step, and autograd takes gradients the
+way back. AOTAutograd would take DTensors apart by itself, but then wants a DTensor for each gradient, where programs of
+ours reduce gradients and return none. Made inside, plain operations are all that is left of one when the graph is
+traced, among them those collectives that its placements ask for. A DTensor that the graph returns is taken apart
+inside, and put together by the caller; device meshes do not come in at all.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Border:
 def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> tuple[Any, Sequence[Any], Border]:
     """A graph that takes and returns plain tensors where `gm` has DTensors, its inputs, and the way between the two.
 
-    Only of models whose parameters are DTensors. Meshes become constants: Dynamo has guarded what they look like.
+    Only of models whose parameters are not as they are gathered. Meshes become constants: Dynamo has guarded what they
+    look like.
     Raises GivenBack where the size of a DTensor at the border is not known while compiling.
     """
     parameters = _parameters(inputs, adapter)
@@ -64,14 +66,14 @@ def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> 
     plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         if position in parameters:
-            plain[position], wrap = parameters[position]
+            plain[position], make = parameters[position]
             convert[position] = _always(plain[position])
-            _wrap(gm, node, placeholders[-1], wrap, plain[position])
+            _make(gm, node, placeholders[-1], make, plain[position])
         elif compat.dtensor.is_dtensor(value):
-            wrap = compat.dtensor.wrapper(_fixed(node, "takes"))
+            make = compat.dtensor.wrapper(_fixed(node, "takes"))
             plain[position] = compat.aot.fake_input(value.to_local())
             convert[position] = _to_local
-            _wrap(gm, node, placeholders[-1], wrap, plain[position])
+            _make(gm, node, placeholders[-1], make, plain[position])
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         if compat.dtensor.is_mesh(value):
             del plain[position]
@@ -82,14 +84,14 @@ def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> 
 
 
 def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:
-    """For each input that is a DTensor in place of a sharded parameter: the parameter, and what makes the one of it."""
+    """For each input that is made of a gathered parameter: the parameter, and what makes the one of the other."""
     found: dict[int, tuple[torch.nn.Parameter, Convert]] = {}
     for position, value in enumerate(inputs):
         number = adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
         if number is not None and isinstance(adapter, ShardedAdapter):
-            wrap = adapter.wrapping(number)
-            if wrap is not None:
-                found[position] = adapter.virtual(number), wrap
+            make = adapter.made_of(number)
+            if make is not None:
+                found[position] = adapter.virtual(number), make
     return found
 
 
@@ -110,13 +112,13 @@ def _fixed(node: Any, what: str) -> Any:
     return value
 
 
-def _wrap(gm: Any, node: Any, last: Any, wrap: Convert, local: torch.Tensor) -> None:
-    """Have the graph make the DTensor that this placeholder has stood for."""
+def _make(gm: Any, node: Any, last: Any, make: Convert, given: torch.Tensor) -> None:
+    """Have the graph make what this placeholder has stood for out of what is given now."""
     with gm.graph.inserting_after(last):
-        made = gm.graph.call_function(wrap, (node,))
+        made = gm.graph.call_function(make, (node,))
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
     made.meta["example_value"] = node.meta["example_value"]
-    node.meta["example_value"] = compat.aot.fake_input(local)
+    node.meta["example_value"] = compat.aot.fake_input(given)
 
 
 def _hold(gm: Any, node: Any, name: str, value: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dcompile.codegen.emit.triton_text import Class, Text
 from dcompile.codegen.emit.triton_tiles import Dim
 from dcompile.ir.analysis import operands, store_operands
@@ -115,12 +113,15 @@ class Passes(Text):
         if not reduces and not stores:
             return
         shape = self.shape(self.everything)
-        online = {self._reduce(ref).arg: ref for ref in reduces if self._reduce(ref).op == "sum_exp"}
-        # the largest element comes with the sum of exponentials below it
-        tops = [ref for ref in reduces if self._reduce(ref).op == "max" and self._reduce(ref).arg in online]
-        reduces = [ref for ref in reduces if ref not in {*online.values(), *tops}]
-        for ref in online.values():
-            self._begin_online(ref, r)
+        online: dict[Ref, list[Ref]] = {
+            reduce.arg: [] for reduce in map(self._reduce, reduces) if reduce.op == "sum_exp"
+        }
+        for ref in reduces:  # the largest element comes with the sum of exponentials below it
+            if self._reduce(ref).op in ("sum_exp", "max") and self._reduce(ref).arg in online:
+                online[self._reduce(ref).arg].append(ref)
+        reduces = [ref for ref in reduces if all(ref not in together for together in online.values())]
+        for arg in online:
+            self._begin_online(arg, r)
         for ref in reduces:
             reduce = self._reduce(ref)
             self.line(f"s{self.number(ref)} = tl.broadcast_to({self.identity(reduce.op, reduce.dtype)}, {shape})")
@@ -141,8 +142,8 @@ class Passes(Text):
         for ref in reduces:
             reduce, s = self._reduce(ref), f"s{self.number(ref)}"
             self.line(f"{s} = {self.combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
-        for ref in online.values():
-            self._step_online(ref, r)
+        for arg in online:
+            self._step_online(arg, r)
         if stores:
             self._barrier()
         for n in stores:
@@ -152,41 +153,42 @@ class Passes(Text):
             reduce = self._reduce(ref)
             total = self.reduced(reduce.op, reduce.dtype, f"s{self.number(ref)}", self._along)
             self.line(f"{self.name(ref)} = {total}{self._column}")
-        for ref in online.values():
-            self._end_online(ref, [top for top in tops if self._reduce(top).arg == self._reduce(ref).arg])
+        for arg, together in online.items():
+            self._end_online(arg, together)
 
     # a running maximum and a sum below it for each few elements that a thread reads at once: Milakov and Gimelshein,
     # "Online normalizer calculation for softmax", 2018
 
-    def _width(self, ref: Ref, r: Dim) -> int:
+    def _width(self, arg: Ref, r: Dim) -> int:
         """Neighbouring elements that share a running maximum: 16 bytes of what is read, which one thread holds."""
-        below = self._elements_below({self._reduce(ref).arg})
-        sizes = [ITEMSIZE[value.dtype] for n in below if isinstance(value := self.nest.body[n], Load)]
-        return min(16 // max(sizes, default=4), r.block)
+        loads = [value for ref in self._elements_below({arg}) if isinstance(value := self.nest.body[ref], Load)]
+        return min(16 // max((ITEMSIZE[load.dtype] for load in loads), default=4), r.block)
 
-    def _begin_online(self, ref: Ref, r: Dim) -> None:
-        n, dtype = self.number(ref), self._reduce(ref).dtype
-        lanes = r.block // self._width(ref, r) if self.flat_rows else self.plan.dims[0].block
+    def _begin_online(self, arg: Ref, r: Dim) -> None:
+        n, dtype = self.number(arg), self.nest.body[arg].dtype
+        lanes = r.block // self._width(arg, r) if self.flat_rows else self.plan.dims[0].block
         for name, op in (("m", "max"), ("s", "sum")):
             self.line(f"{name}{n} = tl.broadcast_to({self.identity(op, dtype)}, [{lanes}])")
 
-    def _step_online(self, ref: Ref, r: Dim) -> None:
-        n, value = self.number(ref), self._inside(replace(self._reduce(ref), op="max"), r)
+    def _step_online(self, arg: Ref, r: Dim) -> None:
+        n, value = self.number(arg), self._inside(Reduce("max", arg, self.nest.body[arg].dtype), r)
         if self.flat_rows:
-            width = self._width(ref, r)
+            width = self._width(arg, r)
             value = f"tl.reshape({value}, [{r.block // width}, {width}])"
         self.line(f"e{n} = {value}")
         self.line(f"h{n} = max_(m{n}, tl.reduce(e{n}, 1, max_))")
         self.line(f"s{n} = online_(s{n}, m{n}, h{n}, e{n})")
         self.line(f"m{n} = h{n}")
 
-    def _end_online(self, ref: Ref, tops: list[Ref]) -> None:
-        n = self.number(ref)
+    def _end_online(self, arg: Ref, together: list[Ref]) -> None:
+        """Join the running maxima and sums, and name the reductions of `arg` that they are."""
+        n = self.number(arg)
         self.line(f"h{n} = tl.reduce(m{n}, 0, max_)" if self.flat_rows else f"h{n} = m{n}")
-        for top in tops:
-            self.line(f"{self.name(top)} = h{n}{self._column}")
         self.line(f"s{n} = s{n} * libdevice.exp(m{n} - h{n})")
-        self.line(f"{self.name(ref)} = " + (f"tl.sum(s{n}, 0)" if self.flat_rows else f"s{n}[:, None]"))
+        if self.flat_rows:
+            self.line(f"s{n} = tl.sum(s{n}, 0)")
+        for ref in together:
+            self.line(f"{self.name(ref)} = {'h' if self._reduce(ref).op == 'max' else 's'}{n}{self._column}")
 
     def _carried(self, ref: Ref, r: Dim) -> None:
         """An element value of one piece of a row; a scan goes on where the piece before ended."""

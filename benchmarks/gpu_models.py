@@ -53,7 +53,8 @@ class Training:
     def __init__(self, peer: str, name: str, device: torch.device, *, small: bool, dropout: bool) -> None:
         torch.manual_seed(0)
         before = allocated(device)
-        model = MODELS[name].make(small).train()
+        with device:
+            model = MODELS[name].make(small).train()
         self.model = (model if dropout else without_dropout(model)).to(device)
         self.batch = {key: value.to(device) for key, value in MODELS[name].batch(small).items()}
         self.device = device

@@ -53,6 +53,17 @@ def test_the_gradient_is_dropped_where_the_value_was():
     assert abs(float((one != 0).float().mean()) - 0.75) < 0.03
 
 
+def test_random_slopes_of_rrelu_are_those_of_its_gradient():
+    x = torch.randn(50, 60, requires_grad=True)
+    f = compiled(lambda x: F.rrelu(x, 0.1, 0.4, training=True))
+    one, two = seeded(f, x), f(x)
+    assert not torch.equal(one, two) and torch.equal(one, seeded(f, x)) and not dcompile.receipt(f).fallbacks
+    (slope,) = torch.autograd.grad(two.sum(), x)
+    assert torch.equal(two, x * slope) and (slope[x > 0] == 1).all()
+    negative = slope[x < 0]
+    assert 0.1 <= negative.min() < 0.11 and 0.39 < negative.max() <= 0.4 and abs(negative.mean() - 0.25) < 0.01
+
+
 def test_threads_and_fusion_change_no_bit():
     x = torch.randn(400, 300)
     alone = compiled(lambda x: F.dropout(x, 0.5))

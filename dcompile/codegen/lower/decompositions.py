@@ -20,6 +20,7 @@ _ALSO = (
     "nll_loss2d_forward", "nll_loss2d_backward", "linspace", "logspace", "eye", "std_mean", "nansum", "count_nonzero",
     "upsample_nearest2d", "pixel_shuffle", "rot90", "xlogy", "diag_embed",
     "special_xlog1py", "erfc", "index_fill", "copysign", "dot", "mv", "addmv", "addr", "split_with_sizes_copy",
+    "rrelu_with_noise_backward",
     # in parts, the partitioner saves a row's largest element and sum rather than all logits once more
     "_log_softmax",
 )  # fmt: skip
@@ -68,7 +69,7 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
     found[index_add] = rewrites.fitting_slices(found[index_add])
     found[unpool] = rewrites.laid_out_as_input(found[unpool])
     if fallback_random:
-        drawn = own.keys() - {torch.ops.aten.native_dropout.default}
+        drawn = own.keys() - {torch.ops.aten.native_dropout.default, torch.ops.aten.rrelu_with_noise_functional.default}
         found = {op: rule for op, rule in found.items() if op not in drawn}
     else:
         found |= own

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import random_ops
+from dcompile.codegen.lower import rewrites
 
 ours = torch.ops.dcompile_random
 aten = torch.ops.aten
@@ -124,6 +125,19 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
     return x * mask * (1 / (1 - p)), mask
 
 
+def _rrelu(
+    x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    """(result, noise): what each element was multiplied by, 1 where it is positive."""
+    if not training:
+        return rewrites.rrelu(x, noise, lower, upper)
+    made = _made(ours.uniform, x.shape, x.dtype, x.device, generator=generator)
+    if made is NotImplemented:
+        return made
+    slope = torch.where(x <= 0, _uniform(_as(made, x), lower, upper), 1).to(x.dtype)
+    return x * slope, slope
+
+
 def _integers(low: int, high: int, size: Any, dtype: Any, device: Any) -> Any:
     device = torch.device("cpu" if device is None else device)
     span = high - low
@@ -174,6 +188,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.geometric.default: _from(ours.uniform, _geometric),
         aten.cauchy.default: _from(ours.uniform, _cauchy),
         aten.log_normal.default: _from(ours.normal, _log_normal),
+        aten.rrelu_with_noise_functional.default: _rrelu,
         aten.randint.default: _randint,
         aten.randint.low: _randint,
         aten.randint_like.default: _randint_like,

@@ -21,6 +21,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.pixel_unshuffle.default: pixel_unshuffle,
         aten.put.default: put,
         aten.take.default: take,
+        aten.tril_indices.default: tril_indices,
+        aten.triu_indices.default: triu_indices,
+        aten.rrelu_with_noise_functional.default: rrelu,
         aten.replication_pad1d_backward.default: replication_pad_backward,
         aten.replication_pad2d_backward.default: replication_pad_backward,
         aten.replication_pad3d_backward.default: replication_pad_backward,
@@ -90,3 +93,59 @@ def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) ->
         total = grad.new_zeros((*grad.shape[:dim], x.shape[dim], *grad.shape[dim + 1 :]))
         grad = total.index_add(dim, places, grad)
     return grad
+
+
+def tril_indices(row: int, col: int, offset: int = 0, **how: Any) -> Tensor:
+    """(2, count): rows and columns of the elements on and below a diagonal, row by row."""
+    if not all(isinstance(size, int) for size in (row, col, offset)):
+        return NotImplemented
+    positions, dtype = torch.arange(_count_below(row, col, offset), device=how.get("device")), how.get("dtype")
+    return torch.stack(_places_below(positions, row, col, offset)).to(torch.int64 if dtype is None else dtype)
+
+
+def triu_indices(row: int, col: int, offset: int = 0, **how: Any) -> Tensor:
+    """(2, count): those on and above a diagonal, which are those below one, counted from the other corner."""
+    if not all(isinstance(size, int) for size in (row, col, offset)):
+        return NotImplemented
+    turned, dtype = col - row - offset, how.get("dtype")
+    count = _count_below(row, col, turned)
+    i, j = _places_below(count - 1 - torch.arange(count, device=how.get("device")), row, col, turned)
+    return torch.stack((row - 1 - i, col - 1 - j)).to(torch.int64 if dtype is None else dtype)
+
+
+def _steps(row: int, col: int, offset: int) -> tuple[int, int, int, int]:
+    """(rows without elements, elements of the next row, rows that each have one more, elements in those)."""
+    empty = min(max(0, -offset), row)
+    first = min(max(empty + offset + 1, 0), col)
+    rising = min(row - empty, col - first)
+    return empty, first, rising, rising * first + rising * (rising - 1) // 2
+
+
+def _count_below(row: int, col: int, offset: int) -> int:
+    empty, _, rising, risen = _steps(row, col, offset)
+    return risen + (row - empty - rising) * col
+
+
+def _places_below(position: Tensor, row: int, col: int, offset: int) -> tuple[Tensor, Tensor]:
+    """Row and column of the elements on and below a diagonal at these places of their row-major order."""
+    empty, first, rising, risen = _steps(row, col, offset)
+
+    def before(n: Tensor) -> Tensor:
+        return n * first + n * (n - 1) // 2
+
+    # a root of before(n) == position, which may be off by one where a double cannot hold the square
+    root = ((1.0 - 2 * first) + ((2.0 * first - 1) ** 2 + 8.0 * position.double()).sqrt()) * 0.5
+    n = root.floor().long()
+    n = torch.where(before(n) > position, n - 1, n)
+    n = torch.where(before(n + 1) <= position, n + 1, n)
+    full = position - risen
+    is_rising = full < 0
+    i = torch.where(is_rising, empty + n, empty + rising + full // max(col, 1))
+    return i, torch.where(is_rising, position - before(n), full % max(col, 1))
+
+
+def rrelu(
+    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    """(result, noise) outside of training, where the slope is the mean of its bounds."""
+    return NotImplemented if training else (torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise.clone())

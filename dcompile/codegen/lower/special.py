@@ -105,6 +105,15 @@ K1_FAR = (
     -1.936197974166083e-05, 0.00019521551847135162, -0.002857816859622779, 0.10392373657681724, 2.7206261904844427,
 )  # fmt: skip
 """The same for K: near ones, up to 2, without the part that has a logarithm."""
+ERFCX = (
+    -2.2370566594359995e-18, 5.068148904796111e-17, 7.418235256624044e-17, -1.2507950530688648e-15,
+    -1.864562880419313e-15, 3.3478119482868056e-14, 3.25254814814874e-14, -9.65469674843344e-13,
+    1.9455868545777347e-13, 2.86879501093067e-11, -6.318088340886684e-11, -7.754400208831351e-10,
+    4.521959811218287e-09, 1.076499946567091e-08, -2.1886401049234397e-07, 7.74038306619849e-07, 4.13902798607301e-06,
+    -6.916973302501207e-05, 0.0004907758365258086, -0.002413163540417608, 0.009074997670705265, -0.026658668435305753,
+    0.05920993999819189, -0.08424913336651792, -0.004590054580646478, 2.3551578691348034,
+)  # fmt: skip
+"""Chebyshev coefficients of (1 + 2 x) exp(x**2) erfc(x) over (x - 3.75) / (x + 3.75)."""
 DIGAMMA = (
     8.33333333333333333333e-2, -2.10927960927960927961e-2, 7.57575757575757575758e-3, -4.16666666666666666667e-3,
     3.96825396825396825397e-3, -8.33333333333333333333e-3, 8.33333333333333333333e-2,
@@ -190,6 +199,19 @@ def _spherical_j0(body: Body, x: Ref) -> Ref:
     near = n.polynomial(n("mul", x, x), terms)
     result = n("where", n("lt", n("abs", x), 0.5), near, n("div", n("sin", x), x))
     return n("where", n("isinf", x), 0.0, result)
+
+
+def _erfcx(body: Body, x: Ref) -> Ref:
+    """exp(x**2) erfc(x), as M. M. Shepherd and J. G. Laframboise (Mathematics of Computation 36, 1981) expand it."""
+    n = _Numbers(body, "float64")
+    wide = body.cast(x, "float64")
+    size = n("abs", wide)
+    place = n("div", n("sub", size, 3.75), n("add", size, 3.75))
+    series = n.chebyshev(n("mul", 2.0, place), ERFCX)
+    right = n("where", n("isinf", size), 0.0, n("div", series, n("add", n("mul", 2.0, size), 1.0)))
+    square = body.cast(body.apply("mul", x, x), "float64")  # rounded as eager's
+    left = n("sub", n("mul", 2.0, n("exp", square)), right)
+    return body.cast(n("where", n("lt", wide, 0.0), left, right), body.dtype(x))
 
 
 def _erfinv(body: Body, y: Ref) -> Ref:
@@ -305,6 +327,7 @@ _HEAVY: dict[str, tuple[Callable[..., Ref], int]] = {
     "special_scaled_modified_bessel_k0": (_bessel_k(K0_NEAR, K0_FAR, odd=False, scaled=True), 1),
     "special_scaled_modified_bessel_k1": (_bessel_k(K1_NEAR, K1_FAR, odd=True, scaled=True), 1),
     "special_spherical_bessel_j0": (_spherical_j0, 1),
+    "special_erfcx": (_erfcx, 1),
     "erfinv": (_erfinv, 1),
     "digamma": (_digamma, 1),
     "special_ndtri": (_ndtri, 1),

@@ -419,6 +419,17 @@ def test_creation() -> None:
     check(lambda x: torch.ops.prims.iota.default(4, start=2, step=3, dtype=I64, device="cpu", requires_grad=False), x)
 
 
+@pytest.mark.parametrize("make", [torch.tril_indices, torch.triu_indices])
+def test_places_of_triangles(make: Callable[..., torch.Tensor]) -> None:
+    sizes = [(row, col) for row in (0, 1, 3, 5) for col in (0, 1, 4)]
+
+    def all_of_them() -> tuple[torch.Tensor, ...]:
+        small = [make(row, col, offset) for row, col in sizes for offset in (-6, -2, -1, 0, 1, 2, 5)]
+        return *small, make(90, 70, 7, dtype=I32), make(70, 90, -30)
+
+    check(all_of_them, decompose=True, bitwise=True)
+
+
 def test_products_take_strided_operands_as_they_are() -> None:
     x, y = tensor(4, 6), tensor(4, 6)
     program = check(lambda x, y: torch.mm(x, y.t()), x, y, library=1)

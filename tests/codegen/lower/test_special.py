@@ -31,6 +31,13 @@ def test_bessel_functions(name: str) -> None:
         check(op, x)
 
 
+def test_scaled_erfc() -> None:
+    for dtype in (F32, F64):
+        check(aten.special_erfcx.default, torch.linspace(-9, 60, 200).to(dtype))
+        check(aten.special_erfcx.default, torch.cat([EDGES, torch.tensor([1e-30, 1e8, 1e30, -1e30])]).to(dtype))
+    check(aten.special_erfcx.default, torch.arange(-3, 5))
+
+
 @pytest.mark.parametrize("name", ["erfinv", "special_ndtri"])
 def test_between_bounds(name: str) -> None:
     op = getattr(aten, name).default

@@ -95,7 +95,7 @@ def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) ->
     return grad
 
 
-def tril_indices(row: int, col: int, offset: int = 0, **how: Any) -> Tensor:
+def tril_indices(row: int, col: int, offset: int = 0, **how: Any) -> Any:
     """(2, count): rows and columns of the elements on and below a diagonal, row by row."""
     if not all(isinstance(size, int) for size in (row, col, offset)):
         return NotImplemented
@@ -103,7 +103,7 @@ def tril_indices(row: int, col: int, offset: int = 0, **how: Any) -> Tensor:
     return torch.stack(_places_below(positions, row, col, offset)).to(torch.int64 if dtype is None else dtype)
 
 
-def triu_indices(row: int, col: int, offset: int = 0, **how: Any) -> Tensor:
+def triu_indices(row: int, col: int, offset: int = 0, **how: Any) -> Any:
     """(2, count): those on and above a diagonal, which are those below one, counted from the other corner."""
     if not all(isinstance(size, int) for size in (row, col, offset)):
         return NotImplemented

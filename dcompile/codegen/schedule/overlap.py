@@ -34,8 +34,8 @@ def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], ear
     reduce-scatter, so that one unit is on its way in and one on its way out while another is computed with.
 
     Guarantees: the same steps, those that compute in their old order, bitwise-equal values; buckets in the order in
-    which they are started, one that does not depend on `figures` or `groups`; by the model, no more time than the old
-    order and no more live bytes than its peak and the budget: otherwise the old order is kept.
+    which they are started, one that does not depend on `figures` or `groups`. Where that is the old order, by the model
+    no more time than in the old places, and no more live bytes than their peak and the budget: else these are kept.
     Relies on: nothing touches a buffer between the start and the wait of its collective.
     """
     if not any(isinstance(step, Collective) for step in program.steps):
@@ -51,8 +51,11 @@ def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], ear
     seconds = dict(zip(map(id, program.steps), given.seconds, strict=True))
     old = timeline(program.steps, given.seconds, groups)
     new = timeline(steps, [seconds[id(step)] for step in steps], groups)
-    keep = new.total > old.total or given.peak(places) > budget
-    return program if keep else replace(program, steps=steps, buckets=buckets)
+    worse = new.total > old.total or given.peak(places) > budget
+    # by its own costs a rank may keep places, but not an order of starts that the other ranks do not have
+    if worse and order == list(given.exchanges):
+        return program
+    return replace(program, steps=steps, buckets=buckets)
 
 
 def predicted(
@@ -288,7 +291,7 @@ def start_order(given: _Given, allowed: int) -> list[_Exchange]:
         if exchange.number in done:
             continue
         if not exchange.is_gather:
-            ahead = sum(e.nbytes for e in order if e.is_gather and e.high > exchange.low)
+            ahead = sum(e.nbytes for e in order if e.is_gather and e.high >= exchange.low)
             for gather in (e for e in gathers if e.number not in done):
                 needed = gather.high < exchange.low
                 ahead += 0 if needed else gather.nbytes

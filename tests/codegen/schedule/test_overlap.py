@@ -205,6 +205,13 @@ def test_without_collectives_nothing_changes():
     assert overlap(program, machine(), GROUPS) is program
 
 
+def test_a_rank_keeps_the_common_order_even_where_its_own_costs_speak_against_it():
+    """Free collectives: nothing is gained by another order than the one inserted, which other ranks gain from."""
+    before = backward([1000, 1000, 1000])
+    free = overlap(before, machine(gbs=1e9), GROUPS)
+    assert starts(free) == starts(overlap(before, machine(gbs=0.1), GROUPS)) != starts(before)
+
+
 def test_the_order_of_starts_does_not_depend_on_costs():
     """Ranks with other batches, hence other costs, start the same collectives in the same order."""
     before = backward([1000, 50, 3000, 1000, 200])
@@ -268,7 +275,8 @@ def test_random_programs(before, gbs, early_bytes):
     verify(after)
     assert Counter(map(str, after.steps)) == Counter(map(str, before.steps))
     assert [s for s in after.steps if isinstance(s, Loop)] == [s for s in before.steps if isinstance(s, Loop)]
-    assert estimate(after, figures) <= estimate(before, figures)
+    if starts(after) == starts(before):
+        assert estimate(after, figures) <= estimate(before, figures)
     size = {b.name: 4 * b.numel for b in before.buckets}
     gathers = max((size[n] for n in size if "gather" in n), default=0)
     reductions = max((size[n] for n in size if "scatter" in n), default=0)

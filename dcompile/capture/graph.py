@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -66,6 +66,8 @@ class Graph:
         """What the graph runs on: a GPU if any input is on one."""
         self.notes: list[str] = []
         """What was done to the graph before AOTAutograd saw it, for people."""
+        self._own: dict[str, list[str]] = {}
+        """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
         self._agreed: set[str] = set()
         """Kinds of programs whose collectives were compared between ranks."""
         self._sharded: dict[str, int] = {}
@@ -204,6 +206,7 @@ class Graph:
         return leaving
 
     def _build(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Executable:
+        self._own[WHOLE if whole else kind] = list(own_collectives(gm))
         if self._sharded:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
@@ -236,10 +239,17 @@ class Graph:
     def _gathering(self, run: Executable) -> Boxed:
         """A forward or inference program, with what it gathers through."""
         adapter, shards = self.adapter, self.model.shards
+        kind = "inference" if not self.training else "forward"
+        if isinstance(adapter, DdpAdapter) and self._own[kind]:
+
+            def agreeing(args: list[Any]) -> list[Any]:
+                self._agree(kind)
+                return run(args)
+
+            return agreeing
         if not self._sharded or not run.buckets:
             return run
         assert isinstance(adapter, ShardedAdapter) and shards is not None, "only sharded parameters are gathered"
-        kind = "inference" if not self.training else "forward"
 
         def gathering(args: list[Any]) -> list[Any]:
             self._agree(kind)
@@ -401,7 +411,16 @@ class Graph:
             what = f"{bucket.dtype} as {bucket.wire}" if bucket.wire else bucket.dtype
             exchange = f"{bucket.kind} {bucket.name} {what} {bucket.numel} elements of {bucket.group}"
             lines.append(f"{exchange}: {names}")
-        return lines
+        return lines + self._own[kind]
+
+
+def own_collectives(gm: Any) -> Iterator[str]:
+    """Collectives that are operations of a graph, one line each; not how much they exchange, as batches may differ."""
+    for node in gm.graph.nodes:
+        op = str(node.target)
+        if node.op == "call_function" and op.startswith("_c10d_functional.") and "wait_tensor" not in op:
+            *how, group = [arg for arg in node.args if isinstance(arg, str)]
+            yield f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
 
 
 class Backend:

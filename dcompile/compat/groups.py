@@ -177,6 +177,14 @@ def group_store(group: Any) -> Any:
     return c10d._get_process_group_store(group)
 
 
+def size_of(name: str) -> int:
+    """How many ranks a process group has that an operation of a graph names."""
+    import torch.distributed.distributed_c10d as c10d
+
+    size: int = c10d._resolve_process_group(name).size()  # type: ignore[arg-type, unused-ignore]
+    return size
+
+
 def gathered(tensor: Any, group: Any) -> Any:
     """This tensor of every rank, one behind the other along the first dimension: traced, an operation of the graph."""
     import torch.distributed._functional_collectives as functional

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import linecache
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dcompile.collectives.params import AnySource
 from dcompile.runtime import gpu
@@ -65,6 +67,9 @@ class HostProgram:
         workspace = self._workspaces.take(device)
         try:
             return workspace.call(self, sizes)(args, buckets, sync)
+        except RuntimeError as error:
+            name_collective(error, self.source)
+            raise
         finally:
             self._workspaces.give_back(workspace)
 
@@ -88,6 +93,27 @@ class HostProgram:
             source, statements = instrument(self.source)
             probe = Probe(self.name, statements, recorder)
             self.make = _load(source, f"{self.name} measured", _probe=probe)["make"]
+
+
+def name_collective(error: RuntimeError, source: str) -> None:
+    """Say in an error of this host program which of the model's own collectives it came from, if from any.
+
+    Those are library calls (SyncBatchNorm's, tensor parallelism's); the others name themselves (`runtime.exchange`).
+    """
+    lines, trace = source.split("\n"), error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<dcompile "):
+        trace = trace.tb_next
+    if trace is None:
+        return
+    callee = re.search(r"\b(_op\d+)\(", lines[trace.tb_lineno - 1])
+    found = callee and re.search(rf"^ *{callee[1]} = torch\.ops\.(_c10d_functional\S+)$", source, re.MULTILINE)
+    if found:
+        comment = lines[trace.tb_lineno - 2].strip()
+        origin = f" ({comment[2:]})" if comment.startswith("# ") else ""
+        error.add_note(
+            f"dcompile: rank {dist.get_rank()} was in the model's own collective {found[1]}{origin}; "
+            "another rank has failed, stalled, or does not run this step"
+        )
 
 
 def _load(source: str, name: str, **names: Any) -> dict[str, Any]:

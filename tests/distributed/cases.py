@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
+from dcompile.capture.entry import find_model
 from tests.distributed import models
 from tests.distributed.models import batch, loss_of
 from tests.distributed.training import Training, across_ranks, compare, largest_difference
@@ -582,7 +583,7 @@ def sync_norm(options: dict[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:
     reference = models.Normed()
     torch.manual_seed(7)
     ddp = dcompile.compile(DDP(models.Normed(models.SyncNorm)), options=dict(options))
-    worst: dict[str, float] = {"loss": 0, "grad": 0, "buffer": 0}
+    worst: dict[str, Any] = {"loss": 0, "grad": 0, "buffer": 0}
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         batches = [torch.randn(n, 3, 6, 6, generator=generator) for n in rows]
@@ -602,4 +603,11 @@ def sync_norm(options: dict[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:
         ):
             worst[what] = max(worst[what], difference)
     report = dcompile.explain(ddp, batches[rank])
-    return worst | {"ranks": across_ranks(gradients(ddp)), "receipt": dcompile.receipt(ddp), "text": str(report)}
+    found = find_model(ddp)
+    assert found is not None
+    plans = {kind: found.graphs[0].plan(kind) for kind in ("forward", "backward")}
+    return (
+        worst
+        | {"plans": plans}
+        | {"ranks": across_ranks(gradients(ddp)), "receipt": dcompile.receipt(ddp), "text": str(report)}
+    )

@@ -86,6 +86,8 @@ def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows):
     for found in values(ranks, "sync_norm", options={"kernels": kernels}, rows=rows):
         assert found["receipt"].eligible and found["receipt"].graphs == 1 and found["receipt"].graph_breaks == 0
         assert max(found["loss"], found["grad"], found["buffer"]) <= 1e-5 and found["ranks"] == 0
+        assert found["plans"]["forward"] == ["all_gather_into_tensor over 2 ranks"] * 2, "compared between ranks"
+        assert found["plans"]["backward"][1:] == ["all_reduce sum over 2 ranks"] * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -23,6 +23,7 @@ from dcompile.capture.entry import find_model
 from dcompile.errors import DcompileError
 from dcompile.pipeline import Pipeline
 from dcompile.runtime import peers, waiting
+from tests.distributed.models import Normed, SyncNorm
 
 
 class Mlp(nn.Module):
@@ -301,6 +302,16 @@ def killed_while_compiling() -> Any:
     if is_second():
         Pipeline.compile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     step(model)
+    return None
+
+
+def leaves_a_sync_batch_norm() -> Any:
+    """Rank 1 raises before its second forward, in which rank 0 gathers statistics."""
+    model = dcompile.compile(DDP(Normed(SyncNorm), broadcast_buffers=False), options={"receipt": False})
+    for number in range(2):
+        if number and is_second():
+            raise ValueError("mine")
+        model(torch.randn(4, 3, 6, 6)).square().mean().backward()
     return None
 
 

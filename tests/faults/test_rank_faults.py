@@ -163,3 +163,10 @@ def test_an_exception_in_a_backward_ends_the_other(ranks):
     first, second = ranks.outcomes(CASES + "raises_in_backward", 60)
     assert second.kind == "ValueError" and "mine" in second.error
     assert "all-reduce of gradient bucket0" in first.error
+
+
+def test_a_collective_of_the_models_own_is_named_too(ranks):
+    first, second = ranks.outcomes(CASES + "leaves_a_sync_batch_norm", 60)
+    assert second.kind == "ValueError" and first.kind == "RuntimeError"
+    assert "rank 0 was in the model's own collective _c10d_functional." in first.error
+    assert "(norm_a: " in first.error

@@ -181,7 +181,8 @@ def size_of(name: str) -> int:
     """How many ranks a process group has that an operation of a graph names."""
     import torch.distributed.distributed_c10d as c10d
 
-    size: int = c10d._resolve_process_group(name).size()  # type: ignore[arg-type, unused-ignore]
+    resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
+    size: int = resolve(name).size()
     return size
 
 

@@ -106,7 +106,7 @@ def name_collective(error: RuntimeError, source: str) -> None:
     if trace is None:
         return
     callee = re.search(r"\b(_op\d+)\(", lines[trace.tb_lineno - 1])
-    found = callee and re.search(rf"^ *{callee[1]} = torch\.ops\.(_c10d_functional\S+)$", source, re.MULTILINE)
+    found = callee and re.search(rf"^ *{callee[1]} = .*\btorch\.ops\.(_c10d_functional[\w.]+)", source, re.MULTILINE)
     if found:
         comment = lines[trace.tb_lineno - 2].strip()
         origin = f" ({comment[2:]})" if comment.startswith("# ") else ""

@@ -49,6 +49,8 @@ class Figures:
     """Between nodes; None: all ranks are in one."""
     interference: float = 0.0
     """By what part of a collective's time the work that runs beside it takes longer."""
+    member_us: float = 0.0
+    """What each further tensor adds to a collective on several; 0 where the backend makes one message of them."""
 
     def rate(self, dtype: str) -> float:
         """Operations a second of large matrix products."""
@@ -137,6 +139,7 @@ TABLE: Mapping[str, Figures] = {
         links=_NVLINK4,
         network=_INFINIBAND_400,
         interference=0.35,  # torch.compile and DDP on two: 12 to 17 ms of all-reduces lengthen kernels by 4 to 9 ms
+        member_us=2.5,  # two H200, NCCL, a block of nine parameters, 13.5 MiB: 69 us, and 49 us as one
     ),
     "h100": Figures(
         "h100",
@@ -149,6 +152,7 @@ TABLE: Mapping[str, Figures] = {
         links=_NVLINK4,
         network=_INFINIBAND_400,
         interference=0.35,
+        member_us=2.5,
     ),
     "a100": Figures(
         "a100",
@@ -161,6 +165,7 @@ TABLE: Mapping[str, Figures] = {
         links=(Link(8, gbs=225.0, latency_us=28.0, hop_us=1.9),),  # of 300 GB/s NVLink each way
         network=Link(1 << 20, gbs=22.0, latency_us=40.0, hop_us=4.0),  # DGX A100: 200 Gb/s for each GPU
         interference=0.35,
+        member_us=2.5,
     ),
 }
 """By kind of device. Rates of matrix products are 80 to 90 % of the data sheet's dense ones, as large ones reach."""
@@ -192,6 +197,7 @@ def rounded(figures: Figures) -> Figures:
         arithmetic_gops=_round(figures.arithmetic_gops),
         kernel_us=_round(figures.kernel_us),
         library_us=_round(figures.library_us),
+        member_us=_round(figures.member_us),
         links=tuple(map(_rounded_link, figures.links)),
         network=None if figures.network is None else _rounded_link(figures.network),
     )
@@ -216,13 +222,13 @@ def to_record(figures: Figures) -> dict[str, object]:
     }
 
 
-_PLAIN = ("name", "memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "interference")
+_PLAIN = ("name", "memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "interference", "member_us")
 
 
 def from_record(record: Mapping[str, object]) -> Figures:
     """What `to_record` was given. Raises ValueError where the record is no such thing."""
     try:
-        name, memory, attention, arithmetic, kernel, library, interference = (record[field] for field in _PLAIN)
+        name, memory, attention, arithmetic, kernel, library, interference, member = (record[field] for field in _PLAIN)
         links = [
             Link(int(_positive(ranks)), _positive(gbs), _positive(latency), _number(hop))
             for ranks, gbs, latency, hop in _rows(record["links"], 4)
@@ -239,6 +245,7 @@ def from_record(record: Mapping[str, object]) -> Figures:
             links=tuple(links),
             network=network,
             interference=_number(interference),
+            member_us=_number(member),
         )
     except KeyError as error:
         raise ValueError(f"not the figures of a machine: {error} is missing") from error

@@ -30,6 +30,7 @@ from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.codegen.schedule.spread import fuse_sums, on_gpu, spread_columns, spread_rows
 from dcompile.collectives.gather import insert_gathers
 from dcompile.collectives.insert import insert_buckets
+from dcompile.collectives.pack import pack_small
 from dcompile.collectives.params import Report, Request
 from dcompile.collectives.scatter import copied_bytes, insert_scatters
 from dcompile.config import Config
@@ -79,6 +80,7 @@ PASSES: tuple[Pass, ...] = (
         "insert_gathers",
         required=True,
     ),
+    Pass(lambda program, request: pack_small(program, request.figures, dict(request.groups)), "pack_small"),
     Pass(lambda program, _: start_early_wait_late(program), "start_early_wait_late"),
     Pass(
         lambda program, request: overlap(program, request.figures, dict(request.groups), request.early_bytes), "overlap"

@@ -313,6 +313,8 @@ class Bucket:
     gaps: tuple[int, ...] = ()
     """Under reduce_scatter: unit (its place in `units`), start and stop of each part that no gradient is written to,
     one after the other. They are zeroed, for other programs or ranks may know gradients there."""
+    packed: tuple[int, ...] = ()
+    """Under all_gather and reduce_scatter: units (places in `units`) that are copied to one message."""
 
 
 @dataclass(frozen=True, slots=True)

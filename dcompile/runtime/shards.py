@@ -14,6 +14,7 @@ from dcompile import compat
 from dcompile.collectives.params import ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.exchange import Flight, count_replayed
+from dcompile.runtime.parcels import Parcel, in_order
 from dcompile.runtime.scattering import start_scatter
 
 
@@ -56,8 +57,8 @@ class Shards:
 
     # --- reductions ---
 
-    def _scatter(self, group: ShardGroup, full: Mapping[int, torch.Tensor], name: str) -> _Reducing:
-        """Start reducing units of one group."""
+    def _scatter(self, group: ShardGroup, full: Mapping[int, torch.Tensor], name: str, packed: int = 0) -> _Reducing:
+        """Start reducing units of one group, the last `packed` of them as one message."""
         process_group = group.scatter_group()
         first = next(iter(full.values()))
         rule = group.reduction(first.dtype)
@@ -71,12 +72,18 @@ class Shards:
         flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         shards = dict(zip(full, torch.split(flat, sizes), strict=True))
         inputs, outputs = list(full.values()), list(shards.values())
+        if packed:
+            parcel = Parcel(inputs[-packed:], world)
+            parcel.pack()
+            inputs = [*inputs[:-packed], parcel.whole]
+            outputs = [*outputs[:-packed], flat[-parcel.whole.numel() // world :]]
 
         def start(limit_s: float | None) -> Any:
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
         with _named(f"the {name}", full, self.units, process_group):
-            flight = Flight(process_group, first.device, f"{name} ({flat.numel() * world} elements)", start)
+            label = f"{name} ({flat.numel() * world} elements{f', {packed} together' if packed else ''})"
+            flight = Flight(process_group, first.device, label, start)
         return _Reducing(name, group, flat, shards, flight)
 
     def _finish(self, pending: _Reducing) -> None:
@@ -147,6 +154,17 @@ class Shards:
             self._whole[number] = tensor.clone() if kept is None else kept.add_(tensor)
 
 
+@dataclass(eq=False, slots=True)
+class _Gathering:
+    """A gather in flight."""
+
+    flight: Flight
+    shards: list[torch.Tensor]
+    """What it reads, which must live until it is done."""
+    parcel: Parcel | None
+    """What arrives in one message, to be unpacked."""
+
+
 @dataclass(eq=False)
 class _Reducing:
     """A reduction in flight."""
@@ -172,8 +190,8 @@ class Exchange:
     shards: Shards
     buckets: Mapping[str, Bucket]
     accumulates: bool
-    _gathering: dict[str, tuple[Flight, list[torch.Tensor]]] = field(init=False, default_factory=dict)
-    """Bucket -> its collective, and the shards that it reads, which must live until it is done."""
+    _gathering: dict[str, _Gathering] = field(init=False, default_factory=dict)
+    """Bucket -> its collective."""
     _reducing: dict[str, _Reducing] = field(init=False, default_factory=dict)
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
@@ -181,21 +199,29 @@ class Exchange:
         found = self.buckets[bucket]
         group = self.shards.groups[found.group].gather_group()
         shards = [self.shards.units[number].data() for number in found.units]
+        parcel = Parcel([full[place] for place in found.packed], group.size()) if found.packed else None
+        if parcel is not None:
+            alone = [place for place in range(len(full)) if place not in found.packed]
+            sent = torch.cat([shards[place] for place in found.packed])
+            full, shards = [*(full[n] for n in alone), parcel.whole], [*(shards[n] for n in alone), sent]
 
         def start(limit_s: float | None) -> Any:
             options = compat.groups.gather_options(limit_s)
             return group.allgather_into_tensor_coalesced(full, shards, options)
 
-        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements)"
+        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{_together(found)})"
         with self._named("all-gather", found, group):
-            self._gathering[bucket] = (Flight(group, full[0].device, label, start), shards)
+            flight = Flight(group, full[0].device, label, start)
+        self._gathering[bucket] = _Gathering(flight, shards, parcel)
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for what `start_gather` began."""
         found = self.buckets[bucket]
-        flight, _ = self._gathering.pop(bucket)
+        gathering = self._gathering.pop(bucket)
         with self._named("all-gather", found, self.shards.groups[found.group].gather_group()):
-            flight.wait()
+            gathering.flight.wait()
+        if gathering.parcel is not None:
+            gathering.parcel.unpack()
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing up `full` over the ranks; or keep it, in a backward that is not to reduce."""
@@ -205,11 +231,11 @@ class Exchange:
         group = self.shards.groups[found.group]
         for place, start, stop in zip(found.gaps[::3], found.gaps[1::3], found.gaps[2::3], strict=True):
             full[place][start:stop].zero_()
-        units = dict(zip(found.units, full, strict=True))
+        units = {found.units[place]: full[place] for place in in_order(found)}
         if group.wants() == "nothing":
             self.shards.keep(units)
         else:
-            self._reducing[bucket] = self.shards._scatter(group, units, f"reduce-scatter {bucket}")
+            self._reducing[bucket] = self.shards._scatter(group, units, f"reduce-scatter {bucket}", len(found.packed))
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began, and hand the shards on as gradients."""
@@ -231,7 +257,7 @@ class Exchange:
     def pending(self, bucket: str) -> Any:
         """The work that is in flight for a bucket, or None."""
         if bucket in self._gathering:
-            return self._gathering[bucket][0].work
+            return self._gathering[bucket].flight.work
         reducing = self._reducing.get(bucket)
         return None if reducing is None else reducing.flight.work
 
@@ -264,8 +290,9 @@ class Exchange:
             count_replayed(group, of_group)
         for bucket, flat in zip(self._scattered(), reduced, strict=True):
             world = self.shards.groups[bucket.group].scatter_group().size()
-            sizes = [size // world for size in bucket.sizes]
-            self.shards.commit(dict(zip(bucket.units, torch.split(flat, sizes), strict=True)))
+            order = in_order(bucket)
+            parts = torch.split(flat, [bucket.sizes[place] // world for place in order])
+            self.shards.commit({bucket.units[place]: part for place, part in zip(order, parts, strict=True)})
 
     def hand_on_count(self) -> int:
         """How many there are."""
@@ -289,7 +316,7 @@ class Recorded(Exchange):
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
         super().start_gather(bucket, full)
-        self._log(self._gathering[bucket][0])
+        self._log(self._gathering[bucket].flight)
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing up `full` over the ranks."""
@@ -311,6 +338,10 @@ class Recorded(Exchange):
     def reduced(self) -> list[torch.Tensor]:
         """After the call: of each reduced bucket this rank's shards as one flat tensor, in the program's order."""
         return [self._done[bucket.name] for bucket in self._scattered()]
+
+
+def _together(bucket: Bucket) -> str:
+    return f", {len(bucket.packed)} together" if bucket.packed else ""
 
 
 @contextlib.contextmanager

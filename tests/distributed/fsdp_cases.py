@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dcompile
+from dcompile.figures import table_figures
+from dcompile.runtime.parcels import in_order
 from tests.distributed import models
 from tests.distributed.cases import ATEN, device, largest_difference
 from tests.distributed.models import batch, loss_of
@@ -445,6 +448,22 @@ def checkpoints(folder: str) -> dict[str, Any]:
     for run, m in ((stock, stock), (call, module)):
         backward(run, m, 5)
     return found | {"grad": largest_difference(gradients(stock), gradients(module))}
+
+
+def packed(**how: Any) -> dict[str, Any]:
+    """Training on a machine where each further tensor of a collective is said to take a millisecond."""
+    slow = dataclasses.replace(table_figures("cpu"), member_us=1000.0)
+    seen: list[int] = []
+
+    def order(bucket: Any) -> list[int]:
+        seen.append(len(bucket.packed))
+        return in_order(bucket)
+
+    with (
+        unittest.mock.patch("dcompile.runtime.calibrate.table_figures", lambda name: slow),
+        unittest.mock.patch("dcompile.runtime.shards.in_order", order),
+    ):
+        return against_stock(**how) | {"packed": max(seen)}
 
 
 def memory(**how: Any) -> dict[str, Any]:

@@ -53,6 +53,13 @@ def test_what_is_added_to_kept_gradients_is_not_recorded(ranks):
         assert any(kept in note for note in found["receipt"].notes)
 
 
+@pytest.mark.parametrize("how", [{"name": "uneven"}, {"name": "mlp", "wrap": "root", "accumulate": True}], ids=str)
+def test_units_in_one_message_equal_stock_fsdp(ranks, how):
+    for found in values(ranks, "packed", **how):
+        assert found["packed"] > 1 and found["receipt"].eligible
+        assert (found["loss"], found["grad"], found["param"], found["after loading"]) == (0, 0, 0, 0)
+
+
 def test_hooks_and_settings_equal_stock_fsdp(ranks):
     for found in values(ranks, "hooks_and_settings"):
         assert (found["grad"], found["param"], found["fired"]) == (0, 0, (6, True))

@@ -15,6 +15,7 @@ from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.nodes import (
     ITEMSIZE,
     Apply,
+    Bucket,
     Buffer,
     Collective,
     Const,
@@ -42,12 +43,23 @@ def durations(program: Program, figures: Figures, groups: Mapping[str, Group]) -
     table = program.table
     started = {step.bucket: step for step in program.steps if isinstance(step, Collective)}
     on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
-    return [
-        _among_replicas(started[step.bucket], table, figures, groups)
-        if isinstance(step, Wait)
-        else step_seconds(step, table, figures, groups, on_gpu)
-        for step in program.steps
-    ]
+    buckets = {bucket.name: bucket for bucket in program.buckets}
+    found = []
+    for step in program.steps:
+        if isinstance(step, Wait):
+            found.append(_among_replicas(started[step.bucket], table, figures, groups))
+            continue
+        seconds = step_seconds(step, table, figures, groups, on_gpu)
+        if isinstance(step, Collective) and step.bucket in buckets:
+            seconds += members(buckets[step.bucket]) * figures.member_us * 1e-6
+        found.append(seconds)
+    return found
+
+
+def members(bucket: Bucket) -> int:
+    """How many messages a collective sends beside its first one."""
+    together = len(bucket.packed)
+    return max(len(bucket.units) - together + (together > 0) - 1, 0)
 
 
 def _among_replicas(

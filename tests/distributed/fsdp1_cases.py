@@ -98,7 +98,8 @@ def against_stock(
     call = compiled(module, order, options, fullgraph=fullgraph)
     found = compare(FsdpTraining(stock, stock, accumulate), FsdpTraining(call, module, accumulate))
     if "precision" in how and dist.get_world_size() > 2:
-        # how far stock is from itself where other parameters share a reduction: of 16 bits, sums depend on places
-        stocks = (make(name, other, **how) for other in ("blocks", "root"))
+        # how far stock is from itself with sums of 32 bits, or where other parameters share a reduction
+        wide = how | {"precision": how["precision"] | {"reduce_dtype": "float32"}}
+        stocks = (make(name, other, **kind) for other, kind in (("blocks", how), ("blocks", wide), ("root", how)))
         found["scatter"] = apart(FsdpTraining(each, each, accumulate) for each in stocks)
     return found | {"receipt": dcompile.receipt(call)}

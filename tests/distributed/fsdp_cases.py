@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import dcompile
@@ -209,9 +209,14 @@ def against_stock(
     return found
 
 
-def scatter(name: str, accumulate: bool, **how: Any) -> float:
-    """How far stock is from itself where other parameters share a reduction: of 16 bits, sums depend on places."""
-    stocks = (make(name, wrap, **how) for wrap in ("blocks", "root", "grouped"))
+def scatter(name: str, accumulate: bool, mp_policy: MixedPrecisionPolicy, **how: Any) -> float:
+    """How far stock is from itself with sums of 32 bits, or where other parameters share a reduction.
+
+    Sums of more than two 16-bit numbers depend on the order, and each of them is rounded.
+    """
+    wide = dataclasses.replace(mp_policy, reduce_dtype=torch.float32)
+    ways = (("blocks", mp_policy), ("blocks", wide), ("root", mp_policy), ("grouped", mp_policy))
+    stocks = (make(name, wrap, mp_policy=policy, **how) for wrap, policy in ways)
     return apart(FsdpTraining(stock, stock, accumulate) for stock in stocks)
 
 

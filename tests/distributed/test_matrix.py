@@ -76,5 +76,5 @@ def test_two_ranks_with_our_kernels_stay_close(pair, row):
 @pytest.mark.parametrize("row", rows(SAMPLE))
 def test_four_ranks_stay_close(four, row, kernels):
     for found in run(four, row, kernels):
-        # gradients sent in 16 bits: no further from stock than a few times what other buckets make of stock itself
+        # gradients sent in 16 bits: no further from stock than a few times what other sums make of stock itself
         assert found["relative"] <= max(CLOSE, 4 * found.get("scatter", 0))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.params import BucketRule, ParamInfo
 from dcompile.errors import DcompileError
 
@@ -145,11 +145,8 @@ class DdpAdapter(PlainAdapter):
             self._numbers[id(parameter)] = number
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
-        """Name of the comparison of a new plan between ranks, which all make the same ones in the same order."""
-        if plan in self._compared:
-            return None
-        self._compared.add(plan)
-        return f"collectives, model {self._serial} plan {len(self._compared)}"
+        """See `new_subject`."""
+        return new_subject(self._compared, plan, f"collectives, model {self._serial}")
 
     # --- inside a backward ---
 

@@ -7,6 +7,17 @@ from typing import Any
 from dcompile.collectives.params import BucketRule, ParamInfo
 
 
+def new_subject(compared: set[tuple[str, ...]], plan: tuple[str, ...], what: str) -> str | None:
+    """Name of the comparison of a plan between ranks, which all make the same ones in the same order.
+
+    None if it is among those that were compared; otherwise it is from now on.
+    """
+    if plan in compared:
+        return None
+    compared.add(plan)
+    return f"{what} plan {len(compared)}"
+
+
 class PlainAdapter:
     """Nothing to take over. The base of the other adapters, and their interface."""
 

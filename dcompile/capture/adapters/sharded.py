@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.params import ParamInfo, ShardGroup, ShardUnit
 from dcompile.errors import DcompileError
 
@@ -86,11 +86,8 @@ class ShardedAdapter(PlainAdapter):
         self._numbers = {}
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
-        """Name of the comparison of a new plan between ranks, which all make the same ones in the same order."""
-        if plan in self._compared:
-            return None
-        self._compared.add(plan)
-        return f"sharded collectives, model {self._serial} plan {len(self._compared)}"
+        """See `new_subject`."""
+        return new_subject(self._compared, plan, f"sharded collectives, model {self._serial}")
 
     def communicators(self) -> dict[str, Any]:
         """Name of each group in plans -> what it gathers over; what is not sharded, only copied, has its replicas."""

@@ -43,6 +43,8 @@ from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
 RECYCLE_BYTES = 1 << 18
 """Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
 allocation cost up to three times what a memory-bound kernel does."""
+ROOM_BYTES = 1 << 24
+"""Kernels on GPUs are started together where that does not hold this much memory longer: a start takes some 3 us."""
 _TAKEN = frozenset(
     (
         *keyword.kwlist,
@@ -306,6 +308,7 @@ class _Host:
             return
         if name in self.allocated or buffer.storage == "arena" or self._bucket_of(buffer) is not None:
             return
+        self._make_room(buffer)
         self.allocated.add(name)
         shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
         layout = f"torch.{buffer.dtype}, {shape}, {strides}"
@@ -322,6 +325,14 @@ class _Host:
         else:
             made = f"empty_strided({shape}, {strides}, dtype=torch.{buffer.dtype}, device={buffer.device!r})"
         self.lines.append(f"{self.name(name)} = {made}")
+
+    def _make_room(self, buffer: Buffer) -> None:
+        """Before a large allocation on a GPU: start the waiting kernels if memory as large is released behind them."""
+        if not self.waiting or buffer.device == "cpu" or buffer.nbytes < ROOM_BYTES:
+            return
+        freed = (self.table[b].nbytes for b in self.dying if b in self.allocated and b not in self.outputs)
+        if sum(freed) >= ROOM_BYTES:
+            self._launch()
 
     def _inherit(self, host: str) -> None:
         """See that others may lie in a buffer's memory from now on: nobody else must be able to see it."""

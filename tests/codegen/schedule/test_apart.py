@@ -95,6 +95,19 @@ def test_what_follows_in_place_lies_in_the_same_allocation():
     assert made == ["a", "small", "out"]
 
 
+def test_what_is_free_is_given_back_before_more_is_taken():
+    """Kernels are started together, but not where a large argument of the first could go before the second's result."""
+    for mib, runs in ((64, 2), (1, 1)):
+        steps = (loop(["x"], "a", mib), loop(["y"], "out", mib))
+        buffers = tuple(gpu(name, mib) for name in ("x", "y", "a", "out"))
+        program = Program("p", ("x", "y"), (whole("a", mib), whole("out", mib)), buffers, steps)
+        planned = plan_memory(program)
+        text = host.emit(planned, Kernels(tuple(emit(step, planned.table) for step in planned.steps)))
+        assert text.count("(stream, ") == runs
+        gone = text.index("del x") < text.index("out = empty_cuda")
+        assert gone == (runs == 2)
+
+
 def test_a_small_program_keeps_its_arena():
     planned = plan_memory(
         Program("p", ("x",), (whole("c"),), tuple(map(gpu, "xabc")), tuple(loop([a], b) for a, b in ("xa", "ab", "bc")))

@@ -23,7 +23,10 @@ from dcompile.runtime.graph_key import (
     device_numbers,
     gpus,
     graph_key,
+    group_names,
+    with_groups,
     with_numbers,
+    without_groups,
     without_numbers,
 )
 from dcompile.runtime.graph_trees import Replayed, Tree
@@ -157,7 +160,8 @@ class CachingCompiler:
         if found is None:
             return None
         graph, libraries = found
-        graph = replace(graph, source=with_numbers(graph.source, device_numbers(gm)))
+        source = with_groups(with_numbers(graph.source, device_numbers(gm)), group_names(gm))
+        graph = replace(graph, source=source)
         executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm)), self._workspaces)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
@@ -172,7 +176,7 @@ class CachingCompiler:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)
         if key is not None and not self._compiles_anew():
-            source = without_numbers(made.graph.source, device_numbers(gm))
+            source = without_groups(without_numbers(made.graph.source, device_numbers(gm)), group_names(gm))
             cache.put_graph(key, replace(made.graph, source=source))
         elif key is None:
             executable.report.graphs_uncacheable = 1

@@ -1,7 +1,7 @@
 """Which graphs are the same to the compiler: the SHA-256 of a text of all that compiling may look at.
 
 In the text: nodes with their arguments and results (shapes, strides, dtypes, device types), the request, the settings,
-and versions of everything that writes code. Not in it: ranks, device numbers, groups, values of parameters and
+and versions of everything that writes code. Not in it: ranks, device numbers, names of groups, values of parameters and
 constants, the graph's name, and the modules and source lines it came from. So equal graphs of different models share
 an entry; comments in its host program then name the model that was compiled first.
 """
@@ -26,6 +26,8 @@ _PYTHON = ("operator", "math", "builtins", "torch")
 """Modules whose functions a name and the versions in the key tell apart."""
 _BUILT_IN = ("aten", "prims")
 """Namespaces of ops that come with torch; the schemas of others are part of the text."""
+_COLLECTIVES = ("_c10d_functional", "_dtensor")
+"""Namespaces of ops that are given the name of a process group."""
 
 
 class NotCacheable(Exception):
@@ -55,6 +57,30 @@ def device_numbers(gm: GraphModule) -> dict[str, int]:
             if isinstance(value, torch.device) and value.index is not None:
                 found.setdefault(value.type, set()).add(value.index)
     return {kind: numbers.pop() for kind, numbers in found.items() if len(numbers) == 1}
+
+
+def group_names(gm: GraphModule) -> dict[str, str]:
+    """Name of each process group that calls of the graph are given -> what stands for it in a key and in an entry.
+
+    Groups are named in the order in which a rank made them, so ranks that do the same name theirs otherwise. None where
+    such a name is also an argument of another meaning: then it stays.
+    """
+    strings = [
+        (argument.name == "group_name", value)
+        for node in gm.graph.nodes
+        if node.op == "call_function" and (schema := _collective_schema(node)) is not None
+        for argument, value in zip(schema.arguments, node.args, strict=False)
+        if isinstance(value, str)
+    ]
+    names = dict.fromkeys(value for is_group, value in strings if is_group)
+    others = {value for is_group, value in strings if not is_group}
+    return {} if others & names.keys() else {name: f"*{number}" for number, name in enumerate(names)}
+
+
+def _collective_schema(node: Node) -> Any:
+    """The schema of a call of torch's functional collectives; None of other nodes."""
+    schema = getattr(node.target, "_schema", None)
+    return schema if schema is not None and schema.name.partition("::")[0] in _COLLECTIVES else None
 
 
 def gpus(gm: GraphModule) -> set[str]:
@@ -96,10 +122,12 @@ def _request(request: Request) -> Iterator[str]:
 
 
 def _nodes(gm: GraphModule) -> Iterator[str]:
-    numbers = device_numbers(gm)
+    numbers, groups = device_numbers(gm), group_names(gm)
     for node in gm.graph.nodes:
         target = _target(node.target) if node.op == "call_function" else ""
-        args = ",".join(_text(arg, numbers) for arg in node.args) if node.op != "placeholder" else ""
+        named = groups if node.op == "call_function" and _collective_schema(node) is not None else {}
+        given = [named.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args]
+        args = ",".join(_text(arg, numbers) for arg in given) if node.op != "placeholder" else ""
         kwargs = ",".join(f"{name}={_text(value, numbers)}" for name, value in node.kwargs.items())
         value = operator.attrgetter(str(node.target))(gm) if node.op == "get_attr" else node.meta.get("val")
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
@@ -163,7 +191,7 @@ def _symbols(gm: GraphModule) -> Iterator[str]:
         yield f"{symbol} {'any' if least is None or least < 0 else min(least, 2 * divisor)} {divisor}"
 
 
-# --- device numbers in host programs ----------------------------------------------------------------------------------
+# --- device numbers and group names in host programs ------------------------------------------------------------------
 
 
 def without_numbers(source: str, numbers: dict[str, int]) -> str:
@@ -178,3 +206,28 @@ def with_numbers(source: str, numbers: dict[str, int]) -> str:
     return re.sub(
         r"torch\.device\('(\w+):\*'\)", lambda found: f"torch.device('{found[1]}:{numbers[found[1]]}')", source
     )
+
+
+def without_groups(source: str, names: dict[str, str]) -> str:
+    """A host program with what stands for them in place of the names of groups."""
+    return _renamed(source, names)
+
+
+def with_groups(source: str, names: dict[str, str]) -> str:
+    """A host program from the cache, with the names of this process's groups."""
+    return _renamed(source, {stands_for: name for name, stands_for in names.items()})
+
+
+def _renamed(source: str, names: dict[str, str]) -> str:
+    """The program with strings replaced in its calls of collectives, which it makes through names of its own."""
+    namespaces = "|".join(_COLLECTIVES)
+    functions = re.findall(rf"^ *(\w+) = .*\b(?:{namespaces})\.", source, re.MULTILINE)
+    if not names or not functions:
+        return source
+    quoted = {repr(old): repr(new) for old, new in names.items()}
+    strings, calls = "|".join(map(re.escape, quoted)), "|".join(functions)
+
+    def line(found: re.Match[str]) -> str:
+        return re.sub(strings, lambda string: quoted[string[0]], found[0])
+
+    return re.sub(rf"^.*\b(?:{calls})\(.*$", line, source, flags=re.MULTILINE)

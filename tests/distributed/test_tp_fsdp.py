@@ -79,6 +79,15 @@ def test_a_dtensor_that_the_model_returns(ranks):
         assert (found["loss"], found["grad"], found["receipt"].eligible) == (0, 0, True)
 
 
+@pytest.mark.full
+def test_ranks_share_what_is_compiled_though_their_groups_have_other_names(ranks, tmp_path):
+    first, second = values(ranks, "started_again", shape=(2, 1), folder=str(tmp_path))
+    assert first["group"] != second["group"]
+    assert (first["received"], second["received"]) == (0, 2)
+    for found in (first, second):
+        assert (found["cached"], found["built"], found["notes"], found["grad"]) == ([0, 2], 0, (), 0)
+
+
 # --- four ranks: two shards of two parallel parts each
 
 

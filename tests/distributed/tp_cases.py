@@ -271,3 +271,21 @@ def checkpoints(shape: tuple[int, ...], folder: str) -> dict[str, Any]:
         "grad": largest_difference(gradients(stock), gradients(module)),
         "receipt": dcompile.receipt(module),
     }
+
+
+def started_again(shape: tuple[int, ...], folder: str) -> dict[str, Any]:
+    """The same model compiled twice; ranks share what is compiled, and the second takes its graphs from the cache."""
+    options = {"verify": False, "cache_dir": f"{folder}/rank{dist.get_rank()}"}
+    modules = [make("sequence", shape), make("sequence", shape)]
+    for module in modules:
+        backward(compiled(module, options=options), module, shape, 0)
+    receipts = [dcompile.receipt(module) for module in modules]
+    return {
+        "received": receipts[0].graphs_received,
+        "cached": [receipt.graphs_cached for receipt in receipts],
+        "built": receipts[1].built,
+        "notes": receipts[0].notes,
+        "group": mesh_of(shape)["tp"].get_group().group_name,
+        "grad": largest_difference(*(gradients(module) for module in modules)),
+        "receipt": receipts[1],
+    }

@@ -12,7 +12,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dcompile.collectives.params import BucketRule, ParamInfo, Request
 from dcompile.config import Config
 from dcompile.runtime import graph_key as module
-from dcompile.runtime.graph_key import NotCacheable, device_numbers, graph_key, with_numbers, without_numbers
+from dcompile.runtime.graph_key import (
+    NotCacheable,
+    device_numbers,
+    graph_key,
+    group_names,
+    with_groups,
+    with_numbers,
+    without_groups,
+    without_numbers,
+)
 
 PARAMS = tuple(ParamInfo(n, f"layer.{n}.weight", (4, 8), "float32", "cpu") for n in range(2))
 REQUEST = Request("backward0", "backward", ((0, 0), (1, 1)), PARAMS, BucketRule(1024, 4096))
@@ -186,3 +195,38 @@ def test_ranks_share_a_graph_whatever_their_devices_numbers():
     assert with_numbers(kept, device_numbers(on_device(0))) == source.replace("3", "0")
     both = device_numbers(on_device(0, 1))
     assert both == {} and with_numbers(without_numbers(source, both), both) == source
+
+
+def over_groups(*names, operation="sum"):
+    """A graph that sums over process groups: none has to be there to look at it."""
+    import torch.distributed._functional_collectives
+
+    node, target = SimpleNamespace, torch.ops._c10d_functional.all_reduce.default
+    nodes = [
+        node(op="call_function", name=f"f{n}", target=target, args=(f"x{n}", operation, name), kwargs={}, meta={})
+        for n, name in enumerate(names)
+    ]
+    return SimpleNamespace(graph=SimpleNamespace(nodes=nodes))
+
+
+PROGRAM = """
+    _op0 = entry(torch.ops._c10d_functional.all_reduce.default)
+    _op1 = entry(torch.ops.aten.div.Tensor_mode)
+    f0 = _op0(x0, 'sum', '3')
+    f1 = _op0(x1, 'sum', '12')
+    y = _op1(f0, f1, '3')
+"""
+
+
+def test_ranks_share_a_graph_whatever_their_groups_names():
+    assert key(over_groups("3", "12")) == key(over_groups("4", "7"))
+    assert key(over_groups("3", "3")) != key(over_groups("3", "12")) != key(over_groups("3", "12", operation="max"))
+    kept = without_groups(PROGRAM, group_names(over_groups("3", "12")))
+    assert "_op0(x0, 'sum', '*0')" in kept and "_op0(x1, 'sum', '*1')" in kept and "_op1(f0, f1, '3')" in kept
+    assert with_groups(kept, group_names(over_groups("3", "12"))) == PROGRAM
+    swapped = with_groups(kept, group_names(over_groups("12", "3")))
+    assert "_op0(x0, 'sum', '12')" in swapped and "_op0(x1, 'sum', '3')" in swapped
+
+
+def test_a_group_named_like_another_argument_keeps_its_name():
+    assert group_names(over_groups("sum")) == {} and key(over_groups("sum")) != key(over_groups("3"))

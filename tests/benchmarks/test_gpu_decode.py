@@ -1,0 +1,36 @@
+"""The table of decoding, and the distance that logits may have; decoding itself needs a GPU to be worth its time."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from benchmarks import gpu_decode
+
+
+def test_a_table_of_several_runs(tmp_path):
+    lines = {
+        "eager": {"ms": 20.0, "off": 0.02, "warm_up_s": 0.1},
+        "torch.compile reduce-overhead": {"ms": 5.0, "off": 0.03, "warm_up_s": 30.0},
+        "dcompile": {"error": "OutOfMemoryError"},
+        "dcompile reduce-overhead": {"ms": 4.0, "off": 0.02, "warm_up_s": 14.0},
+    }
+    files = []
+    for peer, line in lines.items():
+        files.append(str(tmp_path / f"{len(files)}.json"))
+        (tmp_path / files[-1]).write_text(json.dumps({"floor_ms": 3.0, "lines": {peer: line}}))
+    result = gpu_decode.merged(files)
+    assert result["lines"] == lines and not result["complete"]
+    assert gpu_decode.rows(result) == [
+        ["eager", "20.00", "15%", "0.25", "2.0e-02", "0"],
+        ["torch.compile reduce-overhead", "5.00", "60%", "1.00", "3.0e-02", "30"],
+        ["dcompile", "failed", "", "", "", ""],
+        ["dcompile reduce-overhead", "4.00", "75%", "1.25", "2.0e-02", "14"],
+    ]
+
+
+def test_distance_is_relative_and_never_hides_a_nan():
+    want = torch.tensor([3.0, 4.0])
+    assert gpu_decode.distance(want + torch.tensor([0.0, 0.5]), want) == 0.1
+    assert not gpu_decode.distance(want * torch.nan, want) <= gpu_decode.TOLERANCE

@@ -205,18 +205,14 @@ def against_stock(
         dist.barrier()
     found["receipt"] = dcompile.receipt(module)
     if "mp_policy" in how and dist.get_world_size() > 2:
-        found["scatter"] = scatter(name, accumulate, **how)
+        found["scatter"] = scatter(accumulate=accumulate, name=name, wrap=wrap, **how)
     return found
 
 
-def scatter(name: str, accumulate: bool, mp_policy: MixedPrecisionPolicy, **how: Any) -> float:
-    """How far stock is from itself with sums of 32 bits, or where other parameters share a reduction.
-
-    Sums of more than two 16-bit numbers depend on the order, and each of them is rounded.
-    """
-    wide = dataclasses.replace(mp_policy, reduce_dtype=torch.float32)
-    ways = (("blocks", mp_policy), ("blocks", wide), ("root", mp_policy), ("grouped", mp_policy))
-    stocks = (make(name, wrap, mp_policy=policy, **how) for wrap, policy in ways)
+def scatter(mp_policy: MixedPrecisionPolicy, accumulate: bool, **how: Any) -> float:
+    """How far stock is from itself with sums of 32 bits: sums of more than two 16-bit numbers are rounded on the way."""
+    policies = (mp_policy, dataclasses.replace(mp_policy, reduce_dtype=torch.float32))
+    stocks = (make(mp_policy=policy, **how) for policy in policies)
     return apart(FsdpTraining(stock, stock, accumulate) for stock in stocks)
 
 

@@ -210,7 +210,7 @@ def against_stock(
 
 
 def scatter(mp_policy: MixedPrecisionPolicy, accumulate: bool, **how: Any) -> float:
-    """How far stock is from itself with sums of 32 bits: sums of more than two 16-bit numbers are rounded on the way."""
+    """How far stock is from itself with sums of 32 bits: more than two 16-bit numbers are rounded on the way."""
     policies = (mp_policy, dataclasses.replace(mp_policy, reduce_dtype=torch.float32))
     stocks = (make(mp_policy=policy, **how) for policy in policies)
     return apart(FsdpTraining(stock, stock, accumulate) for stock in stocks)

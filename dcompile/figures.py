@@ -51,11 +51,15 @@ class Figures:
     """By what part of a collective's time the work that runs beside it takes longer."""
     member_us: float = 0.0
     """What each further tensor adds to a collective on several; 0 where the backend makes one message of them."""
+    crowding: float = 0.0
+    """By what part of its time a collective takes longer while something is computed."""
+    sustained: float = 1.0
+    """Part of the products' rates that lasts for more than a second: at their power limit, GPUs slow their clocks."""
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of large matrix products."""
+        """Operations a second of large matrix products, in training."""
         rates = dict(self.tflops)
-        return rates.get(dtype, rates["float32"]) * 1e12
+        return rates.get(dtype, rates["float32"]) * 1e12 * self.sustained
 
     def link(self, ranks: int) -> Link:
         """How so many ranks of one node are connected."""
@@ -130,28 +134,35 @@ TABLE: Mapping[str, Figures] = {
     "cpu": CPU,
     "h200": Figures(
         "h200",
-        memory_gbs=3600.0,  # a copy: 4270, and kernels reach 85 % of that (docs/status.md); data sheet: 4800
-        tflops=(("float32", 50.0), ("bfloat16", 800.0), ("float16", 800.0), ("float64", 60.0)),  # data sheet: 989 bf16
-        attention=0.3,  # causal, heads of 64, forward and backward: what is left of a measured step of the 1B Llama
+        memory_gbs=4100.0,  # kernels of a 1B Llama's step, 34 GB in 8.5 ms; a copy: 4270; data sheet: 4800
+        # bf16: all products of that step, 51 TFLOP in 70 ms; data sheet: 989
+        tflops=(("float32", 50.0), ("bfloat16", 740.0), ("float16", 740.0), ("float64", 60.0)),
+        attention=0.37,  # causal, heads of 64, forward and backward: 3.8 TFLOP of that step in 13.8 ms
         arithmetic_gops=30000.0,
         kernel_us=2.5,
         library_us=4.0,
         links=_NVLINK4,
         network=_INFINIBAND_400,
-        interference=0.35,  # torch.compile and DDP on two: 12 to 17 ms of all-reduces lengthen kernels by 4 to 9 ms
+        # beside 18 reductions and 34 gathers of 116 MiB on two, kernels take 6 ms longer than alone; the collectives
+        # take 20 to 22 ms together, and alone 13.7
+        interference=0.45,
+        crowding=0.5,
+        sustained=0.95,  # 700 W: 1980 MHz become 1640 on average
         member_us=2.5,  # two H200, NCCL, a block of nine parameters, 13.5 MiB: 69 us, and 49 us as one
     ),
     "h100": Figures(
         "h100",
-        memory_gbs=2500.0,  # in proportion; data sheet: 3350
+        memory_gbs=2860.0,  # in proportion; data sheet: 3350
         tflops=(("float32", 50.0), ("bfloat16", 700.0), ("float16", 700.0), ("float64", 60.0)),
-        attention=0.3,
+        attention=0.37,
         arithmetic_gops=30000.0,
         kernel_us=2.5,
         library_us=4.0,
         links=_NVLINK4,
         network=_INFINIBAND_400,
-        interference=0.35,
+        interference=0.45,
+        crowding=0.5,
+        sustained=0.95,
         member_us=2.5,
     ),
     "a100": Figures(
@@ -222,30 +233,28 @@ def to_record(figures: Figures) -> dict[str, object]:
     }
 
 
-_PLAIN = ("name", "memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "interference", "member_us")
+_RATES = ("memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "sustained")
+_PARTS = ("interference", "crowding", "member_us")
+_PLAIN = ("name", *_RATES, *_PARTS)
 
 
 def from_record(record: Mapping[str, object]) -> Figures:
     """What `to_record` was given. Raises ValueError where the record is no such thing."""
     try:
-        name, memory, attention, arithmetic, kernel, library, interference, member = (record[field] for field in _PLAIN)
+        rates = {field: _positive(record[field]) for field in _RATES}
+        parts = {field: _number(record[field]) for field in _PARTS}
         links = [
             Link(int(_positive(ranks)), _positive(gbs), _positive(latency), _number(hop))
             for ranks, gbs, latency, hop in _rows(record["links"], 4)
         ]
         network = links.pop() if record["has_network"] is True and len(links) > 1 else None
         return Figures(
-            name=str(name),
-            memory_gbs=_positive(memory),
+            name=str(record["name"]),
             tflops=tuple((str(dtype), _positive(rate)) for dtype, rate in _rows(record["tflops"], 2)),
-            attention=_positive(attention),
-            arithmetic_gops=_positive(arithmetic),
-            kernel_us=_positive(kernel),
-            library_us=_positive(library),
             links=tuple(links),
             network=network,
-            interference=_number(interference),
-            member_us=_number(member),
+            **rates,
+            **parts,
         )
     except KeyError as error:
         raise ValueError(f"not the figures of a machine: {error} is missing") from error

@@ -29,6 +29,8 @@ def test_records_keep_everything(figures):
         {"links": [[2, 1.0]]},
         {"links": [[2, float("nan"), 1.0, 1.0]]},
         {"interference": -1},
+        {"crowding": None},
+        {"sustained": 0},
         {"library_us": None},
     ],
 )

@@ -45,6 +45,9 @@ WHOLE = "whole_backward"
 class Graph:
     """Forward, backward or inference program of one Dynamo graph."""
 
+    gpu = "cuda"
+    """The kind of device whose kernels decide what is rewritten for GPUs."""
+
     def __init__(self, model: CompiledModel, example_inputs: Sequence[Any]) -> None:
         self.model = model
         self.number = len(model.graphs)
@@ -90,7 +93,7 @@ class Graph:
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)
-            self.notes += share_repeated_heads(gm)
+            self.notes += share_repeated_heads(gm, self.gpu)
 
         def found(cut: Cut) -> None:
             self.training = True

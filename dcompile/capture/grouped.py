@@ -22,15 +22,16 @@ WIDEST = 128
 _RESHAPES = ("reshape", "view", "contiguous", "clone")
 
 
-def share_repeated_heads(gm: GraphModule) -> list[str]:
+def share_repeated_heads(gm: GraphModule, on: str = "cuda") -> list[str]:
     """Have attention share heads of keys and values that the graph repeats, where a kernel of CUDA's does it.
 
-    Relies on: constant masks are gone. Returns a line for people if anything changed. The graph is changed in place.
-    Gradients of a key's copies are added up inside the kernel, without rounding each of them before.
+    `on` is the kind of device that stands for GPUs: another one where a graph is only planned. Returns a line for
+    people if anything changed; the graph is changed in place. Relies on: constant masks are gone. Gradients of a key's
+    copies are added up inside the kernel, without rounding each of them before.
     """
     count = 0
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not ATTENTION or not _has_kernel(node):
+        if node.op != "call_function" or node.target is not ATTENTION or not _has_kernel(node, on):
             continue
         query, key, value = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
         heads = shape_of(query)[1]
@@ -44,7 +45,7 @@ def share_repeated_heads(gm: GraphModule) -> list[str]:
     return []
 
 
-def _has_kernel(node: Node) -> bool:
+def _has_kernel(node: Node, on: str) -> bool:
     """Whether attention shares heads without falling back to matrix products: 16 bits, no mask, heads that fit."""
     values = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
     if argument(node, MASK, "attn_mask") is not None or node.kwargs.get(GROUPED):
@@ -55,7 +56,7 @@ def _has_kernel(node: Node) -> bool:
     example = values[0].meta["example_value"]
     return (
         all(isinstance(size, int) for size in sizes)
-        and example.device.type == "cuda"
+        and example.device.type == on
         and example.dtype in (torch.float16, torch.bfloat16)
         and shape_of(values[0])[3] == shape_of(values[1])[3] == shape_of(values[2])[3]
         and shape_of(values[0])[3] % 8 == 0

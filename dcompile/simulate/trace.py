@@ -68,15 +68,18 @@ class Traced:
     """Outputs of the forward that the user sees."""
 
 
-def trace(config: Any, spread: Spread, *, batch: int, length: int, dtype: str = "bfloat16") -> Traced:
+def trace(
+    config: Any, spread: Spread, *, batch: int, length: int, dtype: str = "bfloat16", recompute: str = "registers"
+) -> Traced:
     """The programs of one training step of a causal language model, before collectives are scheduled.
 
-    Raises OptionError where the model does not come out as one graph.
+    `recompute` is the option of that name. Raises OptionError where the model does not come out as one graph.
     """
     import transformers
 
     models: Any = transformers.AutoModelForCausalLM
-    planner = _Planner(Config.make(options={"receipt": False, "skip": "overlap", "matmul": "aten"}))
+    options = {"receipt": False, "skip": "overlap", "matmul": "aten", "recompute": recompute}
+    planner = _Planner(Config.make(options=options))
     with compat.tensors.fake_mode(), _default_dtype(getattr(torch, dtype)):
         model = models.from_config(config).train()
         tokens = torch.zeros((batch, length), dtype=torch.int64)
@@ -147,6 +150,8 @@ def _groups(model: torch.nn.Module) -> dict[int, int]:
 
 class _Graph(Graph):
     """A graph whose backward is planned with its forward, for ranks that the adapter makes up."""
+
+    gpu = "cpu"  # which stands for one here
 
     placeholders: dict[str, int]
     results = 0

@@ -62,7 +62,8 @@ def test_a_slower_network_takes_longer_and_holds_no_more_than_the_budget(tiny):
     spread, traced = tiny.fsdp
     wide = Spread("fsdp", 64, 8)
     near, far = (estimate(traced, Setup(H100, s)) for s in (spread, wide))
-    assert far.communication == near.communication and far.exposed > near.exposed  # sums among eight replicas
+    assert far.communication == pytest.approx(near.communication)
+    assert far.exposed > near.exposed  # sums among eight replicas
     fast, slow = (estimate(traced, Setup(f, Spread("fsdp", 1024, 1024))) for f in (H100, SLOW))
     assert slow.step > fast.step and slow.exchanged == fast.exchanged
     tight = estimate(traced, Setup(SLOW, spread, early_bytes=0))

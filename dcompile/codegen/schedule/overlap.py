@@ -62,7 +62,7 @@ def predicted(
     program: Program, figures: Figures, groups: Mapping[str, Group]
 ) -> tuple[list[tuple[str, str, float, float, float]], float, float]:
     """Name, resource, start, duration and exposed time of each step, in microseconds; the whole; what is exposed."""
-    found = timeline(program.steps, durations(program, figures, groups), groups, figures.interference)
+    found = timeline(program.steps, durations(program, figures, groups), groups, figures.interference, figures.crowding)
     rows = []
     for span in found.spans:
         start, duration, held_up = (round(1e6 * time, 3) for time in (span.start, span.duration, span.held_up))

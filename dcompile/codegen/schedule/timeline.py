@@ -31,13 +31,17 @@ class Timeline:
 
 
 def timeline(
-    steps: Sequence[Step], seconds: Sequence[float], groups: Mapping[str, Group], interference: float = 0.0
+    steps: Sequence[Step],
+    seconds: Sequence[float],
+    groups: Mapping[str, Group],
+    interference: float = 0.0,
+    crowding: float = 0.0,
 ) -> Timeline:
     """Run the steps in their order; `groups` says which communicator each group is.
 
     A collective begins when all steps before it are computed and its communicator is done with the ones before;
     computing goes on until a wait, which holds it up until its collective is through. While a collective runs, what is
-    computed takes longer by `interference` of the time.
+    computed takes longer by `interference` of the time, and the collective by `crowding` of it.
     """
     now = exposed = 0.0
     free: dict[str, float] = {}
@@ -59,12 +63,25 @@ def timeline(
                 exposed += late
                 now += late
             case _:
-                beside = max(max(free.values(), default=0.0) - now, 0.0)
+                beside = max(max(free.values(), default=0.0) - now, 0.0) * (1 + crowding)
                 slowed = min(duration * (1 + interference), beside)
                 took = slowed + max(duration - slowed / (1 + interference), 0.0)
                 spans.append(Span(number, "compute", now, took))
+                if beside and crowding:
+                    free = {lane: _crowded(end, now, took, crowding) for lane, end in free.items()}
+                    for at in flying.values():
+                        span = spans[at]
+                        start = _crowded(span.start, now, took, crowding)
+                        end = _crowded(span.start + span.duration, now, took, crowding)
+                        spans[at] = Span(span.step, span.resource, start, end - start, span.held_up)
                 now += took
     return Timeline(tuple(spans), now, exposed)
+
+
+def _crowded(moment: float, now: float, took: float, crowding: float) -> float:
+    """When a collective gets to what it would get to at `moment` if nothing were computed for `took` from `now` on."""
+    ahead = max(moment - now, 0.0)
+    return moment + crowding * min(ahead, took / (1 + crowding))
 
 
 def lane_of(step: Collective, groups: Mapping[str, Group]) -> str:

@@ -304,6 +304,18 @@ def test_computing_beside_a_collective_takes_longer():
     assert [span.duration for span in longer.spans] == pytest.approx([1.5, 1.5, 1.0])
 
 
+def test_a_collective_beside_computing_takes_longer():
+    steps = (Collective("all_reduce", "b", "g", ("x",)), kernel(["x"], "a"), kernel(["x"], "b"), Wait("b", ("x",)))
+    within = timeline(steps, [1.0, 2.0, 1.0, 0.0], {}, crowding=0.5)
+    assert (within.total, within.exposed) == (3.0, 0.0)
+    assert [span.duration for span in within.spans] == pytest.approx([1.5, 2.0, 1.0])
+    longer = timeline(steps, [4.0, 1.0, 2.0, 0.0], {}, crowding=0.5)
+    assert longer.spans[0].duration == pytest.approx(5.0), "3 of them crowded, in which it gets as far as in 2 alone"
+    assert longer.exposed == pytest.approx(2.0)
+    both = timeline(steps, [1.0, 1.0, 1.0, 0.0], {}, interference=0.5, crowding=0.5)
+    assert [span.duration for span in both.spans] == pytest.approx([1.5, 1.5, 1.0])
+
+
 def test_collectives_of_one_communicator_queue_and_those_of_two_do_not():
     def steps(group):
         return (

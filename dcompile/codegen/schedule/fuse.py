@@ -12,6 +12,8 @@ from dcompile.codegen.schedule.space import canonical
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
 
+BRIEF_BYTES = 1 << 16
+"""What a kernel on a GPU moves in less time than its start takes, 5 us: it joins another that reads what it reads."""
 MIN_SHARED_BYTES = 4096  # below this a shared read is in L1 anyway, and merging siblings only lengthens the kernel
 
 
@@ -67,6 +69,7 @@ class _Graph:
         self.writes = {number: step.writes for number, step in self.steps.items()}
         self.alive = set(self.steps)
         self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
+        self.devices = {buffer.name: buffer.device for buffer in program.buffers}
         self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
         self.before: dict[int, int] = {}
@@ -124,8 +127,14 @@ class _Graph:
             total += self.nbytes[name] * (2 if internal else 1) + 1  # even a scalar saves a launch
         shared = sum(self.nbytes[name] for name in self.reads[a] & (self.reads[b] | self.writes[b]))
         if not total and shared < MIN_SHARED_BYTES:
-            return 0
+            return 1 if shared and (self._is_brief(a) or self._is_brief(b)) else 0
         return total + shared
+
+    def _is_brief(self, number: int) -> bool:
+        """Whether starting the loop takes longer than running it."""
+        names = self.reads[number] | self.writes[number]
+        on_gpu = all(self.devices[name] != "cpu" for name in self.writes[number])
+        return on_gpu and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
 
     def may_join(self, a: int, b: int) -> bool:
         """No third step has to run between them, and b does not have to run before a."""

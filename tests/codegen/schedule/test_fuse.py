@@ -310,3 +310,31 @@ def test_a_row_of_one_element_is_not_reduced_over_the_rows_it_joins(op):
     joined = merge(alone, rows)  # also where nobody has brought the loops into canonical form
     for a, b in zip(run(program), run(replace(program, steps=(joined,))), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda", 1), ("cpu", 2)])
+def test_brief_kernels_that_read_the_same_start_together_on_a_gpu(device, count):
+    """A start takes longer than they run; on the CPU a call takes nothing."""
+    rows = at(i0, j0, shape=(D, R))
+    body = (Load("x", rows, F), Reduce("sum", 0, F), Load("r", i0, F), Apply("mul", (1, 2), F))
+    total = Loop("total", (D,), (R,), body, (Store("s", i0, 3),))
+    scale = Loop("scale", (D,), (), (Load("r", i0, F), Load("w", i0, F), Apply("mul", (0, 1), F)), (Store("y", i0, 2),))
+    buffers = [buffer("x", D, R), *(buffer(name, D) for name in "rwsy")]
+    program = Program(
+        "p", ("x", "r", "w"), (whole("s", D), whole("y", D)),
+        tuple(replace(b, device=device) for b in buffers), (total, scale),
+    )  # fmt: skip
+    fused = fuse(program)
+    assert len(loops(fused)) == count
+    for want, got in zip(run(program), run(fused), strict=True):
+        np.testing.assert_array_equal(want, got)
+
+
+def test_random_programs_as_on_a_gpu_keep_every_value():
+    for seed in range(200, 240):
+        program, inputs = random_program(seed, 10)
+        there = replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
+        fused = fuse(there)
+        verify(fused)
+        for want, got in zip(interpret(there, inputs), interpret(fused, inputs), strict=True):
+            np.testing.assert_array_equal(want, got)

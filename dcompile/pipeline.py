@@ -17,7 +17,7 @@ from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
 from dcompile.codegen.emit.triton_joint import joined
 from dcompile.codegen.lower.program import Lowered, lower
-from dcompile.codegen.lower.sizes import is_symbolic, traced_sizes
+from dcompile.codegen.lower.sizes import traced_sizes
 from dcompile.codegen.schedule.accumulate import accumulate_products
 from dcompile.codegen.schedule.again import compute_again
 from dcompile.codegen.schedule.dependences import drop_dead
@@ -37,6 +37,7 @@ from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import draw
 from dcompile.ir.nodes import Extern, Loop, Program
+from dcompile.ir.symbols import late_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.machine import own_products_pay, triton_version
@@ -128,6 +129,9 @@ class Pipeline:
         """Lower, schedule and emit one FX graph: everything but building."""
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
+        if reason is None and _devices(gm) - {torch.device("cpu")} and (late := late_symbols(lowered.program)):
+            reason = f"{len(late)} sizes depend on values, and launches of kernels for GPUs are prepared before a call"
+            lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=True))
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes)
@@ -201,10 +205,7 @@ class Pipeline:
         """Why this graph is left to ATen altogether, if it is."""
         if self.config.kernels == "aten":
             return 'options={"kernels": "aten"}'
-        gpus = _devices(gm) - {torch.device("cpu")}
-        if gpus and any(is_symbolic(node.meta.get("val")) for node in gm.graph.nodes):
-            return "sizes are symbolic, and kernels for GPUs are made for fixed sizes"
-        return _why_not_gpu(gpus)
+        return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
 
     def _schedule(self, program: Program, request: Request, sizes: Mapping[str, int]) -> Program:
         config = self.config

@@ -63,7 +63,8 @@ def known_facts(gm: Any) -> dict[Any, tuple[int | None, int]]:
 
 def size_hint(shape_env: Any, symbol: Any) -> int | None:
     """The number that a size symbol was traced with, looked up without guarding on it."""
-    numbers = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
+    known = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    numbers = getattr(shape_env, known, {})
     return int(numbers[symbol]) if symbol in numbers else None
 
 

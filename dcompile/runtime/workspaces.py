@@ -136,8 +136,11 @@ class Run:
         return gpu.Address(value)
 
     def launches(self, count: int, kernels: list[tuple[str, str, int, tuple[int, ...]]]) -> gpu.Launches:
-        """A run of kernels: each its name, function, grid and arguments, which are addresses or one of `count`."""
-        found = [(self.libraries[name], function, grid, arguments) for name, function, grid, arguments in kernels]
+        """A run of kernels: each its name, function, grid and arguments, which are addresses or one of `count`.
+
+        Kernels for which these sizes leave nothing to do are left out.
+        """
+        found = [(self.libraries[name], function, grid, given) for name, function, grid, given in kernels if grid]
         launcher = gpu.launcher(library(self.libraries[gpu.LAUNCHER]))
         return gpu.Launches(launcher, self.device, count, found)
 

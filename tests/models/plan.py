@@ -18,7 +18,7 @@ from tests.subject import IS_DCOMPILE, anew
 FALLBACKS: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallbacks.json").read_text())
 """Name -> what may be left to ATen for want of a rule. A list may shrink; what is not in it is an error."""
 ON_CUDA: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallbacks_cuda.json").read_text())
-"""What may be so on a GPU, beside those: sums at places known only at run time, and cuDNN's own layers."""
+"""What may be so on a GPU, beside those, by name or aspect: sums at places known only at run time, cuDNN's layers."""
 
 
 def every(architectures: Mapping[str, Architecture], sample: Mapping[str, str]) -> Any:
@@ -41,5 +41,7 @@ def check(name: str, architecture: Architecture, aspect: str) -> None:
 
             receipt = dcompile.receipt(call)
             assert receipt.kernels > 0 or aspect == "dynamic" or receipt.fallbacks, str(receipt)
-            known = set(FALLBACKS.get(name, ())).union(ON_CUDA.get(name, ()) if device() == "cuda" else ())
+            known = set(FALLBACKS.get(name, ()))
+            if device() == "cuda":
+                known.update(ON_CUDA.get(name, ()), ON_CUDA.get(aspect, ()))
             assert receipt.fallbacks.keys() <= known, str(receipt)

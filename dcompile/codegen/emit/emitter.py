@@ -13,11 +13,12 @@ from dcompile.ir.nodes import Buffer, Loop, View
 class Launch:
     """How a GPU runs one function of a kernel's text: `grid` programs of `warps` times 32 threads.
 
-    `arguments` are positions in the kernel's list of buffers; `types` their element types, as the language spells them.
+    `arguments` are positions in the kernel's list of buffers and, behind those, its size symbols; `types` are their
+    types, as the language spells them.
     """
 
     function: str
-    grid: int
+    grid: Size
     warps: int
     arguments: tuple[int, ...]
     types: tuple[str, ...]
@@ -28,7 +29,7 @@ class KernelSource:
     """One kernel. Loops that differ only in names have equal text, and so one name: they share one compiled function.
 
     `arguments` are the buffers to pass, in order, and after them the size symbols in `sizes`, as 64-bit integers.
-    A GPU kernel has the integers `numbers` in their place.
+    A GPU kernel has the integers `numbers` behind those.
     `checked` kernels return non-zero after an integer division by zero. `launches` is what runs it on a GPU, in order;
     a C++ kernel is called and has none.
     """

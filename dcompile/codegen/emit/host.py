@@ -371,7 +371,8 @@ class _Host:
             self._ensure(name)
         if kernel.launches:
             given = [self._place(name) for name in kernel.arguments]
-            self.waiting.append((kernel, given + [f"run.number({number})" for number in kernel.numbers]))
+            numbers = (*map(self.name, kernel.sizes), *kernel.numbers)
+            self.waiting.append((kernel, given + [f"run.number({number})" for number in numbers]))
             return
         pointers = [self._pointer(name) for name in kernel.arguments]
         sizes = [self.name(symbol) for symbol in kernel.sizes]
@@ -424,8 +425,9 @@ class _Host:
                 for launch in kernel.launches:
                     chosen = [slots.get(addresses[n], addresses[n]) for n in launch.arguments]
                     arguments = f"({', '.join(chosen)},)"
-                    if launch.grid:
-                        lines.append(f"({kernel.name!r}, {launch.function!r}, {launch.grid}, {arguments}),")
+                    if launch.grid != 0:
+                        grid = self._index(launch.grid)
+                        lines.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
             table = "".join(f"\n        {line}" for line in lines)
             run = self.once(f"run.launches({len(slots)}, [{table}\n    ])", "launch")
             self.lines.append(f"{run}({', '.join(['stream', *slots])})")

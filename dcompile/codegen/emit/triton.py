@@ -2,7 +2,8 @@
 
 A program of a kernel works on a tile, and a tile's values are tensors: over rows `x`, over elements `r`, over both, or
 scalars. Row programs keep a row in registers from its first pass to its last, and read longer rows again in every pass.
-Text is normalised, and all sizes are literals in it: equal text is an equal kernel.
+Text is normalised, and known sizes are literals in it: equal text is an equal kernel. Size symbols are arguments behind
+the addresses; positions then have 64 bits, and grids are worked out when the host program prepares a call.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource, Launch
+from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.triton_passes import Passes
 from dcompile.codegen.emit.triton_prelude import HEADER, POINTERS, SPELLING, literal, used_functions
-from dcompile.codegen.emit.triton_tiles import fixed, make_plan
-from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.codegen.emit.triton_tiles import ceil_div, make_plan
+from dcompile.ir.index import as_index, exact_quotient, rename
+from dcompile.ir.nodes import Buffer, Loop, Program, Store
 from dcompile.ir.ops import REDUCTIONS
 
 FILL = 1024
 ALIGNED = ":16"
 """Behind the type of a pointer to whole 16 bytes, which every buffer starts at: see `runtime.gpu`."""
+INTEGER = "i64"
+"""Type of a size symbol, or of another number that kernels are told."""
 
 
 def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
@@ -29,28 +34,29 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     writer = Passes(plan, table)
     writer.run()
     arguments = tuple(writer.arguments)
-    numbers = tuple(writer.draws)
-    parts = [_function("kernel", (*writer.arguments.values(), *writer.draws.values()), writer.lines)]
-    launches = [_launch("kernel", plan.grid, plan.warps, arguments, arguments, table, len(numbers))]
-    if plan.atomic:
-        for store in loop.stores:
-            if store.mode != "set":
-                name = f"fill_{writer.arguments[store.buffer]}"
-                size = writer.extent(store.buffer)
-                identity = literal(
-                    REDUCTIONS[store.mode].identity(table[store.buffer].dtype), table[store.buffer].dtype
-                )
-                parts.append(_fill(name, size, identity))
-                launches.insert(0, _launch(name, -(-size // FILL), 4, (store.buffer,), arguments, table))
+    combining = [store for store in loop.stores if plan.atomic and store.mode != "set"]
+    for store in combining:
+        writer.size(writer.extent(store.buffer))  # every function takes all symbols
+    fills = [_fill(writer, store) for store in combining]
+    sizes, numbers = tuple(writer.symbols), tuple(writer.draws)
+    named = (*writer.arguments.values(), *writer.symbols.values(), *writer.draws.values())
+    parts = [_function("kernel", named, writer.lines)]
+    launches = [Launch("kernel", plan.grid, plan.warps, tuple(range(len(named))), _types(arguments, len(named), table))]
+    for buffer, name, text in fills:
+        grid = ceil_div(writer.extent(buffer), FILL)
+        parts.append(text)
+        places = [arguments.index(buffer), *range(len(arguments), len(arguments) + len(sizes))]
+        launches.insert(0, Launch(name, grid, 4, tuple(places), _types((buffer,), len(places), table)))
     text = "\n\n".join(parts)
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
-    shape = [(launch.function, launch.grid, launch.warps, launch.types) for launch in launches]
+    grids = [str(rename(as_index(launch.grid), writer.symbols)) for launch in launches]
+    shape = [(n.function, grid, n.warps, n.types) for n, grid in zip(launches, grids, strict=True)]
     digest = hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
     entry = f"dcompile_{plan.kind}_{digest[:8]}"  # what profilers show
     text = text.replace("def kernel(", f"def {entry}(")
     launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
     cost = len(loop.body) + 4
-    return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, (), tuple(launches), numbers)
+    return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers)
 
 
 def emit_all(program: Program) -> Kernels:
@@ -66,24 +72,20 @@ def _function(name: str, arguments: Iterable[str], lines: list[str]) -> str:
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(lines or ["    pass"]) + "\n"
 
 
-def _fill(name: str, size: int, identity: str) -> str:
-    wide = "tl.program_id(0).to(tl.int64)" if size >= 2**31 else "tl.program_id(0)"
-    lines = [f"    x = {wide} * {FILL} + tl.arange(0, {FILL})", f"    tl.store(a + x, {identity}, x < {size})"]
-    return _function(name, ["a"], lines)
+def _fill(writer: Passes, store: Store) -> tuple[str, str, str]:
+    """(buffer, name and text of the function that fills it with what combining begins with)."""
+    dtype, size = writer.table[store.buffer].dtype, writer.extent(store.buffer)
+    identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{writer.argument(store.buffer)}"
+    wide = "tl.program_id(0).to(tl.int64)" if may_exceed(size, 2**31 - 1) else "tl.program_id(0)"
+    lines = [
+        f"    x = {wide} * {FILL} + tl.arange(0, {FILL})",
+        f"    tl.store(a + x, {identity}, x < {writer.size(size)})",
+    ]
+    return store.buffer, name, _function(name, ["a", *writer.symbols.values()], lines)
 
 
-def _launch(
-    function: str,
-    grid: int,
-    warps: int,
-    used: tuple[str, ...],
-    arguments: tuple[str, ...],
-    table: Mapping[str, Buffer],
-    numbers: int = 0,
-) -> Launch:
-    types = tuple(
-        POINTERS[table[name].dtype] + ("" if fixed([table[name].offset])[0] % 16 else ALIGNED) for name in used
-    )
-    behind = range(len(arguments), len(arguments) + numbers)
-    chosen = (*(arguments.index(name) for name in used), *behind)
-    return Launch(function, grid, warps, chosen, (*types, *["i64"] * numbers))
+def _types(buffers: Iterable[str], count: int, table: Mapping[str, Buffer]) -> tuple[str, ...]:
+    """The types of `count` arguments: buffers, and 64-bit integers behind them."""
+    offsets = [(POINTERS[table[name].dtype], exact_quotient(table[name].offset, 16)) for name in buffers]
+    types = [pointer + ("" if whole is None else ALIGNED) for pointer, whole in offsets]
+    return (*types, *[INTEGER] * (count - len(types)))

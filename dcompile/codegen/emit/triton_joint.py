@@ -65,7 +65,10 @@ def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource
 
 def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> bool:
     """One launch that is told nothing but addresses, of buffers that are not large?"""
-    if len(kernel.launches) != 1 or not kernel.launches[0].grid or kernel.numbers:
+    if len(kernel.launches) != 1 or kernel.numbers or kernel.sizes:
+        return False
+    known = [kernel.launches[0].grid, *(table[name].extent for name in loop.reads | loop.writes)]
+    if not known[0] or not all(isinstance(size, int) for size in known):
         return False
     return _nbytes(loop, table) <= MOST_BYTES
 
@@ -100,6 +103,7 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
     lines, first = [f"    pid = {PID}"], 0
     for place, kernel in enumerate(kernels):
         (launch,) = kernel.launches
+        assert isinstance(launch.grid, int), "only kernels of known size are joined"
         types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
         body = kernel.text[kernel.text.index(f"def {launch.function}(") :].split("):\n", 1)[1]
         head = ", ".join(("pid", *(f"a{n}" for n in range(len(kernel.arguments)))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dcompile.codegen.emit.triton_text import Class, Text
 from dcompile.codegen.emit.triton_tiles import Dim
 from dcompile.ir.analysis import operands, store_operands
+from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
@@ -13,19 +14,24 @@ PID = "tl.program_id(0)"
 class Passes(Text):
     """Writes the body of a kernel."""
 
+    @property
+    def pid(self) -> str:
+        """The program's number."""
+        return PID + (".to(tl.int64)" if self.wide else "")
+
     def run(self) -> None:
         """All statements, in `lines`."""
         match self.plan.kind:
             case "flat":
                 (x,) = self.plan.dims
-                self.position(x, f"{PID} * {x.block}")
+                self.position(x, f"{self.pid} * {x.block}")
                 self._straight()
             case "turn":
                 self._turn()
                 self._straight()
             case "rows":
                 x, r = self.plan.dims
-                self.position(x, PID if x.block == 1 else f"{PID} * {x.block}")
+                self.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
                     self._looped(r)
                 else:
@@ -39,11 +45,11 @@ class Passes(Text):
     def _turn(self) -> None:
         """Where a two-dimensional tile lies: neighbours along the contiguous direction run side by side."""
         y, x = self.plan.dims
-        self.line(f"pid = {PID}")
-        self.position(x, f"(pid % {x.blocks}) * {x.block}")
-        self.position(y, f"(pid // {x.blocks} % {y.blocks}) * {y.block}")
+        self.line(f"pid = {self.pid}")
+        self.position(x, f"(pid % {self.size(x.blocks)}) * {x.block}")
+        self.position(y, f"(pid // {self.size(x.blocks)} % {self.size(y.blocks)}) * {y.block}")
         if self.plan.batch:
-            self.line(f"batch = pid // {x.blocks * y.blocks}" + (".to(tl.int64)" if self.wide else ""))
+            self.line(f"batch = pid // {self.size(size_product((x.blocks, y.blocks)))}")
             self.coordinates("batch", self.plan.batch)
 
     def _straight(self) -> None:
@@ -134,7 +140,7 @@ class Passes(Text):
                 before = f"tl.broadcast_to({self.identity(value.op, value.dtype)}, {self.shape({'x'})})"
                 flat = self.identity(value.op, value.dtype)
                 self.line(f"c{self.number(ref)} = {flat if self.flat_rows else before}")
-        self.line(f"for r0 in range(0, {r.size}, {r.block}):")
+        self.line(f"for r0 in range(0, {self.size(r.size)}, {r.block}):")
         self.depth += 1
         self.position(r, "r0")
         for ref in below:
@@ -220,11 +226,11 @@ class Passes(Text):
     def _columns(self) -> None:
         """Walk over some rows, keeping what column reductions have collected."""
         x, r = self.plan.dims
-        pieces = r.blocks
-        self.line(f"part = {PID}" + (f" // {pieces}" if pieces > 1 else ""))
-        self.line(f"first = part * {self.plan.chunk}")
-        self.line(f"last = tl.minimum(first + {self.plan.chunk}, {x.size})")
-        self.position(r, f"({PID} % {pieces}) * {r.block}" if pieces > 1 else "0")
+        pieces, chunk = self.size(r.blocks), self.size(self.plan.chunk)
+        self.line(f"part = {self.pid}" + ("" if pieces in ("0", "1") else f" // {pieces}"))
+        self.line(f"first = part * {chunk}")
+        self.line(f"last = tl.minimum(first + {chunk}, {self.size(x.size)})")
+        self.position(r, "0" if pieces in ("0", "1") else f"({self.pid} % {pieces}) * {r.block}")
         live = sorted(self.levels.live)
         for ref in live:
             if "x" not in self.classes[ref]:

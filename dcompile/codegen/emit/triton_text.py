@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dcompile.codegen.emit.nest import Axis, Levels, levels
+from dcompile.codegen.emit.nest import Axis, Levels, levels, may_exceed
 from dcompile.codegen.emit.triton_prelude import SPELLING, literal, register_type
-from dcompile.codegen.emit.triton_tiles import Dim, Plan, count, fixed, row_number
+from dcompile.codegen.emit.triton_tiles import Dim, Plan, count, row_number
 from dcompile.ir.analysis import operands, runtime_refs
-from dcompile.ir.index import Atom, Div, Extreme, Index, Var, bounds
-from dcompile.ir.nodes import LODGED, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
+from dcompile.ir.index import (
+    Atom,
+    Div,
+    Extreme,
+    Index,
+    Size,
+    Var,
+    as_index,
+    as_size,
+    bounds,
+    exact_quotient,
+    is_nonnegative,
+    is_symbol,
+)
+from dcompile.ir.nodes import ITEMSIZE, LODGED, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
 from dcompile.ir.ops import REDUCTIONS, SCANS
 
 LIMIT = 2**31 - 2**20
@@ -29,6 +42,8 @@ class Text:
         self.lines: list[str] = []
         self.depth = 1
         self.arguments: dict[str, str] = {}
+        self.symbols: dict[str, str] = {}
+        """Size symbols -> the arguments that they are."""
         self.numbers: dict[Ref, int] = {}
         self.draws: dict[int, str] = {}
         """Number of a random operation in its graph -> the argument that tells it: layers then share their kernels."""
@@ -54,16 +69,16 @@ class Text:
         direct = frozenset(self.names[name] for name in index.variables if name in self.names)
         return direct.union(*(known[ref] for ref in runtime_refs(index)))
 
-    def extent(self, buffer: str) -> int:
+    def extent(self, buffer: str) -> Size:
         """Elements from the first to the last of a buffer."""
-        return fixed([self.table[buffer].extent])[0]
+        return self.table[buffer].extent
 
     def _is_wide(self) -> bool:
-        """Do positions need 64 bits?"""
+        """Do positions need 64 bits? Those of symbolic sizes may."""
         ranges = {axis.name: axis.size for axis in self.nest.axes}
         buffers = {value.buffer for value in self.nest.body if isinstance(value, Load)}
         buffers |= {store.buffer for store in self.nest.stores}
-        if count(self.nest.axes) >= LIMIT or any(self.extent(name) >= LIMIT for name in buffers):
+        if any(may_exceed(size, LIMIT - 1) for size in (count(self.nest.axes), *map(self.extent, buffers))):
             return True
         for value in self.nest.body:
             if isinstance(value, IndexOf) and not runtime_refs(value.index):
@@ -102,6 +117,8 @@ class Text:
 
     def _atom(self, atom: Atom) -> str:
         if isinstance(atom, Var):
+            if is_symbol(atom.name):
+                return self.symbol(atom.name)
             if atom.name[0] != "v":
                 return atom.name
             ref = int(atom.name[1:])
@@ -109,11 +126,20 @@ class Text:
                 return f"{self.name(ref)}.to(tl.int64)"
             narrow = self.nest.body[ref].dtype in ("int64", "uint8")
             return f"{self.name(ref)}.to(tl.int32)" if narrow else self.name(ref)
-        assert not isinstance(atom, Extreme), "only sizes have extremes"
+        if isinstance(atom, Extreme):
+            return f"tl.{atom.kind}imum({self.index(atom.left)}, {self.index(atom.right)})"
         chunked = self.plan.chunk and isinstance(atom, Div) and atom.divisor == self.plan.chunk
         if chunked and atom.base == row_number(self.plan.dims[0].axes):
             return "part"
-        return f"(({self.index(atom.base)}) {'//' if isinstance(atom, Div) else '%'} {atom.divisor})"
+        return f"(({self.index(atom.base)}) {'//' if isinstance(atom, Div) else '%'} {self.size(atom.divisor)})"
+
+    def symbol(self, name: str) -> str:
+        """The argument that a size symbol is."""
+        return self.symbols.setdefault(name, f"d{len(self.symbols)}")
+
+    def size(self, size: Size) -> str:
+        """A length, as an operand."""
+        return str(size) if isinstance(size, int) else f"({self.index(size)})"
 
     # --- the tile ---
 
@@ -142,7 +168,6 @@ class Text:
     def position(self, dim: Dim, start: str) -> None:
         """Name the positions along `dim`, from `start` on, their mask, and the loop variables there."""
         scalar = dim.block == 1 and self.flat_rows and dim is self.plan.dims[0]
-        start = f"{start}.to(tl.int64)" if self.wide and start != "0" else start
         steps = self.arange(dim) + (".to(tl.int64)" if self.wide else "")
         self.line(f"{dim.name} = {start if scalar else steps if start == '0' else f'{start} + {steps}'}")
         if self.has_mask(dim):
@@ -150,21 +175,22 @@ class Text:
         self.coordinates(dim.name, dim.axes)
 
     def end(self, dim: Dim) -> str:
-        return "last" if self.plan.kind == "columns" and dim is self.plan.dims[0] else str(dim.size)
+        return "last" if self.plan.kind == "columns" and dim is self.plan.dims[0] else self.size(dim.size)
 
     def coordinates(self, place: str, axes: tuple[Axis, ...]) -> None:
         """Name the loop variables that make up a position."""
-        inner = 1
+        inner: Size = 1
         for axis in reversed(axes):
-            text = place if inner == 1 else f"({place} // {inner})"
-            inner *= count([axis])
-            self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {axis.size}'}")
+            text = place if inner == 1 else f"({place} // {self.size(inner)})"
+            inner = as_size(as_index(inner) * axis.size)
+            self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {self.size(axis.size)}'}")
 
     def has_mask(self, dim: Dim) -> bool:
         """Does the last tile reach beyond the loop?"""
         if self.plan.kind == "columns" and dim is self.plan.dims[0]:
-            return dim.block > 1 and bool(self.plan.chunk % dim.block or dim.size % self.plan.chunk)
-        return bool(dim.size % dim.block) or not dim.size
+            ends = (self.plan.chunk, dim.block), (dim.size, self.plan.chunk)
+            return dim.block > 1 and any(exact_quotient(*end) is None for end in ends)
+        return dim.size == 0 or exact_quotient(dim.size, dim.block) is None
 
     def mask(self, of: Iterable[str]) -> str:
         """Where a tile that varies along some directions lies inside the loop; empty if everywhere."""
@@ -301,8 +327,9 @@ def overlap(a: Buffer, b: Buffer) -> bool:
         return True
     if a.storage is None or _home(a) != _home(b):
         return False
-    first, second = fixed((a.offset, b.offset))
-    return first < second + b.nbytes and second < first + a.nbytes
+    first, second = as_index(a.offset), as_index(b.offset)
+    ends = first + as_index(a.extent) * ITEMSIZE[a.dtype], second + as_index(b.extent) * ITEMSIZE[b.dtype]
+    return not (is_nonnegative(first - ends[1], {}) or is_nonnegative(second - ends[0], {}))
 
 
 def _home(buffer: Buffer) -> str:

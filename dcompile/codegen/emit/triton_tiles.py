@@ -1,14 +1,14 @@
 """How a loop is cut into the tiles that GPU programs work on: which variables a tile spans, how far, by how many warps.
 
 Everything here follows from the loop's sizes and strides alone, so that a kernel is the same on every rank and for
-every device of one kind.
+every device of one kind. Blocks are numbers. Where sizes are symbols, blocks are chosen for a typical size, and a row
+of symbolic length is read in pieces, however long it turns out to be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal
 
 from dcompile.codegen.emit.nest import (
@@ -16,11 +16,28 @@ from dcompile.codegen.emit.nest import (
     Nest,
     accesses,
     flattened,
+    may_exceed,
     stride,
     unit_strides,
 )
 from dcompile.ir.analysis import behind, runtime_refs
-from dcompile.ir.index import Div, Index, Size, Var, flatten
+from dcompile.ir.index import (
+    TYPICAL,
+    Div,
+    Index,
+    Size,
+    Var,
+    as_index,
+    as_size,
+    evaluate,
+    extreme,
+    flatten,
+    floordiv,
+    is_nonnegative,
+    is_symbol,
+    size_product,
+    typical,
+)
 from dcompile.ir.nodes import Loop, Reduce, Scan, Store
 
 FLAT = 1024
@@ -43,6 +60,8 @@ LANES = 64
 """Rows of a tile, where their neighbours, not their elements, are contiguous."""
 COLUMN_ROWS, COLUMNS = 8, 256
 """Tile of a column reduction whose rows need not be seen whole."""
+UNKNOWN = 64
+"""Length from which rows are tiles of their own where sizes are symbols; a symbol counts as long."""
 MULTIPROCESSORS = 132
 """For which tiles are cut; on a GPU with fewer or more of them the same kernels run, a little less evenly."""
 PROGRAMS = 2 * MULTIPROCESSORS
@@ -60,12 +79,12 @@ class Dim:
     block: int
 
     @property
-    def size(self) -> int:
+    def size(self) -> Size:
         return count(self.axes)
 
     @property
-    def blocks(self) -> int:
-        return -(-self.size // self.block)
+    def blocks(self) -> Size:
+        return ceil_div(self.size, self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +102,33 @@ class Plan:
     warps: int
     batch: tuple[Axis, ...] = ()
     looped: bool = False
-    chunk: int = 0
+    chunk: Size = 0
     atomic: bool = False
     """Stores that combine do so in memory."""
 
     @property
-    def grid(self) -> int:
+    def grid(self) -> Size:
         match self.kind:
             case "columns":
-                # at least one part: sums of no rows are stored too
-                return max(-(-self.dims[0].size // self.chunk), 1) * self.dims[1].blocks
+                return size_product((self.parts, self.dims[1].blocks))
             case "rows":
                 return self.dims[0].blocks
             case _:
-                return count(self.batch) * prod(dim.blocks for dim in self.dims)
+                return size_product((count(self.batch), *(dim.blocks for dim in self.dims)))
+
+    @property
+    def parts(self) -> Size:
+        """Runs of rows that programs walk over; at least one, since sums of no rows are stored too."""
+        rows = self.dims[0].size
+        if not isinstance(self.chunk, int):
+            return 1  # all rows, however many
+        return as_size(extreme("max", ceil_div(rows, self.chunk), 1))
 
 
 def make_plan(loop: Loop) -> Plan:
-    """The tiles of a loop with fixed sizes."""
-    in_pieces = prod(fixed(loop.inner)) > PERSISTENT and all(store.mode == "set" for store in loop.stores)
-    nest = flattened(replace(loop, outer=fixed(loop.outer), inner=fixed(loop.inner)), in_one_pass=in_pieces)
+    """The tiles of a loop."""
+    in_pieces = may_exceed(size_product(loop.inner), PERSISTENT) and all(store.mode == "set" for store in loop.stores)
+    nest = flattened(loop, in_one_pass=in_pieces)
     combining = [n for n, store in enumerate(nest.stores) if store.mode != "set"]
     chunk = _chunk(nest, combining)
     if combining and chunk:
@@ -122,18 +148,18 @@ def _pointwise(nest: Nest) -> Plan:
     axes = (*nest.rows, *nest.elements)
     nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
     used = _full(axes, accesses(nest.body, nest.stores))
-    scores = {axis.name: unit_strides(axis.name, used) - 100 * (count([axis]) < 8) for axis in axes}
+    scores = {axis.name: unit_strides(axis.name, used) - 100 * (about([axis]) < 8) for axis in axes}
     best = max(reversed(axes), key=lambda axis: scores[axis.name], default=None)
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
-    if best and other and min(count([best]), count([other])) >= 16 and _both_ways(nest, best.name, other.name):
+    if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):
         y, x = Dim("y", (other,), _side(other, TURN[0])), Dim("x", (best,), _side(best, TURN[1]))
         batch = tuple(axis for axis in rest if axis is not other)
         return Plan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
     if best and rest and (block := _row_block(nest, best)):
         y, x = Dim("y", tuple(rest), 1), Dim("x", (best,), block)
         return Plan("turn", nest, (y, x), max(block // 256, 1))
-    size = count(axes)
+    size = about(axes)
     block = FLAT
     while block > 128 and size < block * PROGRAMS:
         block //= 2
@@ -148,7 +174,7 @@ def _pointwise(nest: Nest) -> Plan:
 def _reach(nest: Nest, axis: Axis) -> int:
     """How far apart in memory neighbours along a variable lie, over all accesses."""
     steps = [(stride(index, axis.name), weight) for index, weight in accesses(nest.body, nest.stores)]
-    return sum(abs(fixed([step])[0]) * weight for step, weight in steps if step is not None)
+    return sum(abs(_about(step)) * weight for step, weight in steps if step is not None)
 
 
 def _full(axes: tuple[Axis, ...], used: list[tuple[Index, int]]) -> list[tuple[Index, int]]:
@@ -167,26 +193,31 @@ def _both_ways(nest: Nest, best: str, other: str) -> bool:
 def _row_block(nest: Nest, best: Axis) -> int:
     """How much of one row a program takes, where some numbers belong to the whole row: it reads them once then.
 
-    0 where tiles over all elements do better: rows short, or not of whole 16 bytes, or just too long for a tile.
+    0 where tiles over all elements do better: rows short, or not of whole 16 bytes, or just too long for a tile. With
+    symbolic sizes, coordinates are worked out by divisions; here a program makes them once, not for each element.
     """
+    if not isinstance(count((*nest.rows, *nest.elements)), int):
+        size = about([best])
+        return 0 if size < UNKNOWN else min(FLAT, max(power_of_two(size), FLAT // 4))
     names = {axis.name for axis in nest.elements}
     indices = [index for index, _ in accesses(nest.body, nest.stores)]
     if not any(index.variables & names and best.name not in index.variables for index in indices):
         return 0
-    size = count([best])
+    size = about([best])
     fitting = [block for block in (FLAT, FLAT // 2, FLAT // 4) if -(-size // block) * block <= 1.15 * size]
     return fitting[0] if fitting and size % 8 == 0 else 0
 
 
 def _side(axis: Axis, most: int) -> int:
-    return min(most, power_of_two(count([axis])))
+    return min(most, power_of_two(about([axis])))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _rows(nest: Nest) -> Plan:
-    rows, size = count(nest.rows), count(nest.elements)
+    rows, size = about(nest.rows), about(nest.elements)
+    known = isinstance(count(nest.elements), int)
     if _is_lane(nest):
         x = min(LANES, power_of_two(rows))
         while x > 16 and rows < x * PROGRAMS:
@@ -194,8 +225,12 @@ def _rows(nest: Nest) -> Plan:
         # few programs: twice as much at a time, for nothing else hides how long memory takes
         r = min(ROW * (2 if rows < 2 * x * PROGRAMS else 1) // x, power_of_two(size))
         dims = Dim("x", nest.rows, x), Dim("r", nest.elements, r)
-        return Plan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size)
+        return Plan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
     whole = power_of_two(size)
+    if not known:
+        piece = min(max(4 * whole, PIECE // 8), PIECE)
+        dims = Dim("x", nest.rows, 1), Dim("r", nest.elements, piece)
+        return Plan("rows", nest, dims, max(piece // 512, 1), looped=True)
     if whole > PERSISTENT:
         return Plan("rows", nest, (Dim("x", nest.rows, 1), Dim("r", nest.elements, PIECE)), 4, looped=True)
     x = max(min(ROW // whole, power_of_two(rows)), 1)
@@ -220,7 +255,7 @@ def _in_one_pass(nest: Nest) -> bool:
 
 def _is_lane(nest: Nest) -> bool:
     """Are rows, rather than their elements, next to one another in memory?"""
-    if not nest.rows or count(nest.rows[-1:]) < 8 or not any(isinstance(value, (Reduce, Scan)) for value in nest.body):
+    if not nest.rows or about(nest.rows[-1:]) < 8 or not any(isinstance(value, (Reduce, Scan)) for value in nest.body):
         return False
     # by how much each reads and writes: the weights of a sum over rows of a matrix count little beside the matrix
     often = [
@@ -233,7 +268,7 @@ def _is_lane(nest: Nest) -> bool:
 
 def _points(nest: Nest, index: Index) -> int:
     """Places that an index names, each value of a body counting as all."""
-    return prod(count([axis]) for axis in nest.axes if axis.name in index.variables or runtime_refs(index))
+    return about(axis for axis in nest.axes if axis.name in index.variables or runtime_refs(index))
 
 
 def _warps(elements: int) -> int:
@@ -244,32 +279,30 @@ def _warps(elements: int) -> int:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def _columns(nest: Nest, chunk: int) -> Plan:
-    size = count(nest.elements)
-    whole = power_of_two(size)
+def _columns(nest: Nest, chunk: Size) -> Plan:
+    whole = power_of_two(about(nest.elements))
     if sees_whole_rows(nest):
-        x = min(max(ROW // whole, 1), power_of_two(chunk))
+        x = min(max(ROW // whole, 1), power_of_two(typical(chunk)))
         return Plan(
             "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole), chunk=chunk
         )
     r = min(COLUMNS, whole)
-    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(chunk))
+    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(typical(chunk)))
     return Plan(
         "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
     )
 
 
-def _chunk(nest: Nest, combining: list[int]) -> int:
+def _chunk(nest: Nest, combining: list[int]) -> Size:
     """The rows that one program walks over, if every combining store can be collected in registers that way; else 0."""
-    sizes: set[int] = set()
+    sizes: set[Size] = set()
     rows = count(nest.rows)
     for number in combining:
         found = chunk_of(nest.stores[number], nest.rows, nest.elements, nest.row_stores[number])
         if found is None:
             return 0
-        sizes.add(found or max(rows, 1))
-    whole = power_of_two(count(nest.elements))
-    if len(sizes) != 1 or (whole > PERSISTENT and sees_whole_rows(nest)):
+        sizes.add(found or (max(rows, 1) if isinstance(rows, int) else rows))
+    if len(sizes) != 1 or (may_exceed(count(nest.elements), PERSISTENT) and sees_whole_rows(nest)):
         return 0
     return sizes.pop()
 
@@ -296,7 +329,7 @@ def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], r
     chunk = 0
     for monomial, _ in store.index.terms:
         for atom in monomial:
-            if isinstance(atom, Var) and atom.name in names:
+            if isinstance(atom, Var) and (atom.name in names or is_symbol(atom.name)):
                 continue
             if not isinstance(atom, Div) or atom.base != row_number(rows) or not isinstance(atom.divisor, int):
                 return None
@@ -315,32 +348,38 @@ def row_number(rows: tuple[Axis, ...]) -> Index:
 
 def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
     """Does every element have a place of its own?"""
-    strides: list[tuple[int, int]] = []
+    strides: list[tuple[Size, Size]] = []
     for axis in elements:
-        factor = index.coefficient(axis.name)
-        constant = None if factor is None else factor.constant
-        if not constant or constant < 0:
+        step = stride(index, axis.name)
+        if not step:
             return False
-        strides.append((constant, count([axis])))
-    reach = 0
-    for step, size in sorted(strides):
-        if step <= reach:
+        strides.append((step, axis.size))
+    reach = as_index(0)
+    for step, size in sorted(strides, key=lambda pair: _about(pair[0])):
+        if not is_nonnegative(as_index(step) - reach - 1, {}):
             return False
-        reach += step * (size - 1)
+        reach = reach + as_index(step) * (as_index(size) - 1)
     return True
 
 
-def fixed(sizes: Iterable[Size]) -> tuple[int, ...]:
-    """Sizes as ints: kernels for GPUs are made for fixed sizes."""
-    found = tuple(sizes)
-    ints = tuple(size for size in found if isinstance(size, int))
-    assert len(ints) == len(found), "a loop with symbolic sizes is on a GPU"
-    return ints
-
-
-def count(axes: Iterable[Axis]) -> int:
+def count(axes: Iterable[Axis]) -> Size:
     """Points of a space."""
-    return prod(fixed(axis.size for axis in axes))
+    return size_product(axis.size for axis in axes)
+
+
+def about(axes: Iterable[Axis]) -> int:
+    """Points of a space, for decisions that only concern speed."""
+    return typical(count(axes))
+
+
+def _about(step: Size) -> int:
+    """A stride, which may be negative, likewise."""
+    return step if isinstance(step, int) else evaluate(step, dict.fromkeys(step.variables, TYPICAL))
+
+
+def ceil_div(size: Size, block: int) -> Size:
+    """Blocks that cover a size."""
+    return as_size(floordiv(as_index(size) + block - 1, block, {}))
 
 
 def power_of_two(size: int) -> int:

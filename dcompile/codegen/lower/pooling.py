@@ -70,6 +70,8 @@ def _average(rank: int) -> Callable[..., Any]:
         low: Lowering, value: torch.Tensor, /, x: T, kernel: Any, stride: Any = (), padding: Any = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> Result:  # fmt: skip
+        if divisor_override == 0:
+            return NotImplemented  # the library says what is wrong
         window = _Window(x.shape[-rank:], kernel, stride, padding, count_include_pad, divisor_override)
         compute = opmath(dtype_name(value.dtype))
         division = "div" if DTYPES[compute] == "float" else "truncdiv"

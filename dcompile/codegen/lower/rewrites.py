@@ -77,10 +77,13 @@ def fitting_slices(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's decomposition, and its result channels-last if the input is, as eager has it."""
+    """torch's decomposition, and on the CPU its result channels-last if the input is, as eager has it there."""
 
     def laid_out(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return rule(x, *args, **kwargs).contiguous(memory_format=compat.aot.suggest_memory_format(x))
+        result = rule(x, *args, **kwargs)
+        if x.device.type != "cpu":
+            return result.contiguous()
+        return result.contiguous(memory_format=compat.aot.suggest_memory_format(x))
 
     return laid_out
 

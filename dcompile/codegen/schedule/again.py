@@ -15,8 +15,22 @@ from dcompile.codegen.schedule.merge import MAX_BUFFERS, MAX_VALUES, moved, put
 from dcompile.codegen.schedule.space import divisions, solve
 from dcompile.codegen.schedule.spread import on_gpu
 from dcompile.ir.analysis import behind, ranges, runtime_refs
-from dcompile.ir.index import substitute
-from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Ref, Step, Store, Value, View
+from dcompile.ir.index import substitute, typical
+from dcompile.ir.nodes import (
+    ITEMSIZE,
+    Apply,
+    Buffer,
+    Const,
+    IndexOf,
+    Load,
+    Loop,
+    Program,
+    Ref,
+    Step,
+    Store,
+    Value,
+    View,
+)
 from dcompile.ir.ops import OPS
 
 LEAST = 1 << 20
@@ -106,7 +120,7 @@ class _Work:
             assert isinstance(reader, Loop), "only loops are offered anything"
             mine = {name: offer for name, offer in given.items() if name in reader.reads}
             fresh = frozenset().union(*(offer.sources for offer in mine.values())) - reader.reads
-            after += sum(self.table[name].nbytes for name in fresh)
+            after += sum(typical(self.table[name].extent) * ITEMSIZE[self.table[name].dtype] for name in fresh)
             inlined = _inlined(reader, loop, mine)
             if inlined is None:
                 return False

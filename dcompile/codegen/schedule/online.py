@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
-from dcompile.codegen.emit.triton_tiles import MULTIPROCESSORS, PERSISTENT, fixed
+from dcompile.codegen.emit.triton_tiles import MULTIPROCESSORS, PERSISTENT
 from dcompile.codegen.schedule.merge import merge, without
 from dcompile.codegen.schedule.space import canonical
 from dcompile.codegen.schedule.spread import on_gpu
+from dcompile.ir.index import size_product, typical
 from dcompile.ir.nodes import Apply, Buffer, Loop, Program, Reduce, Ref, Step, Value
 
 REACH = 4
@@ -49,7 +49,7 @@ def _is_long(loop: Loop, table: dict[str, Buffer]) -> bool:
     """Is a row read in pieces, by one program?"""
     if not on_gpu(loop, table) or any(store.mode != "set" for store in loop.stores):
         return False
-    return prod(fixed(loop.inner)) > PERSISTENT and prod(fixed(loop.outer)) >= MULTIPROCESSORS
+    return typical(size_product(loop.inner)) > PERSISTENT and typical(size_product(loop.outer)) >= MULTIPROCESSORS
 
 
 def _sums(loop: Loop) -> Iterator[Ref]:

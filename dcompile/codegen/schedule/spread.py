@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.emit.nest import Axis, Nest, expand, renumber, renumbered
+from dcompile.codegen.emit.nest import Axis, Nest, expand, may_exceed, renumber, renumbered
 from dcompile.codegen.emit.triton_tiles import (
     COLUMN_ROWS,
     COLUMNS,
@@ -18,9 +18,10 @@ from dcompile.codegen.emit.triton_tiles import (
     PERSISTENT,
     PROGRAMS,
     ROW,
+    about,
+    ceil_div,
     chunk_of,
     count,
-    fixed,
     power_of_two,
     sees_whole_rows,
 )
@@ -39,12 +40,14 @@ from dcompile.ir.analysis import (
     runtime_refs,
     store_operands,
 )
-from dcompile.ir.index import Div, Index, as_index, substitute, var
+from dcompile.ir.index import Div, Index, Size, as_index, size_product, substitute, var
 from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
 LONG = 32768
 """Elements from which a row is worth sharing: for fewer, a program takes no longer than another launch."""
+UNKNOWN_ROWS = 64
+"""Rows that a program walks over where their number is a symbol: parts are as many as there are then."""
 PART = 2048
 """Fewest elements of a row that a program takes."""
 
@@ -92,20 +95,20 @@ def on_gpu(loop: Loop, table: dict[str, Buffer]) -> bool:
 # --- column reductions ------------------------------------------------------------------------------------------------
 
 
-def _axes(names: Iterable[str], sizes: Iterable[int]) -> tuple[Axis, ...]:
+def _axes(names: Iterable[str], sizes: Iterable[Size]) -> tuple[Axis, ...]:
     return tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True))
 
 
 def _nest(loop: Loop) -> Nest:
-    rows = _axes(outer_names(loop), fixed(loop.outer))
-    elements = _axes(inner_names(loop), fixed(loop.inner))
+    rows = _axes(outer_names(loop), loop.outer)
+    elements = _axes(inner_names(loop), loop.inner)
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
     return Nest(rows, elements, None, loop.body, loop.stores, row_stores)
 
 
 def _collects(nest: Nest, number: int) -> bool:
     """Can a program that walks over rows collect a combining store in registers?"""
-    elements = tuple(axis for axis in nest.elements if count([axis]) > 1)
+    elements = tuple(axis for axis in nest.elements if axis.size != 1)
     return chunk_of(nest.stores[number], nest.rows, elements, nest.row_stores[number]) == 0
 
 
@@ -115,17 +118,17 @@ def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
     if not combining or not loop.outer or not all(_collects(nest, n) for n in combining):
         return [loop]
-    rows, chunk = prod(fixed(loop.outer)), rows_per_program(nest)
-    parts = -(-rows // chunk)
+    chunk = rows_per_program(nest)
+    parts = ceil_div(count(nest.rows), chunk)
     if parts == 1:
         return [loop]
-    number = Index((((Div(position("i", fixed(loop.outer)), chunk),), 1),))
+    number = Index((((Div(position("i", loop.outer), chunk),), 1),))
     stores = list(loop.stores)
-    bodies: dict[int, tuple[list[Value], list[Store]]] = {}
+    bodies: dict[Size, tuple[list[Value], list[Store]]] = {}
     for n in combining:
         store = loop.stores[n]
         buffer = table[store.buffer]
-        size = prod(fixed(buffer.shape))
+        size = size_product(buffer.shape)
         name = _new(f"{store.buffer}_parts", buffer.dtype, (parts, size), buffer.device, table)
         stores[n] = replace(store, buffer=name, index=number * size + store.index)
         body, sums = bodies.setdefault(size, ([], []))
@@ -145,8 +148,9 @@ def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
 
 def rows_per_program(nest: Nest) -> int:
     """How many rows a program walks over."""
-    rows = count(nest.rows)
-    size = count(nest.elements)
+    rows, size = about(nest.rows), about(nest.elements)
+    if not isinstance(count(nest.rows), int):
+        return UNKNOWN_ROWS
     if sees_whole_rows(nest):
         return max(-(-rows // PROGRAMS), min(ROW // power_of_two(size), rows), 1)
     wanted = max(2 * PROGRAMS // -(-size // COLUMNS), 1)
@@ -158,12 +162,12 @@ def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
     nest = _nest(loop)
     combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
-    fits = power_of_two(prod(fixed(loop.inner))) <= PERSISTENT or not sees_whole_rows(nest)
+    fits = not may_exceed(size_product(loop.inner), PERSISTENT) or not sees_whole_rows(nest)
     wrong = [n for n in combining if not (fits and _collects(nest, n))]
     if not wrong or loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
         return [loop]
     saved: dict[Ref, str] = {}
-    rows = position("i", fixed(loop.outer))
+    rows = position("i", loop.outer)
     apart: list[Loop] = []
     for n in wrong:
         made = _as_reduction(loop, n, saved, rows, table)
@@ -179,14 +183,14 @@ def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
 def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, table: dict[str, Buffer]) -> Loop | None:
     """One combining store as a loop over its results; row values that it needs are saved by the first loop."""
     store = loop.stores[number]
-    bounds = {name: fixed([size])[0] for name, size in ranges(loop).items()}
+    bounds = ranges(loop)
     kept = {name: bounds[name] for name in store.index.variables & bounds.keys()}
     if runtime_refs(store.index) or radix(store.index, kept) is None:
         return None
-    if prod(kept.values()) != prod(fixed(table[store.buffer].shape)):
+    if size_product(kept.values()) != size_product(table[store.buffer].shape):
         return None
     row_store = is_row_store(loop, store)
-    names = [name for name in bounds if bounds[name] > 1 and not (row_store and name[0] == "j")]
+    names = [name for name in bounds if bounds[name] != 1 and not (row_store and name[0] == "j")]
     outer = [name for name in names if name in kept]
     inner = [name for name in names if name not in kept]
     values = {name: as_index(0) for name in bounds}
@@ -199,7 +203,7 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
             if ref in needed:
                 if ref not in saved:
                     device = table[store.buffer].device
-                    saved[ref] = _new(f"{loop.name}_rows", value.dtype, fixed(loop.outer), device, table)
+                    saved[ref] = _new(f"{loop.name}_rows", value.dtype, loop.outer, device, table)
                 body.append(Load(saved[ref], rows, value.dtype))
                 continue
             value = Const(0, value.dtype)
@@ -214,13 +218,13 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
     return without(respace(made, *sizes, values), frozenset())
 
 
-def _new(name: str, dtype: str, shape: tuple[int, ...], device: str, table: dict[str, Buffer]) -> str:
+def _new(name: str, dtype: str, shape: tuple[Size, ...], device: str, table: dict[str, Buffer]) -> str:
     """A buffer for what programs leave for the next loop."""
     unique, number = name, 0
     while unique in table:
         number += 1
         unique = f"{name}{number}"
-    strides = tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
+    strides = tuple(size_product(shape[place + 1 :]) for place in range(len(shape)))
     table[unique] = Buffer(unique, dtype, shape, strides, device)
     return unique
 
@@ -234,7 +238,9 @@ def row_parts(loop: Loop) -> int:
         return 1
     if loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
         return 1
-    rows, size = prod(fixed(loop.outer)), prod(fixed(loop.inner))
+    rows, size = size_product(loop.outer), size_product(loop.inner)
+    if not (isinstance(rows, int) and isinstance(size, int)):
+        return 1  # how many rows there are decides
     if rows == 0 or size < LONG or rows >= MULTIPROCESSORS:
         return 1
     most = max(size // PART, 1)
@@ -244,12 +250,20 @@ def row_parts(loop: Loop) -> int:
     return min(near, key=lambda n: abs(n - wanted)) if near else wanted
 
 
+def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
+    """Sizes of a loop whose rows are shared: numbers."""
+    found = tuple(sizes)
+    ints = tuple(size for size in found if isinstance(size, int))
+    assert len(ints) == len(found), "rows of symbolic size are not shared"
+    return ints
+
+
 def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
     """The loop's reductions, pass by pass, each in two steps, and its element stores in a loop of their own."""
-    inner = _axes(inner_names(loop), fixed(loop.inner))
+    inner = _axes(inner_names(loop), _known(loop.inner))
     body, stores = expand(loop.body, loop.stores, list(inner))
     loop = replace(loop, body=body, stores=stores)
-    rows, device = prod(fixed(loop.outer)), table[stores[0].buffer].device
+    rows, device = prod(_known(loop.outer)), table[stores[0].buffer].device
     known = passes(loop)
     live = behind(body, [ref for store in stores for ref in store_operands(store)])
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
@@ -264,7 +278,7 @@ def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
         steps.append(_sum(loop, parts, pieces, done, results, at_end))
         done |= results
     elements = tuple(store for store in stores if not is_row_store(loop, store))
-    place = position("i", fixed(loop.outer))
+    place = position("i", _known(loop.outer))
     loaded = tuple(Load(done[ref], place, value.dtype) if ref in done else value for ref, value in enumerate(body))
     rest = without(replace(loop, body=loaded, stores=elements), frozenset())
     steps += [rest] if rest is not None else []
@@ -276,8 +290,8 @@ def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
 
 def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
     """Each row in `parts`, reduced apart; the last may be shorter, and positions beyond the row are masked."""
-    outer, inner, rank = fixed(loop.outer), fixed(loop.inner), len(loop.outer)
-    size = prod(fixed(inner))
+    outer, inner, rank = _known(loop.outer), _known(loop.inner), len(loop.outer)
+    size = prod(inner)
     length = -(-size // parts)
     cut = parts * length != size
     bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {"j0": length}
@@ -322,7 +336,7 @@ def _sum(
     row_stores: list[Store],
 ) -> Loop:
     """Each row's reductions from their parts, and, in the end, the stores of the row."""
-    rows, of_row = position("i", fixed(loop.outer)), row_values(loop)
+    rows, of_row = position("i", _known(loop.outer)), row_values(loop)
     body: list[Value] = []
     number: dict[Ref, Ref] = {}
     for ref, value in enumerate(loop.body):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dcompile.ir.index import var
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Load, Program, Store
 from dcompile.ir.ops import OPS
@@ -42,6 +43,33 @@ HAND = {
     "sum over no rows": loops.rms_norm_backward(0, 8),
     "one element": loops.softmax(1, 1),
 }
+
+S0, S1 = var("s0"), var("s1")
+SYMBOLIC = {
+    "rms_norm": (loops.rms_norm(S0, 100), {"s0": 7}),
+    "rms_norm bf16": (loops.rms_norm(S0, 33, "bfloat16"), {"s0": 5}),
+    "rms_norm_backward": (loops.rms_norm_backward(S0, 40), {"s0": 150}),
+    "rms_norm_backward bf16": (loops.rms_norm_backward(S0, 24, "bfloat16"), {"s0": 9}),
+    "softmax": (loops.softmax(S0, S1), {"s0": 6, "s1": 600}),
+    "softmax of known rows": (loops.softmax(S0, 130), {"s0": 6}),
+    "softmax of a product": (loops.softmax(S0 * S1, 24), {"s0": 6, "s1": 5}),
+    "sums of exponentials": (loops.sum_exp(S0, S1), {"s0": 3, "s1": 700}),
+    "sums of exponentials of columns": (loops.sum_exp(S0, S1, columns=True), {"s0": 20, "s1": 70}),
+    "cross_entropy": (loops.cross_entropy(S0, 50), {"s0": 9}),
+    "bias_gelu": (loops.bias_gelu(S0, 50), {"s0": 9}),
+    "bias_gelu of symbols": (loops.bias_gelu(S0, S1), {"s0": 9, "s1": 300}),
+    "bias_gelu of whole tiles": (loops.bias_gelu(S0, 64 * S1), {"s0": 9, "s1": 4}),
+    "transpose": (loops.transpose(S0, S1), {"s0": 100, "s1": 70}),
+    "transpose bf16": (loops.transpose(S0, 35, "bfloat16"), {"s0": 40}),
+    "argmax": (loops.argmax(S0, S1), {"s0": 9, "s1": 300}),
+    "column sum": (loops.column_reduce(S0, 300), {"s0": 50}),
+    "column sum of symbols": (loops.column_reduce(S0, S1), {"s0": 50, "s1": 30}),
+    "embedding_backward": (loops.embedding_backward(S0, 16, 8), {"s0": 40}),
+    "arange": (loops.arange(S0), {"s0": 2000}),
+    "row sum": (loops.row_sum(S0, S1), {"s0": 4, "s1": 5000}),
+    "scan": (loops.centred_scan(S0, S1), {"s0": 4, "s1": 600}),
+}
+"""Name -> a program with symbolic sizes, and numbers for them."""
 
 
 def random_inputs(program: Program, seed: int = 0) -> dict[str, np.ndarray]:

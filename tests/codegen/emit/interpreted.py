@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from triton.runtime import interpreter
 from dcompile.codegen.emit import triton as emitter
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.triton_joint import joined
+from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Buffer, Loop, Program
-from tests.codegen.emit.harness import placed, read
+from dcompile.ir.symbols import specialise
+from tests.codegen.emit.harness import NONE, placed, read
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
 
@@ -141,25 +144,30 @@ def _tensor(flat: np.ndarray, dtype: str) -> torch.Tensor:
     return torch.from_numpy(signed).view(getattr(torch, dtype))
 
 
-def call(source: KernelSource, memory: dict[str, np.ndarray], table: dict[str, Buffer]) -> None:
-    """Run all launches of one kernel."""
+def call(
+    source: KernelSource, memory: dict[str, np.ndarray], table: dict[str, Buffer], sizes: Mapping[str, int] = NONE
+) -> None:
+    """Run all launches of one kernel; `sizes` says what the symbols are that it takes."""
     module = _module(source.name, source.text)
     with np.errstate(all="ignore"):
         for launch in source.launches:
-            given = [_tensor(memory[name], table[name].dtype) for name in source.arguments]
-            tensors = [[*given, *source.numbers][n] for n in launch.arguments]
-            if launch.grid:
-                getattr(module, launch.function)[(launch.grid,)](*tensors, num_warps=launch.warps)
+            known = [*(_tensor(memory[n], table[n].dtype) for n in source.arguments), *(sizes[n] for n in source.sizes)]
+            known += source.numbers
+            grid = evaluate(as_index(launch.grid), sizes)
+            if grid:
+                given = [known[place] for place in launch.arguments]
+                getattr(module, launch.function)[(grid,)](*given, num_warps=launch.warps)
 
 
-def run(program: Program, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Outputs of a program of loops, by Triton's interpreter."""
+def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int] = NONE) -> list[np.ndarray]:
+    """Outputs of a program of loops, by Triton's interpreter; its kernels are made without knowing `sizes`."""
+    symbolic, program = program, specialise(program, sizes)
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
-    loops = [step for step in program.steps if isinstance(step, Loop)]
+    loops = [step for step in symbolic.steps if isinstance(step, Loop)]
     assert len(loops) == len(program.steps)
-    for source in joined(program, [emitter.emit(loop, table) for loop in loops]):
-        call(source, memory, table)
+    for source in joined(symbolic, [emitter.emit(loop, symbolic.table) for loop in loops]):
+        call(source, memory, table, sizes)
     for name, flat in memory.items():
         assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]

@@ -15,14 +15,30 @@ import numpy as np
 from dcompile.codegen.schedule import spread
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
+from dcompile.ir.symbols import specialise
 from tests.codegen.emit import cases, interpreted, loops
+from tests.fuzz.checks import numbers_of
 from tests.ir.fuzz import random_program
 
-Case = tuple[str, Program, dict[str, np.ndarray], float]
+Case = tuple[str, Program, dict[str, np.ndarray], dict[str, int], float]
 
 
 def all_cases() -> Iterator[Case]:
-    """(name, program, inputs, relative tolerance; 0 where bits have to agree)."""
+    """(name, program, inputs, what its size symbols are, relative tolerance; 0 where bits have to agree)."""
+    for name, program, inputs, tolerance in _known_cases():
+        yield name, program, inputs, {}, tolerance
+    for name, (program, sizes) in cases.SYMBOLIC.items():
+        inputs = cases.random_inputs(specialise(program, sizes))
+        yield f"symbolic {name}", spread_out(program), inputs, sizes, 1.6e-2 if "16" in name else 2e-6
+    for seed in range(40):
+        program, inputs = random_program(seed, 6, exact=True, symbolic=True)
+        if seed >= 24:
+            spread.UNKNOWN_ROWS = 3  # so that small loops are shared among programs
+            program = spread_out(program)
+        yield f"symbolic {seed}", program, inputs, numbers_of(program, inputs), 0
+
+
+def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]]:
     for name, program in cases.HAND.items():
         yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
     yield "side by side", loops.side_by_side(), cases.random_inputs(loops.side_by_side()), 2e-6
@@ -46,12 +62,13 @@ def spread_out(program: Program) -> Program:
     return spread.spread_rows(spread.spread_columns(there))
 
 
-def problem(program: Program, inputs: dict[str, np.ndarray], tolerance: float) -> str:
+def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, int], tolerance: float) -> str:
     """What is wrong with the kernels of a program; empty if nothing."""
     try:
-        results = interpreted.run(program, inputs)
+        results = interpreted.run(program, inputs, sizes)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-400:]}"
+    program = specialise(program, sizes)
     for view, want, got in zip(program.outputs, interpret(program, inputs), results, strict=True):
         wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
         if not np.allclose(*wide, rtol=tolerance, atol=tolerance and 1e-5, equal_nan=True):
@@ -60,7 +77,7 @@ def problem(program: Program, inputs: dict[str, np.ndarray], tolerance: float) -
 
 
 def main() -> None:
-    found = {name: problem(program, inputs, tolerance) for name, program, inputs, tolerance in all_cases()}
+    found = {name: problem(*case) for name, *case in all_cases()}
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,11 @@ from dcompile.codegen.emit import build, triton, triton_build
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.schedule.spread import spread_columns, spread_rows
 from dcompile.config import Config
+from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.nodes import Program
+from dcompile.ir.symbols import specialise
 from dcompile.runtime import gpu, libraries
-from tests.codegen.emit.harness import placed, read, store
+from tests.codegen.emit.harness import NONE, placed, read, store
 
 GUARD = 64
 
@@ -34,19 +37,24 @@ def compiled(programs: list[Program]) -> dict[str, object]:
         return found | dict(triton_build.build(sources, 10 * major + minor, Config(), store(), process).libraries)
 
 
-def run(program: Program, inputs: dict[str, np.ndarray], built: dict[str, object]) -> list[np.ndarray]:
-    """Outputs of a program; asserts that nothing is written behind a buffer."""
+def run(
+    program: Program, inputs: dict[str, np.ndarray], built: dict[str, object], numbers: Mapping[str, int] = NONE
+) -> list[np.ndarray]:
+    """Outputs of a program whose size symbols are `numbers`; asserts that nothing is written behind a buffer."""
+    symbolic, program = program, specialise(program, numbers)
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
     there = {name: torch.from_numpy(flat.view(np.uint8)).cuda() for name, flat in memory.items()}
     names = {name: place for place, name in enumerate(there)}
     kernels = []
-    for step in program.steps:
-        source = triton.emit(step, table)
-        given = [*(names[name] for name in source.arguments), *map(gpu.Address, source.numbers)]
-        kernels += [
-            (built[source.name], n.function, n.grid, [given[k] for k in n.arguments]) for n in source.launches if n.grid
-        ]
+    for step in symbolic.steps:
+        source = triton.emit(step, symbolic.table)
+        known = [*(names[name] for name in source.arguments), *(gpu.Address(numbers[name]) for name in source.sizes)]
+        known += map(gpu.Address, source.numbers)
+        for n in source.launches:
+            grid = evaluate(as_index(n.grid), numbers)
+            if grid:
+                kernels.append((built[source.name], n.function, grid, [known[place] for place in n.arguments]))
     table_of = gpu.launcher(libraries.library(built[gpu.LAUNCHER]))
     launches = gpu.Launches(table_of, 0, len(names), kernels)
     launches(gpu.stream_of(0), *(tensor.data_ptr() for tensor in there.values()))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dcompile.ir.interpret import interpret
+from dcompile.ir.symbols import specialise
 from tests.codegen.emit import cases, loops
 from tests.ir.fuzz import random_program
 
@@ -32,12 +33,17 @@ def results():
     made |= {f"cast {a} {b}": (cases.cast(a, b), cases.cast_inputs(a, b)) for a, b in cases.CASTS}
     made |= {f"exact {seed}": random_program(seed, 8, exact=True) for seed in range(40)}
     made |= {f"random {seed}": random_program(seed, 8) for seed in range(500, 530)}
+    numbers = {f"symbolic {name}": sizes for name, (_, sizes) in cases.SYMBOLIC.items()}
+    for name, (program, sizes) in cases.SYMBOLIC.items():
+        made[f"symbolic {name}"] = program, cases.random_inputs(specialise(program, sizes))
     there = {name: on_gpu.for_gpu(program) for name, (program, _) in made.items()}
     libraries = on_gpu.compiled(list(there.values()))
     found = {}
     for name, (program, inputs) in made.items():
+        sizes = numbers.get(name, {})
+        program = specialise(program, sizes)
         try:
-            found[name] = program, interpret(program, inputs), on_gpu.run(there[name], inputs, libraries)
+            found[name] = program, interpret(program, inputs), on_gpu.run(there[name], inputs, libraries, sizes)
         except RuntimeError as error:
             found[name] = error
     return found
@@ -58,6 +64,11 @@ def wrong(results, name: str, tolerance: float, atol: float = 1e-5) -> str:
 @pytest.mark.parametrize("name", [*cases.HAND, *SHARED])
 def test_hand_built_loops(name, results):
     assert not wrong(results, name, 1.6e-2 if "16" in name else 2e-5, 1e-2 if name in SHARED else 1e-5)
+
+
+@pytest.mark.parametrize("name", cases.SYMBOLIC)
+def test_loops_with_symbolic_sizes(name, results):
+    assert not wrong(results, f"symbolic {name}", 1.6e-2 if "16" in name else 2e-5)
 
 
 @pytest.mark.parametrize("kind", ["exact", "random"])

@@ -17,7 +17,7 @@ from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.triton_passes import Passes
 from dcompile.codegen.emit.triton_prelude import HEADER, POINTERS, SPELLING, literal, used_functions
 from dcompile.codegen.emit.triton_tiles import ceil_div, make_plan
-from dcompile.ir.index import as_index, exact_quotient, rename
+from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
 from dcompile.ir.ops import REDUCTIONS
 
@@ -49,8 +49,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
         launches.insert(0, Launch(name, grid, 4, tuple(places), _types((buffer,), len(places), table)))
     text = "\n\n".join(parts)
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
-    grids = [str(rename(as_index(launch.grid), writer.symbols)) for launch in launches]
-    shape = [(n.function, grid, n.warps, n.types) for n, grid in zip(launches, grids, strict=True)]
+    shape = [(launch.function, launch.warps, launch.types) for launch in launches]
     digest = hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
     entry = f"dcompile_{plan.kind}_{digest[:8]}"  # what profilers show
     text = text.replace("def kernel(", f"def {entry}(")

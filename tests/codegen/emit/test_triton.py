@@ -12,12 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from dcompile.codegen.emit import triton, triton_build, triton_worker
+from dcompile.codegen.emit import host, triton, triton_build, triton_worker
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.spread import spread_columns
 from dcompile.config import Config
 from dcompile.errors import BuildError
+from dcompile.ir.index import var
 from dcompile.ir.nodes import Loop, Program
 from dcompile.ir.ops import OPS
 from dcompile.machine import triton_version
@@ -79,7 +83,12 @@ def test_hand_built_loops_agree_with_the_interpreter(name, interpreted):
     assert interpreted[name] == ""
 
 
-@pytest.mark.parametrize("kind", ["exact", "random", "spread"])
+@pytest.mark.parametrize("name", cases.SYMBOLIC)
+def test_loops_with_symbolic_sizes_agree_with_the_interpreter(name, interpreted):
+    assert interpreted[f"symbolic {name}"] == ""
+
+
+@pytest.mark.parametrize("kind", ["exact", "random", "spread", "symbolic"])
 def test_random_programs_agree_with_the_interpreter(kind, interpreted):
     found = {name: wrong for name, wrong in interpreted.items() if name.split()[0] == kind}
     assert len(found) >= 10
@@ -102,6 +111,9 @@ LARGE = {
     "bias_gelu": loops.bias_gelu(8192, 16384, "bfloat16"),
     "transpose": loops.transpose(4096, 4096, "bfloat16"),
     "column sum": loops.column_reduce(8192, 4096),
+    "rms_norm of symbols": loops.rms_norm(cases.S0 * cases.S1, 768, "bfloat16"),
+    "bias_gelu of symbols": loops.bias_gelu(cases.S0 * cases.S1, 3072, "bfloat16"),
+    "more than 2**31 elements": loops.unary("neg", 2**31 + 4096, "bfloat16"),
 }
 
 
@@ -168,6 +180,44 @@ def test_no_multiplication_is_contracted_with_an_addition(machine_code):
 
 
 # --- text and builds --------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_of_symbolic_size_serves_all_sizes_and_names():
+    kernels = [source(loops.softmax(var(a), var(b))) for a, b in (("s0", "s1"), ("s7", "s3"))]
+    assert kernels[0].name == kernels[1].name and kernels[0].text == kernels[1].text
+    assert [kernel.sizes for kernel in kernels] == [("s1",), ("s3",)]
+    assert [kernel.launches[0].grid for kernel in kernels] == [var("s0"), var("s7")]
+
+
+class Prepares:
+    """What a host program asks for while it prepares itself, written down."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[int, tuple[object, ...]]] = []
+
+    def launches(self, count, kernels):
+        self.kernels += [(grid, arguments) for _, _, grid, arguments in kernels]
+
+    def number(self, value):
+        return f"number {value}"
+
+    def at(self, offset):
+        return f"byte {offset}"
+
+
+def test_grids_and_places_are_worked_out_when_a_call_is_prepared():
+    program = loops.rms_norm_backward(cases.S0, 40)
+    there = replace(program, buffers=tuple(replace(b, device="cuda:0") for b in program.buffers))
+    planned = plan_memory(spread_columns(there))
+    names: dict[str, object] = {}
+    exec(host.emit(planned, triton.emit_all(planned)), names)
+    assert names["sizes"]([torch.empty(150, 40), *[None] * 3]) == (150,)
+    for rows, parts in ((150, 3), (64, 1)):
+        run = Prepares()
+        names["make"](run, rows)
+        (columns, first), (_, second) = run.kernels
+        assert columns == parts and f"number {rows}" in first and "byte 0" in first and "byte 0" in second
+        assert names["arena_bytes"](rows) >= parts * 40 * 4
 
 
 def test_kernels_that_differ_in_names_are_one():

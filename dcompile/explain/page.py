@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from dcompile.explain.exchanges import exchange_lines
 from dcompile.explain.report import (
     Call,
     GraphReport,
     Report,
-    exchange_line,
     grouped,
     headline,
     size_text,
@@ -59,7 +59,7 @@ def _graph(graph: GraphReport) -> Iterator[str]:
     yield _calls("Kernels", graph.kernels)
     yield _calls("Library calls", [call for call in graph.library_calls if not call.fallback])
     yield _calls("Fallbacks: no kernel of ours yet", graph.fallbacks, fallback=True)
-    yield _list("Collectives", [exchange_line(exchange) for exchange in graph.exchanges])
+    yield _list("Collectives", ["; ".join(map(str.strip, exchange_lines(found))) for found in graph.exchanges])
     yield _list("Notes", graph.notes)
     yield f'<details><summary>Picture</summary><div class="picture">{draw(graph.program)}</div></details>'
     yield f"<details><summary>Program</summary><pre>{escape(show(graph.program))}</pre></details>"

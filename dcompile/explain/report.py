@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dcompile.collectives.params import Report as Counts
+from dcompile.explain.exchanges import Exchange, exchange_lines, exchanges_of
+from dcompile.explain.lanes import duration
 from dcompile.explain.receipt import Receipt
 from dcompile.explain.saving import PICTURES, save_timeline, timeline_lines
 from dcompile.explain.sources import Source
 from dcompile.explain.timeline import Timeline
 from dcompile.ir.diagram import buffer_bytes, bytes_text
-from dcompile.ir.nodes import Bucket, Collective, Extern, Loop, Program
+from dcompile.ir.nodes import Extern, Loop, Program
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """A collective."""
-
-    kind: str
-    bucket: str
-    group: str
-    bytes: int
-    parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class GraphReport:
     """One program: the forward, the backward or the inference of one graph of Dynamo's."""
 
@@ -72,6 +64,10 @@ class GraphReport:
     exchanges: tuple[Exchange, ...]
     program: Program = field(repr=False)
     notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """By the cost model, its last wait included, as the next one; both 0 where nothing is exchanged."""
+    exposed: float = 0.0
+    """How long nothing is computed because a collective is waited for."""
 
     @property
     def fallbacks(self) -> tuple[Call, ...]:
@@ -143,15 +139,14 @@ def describe_program(
     operations: int,
     sources: Mapping[str, Source],
     parameters: Mapping[int, str],
-    notes: Iterable[str],
+    counts: Counts,
 ) -> GraphReport:
     """`kernel_names` of all loops, in order; `products`: position among the steps -> our kernel that multiplies there.
 
     `sources` maps what stands in a step's origin to the user's line; `parameters` a number to its name.
     """
-    kernels, library, exchanges = [], [], []
+    kernels, library = [], []
     names = iter(kernel_names)
-    buckets = {bucket.name: bucket for bucket in program.buckets}
     for position, step in enumerate(program.steps):
         match step:
             case Loop():
@@ -160,11 +155,22 @@ def describe_program(
                 kernels.append(_call(products[position], step, program, sources))
             case Extern():
                 library.append(_call(step.op, step, program, sources))
-            case Collective():
-                exchanges.append(_exchange(step, buckets[step.bucket], program, parameters))
             case _:
                 pass
-    return GraphReport(name, kind, operations, tuple(kernels), tuple(library), tuple(exchanges), program, tuple(notes))
+    exchanges = tuple(exchanges_of(program, parameters, counts.schedule))
+    seconds, exposed = counts.predicted_us / 1e6, counts.exposed_us / 1e6
+    return GraphReport(
+        name,
+        kind,
+        operations,
+        tuple(kernels),
+        tuple(library),
+        exchanges,
+        program,
+        tuple(counts.notes),
+        seconds,
+        exposed,
+    )
 
 
 def _call(name: str, step: Loop | Extern, program: Program, sources: Mapping[str, Source]) -> Call:
@@ -172,13 +178,6 @@ def _call(name: str, step: Loop | Extern, program: Program, sources: Mapping[str
     source = next((sources[text] for text in step.origin if text in sources), None)
     read, written = _bytes(step.reads, program), _bytes(step.writes, program)
     return Call(name, step.origin, tuple(modules), read, written, isinstance(step, Extern) and step.fallback, source)
-
-
-def _exchange(step: Collective, bucket: Bucket, program: Program, parameters: Mapping[int, str]) -> Exchange:
-    size = _bytes(step.buffers, program)
-    assert size is not None, "gradients have fixed sizes"
-    names = tuple(parameters.get(number, f"parameter {number}") for number in bucket.params)
-    return Exchange(step.kind, step.bucket, step.group, size, names)
 
 
 def _bytes(names: Iterable[str], program: Program) -> int | None:
@@ -215,7 +214,7 @@ def _page(report: Report) -> Iterator[str]:
         yield from _section("fallbacks", graph.fallbacks, with_source=True)
         if graph.exchanges:
             yield "  collectives"
-            yield from (f"    {exchange_line(exchange)}" for exchange in graph.exchanges)
+            yield from (f"    {line}" for exchange in graph.exchanges for line in exchange_lines(exchange))
         yield from (f"  note: {note}" for note in graph.notes)
     if report.guards:
         kinds = Counter(guard.partition(" ")[0] for guard in report.guards)
@@ -246,21 +245,14 @@ def headline(graph: GraphReport) -> str:
     """A graph in one line."""
     distinct = len({call.name for call in graph.kernels})
     arena = graph.program.arena_bytes
+    foreseen = f"; by the cost model {duration(graph.seconds)}, {duration(graph.exposed)} exposed"
     return (
         f"{_count(graph.operations, 'operation')} -> {_count(len(graph.kernels), 'kernel call')} of "
         f"{_count(distinct, 'kernel')}, {_count(len(graph.library_calls) - len(graph.fallbacks), 'library call')}, "
         f"{_count(len(graph.fallbacks), 'fallback')}, {_count(len(graph.exchanges), 'collective')}; reads "
         f"{size_text(graph.read)}, writes {size_text(graph.written)}"
         f"{f', arena of {bytes_text(arena)}' if isinstance(arena, int) else ''}"
-    )
-
-
-def exchange_line(exchange: Exchange) -> str:
-    """A collective in one line."""
-    shown = ", ".join(exchange.parameters[:3]) + (", ..." if len(exchange.parameters) > 3 else "")
-    return (
-        f"{exchange.kind} {exchange.bucket} over {exchange.group}: {bytes_text(exchange.bytes)}, "
-        f"{_count(len(exchange.parameters), 'parameter')} ({shown})"
+        f"{foreseen if graph.exchanges else ''}"
     )
 
 

@@ -167,7 +167,7 @@ class _Planner(CachingCompiler):
             operations=len(nodes),
             sources=sources,
             parameters=self.parameters,
-            notes=plan.report.notes,
+            counts=plan.report,
         )
         return _Eager(gm, plan.program, request.gathers, self._whole)
 

@@ -328,9 +328,9 @@ class _Host:
 
     def _make_room(self, buffer: Buffer) -> None:
         """Before a large allocation on a GPU: start the waiting kernels if memory as large is released behind them."""
-        if not self.waiting or buffer.device == "cpu" or buffer.nbytes < ROOM_BYTES:
+        if not self.waiting or buffer.device == "cpu" or _known_bytes(buffer) < ROOM_BYTES:
             return
-        freed = (self.table[b].nbytes for b in self.dying if b in self.allocated and b not in self.outputs)
+        freed = (_known_bytes(self.table[b]) for b in self.dying if b in self.allocated and b not in self.outputs)
         if sum(freed) >= ROOM_BYTES:
             self._launch()
 
@@ -619,6 +619,11 @@ def _all_views(program: Program) -> Iterator[View]:
         if isinstance(step, Extern):
             yield from _views(step)
     yield from (output for output in program.outputs if isinstance(output, View))
+
+
+def _known_bytes(buffer: Buffer) -> int:
+    """Its size; 0 where that is not known yet."""
+    return buffer.nbytes if isinstance(buffer.extent, int) else 0
 
 
 def _is_lodged(buffer: Buffer) -> bool:

@@ -100,7 +100,8 @@ class _Work:
                 continue
             sources = frozenset(value.buffer for value in values if isinstance(value, Load))
             changed = (at for name in sources for at in self.writers.get(name, ()))
-            if sources and not any(number <= at <= max(users) for at in changed):
+            known = all(isinstance(self.table[name].extent, int) for name in sources)
+            if known and sources and not any(number <= at <= max(users) for at in changed):
                 yield _Offer(store, refs, sources)
 
     def _is_large(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from dcompile.errors import OptionError
 from dcompile.figures import FABRICS
 from dcompile.simulate.__main__ import main
 from dcompile.simulate.check import check
-from dcompile.simulate.estimate import Setup, estimate, extrapolated
+from dcompile.simulate.estimate import Setup, _reduced_bytes, estimate, extrapolated
 from dcompile.simulate.models import configuration, with_layers
 from dcompile.simulate.trace import Spread, trace
 
@@ -56,6 +56,15 @@ def test_fsdp_keeps_a_shard_and_gathers_layers_twice(tiny):
     # layers in forward and backward, the root's in the forward alone; every gradient once
     assert found.exchanged == pytest.approx(2 * everything + layers, rel=0.01)
     assert 0 < found.gathered <= everything
+
+
+def test_gradients_are_there_from_when_they_are_reduced(tiny):
+    spread, traced = tiny.fsdp
+    shards = _reduced_bytes(traced.backward, Setup(H100, spread), 1000.0)
+    assert shards[0] == 0 and shards[-1] == pytest.approx(1000.0)
+    assert (shards[1:] >= shards[:-1]).all() and len(set(shards)) > 2
+    spread, traced = tiny.ddp
+    assert set(_reduced_bytes(traced.backward, Setup(H100, spread), 1000.0)) == {1000.0}
 
 
 def test_a_slower_network_takes_longer_and_holds_no_more_than_the_budget(tiny):

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.codegen.lower import aten_graph
+from dcompile.codegen.lower import aten_graph, products
 from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input, put_in_place
@@ -197,7 +197,8 @@ class _Walk:
                 if result is not NotImplemented:
                     return result
             except Inexpressible as reason:
-                self.low.declined.append(f"{node.target} is left to the library: {reason}")
+                if str(node.target) not in products.RULES:  # most of those are the library's anyway
+                    self.low.declined.append(f"{node.target} is left to the library: {reason}")
         elif rule is not None and rule.kind == "view" and _is_strided(value):
             result = rule.lower(self.low, value, *args, **kwargs)
             if result is not NotImplemented and _in_memory(result):

@@ -9,33 +9,23 @@ needed, and `make(run, *sizes)` prepares a call for these sizes: calls with the 
 
 from __future__ import annotations
 
-import builtins
-import functools
-import keyword
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
-from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv, var
+from dcompile.codegen.emit.library import function, in_torch, out_overload, returns_one_tensor
+from dcompile.codegen.emit.values import Values
+from dcompile.ir.index import Index, as_index, var
 from dcompile.ir.nodes import (
-    ITEMSIZE,
-    LODGED,
-    Arg,
     Bucket,
     Buffer,
     Collective,
     Extern,
-    Literally,
     Loop,
     Program,
     Step,
     View,
     Wait,
-    holder_of,
     views_of,
 )
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
@@ -45,26 +35,6 @@ RECYCLE_BYTES = 1 << 18
 allocation cost up to three times what a memory-bound kernel does."""
 ROOM_BYTES = 1 << 24
 """Kernels on GPUs are started together where that does not hold this much memory longer: a start takes some 3 us."""
-_TAKEN = frozenset(
-    (
-        *keyword.kwlist,
-        *dir(builtins),
-        "torch",
-        "as_strided",
-        "empty_strided",
-        "empty_cpu",
-        "empty_cuda",
-        "entry",
-        "look",
-        "run",
-        "args",
-        "buckets",
-        "sync",
-        "call",
-        "make",
-        "stream",
-    )
-)
 
 
 _IMPORTS = (
@@ -73,10 +43,6 @@ _IMPORTS = (
     "from dcompile.runtime.quick import empty_cpu, empty_cuda, entry, look",
 )
 _QUICK = {"cpu": "empty_cpu", "cuda": "empty_cuda"}
-_PYTHON = {f"aten.{name}.out": f"torch.{name}" for name in ("mm", "addmm", "bmm", "baddbmm")} | {
-    "aten.convolution.default": "torch.convolution"
-}
-"""Functions whose arguments torch reads in half the time that it takes for an operator's: 0.8 for 1.5 us."""
 
 
 _STARTS = {"all_gather": "start_gather", "reduce_scatter": "start_scatter"}
@@ -92,30 +58,21 @@ def emit(program: Program, kernels: Kernels, *, recycle: bool = True) -> str:
     return _Host(program, kernels, recycle).text()
 
 
-class _Host:
+class _Host(Values):
     """Collects the lines of `make` and of `call`."""
 
     def __init__(self, program: Program, kernels: Kernels, recycle: bool) -> None:
+        super().__init__(program, late_symbols(program))
         self.recycle = recycle
-        self.program, self.table = program, program.table
         self.calls, self.products = kernels.calls, kernels.products
-        self.prepared: dict[str, str] = {}
-        """Expression -> name of what `make` computes once."""
-        self.lines: list[str] = []
-        self.names: dict[str, str] = {}
-        self.pointers: set[str] = set()
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
-        self.hosts = {b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if _is_lodged(b)}
-        """Buffer -> the buffer in whose memory it lies."""
         self.inherited: set[str] = set()
         self.last = _last_uses(program, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
         prepares = bool(loops) or isinstance(program.arena_bytes, Index)
         self.sources = sources(program)
         """Where sizes come from for which calls are prepared."""
-        self.late = late_symbols(program)
-        """Size symbols that only the call tells."""
         self.early: dict[str, Source] = {}
         """Sizes that the call itself reads off its arguments: where nothing is worth preparing for them."""
         if not prepares:
@@ -168,28 +125,6 @@ class _Host:
         if source.rest != as_index(0):
             value = f"({value} - ({self._index(source.rest)}))"
         return value if source.factor == as_index(1) else f"{value} // ({self._index(source.factor)})"
-
-    def once(self, expression: str, prefix: str) -> str:
-        """The name of a value that `make` computes."""
-        if expression not in self.prepared:
-            self.prepared[expression] = f"_{prefix}{len(self.prepared)}"
-        return self.prepared[expression]
-
-    def _prepared(self, expression: str, prefix: str, sizes: Iterable[Size]) -> str:
-        """As `once`, for what depends on `sizes`: worked out in the call if one is known only there."""
-        if any(not self.late.isdisjoint(as_index(size).variables) for size in sizes):
-            return expression
-        return self.once(expression, prefix)
-
-    def name(self, buffer: str) -> str:
-        """A Python name for a buffer or a size symbol."""
-        if buffer not in self.names:
-            name = re.sub(r"\W", "_", buffer)
-            name = f"b{name}" if not name or name[0] == "_" or name[0].isdigit() else name
-            while name in _TAKEN or name in self.names.values():
-                name += "_"
-            self.names[buffer] = name
-        return self.names[buffer]
 
     # --- the call ---
 
@@ -280,23 +215,6 @@ class _Host:
 
     # --- memory ---
 
-    def _memory(self, bucket: str) -> str:
-        return "_bucket_" + re.sub(r"\W", "_", bucket)
-
-    def _bucket_of(self, buffer: Buffer) -> str | None:
-        return (buffer.storage or "").removeprefix("bucket:") if (buffer.storage or "").startswith("bucket:") else None
-
-    def _placed(self, name: str) -> Buffer:
-        """The buffer that memory planning has placed: this one, or the one that it is a part of."""
-        buffer = self.table[name]
-        holder = holder_of(buffer)
-        return buffer if holder is None else self.table[holder]
-
-    def _within(self, name: str) -> Size:
-        """Bytes from the start of the placed buffer to this one."""
-        buffer = self.table[name]
-        return 0 if holder_of(buffer) is None else buffer.offset
-
     def _ensure(self, name: str) -> None:
         """Allocate an escaping buffer before the first step that writes it."""
         buffer = self._placed(name)
@@ -343,29 +261,6 @@ class _Host:
             self.lines.append(f"{self.name(host)} = run.inherit({self.name(host)})")
             self.pointers.discard(f"_p_{self.name(host)}")  # it may be a copy
 
-    def _pointer(self, name: str) -> str:
-        """The address of a buffer, for a kernel."""
-        buffer = self._placed(name)
-        if buffer.name != name:
-            within = self._within(name)
-            return self._pointer(buffer.name) + (f" + {within}" if within else "")
-        if name in self.hosts:
-            pointer = self._pointer(self.hosts[name])
-            return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
-        if buffer.storage == "arena":
-            at = as_size(as_index(buffer.offset) + as_index(self._within(name)))
-            return self.once(f"run.address + {self._index(at)}", "at")
-        if buffer.name != name:
-            within = self._within(name)
-            return self._pointer(buffer.name) + (f" + {within}" if within else "")
-        bucket = self._bucket_of(buffer)
-        pointer = f"_p_{self.name(name)}" if bucket is None else f"_p{self._memory(bucket)}"
-        if pointer not in self.pointers:
-            self.pointers.add(pointer)
-            source = self.name(name) if bucket is None else f"{self._memory(bucket)}.flat"
-            self.lines.append(f"{pointer} = {source}.data_ptr()")
-        return pointer if bucket is None or not buffer.offset else f"{pointer} + {buffer.offset}"
-
     def _loop(self, loop: Loop, kernel: KernelSource) -> None:
         for name in sorted(loop.writes):
             self._ensure(name)
@@ -398,21 +293,7 @@ class _Host:
             self.lines.append(f"# {', '.join(origin)}")
         self.lines.append(f"{function}({', '.join(pointers)})")
 
-    def _address(self, view: View) -> str:
-        """Where a view begins."""
-        pointer, buffer = self._pointer(view.buffer), self.table[view.buffer]
-        if as_index(view.offset) == as_index(0):
-            return pointer
-        return f"{pointer} + {self._index(as_index(view.offset) * ITEMSIZE[buffer.dtype])}"
-
     # --- launches ---
-
-    def _place(self, name: str) -> str:
-        """A kernel's argument in a launch table: an address in the arena, or the name of one known at each call."""
-        buffer = self._placed(name)
-        if buffer.storage != "arena":
-            return self._pointer(name)
-        return f"run.at({self._index(as_size(as_index(buffer.offset) + as_index(self._within(name))))})"
 
     def _launch(self) -> None:
         """Start the waiting kernels, then release what only they needed."""
@@ -435,119 +316,7 @@ class _Host:
         self._drop(self.dying)
         self.dying = []
 
-    # --- tensors ---
-
-    def _tuple(self, sizes: Sequence[Size]) -> str:
-        items = [self._index(size) for size in sizes]
-        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-
-    def _index(self, size: Size) -> str:
-        if isinstance(size, int):
-            return str(size)
-        terms = []
-        for monomial, coefficient in size.terms:
-            factors = [self._atom(atom) for atom in monomial]
-            if coefficient != 1 or not factors:
-                factors.insert(0, str(coefficient))
-            terms.append(" * ".join(factors))
-        return " + ".join(terms) or "0"
-
-    def _atom(self, atom: Atom) -> str:
-        match atom:
-            case Var(name):
-                return self.name(name)
-            case Extreme(kind, left, right):
-                return f"{kind}({self._index(left)}, {self._index(right)})"
-            case Div(base, divisor):
-                return f"(({self._index(base)}) // ({self._index(divisor)}))"
-            case Mod(base, divisor):
-                return f"(({self._index(base)}) % ({self._index(divisor)}))"
-
-    def _view(self, view: View, fresh: bool = False, written: bool = False) -> str:
-        """An expression for a tensor; `fresh` where it is handed to the caller, who may keep it.
-
-        `written` where the library may write to it: autograd's count of changes to the caller's tensor must show that.
-        """
-        buffer = self._placed(view.buffer)
-        if buffer.name != view.buffer:
-            start = floordiv(as_index(self._within(view.buffer)), ITEMSIZE[buffer.dtype], {})
-            view = replace(view, buffer=buffer.name, offset=as_size(as_index(view.offset) + start))
-        shape, strides = self._tuple(view.shape), self._tuple(view.strides)
-        if buffer.storage == "arena":
-            assert not fresh, f"output {view.buffer} lies in the arena"
-            at = self._index(as_size(as_index(buffer.offset) + as_index(view.offset) * ITEMSIZE[buffer.dtype]))
-            text = f"run.view(torch.{buffer.dtype}, {shape}, {strides}, {at})"
-            return self._prepared(text, "v", (*view.shape, *view.strides, view.offset))
-        bucket = self._bucket_of(buffer)
-        if bucket is not None:
-            assert isinstance(buffer.offset, int), f"{view.buffer} has no fixed place in its bucket"
-            at = self._index(as_index(view.offset) + buffer.offset // ITEMSIZE[buffer.dtype])
-            flat = self._memory(bucket)
-            if fresh:
-                return f"as_strided({flat}.flat, {shape}, {strides}, {at})"
-            return f"run.bucket_view({flat}, {view.buffer!r}, {shape}, {strides}, {at})"
-        if view.buffer in self.hosts:
-            return self._view_in_host(view, shape, strides)
-        name = self.name(view.buffer)
-        if (
-            _same(view.shape, buffer.shape)
-            and _same(view.strides, buffer.strides)
-            and as_index(view.offset) == as_index(0)
-        ):
-            return name
-        if buffer.storage == "out" and fresh and self._is_shown_once(view.buffer):
-            # no view of another tensor, which would keep that one: a backward may take the memory of what is saved
-            return f"look({name}, {shape}, {strides}, {self._index(view.offset)})"
-        if buffer.storage == "out" and fresh:
-            return f"as_strided({name}, {shape}, {strides}, {self._index(view.offset)})"
-        if not fresh and not written:
-            return f"look({name}, {shape}, {strides}, {self._index(view.offset)})"
-        offset = "" if as_index(view.offset) == as_index(0) else f" + {self._index(view.offset)}"
-        return f"as_strided({name}, {shape}, {strides}, {name}.storage_offset(){offset})"
-
-    def _is_shown_once(self, name: str) -> bool:
-        return sum(isinstance(output, View) and output.buffer == name for output in self.program.outputs) == 1
-
-    def _view_in_host(self, view: View, shape: str, strides: str) -> str:
-        """A tensor in another buffer's memory."""
-        buffer, host = self.table[view.buffer], self.table[self.hosts[view.buffer]]
-        assert isinstance(buffer.offset, int), f"{buffer.name} has no fixed place in {host.name}"
-        name, itemsize = self.name(host.name), ITEMSIZE[buffer.dtype]
-        if host.dtype != buffer.dtype:
-            at = self._index(as_index(view.offset) * itemsize + buffer.offset)
-            return f"run.within({name}, torch.{buffer.dtype}, {shape}, {strides}, {at})"
-        at = self._index(as_index(view.offset) + buffer.offset // itemsize)
-        if at == "0" and _same(view.shape, host.shape) and _same(view.strides, host.strides):
-            return name
-        return f"look({name}, {shape}, {strides}, {at})"
-
-    def _output(self, output: View | Index | int | float | bool | None) -> str:
-        match output:
-            case View():
-                return self._view(output, fresh=True)
-            case Index():
-                return self._index(output)
-            case float():
-                return f"float({str(output)!r})"  # also inf and nan
-            case _:
-                return repr(output)
-
     # --- library calls ---
-
-    def _argument(self, arg: Arg, written: bool = False) -> str:
-        match arg:
-            case View():
-                return self._view(arg, written=written)
-            case Index():
-                return self._index(arg)
-            case Literally(text):
-                return text
-            case tuple():
-                return f"[{', '.join(self._argument(item, written) for item in arg)}]"
-            case float():
-                return repr(arg) if abs(arg) < float("inf") else f"float({str(arg)!r})"
-            case _:
-                return repr(arg)
 
     def _extern(self, step: Extern) -> None:
         if step.mode == "mutate":
@@ -565,9 +334,9 @@ class _Host:
                 self._ensure(result)
                 whole = View(result, self.table[result].shape, self.table[result].strides)
                 arguments.append(f"{keyword_}={self._view(whole)}")
-            self.lines.append(f"{self.once(_function(op), 'op')}({', '.join(arguments)})")
+            self.lines.append(f"{self.once(function(op), 'op')}({', '.join(arguments)})")
             return
-        found = _function(step.op) if in_torch(step.op) else f"run.function({step.op!r})"
+        found = function(step.op) if in_torch(step.op) else f"run.function({step.op!r})"
         call = f"{self.once(found, 'op')}({', '.join(arguments)})"
         if step.mode == "mutate" or not any(step.outs):
             self.lines.append(call)
@@ -606,10 +375,6 @@ class _Host:
             ]
 
 
-def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:
-    return len(a) == len(b) and all(as_index(x) == as_index(y) for x, y in zip(a, b, strict=True))
-
-
 def _views(step: Extern) -> list[View]:
     return [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
 
@@ -626,53 +391,7 @@ def _known_bytes(buffer: Buffer) -> int:
     return buffer.nbytes if isinstance(buffer.extent, int) else 0
 
 
-def _is_lodged(buffer: Buffer) -> bool:
-    return (buffer.storage or "").startswith(LODGED)
-
-
 def _last_uses(program: Program, hosts: Mapping[str, str]) -> dict[str, int]:
     """The last step that touches each buffer, or another one in its memory."""
     touched = ((position, step.reads | step.writes) for position, step in enumerate(program.steps))
     return {n: at for at, names in touched for n in sorted(names.union(hosts[n] for n in names if n in hosts))}
-
-
-# --- schemas ----------------------------------------------------------------------------------------------------------
-
-
-def resolve(op: str) -> Any:
-    """The overload that a name such as `aten.mm.default` stands for."""
-    return functools.reduce(getattr, op.split("."), torch.ops)
-
-
-def _function(op: str) -> str:
-    """What to call for an overload."""
-    return _PYTHON.get(op, f"entry(torch.ops.{op})")
-
-
-def in_torch(op: str) -> bool:
-    """Whether an op is in `torch.ops`; the others are checks of ours and Python's own functions on numbers."""
-    return op.split(".", 1)[0] not in ("dcompile", "operator", "math", "builtins", "torch")
-
-
-@functools.cache
-def returns_one_tensor(op: str) -> bool:
-    """Whether a call returns a tensor (or a number, as aten.sym_numel does) rather than a tuple or a list of them."""
-    schema = getattr(resolve(op), "_schema", None) if in_torch(op) else None
-    return schema is None or (len(schema.returns) == 1 and not str(schema.returns[0].type).startswith("List["))
-
-
-@functools.cache
-def out_overload(op: str) -> tuple[str, tuple[str, ...]]:
-    """The out= overload of an op, and the names of its out arguments."""
-    function = resolve(op)
-    outs = tuple(a.name for a in function._schema.arguments if a.is_out)
-    if outs:
-        return op, outs
-    wanted = [(a.name, str(a.type)) for a in function._schema.arguments]
-    packet, _ = op.rsplit(".", 1)
-    for overload in resolve(packet).overloads():
-        arguments = getattr(resolve(packet), overload)._schema.arguments
-        outs = tuple(a.name for a in arguments if a.is_out)
-        if outs and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted:
-            return f"{packet}.{overload}", outs
-    raise AssertionError(f"{op} has no out= overload: lowering must not choose mode out for it")

@@ -1,0 +1,240 @@
+"""Names, sizes, addresses and tensors in the text of a host program: expressions, and what `make` computes of them."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv
+from dcompile.ir.nodes import ITEMSIZE, LODGED, Arg, Buffer, Literally, Program, View, holder_of
+
+_TAKEN = frozenset(
+    (
+        *keyword.kwlist,
+        *dir(builtins),
+        "torch",
+        "as_strided",
+        "empty_strided",
+        "empty_cpu",
+        "empty_cuda",
+        "entry",
+        "look",
+        "run",
+        "args",
+        "buckets",
+        "sync",
+        "call",
+        "make",
+        "stream",
+    )
+)
+
+
+class Values:
+    """Expressions for what a program works on. Lines of the call are added where an address has to be asked for."""
+
+    def __init__(self, program: Program, late: frozenset[str]) -> None:
+        self.program, self.table = program, program.table
+        self.prepared: dict[str, str] = {}
+        """Expression -> name of what `make` computes once."""
+        self.lines: list[str] = []
+        self.names: dict[str, str] = {}
+        self.pointers: set[str] = set()
+        self.hosts = {b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if _is_lodged(b)}
+        """Buffer -> the buffer in whose memory it lies."""
+        self.late = late
+        """Size symbols that only the call tells."""
+
+    def once(self, expression: str, prefix: str) -> str:
+        """The name of a value that `make` computes."""
+        if expression not in self.prepared:
+            self.prepared[expression] = f"_{prefix}{len(self.prepared)}"
+        return self.prepared[expression]
+
+    def _prepared(self, expression: str, prefix: str, sizes: Iterable[Size]) -> str:
+        """As `once`, for what depends on `sizes`: worked out in the call if one is known only there."""
+        if any(not self.late.isdisjoint(as_index(size).variables) for size in sizes):
+            return expression
+        return self.once(expression, prefix)
+
+    def name(self, buffer: str) -> str:
+        """A Python name for a buffer or a size symbol."""
+        if buffer not in self.names:
+            name = re.sub(r"\W", "_", buffer)
+            name = f"b{name}" if not name or name[0] == "_" or name[0].isdigit() else name
+            while name in _TAKEN or name in self.names.values():
+                name += "_"
+            self.names[buffer] = name
+        return self.names[buffer]
+
+    def _memory(self, bucket: str) -> str:
+        return "_bucket_" + re.sub(r"\W", "_", bucket)
+
+    def _bucket_of(self, buffer: Buffer) -> str | None:
+        return (buffer.storage or "").removeprefix("bucket:") if (buffer.storage or "").startswith("bucket:") else None
+
+    def _placed(self, name: str) -> Buffer:
+        """The buffer that memory planning has placed: this one, or the one that it is a part of."""
+        buffer = self.table[name]
+        holder = holder_of(buffer)
+        return buffer if holder is None else self.table[holder]
+
+    def _within(self, name: str) -> Size:
+        """Bytes from the start of the placed buffer to this one."""
+        buffer = self.table[name]
+        return 0 if holder_of(buffer) is None else buffer.offset
+
+    def _pointer(self, name: str) -> str:
+        """The address of a buffer, for a kernel."""
+        buffer = self._placed(name)
+        if buffer.name != name:
+            within = self._within(name)
+            return self._pointer(buffer.name) + (f" + {within}" if within else "")
+        if name in self.hosts:
+            pointer = self._pointer(self.hosts[name])
+            return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
+        if buffer.storage == "arena":
+            at = as_size(as_index(buffer.offset) + as_index(self._within(name)))
+            return self.once(f"run.address + {self._index(at)}", "at")
+        bucket = self._bucket_of(buffer)
+        pointer = f"_p_{self.name(name)}" if bucket is None else f"_p{self._memory(bucket)}"
+        if pointer not in self.pointers:
+            self.pointers.add(pointer)
+            source = self.name(name) if bucket is None else f"{self._memory(bucket)}.flat"
+            self.lines.append(f"{pointer} = {source}.data_ptr()")
+        return pointer if bucket is None or not buffer.offset else f"{pointer} + {buffer.offset}"
+
+    def _address(self, view: View) -> str:
+        """Where a view begins."""
+        pointer, buffer = self._pointer(view.buffer), self.table[view.buffer]
+        if as_index(view.offset) == as_index(0):
+            return pointer
+        return f"{pointer} + {self._index(as_index(view.offset) * ITEMSIZE[buffer.dtype])}"
+
+    def _place(self, name: str) -> str:
+        """A kernel's argument in a launch table: an address in the arena, or the name of one known at each call."""
+        buffer = self._placed(name)
+        if buffer.storage != "arena":
+            return self._pointer(name)
+        return f"run.at({self._index(as_size(as_index(buffer.offset) + as_index(self._within(name))))})"
+
+    def _tuple(self, sizes: Sequence[Size]) -> str:
+        items = [self._index(size) for size in sizes]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+    def _index(self, size: Size) -> str:
+        if isinstance(size, int):
+            return str(size)
+        terms = []
+        for monomial, coefficient in size.terms:
+            factors = [self._atom(atom) for atom in monomial]
+            if coefficient != 1 or not factors:
+                factors.insert(0, str(coefficient))
+            terms.append(" * ".join(factors))
+        return " + ".join(terms) or "0"
+
+    def _atom(self, atom: Atom) -> str:
+        match atom:
+            case Var(name):
+                return self.name(name)
+            case Extreme(kind, left, right):
+                return f"{kind}({self._index(left)}, {self._index(right)})"
+            case Div(base, divisor):
+                return f"(({self._index(base)}) // ({self._index(divisor)}))"
+            case Mod(base, divisor):
+                return f"(({self._index(base)}) % ({self._index(divisor)}))"
+
+    def _view(self, view: View, fresh: bool = False, written: bool = False) -> str:
+        """An expression for a tensor; `fresh` where it is handed to the caller, who may keep it.
+
+        `written` where the library may write to it: autograd's count of changes to the caller's tensor must show that.
+        """
+        buffer = self._placed(view.buffer)
+        if buffer.name != view.buffer:
+            start = floordiv(as_index(self._within(view.buffer)), ITEMSIZE[buffer.dtype], {})
+            view = replace(view, buffer=buffer.name, offset=as_size(as_index(view.offset) + start))
+        shape, strides = self._tuple(view.shape), self._tuple(view.strides)
+        if buffer.storage == "arena":
+            assert not fresh, f"output {view.buffer} lies in the arena"
+            at = self._index(as_size(as_index(buffer.offset) + as_index(view.offset) * ITEMSIZE[buffer.dtype]))
+            text = f"run.view(torch.{buffer.dtype}, {shape}, {strides}, {at})"
+            return self._prepared(text, "v", (*view.shape, *view.strides, view.offset))
+        bucket = self._bucket_of(buffer)
+        if bucket is not None:
+            assert isinstance(buffer.offset, int), f"{view.buffer} has no fixed place in its bucket"
+            at = self._index(as_index(view.offset) + buffer.offset // ITEMSIZE[buffer.dtype])
+            flat = self._memory(bucket)
+            if fresh:
+                return f"as_strided({flat}.flat, {shape}, {strides}, {at})"
+            return f"run.bucket_view({flat}, {view.buffer!r}, {shape}, {strides}, {at})"
+        if view.buffer in self.hosts:
+            return self._view_in_host(view, shape, strides)
+        name = self.name(view.buffer)
+        if (
+            _same(view.shape, buffer.shape)
+            and _same(view.strides, buffer.strides)
+            and as_index(view.offset) == as_index(0)
+        ):
+            return name
+        if buffer.storage == "out" and fresh and self._is_shown_once(view.buffer):
+            # no view of another tensor, which would keep that one: a backward may take the memory of what is saved
+            return f"look({name}, {shape}, {strides}, {self._index(view.offset)})"
+        if buffer.storage == "out" and fresh:
+            return f"as_strided({name}, {shape}, {strides}, {self._index(view.offset)})"
+        if not fresh and not written:
+            return f"look({name}, {shape}, {strides}, {self._index(view.offset)})"
+        offset = "" if as_index(view.offset) == as_index(0) else f" + {self._index(view.offset)}"
+        return f"as_strided({name}, {shape}, {strides}, {name}.storage_offset(){offset})"
+
+    def _is_shown_once(self, name: str) -> bool:
+        return sum(isinstance(output, View) and output.buffer == name for output in self.program.outputs) == 1
+
+    def _view_in_host(self, view: View, shape: str, strides: str) -> str:
+        """A tensor in another buffer's memory."""
+        buffer, host = self.table[view.buffer], self.table[self.hosts[view.buffer]]
+        assert isinstance(buffer.offset, int), f"{buffer.name} has no fixed place in {host.name}"
+        name, itemsize = self.name(host.name), ITEMSIZE[buffer.dtype]
+        if host.dtype != buffer.dtype:
+            at = self._index(as_index(view.offset) * itemsize + buffer.offset)
+            return f"run.within({name}, torch.{buffer.dtype}, {shape}, {strides}, {at})"
+        at = self._index(as_index(view.offset) + buffer.offset // itemsize)
+        if at == "0" and _same(view.shape, host.shape) and _same(view.strides, host.strides):
+            return name
+        return f"look({name}, {shape}, {strides}, {at})"
+
+    def _output(self, output: View | Index | int | float | bool | None) -> str:
+        match output:
+            case View():
+                return self._view(output, fresh=True)
+            case Index():
+                return self._index(output)
+            case float():
+                return f"float({str(output)!r})"  # also inf and nan
+            case _:
+                return repr(output)
+
+    def _argument(self, arg: Arg, written: bool = False) -> str:
+        match arg:
+            case View():
+                return self._view(arg, written=written)
+            case Index():
+                return self._index(arg)
+            case Literally(text):
+                return text
+            case tuple():
+                return f"[{', '.join(self._argument(item, written) for item in arg)}]"
+            case float():
+                return repr(arg) if abs(arg) < float("inf") else f"float({str(arg)!r})"
+            case _:
+                return repr(arg)
+
+
+def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(as_index(x) == as_index(y) for x, y in zip(a, b, strict=True))
+
+
+def _is_lodged(buffer: Buffer) -> bool:
+    return (buffer.storage or "").startswith(LODGED)

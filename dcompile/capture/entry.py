@@ -84,7 +84,9 @@ class Entry:
             return
         stock = self.model.settings.config.distributed == "stock"
         if states := compat.fsdp2.states_in(self.root):
-            self.model.adopt(Fsdp2Adapter(states, stock))
+            # a replay keeps nothing for the next call: with CUDA graphs, backwards gather from all
+            parts = not self.model.settings.config.triton_cudagraphs
+            self.model.adopt(Fsdp2Adapter(states, stock, parts=parts))
         elif instances := compat.fsdp1.instances_in(self.root):
             self.model.adopt(Fsdp1Adapter(self.root, instances, stock))
 

@@ -34,7 +34,7 @@ from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import shorten_positions
 from dcompile.capture.tangents import can_be_absent, take_out, tangents, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
-from dcompile.collectives.params import Executable, ParamInfo, Request
+from dcompile.collectives.params import Executable, ParamInfo, Phase, Request
 from dcompile.figures import Group
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -253,10 +253,11 @@ class Graph:
         if not self._sharded or not run.buckets:
             return run
         assert isinstance(adapter, ShardedAdapter) and shards is not None, "only sharded parameters are gathered"
+        phase: Phase = "forward" if self.training else "inference"
 
         def gathering(args: list[Any]) -> list[Any]:
             self._agree(kind)
-            return run(args, buckets=shards.source(run.buckets))
+            return run(args, buckets=shards.source(run.buckets, phase))
 
         return gathering
 
@@ -387,7 +388,7 @@ class Graph:
         self._agree("backward")
         if accumulates:
             self.model.flush_after_backward()
-        return run(args, buckets=shards.source(run.buckets, accumulates))
+        return run(args, buckets=shards.source(run.buckets, "backward", accumulates))
 
     def _agree(self, kind: str) -> None:
         """Before a program's first collective: see that every rank is about to run the same ones.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dcompile.collectives.params import BucketSource, Compiler, ShardGroup, ShardSource, ShardUnit
+from dcompile.collectives.params import BucketSource, Compiler, Phase, ShardGroup, ShardSource, ShardUnit
 from dcompile.figures import Figures, table_figures
 from dcompile.ir.nodes import Bucket
 
@@ -72,7 +72,7 @@ MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any
 class ShardedParameters(Protocol):
     """The sharded parameters of one model, and what capture/ asks of them."""
 
-    def source(self, buckets: tuple[Bucket, ...], accumulates: bool = False) -> ShardSource:
+    def source(self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False) -> ShardSource:
         """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad."""
 
     def flush(self) -> None:

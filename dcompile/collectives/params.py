@@ -156,6 +156,10 @@ class BucketSource(Protocol):
         """The all-reduce of this memory has happened by a replay, without `start` and `wait`."""
 
 
+Phase: TypeAlias = Literal["forward", "backward", "inference"]
+"""What a program is part of: a forward has a backward behind it."""
+
+
 class ShardSource(Protocol):
     """Carries out the collectives of a program with sharded parameters. Tensors are flat, one for each unit."""
 
@@ -241,6 +245,9 @@ class ShardGroup(Protocol):
 
     def gather_group(self) -> Any:
         """The process group to gather over."""
+
+    def part_group(self) -> Any:
+        """The process group of fewer ranks that a forward leaves its units spread over for the backward, or None."""
 
     def scatter_group(self) -> Any:
         """The process group to reduce over."""

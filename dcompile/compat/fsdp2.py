@@ -98,6 +98,11 @@ def reshards_partly(group: Any) -> bool:
     return bool(getattr(group, "_use_post_forward_mesh", False))
 
 
+def part_group(group: Any) -> Any:
+    """The process group of those fewer ranks, or None."""
+    return group.post_forward_mesh_info.shard_process_group if reshards_partly(group) else None
+
+
 def gather_group(group: Any) -> Any:
     """The process group that parameters are gathered over."""
     return group._all_gather_process_group

@@ -236,8 +236,8 @@ class _NoExchange:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def source(self, buckets: Any, accumulates: bool = False) -> Any:
-        del buckets, accumulates
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False) -> Any:
+        del buckets, phase, accumulates
 
     def flush(self) -> None: ...
 

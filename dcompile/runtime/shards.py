@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.collectives.params import ShardGroup, ShardUnit
+from dcompile.collectives.params import Phase, ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.exchange import Flight, count_replayed
 from dcompile.runtime.parcels import Parcel, in_order
@@ -31,12 +31,28 @@ class Shards:
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
     """Units whose gradients may be on their way to CPU memory."""
 
-    def source(self, buckets: tuple[Bucket, ...], accumulates: bool = False) -> Exchange:
+    _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    """Unit -> this rank's part of it among fewer ranks, that the last forward has left for the backward."""
+
+    def source(self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False) -> Exchange:
         """What one call of a program with these buckets exchanges through.
 
         `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not.
         """
-        return Exchange(self, {bucket.name: bucket for bucket in buckets}, accumulates)
+        if phase == "forward":
+            self._parts.clear()  # of a forward that had no backward; parameters may have changed since
+        return Exchange(self, {bucket.name: bucket for bucket in buckets}, accumulates, phase)
+
+    def leave_parts(self, group: Any, units: Iterable[int], full: Iterable[torch.Tensor]) -> None:
+        """Keep this rank's parts of gathered units, for ranks of `group` to gather in the backward."""
+        rank, ranks = group.rank(), group.size()
+        self._parts |= {unit: whole.view(ranks, -1)[rank].clone() for unit, whole in zip(units, full, strict=True)}
+
+    def take_parts(self, units: tuple[int, ...]) -> list[torch.Tensor] | None:
+        """What `leave_parts` has kept of all of these units, once."""
+        if not self._parts.keys() >= set(units):
+            return None
+        return [self._parts.pop(unit) for unit in units]
 
     def flush(self) -> None:
         """At the end of a backward: reduce what earlier ones left of units that this did not reach; wait for copies.
@@ -163,6 +179,9 @@ class _Gathering:
     """What it reads, which must live until it is done."""
     parcel: Parcel | None
     """What arrives in one message, to be unpacked."""
+    group: Any
+    full: list[torch.Tensor]
+    """The units that it fills."""
 
 
 @dataclass(eq=False)
@@ -190,15 +209,15 @@ class Exchange:
     shards: Shards
     buckets: Mapping[str, Bucket]
     accumulates: bool
+    phase: Phase
     _gathering: dict[str, _Gathering] = field(init=False, default_factory=dict)
     """Bucket -> its collective."""
     _reducing: dict[str, _Reducing] = field(init=False, default_factory=dict)
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
-        found = self.buckets[bucket]
-        group = self.shards.groups[found.group].gather_group()
-        shards = [self.shards.units[number].data() for number in found.units]
+        found, units = self.buckets[bucket], full
+        group, shards = self._senders(found)
         parcel = Parcel([full[place] for place in found.packed], group.size()) if found.packed else None
         if parcel is not None:
             alone = [place for place in range(len(full)) if place not in found.packed]
@@ -212,16 +231,28 @@ class Exchange:
         label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{_together(found)})"
         with self._named("all-gather", found, group):
             flight = Flight(group, full[0].device, label, start)
-        self._gathering[bucket] = _Gathering(flight, shards, parcel)
+        self._gathering[bucket] = _Gathering(flight, shards, parcel, group, units)
+
+    def _senders(self, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
+        """The ranks that a bucket is gathered from, and what this one of them sends."""
+        group = self.shards.groups[bucket.group]
+        fewer = group.part_group() if self.phase == "backward" else None
+        parts = self.shards.take_parts(bucket.units) if fewer is not None else None
+        if parts is not None:
+            return fewer, parts
+        return group.gather_group(), [self.shards.units[number].data() for number in bucket.units]
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for what `start_gather` began."""
         found = self.buckets[bucket]
         gathering = self._gathering.pop(bucket)
-        with self._named("all-gather", found, self.shards.groups[found.group].gather_group()):
+        with self._named("all-gather", found, gathering.group):
             gathering.flight.wait()
         if gathering.parcel is not None:
             gathering.parcel.unpack()
+        fewer = self.shards.groups[found.group].part_group() if self.phase == "forward" else None
+        if fewer is not None:
+            self.shards.leave_parts(fewer, found.units, gathering.full)
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing up `full` over the ranks; or keep it, in a backward that is not to reduce."""
@@ -279,7 +310,7 @@ class Exchange:
 
     def recorded(self) -> Recorded:
         """A source that exchanges as this one does, but hands no gradient on."""
-        return Recorded(self.shards, self.buckets, self.accumulates)
+        return Recorded(self.shards, self.buckets, self.accumulates, self.phase)
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
         """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""

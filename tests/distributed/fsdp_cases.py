@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcompile
 from dcompile.figures import table_figures
+from dcompile.runtime.exchange import Flight
 from dcompile.runtime.parcels import in_order
 from tests.distributed import models
 from tests.distributed.cases import ATEN, device, largest_difference
@@ -292,6 +293,42 @@ def autograd_grad() -> dict[str, Any]:
         return {"found": found}
 
     return same_as_stock(steps)
+
+
+def parts_for_the_backward() -> dict[str, Any]:
+    """Forwards leave parameters over two ranks; over how many ranks each gather was, by what ran.
+
+    Only a backward behind its forward finds the parts: not a second one, nor one after parameters have changed.
+    """
+    seen: list[int] = []
+    found: dict[str, list[int]] = {}
+
+    def noted(what: str, run: Callable[[], Any]) -> Any:
+        seen.clear()
+        result = run()
+        found[what] = sorted(seen)
+        return result
+
+    def flight(group: Any, device: Any, label: str, start: Any) -> Flight:
+        if label.startswith("all-gather"):
+            seen.append(dist.get_world_size(group))
+        return Flight(group, device, label, start)
+
+    def steps(call: Any, module: Any) -> None:
+        loss = noted("forward", lambda: loss_of(call(**inputs(module, 0))))
+        noted("backward", lambda: loss.backward(retain_graph=True))
+        noted("again", loss.backward)
+        call(**inputs(module, 2))  # its graph is dropped
+        for each in (module.a, module.b, module):
+            each.reshard()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+            noted("evaluation", lambda: call(**inputs(module, 1)))
+        noted("next", lambda: backward(call, module, 3))
+
+    with unittest.mock.patch("dcompile.runtime.shards.Flight", flight):
+        return same_as_stock(steps, reshard_after_forward=2) | {"over": found}
 
 
 def left_over() -> dict[str, Any]:

@@ -53,6 +53,9 @@ class Flat:
     def gather_group(self) -> Any:
         return self._alone or self.instance.process_group
 
+    def part_group(self) -> Any:
+        return None
+
     def scatter_group(self) -> Any:
         return self._alone or self.instance.process_group
 

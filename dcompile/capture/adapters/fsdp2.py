@@ -52,12 +52,16 @@ class Unit:
 class Group:
     """The parameters that one `fully_shard` call groups; see `collectives.params.ShardGroup`."""
 
-    def __init__(self, group: Any, name: str) -> None:
+    def __init__(self, group: Any, name: str, parts: bool) -> None:
         self.group = group
         self.name = name
+        self._parts = parts
 
     def gather_group(self) -> Any:
         return compat.fsdp2.gather_group(self.group)
+
+    def part_group(self) -> Any:
+        return compat.fsdp2.part_group(self.group) if self._parts else None
 
     def scatter_group(self) -> Any:
         return compat.fsdp2.scatter_group(self.group)
@@ -111,8 +115,10 @@ class Fsdp2Adapter(ShardedAdapter):
 
     name = "fsdp2"
 
-    def __init__(self, states: list[Any], stock: bool, serial: int | None = None) -> None:
+    def __init__(self, states: list[Any], stock: bool, serial: int | None = None, parts: bool = True) -> None:
+        """`parts`: whether forwards may leave parameters spread over fewer ranks, where that is asked for."""
         super().__init__(serial)
+        self._parts = parts
         self._states = states
         missing = compat.fsdp2.missing(states)
         reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
@@ -133,16 +139,14 @@ class Fsdp2Adapter(ShardedAdapter):
         infos = []
         for state in self._states:
             for group in compat.fsdp2.groups_of(state):
-                entry = Group(group, f"fsdp{len(self._groups)}")
+                entry = Group(group, f"fsdp{len(self._groups)}", self._parts)
                 for param in group.fsdp_params:
                     unit = Unit(param, len(self._units), entry.name)
                     infos.append(self._info(unit, entry, len(self._units), len(self._groups)))
                     self._units.append(unit)
                 self._groups.append(entry)
-                if compat.fsdp2.reshards_partly(group):
-                    self.notes = (
-                        "reshard_after_forward=N: backwards gather over all ranks of a group, as if it were True",
-                    )
+                if compat.fsdp2.reshards_partly(group) and not self._parts:
+                    self.notes = ("reshard_after_forward=N: with CUDA graphs, backwards gather over all ranks",)
             before, after = compat.fsdp2.hook_places(state)
             cast_in, cast_out = _before(compat.fsdp2.input_cast(state)), _after(compat.fsdp2.output_cast(state))
             self._hooks += [(table, key, cast_in) for table, key in before]

@@ -236,7 +236,7 @@ def summary(report: Report) -> str:
 def _gradients(report: Report) -> str:
     if report.adapter == "plain":
         return "nothing to reduce, the model is neither in DistributedDataParallel nor in fully_shard"
-    if report.adapter == "fsdp2":
+    if report.adapter in ("fsdp1", "fsdp2"):
         return "reduced inside the compiled backward, to shards; parameters are gathered in the compiled graphs"
     return "reduced inside the compiled backward"
 

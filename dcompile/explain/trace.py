@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.entry import Entry, find_model, original_function, unwrapped
 from dcompile.capture.graph import Graph
@@ -54,7 +54,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
     adapter = _adapter(module, ddp, settings.config.distributed == "stock")
-    if adapter is not None:
+    if adapter is not None and not adapter.eager:
         entry.model.adopt(adapter)
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
         planner.adapter = adapter
@@ -69,7 +69,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         breaks=_breaks(before),
         guards=tuple(guards),
         reasons=() if adapter is None else tuple(adapter.reasons),
-        notes=(*dict.fromkeys(notes), *_left_out(module), *settings.config.idle()),
+        notes=(*dict.fromkeys(notes), *_left_out(adapter), *settings.config.idle()),
         receipt=receipt,
         timeline=timeline,
     )
@@ -82,21 +82,23 @@ def _settings(model: Any) -> Settings:
     return replace(settings, config=quiet)
 
 
-def _adapter(module: Module | None, ddp: Any, stock: bool) -> DdpAdapter | Fsdp2Adapter | None:
+def _adapter(module: Module | None, ddp: Any, stock: bool) -> DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None:
     """What compiling would take over."""
     if ddp is not None:
         return _PlannedDdp(ddp, stock)
-    states = compat.fsdp2.states_in(module) if module is not None else []
-    return Fsdp2Adapter(states, stock, serial=-1) if states else None
+    if module is None:
+        return None
+    if states := compat.fsdp2.states_in(module):
+        return Fsdp2Adapter(states, stock, serial=-1)
+    instances = compat.fsdp1.instances_in(module)
+    return Fsdp1Adapter(module, instances, stock, serial=-1) if instances else None
 
 
-def _left_out(module: Module | None) -> Iterator[str]:
+def _left_out(adapter: Any) -> Iterator[str]:
     """What the report does not show."""
-    parts = module.modules() if module is not None else ()
-    if any(isinstance(part, FullyShardedDataParallel) for part in parts):
+    if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
         yield (
-            "FullyShardedDataParallel is explained as it runs alone, with breaks at its hooks; dcompile.receipt and "
-            "dcompile.profile tell of the compiled model"
+            "FullyShardedDataParallel, which stays stock here and runs eagerly, is explained with breaks at its hooks"
         )
 
 
@@ -148,7 +150,7 @@ class _Planner(CachingCompiler):
         super().__init__(config)
         self.graphs: dict[str, GraphReport] = {}
         self.parameters: dict[int, str] = {}
-        self.adapter: DdpAdapter | Fsdp2Adapter | None = None
+        self.adapter: DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None = None
 
     def compile_graph(self, gm: Any, request: Request) -> _Eager:
         plan = Pipeline(self.config).plan(gm, request)
@@ -173,6 +175,8 @@ class _Planner(CachingCompiler):
 
     def _whole(self, number: int) -> torch.Tensor:
         """A sharded parameter with all its elements: every rank asks for it."""
+        if isinstance(self.adapter, Fsdp1Adapter):
+            return self.adapter.whole(number)
         assert isinstance(self.adapter, Fsdp2Adapter), "only sharded parameters are gathered"
         unit: Any = self.adapter.units[number]
         like = self.adapter.virtual(number)

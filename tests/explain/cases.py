@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
 from dcompile.explain import clocks
+from tests.distributed import fsdp1_cases
 
 
 class SlowGradient(torch.autograd.Function):
@@ -121,3 +123,23 @@ def alone():
         missing = clocks.latest_arrivals(dist.group.WORLD, "alone", [("b", 4, 1.0)], timeout_s=0.2)
     different = clocks.latest_arrivals(dist.group.WORLD, "different", [("b", dist.get_rank(), 1.0)])
     return missing, different
+
+
+def explained_fsdp1() -> dict[str, Any]:
+    """FullyShardedDataParallel, before it is compiled: what the report says, and that training goes on as ever."""
+    module = fsdp1_cases.make("mlp")
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    x = torch.randn(8, 12)
+    report = dcompile.explain(module, x)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    call = dcompile.compile(module, options={"receipt": False})
+    call(x).square().mean().backward()
+    kinds = {graph.kind: [exchange.kind for exchange in graph.exchanges] for graph in report.graphs}
+    return {
+        "adapter": report.adapter,
+        "kinds": kinds,
+        "modules": {name for graph in report.graphs for kernel in graph.kernels for name in kernel.modules},
+        "untouched": untouched,
+        "eligible": dcompile.receipt(module).eligible,
+        "collectives": dcompile.receipt(module).collectives,
+    }

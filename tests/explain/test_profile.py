@@ -51,6 +51,14 @@ def test_gathers_and_reductions_of_shards(ranks):
         assert all(seconds >= 0 for seconds in found["seconds"])
 
 
+def test_fsdp1_is_explained_as_it_will_be_compiled(ranks):
+    for found in ranks.run("tests.explain.cases:explained_fsdp1", 100):
+        assert (found["adapter"], found["untouched"], found["eligible"]) == ("fsdp1", True, True)
+        assert found["kinds"] == {"forward": ["all_gather"] * 3, "backward": ["all_gather", *["reduce_scatter"] * 3]}
+        assert found["collectives"] == 7 and found["modules"] >= {"a", "b", "c"}
+        assert not any("closure" in name for name in found["modules"])
+
+
 def test_clocks_of_different_machines(ranks):
     for now, (latest, note) in ranks.run(CASES + "machines"):
         ((at, rank),) = latest

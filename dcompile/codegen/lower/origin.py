@@ -28,6 +28,9 @@ def _module_path(path: str) -> str:
     """Dynamo's `L['self'].model.layers[0].mlp` as `model.layers.0.mlp`."""
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     path = re.sub(r"\(.*?\)", "", path)
+    path = re.sub(
+        r"\bforward\.__closure__\.\d+\.cell_contents\b", "", path
+    )  # a wrapper's, that FSDP1's adapter puts there
     parts = [part for part in path.split(".") if part not in _FRAME_NAMES]
     return ".".join(parts)
 

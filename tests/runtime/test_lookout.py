@@ -47,7 +47,7 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
-def ranks(monkeypatch, gpu):
+def ranks(monkeypatch, gpu, exits):
     made = Ranks(monkeypatch)
     monkeypatch.setattr(compat.groups, "can_abort", lambda group: True)
     monkeypatch.setattr(compat.groups, "abort", lambda group: group.rank or gpu.free.set())
@@ -58,6 +58,11 @@ def ranks(monkeypatch, gpu):
     monkeypatch.setattr(waiting, "BEAT_S", 0.05)
     monkeypatch.setattr(peers, "GONE_S", 0.2)
     yield made
+    for line in made.lines:
+        line.told.set()  # nobody is to be ended once this test is over
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcompile abort"):
+            thread.join()
     until(lambda: not any(line.aborting for line in made.lines))
     made.stop()
 

@@ -54,7 +54,11 @@ def _make(model: str, config: str, settings: Mapping[str, Any]) -> nn.Module:
     nested = {name: value() for name, value in settings.items() if isinstance(value, partial)}
     made = getattr(transformers, config)(**{**settings, **nested})
     _quiet(made)
-    return getattr(transformers, model)(made)
+    result = getattr(transformers, model)(made)
+    for module in result.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # some have a rate that no configuration says
+    return result
 
 
 def configuration(name: str, **settings: Any) -> partial[Any]:

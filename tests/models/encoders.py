@@ -57,6 +57,12 @@ def replaced(rows: int, length: int) -> Batch:
     return {**padded_language(rows, length), "labels": torch.randint(0, 2, (rows, length))}
 
 
+def unmasked(rows: int, length: int) -> Batch:
+    """With a mask that masks nothing, as it is added: the one that is made of a row of ones has no fitting shape."""
+    batch = masked_language(rows, length)
+    return {**batch, "attention_mask": torch.zeros(rows, 1, 1, length)}
+
+
 def unpadded(rows: int, length: int) -> Batch:
     """Masked-token prediction for models that know no padding."""
     batch = masked_language(rows, length)
@@ -106,7 +112,7 @@ ENCODERS = {
     ),
     "fnet": encoder("FNet", batch=unpadded),
     "nystromformer": encoder(
-        "Nystromformer", batch=unpadded, num_landmarks=4, segment_means_seq_len=8, lengths=(8, 8)
+        "Nystromformer", batch=unmasked, num_landmarks=4, segment_means_seq_len=8, lengths=(8, 8)
     ),
     "funnel": pretrained(
         "FunnelForMaskedLM", "FunnelConfig",
@@ -119,7 +125,7 @@ ENCODERS = {
     "roformer": encoder("RoFormer", embedding_size=32),
     "rembert": encoder("RemBert", input_embedding_size=16, output_embedding_size=24),
     "megatron-bert": encoder("MegatronBert"),
-    "ibert": encoder("IBert", quant_mode=False),
+    "ibert": encoder("IBert", quant_mode=False, fullgraph=False),
     "esm": encoder("Esm", position_embedding_type="rotary", mask_token_id=3),
     "eurobert": encoder("EuroBert", num_key_value_heads=2),
     "canine": encoder(

@@ -87,7 +87,8 @@ VISION = {
                    sr_ratios=[4, 2, 1, 1], hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1, 1, 2, 2],
                    mlp_ratios=[2, 2, 2, 2], decoder_hidden_size=8, lengths=(32, 32)),
     "dpt": vision("DPT", "ForSemanticSegmentation", segments, **{**VIT, "num_hidden_layers": 4},
-                  backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16),
+                  backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16,
+                  fullgraph=False),
     "hiera": vision("Hiera", embed_dim=8, image_size=[32, 32], patch_stride=[4, 4], patch_size=[7, 7],
                     patch_padding=[3, 3], depths=[1, 1], num_heads=[1, 2], num_query_pool=1,
                     masked_unit_size=[2, 2], masked_unit_attention=[True, False], lengths=(32, 32)),
@@ -110,7 +111,7 @@ VISION = {
         backbone_config=configuration(
             "ResNetConfig", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic",
             out_features=["stage2"],
-        ), lengths=(32, 32),
+        ), lengths=(32, 32), fullgraph=False,
     ),
     "deformable-detr": vision(
         "DeformableDetr", "Model", unlabelled, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24,
@@ -119,7 +120,7 @@ VISION = {
         backbone_config=configuration(
             "ResNetConfig", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic",
             out_features=["stage1", "stage2"],
-        ), lengths=(32, 32),
+        ), lengths=(32, 32), fullgraph=False,
     ),
 }  # fmt: skip
 """Name -> architecture."""

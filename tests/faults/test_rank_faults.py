@@ -129,6 +129,15 @@ def test_rank_0_compiles_for_all(ranks, tmp_path):
         assert again["gradients"] == first["gradients"]
 
 
+def test_a_warm_rank_trains_sharded_beside_a_cold_one(ranks, tmp_path):
+    before = run(ranks, "shared", folder=str(tmp_path), wrap="fsdp2")
+    shutil.rmtree(tmp_path / "rank1")
+    warm, cold = run(ranks, "shared", folder=str(tmp_path), wrap="fsdp2")
+    assert (warm["graphs_cached"], cold["built"], cold["graphs_received"]) == (2, 0, 2)
+    assert [found["gradients"] for found in before] == [warm["gradients"], cold["gradients"]]
+    assert max(warm["took"], cold["took"]) < 10
+
+
 def test_unless_it_is_not_to(ranks, tmp_path):
     for found in run(ranks, "shared", folder=str(tmp_path), share_artifacts=False):
         assert found["built"] > 0 and found["graphs_received"] == 0

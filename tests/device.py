@@ -24,4 +24,5 @@ def there(value: Value) -> Value:
 
 def compute_exactly() -> None:
     """float32 means float32: cuDNN would round to 10 bits, and differently in each algorithm that it may choose."""
-    torch.backends.cudnn.allow_tf32 = False
+    with torch.backends.__allow_nonbracketed_mutation():  # torch's own test utilities freeze its flags for the process
+        torch.backends.cudnn.allow_tf32 = False

@@ -24,6 +24,7 @@ from dcompile.codegen.schedule.space import (
 from dcompile.ir.analysis import can_overwrite, is_row_store, operands, ranges, runtime_refs, store_operands
 from dcompile.ir.index import Index, Size, as_size, substitute, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Value
+from dcompile.ir.ops import COMPUTE_DTYPES
 
 MAX_VALUES = 320  # a body beyond this spills registers and takes g++ over 0.2 s
 MAX_BUFFERS = 28  # more streams than this defeat the hardware prefetchers
@@ -171,12 +172,21 @@ def moved(
                 return replace(value, index=_renumbered(value.index, refs), mask=mask)
             if mask is None:
                 return stored[value.buffer]
-            zero = put(body, known, Const(False if value.dtype == "bool" else 0, value.dtype))
-            return Apply("where", (mask, stored[value.buffer], zero), value.dtype)
+            return _masked(stored[value.buffer], mask, value.dtype, body, known)
         case Apply():
             return replace(value, args=tuple(refs[arg] for arg in value.args))
         case Reduce() | Scan():
             return replace(value, arg=refs[value.arg])
+
+
+def _masked(value: Ref, mask: Ref, dtype: str, body: list[Value], known: dict[Value, Ref]) -> Value:
+    """The value, or 0 where the mask is false: of 16 bits, in which loops do not compute, by way of float32."""
+    wide = dtype if dtype in COMPUTE_DTYPES else "float32"
+    if wide != dtype:
+        value = put(body, known, Apply("cast", (value,), wide))
+    zero = put(body, known, Const(False if wide == "bool" else 0, wide))
+    chosen = Apply("where", (mask, value, zero), wide)
+    return chosen if wide == dtype else Apply("cast", (put(body, known, chosen),), dtype)
 
 
 def put(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:

@@ -12,7 +12,7 @@ from dcompile.codegen.schedule.merge import merge
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Const, Extern, Load, Loop, Program, Reduce, Store, View
+from dcompile.ir.nodes import Apply, Buffer, Const, Extern, IndexOf, Load, Loop, Program, Reduce, Store, View
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 
@@ -121,6 +121,30 @@ def test_a_transposing_consumer_joins_by_splitting_the_row():
     after = fuse(before)
     assert len(loops(after)) == 1 and "y" not in after.table
     np.testing.assert_array_equal(run(before)[0], run(after)[0])
+
+
+def test_what_a_masked_load_read_is_chosen_in_float32():
+    twice = (Load("x", i0, F), Apply("add", (0, 0), F), Apply("cast", (1,), "bfloat16"))
+    masked = (
+        IndexOf(i0),
+        Const(4, "int64"),
+        Apply("lt", (0, 1), "bool"),
+        Load("y", i0, "bfloat16", mask=2),
+        Apply("cast", (3,), F),
+    )
+    program = Program(
+        "p",
+        ("x",),
+        (whole("z", 8),),
+        (buffer("x", 8), replace(buffer("y", 8), dtype="bfloat16"), buffer("z", 8)),
+        (
+            Loop("twice", (8,), (), twice, (Store("y", i0, 2),)),
+            Loop("masked", (8,), (), masked, (Store("z", i0, 4),)),
+        ),
+    )
+    fused = fuse(program)
+    assert len(fused.steps) == 1
+    assert np.array_equal(run(fused)[0], run(program)[0])
 
 
 def test_a_library_call_between_two_loops_keeps_them_apart():

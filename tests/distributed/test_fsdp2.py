@@ -96,12 +96,6 @@ def test_gathered_parameters_are_not_kept(ranks):
         assert found == {"gathered again": [], "kept": [640, 6400], "modules": True, "copied": 0}
 
 
-@pytest.mark.full
-def test_sharded_columns_are_not_kept(ranks):
-    for found in values(ranks, "memory", placement=1):
-        assert found["gathered again"] == [] and found["modules"]
-
-
 @pytest.mark.parametrize(("where", "what"), [("forward", "the all-gather gather0 of"), ("backward", "the all-gather")])
 def test_an_error_on_one_rank_ends_the_other_which_names_the_collective(ranks, where, what):
     first, second = ranks.outcomes(CASES + "one_rank_fails", 100, where=where)

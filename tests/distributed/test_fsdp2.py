@@ -72,8 +72,9 @@ def test_hooks_and_settings_equal_stock_fsdp(ranks):
         ({"name": "outside"}, "a part of the model is not compiled (graph break), where parameters would be missing"),
         ({"name": "returns", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
         ({"name": "changes", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
+        ({"name": "mlp", "placement": 1}, "parameters are sharded along another dimension than the first"),
     ],
-    ids=["option", "graph break", "returns a parameter", "changes a parameter"],
+    ids=["option", "graph break", "returns a parameter", "changes a parameter", "sharded columns"],
 )
 def test_what_cannot_be_taken_over_stays_stock(ranks, how, reason):
     for found in values(ranks, "stock_by_model", **how):

@@ -85,8 +85,6 @@ def _objections(group: Any) -> Iterator[str]:
             yield "this torch keeps what a DTensor parameter looks like elsewhere"
         if getattr(group.mesh_info, "is_spmd_mesh", False):
             yield "parameters are DTensors on a mesh that FSDP's ranks are part of (dp_mesh_dims)"
-        if param.fsdp_placement.dim != 0:  # a rank's heap was corrupted once in such a step; why is not known yet
-            yield "parameters are sharded along another dimension than the first"
         if getattr(param, "_explicit_grad_dtype", None) is not None:
             yield "a parameter asks for gradients of a dtype of their own (grad_dtype)"
         if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):

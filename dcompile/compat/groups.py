@@ -119,8 +119,17 @@ def limit(options: Any, limit_s: float | None) -> None:
         options.timeout = timedelta(seconds=limit_s)
 
 
-def gather_options(limit_s: float | None) -> Any:
-    """Options of an all-gather that fails after `limit_s`."""
+def start_gather(group: Any, full: list[Any], shards: list[Any], limit_s: float | None) -> Any:
+    """Start gathering each tensor of `shards`, from every rank, in one call; it fails after `limit_s`."""
+    return group.allgather_into_tensor_coalesced(full, shards, _gather_options(limit_s))
+
+
+def start_gather_of_one(group: Any, full: Any, shard: Any, limit_s: float | None) -> Any:
+    """Start gathering a flat tensor from every rank, end to end; it fails after `limit_s`."""
+    return group._allgather_base(full, shard, _gather_options(limit_s))
+
+
+def _gather_options(limit_s: float | None) -> Any:
     from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
     options = AllgatherOptions()

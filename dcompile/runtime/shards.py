@@ -14,8 +14,8 @@ from dcompile import compat
 from dcompile.collectives.params import Phase, ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.exchange import Flight, count_replayed
+from dcompile.runtime.messages import start_gather, start_scatter
 from dcompile.runtime.parcels import Parcel, in_order
-from dcompile.runtime.scattering import start_scatter
 
 
 @dataclass(eq=False)
@@ -225,8 +225,7 @@ class Exchange:
             full, shards = [*(full[n] for n in alone), parcel.whole], [*(shards[n] for n in alone), sent]
 
         def start(limit_s: float | None) -> Any:
-            options = compat.groups.gather_options(limit_s)
-            return group.allgather_into_tensor_coalesced(full, shards, options)
+            return start_gather(group, full, shards, limit_s)
 
         label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{_together(found)})"
         with self._named("all-gather", found, group):

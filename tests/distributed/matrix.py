@@ -152,6 +152,8 @@ FSDP2_ROWS = (
     _fsdp2("uneven, root, no_sync", 1, 0, 1, accumulate=True, **ROOT),
     _fsdp2("uneven, in CPU memory, no_sync", 3, 1, 3, offload_policy=CPUOffloadPolicy(pin_memory=False),
            accumulate=True),
+    _fsdp2("mlp, sharded columns, no_sync", 3, 1, 3, placement=1, accumulate=True),
+    _fsdp2("llama, sharded columns", 3, 2, 3, placement=1, always=False),
     _fsdp2("uneven, all of a policy", 1, 0, 1, mp_policy=WIDE, **ROOT),
     _fsdp2("uneven, replicas", 3, 1, 3, replicas=2, always=False),
     _fsdp2("llama", 3, 2, 3, always=False),

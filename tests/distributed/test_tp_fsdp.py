@@ -100,6 +100,7 @@ def test_ranks_share_what_is_compiled_though_their_groups_have_other_names(ranks
         {"name": "llama", "shape": (2, 2)},
         {"name": "mlp", "shape": (2, 2), "mp_policy": WIDE, "wrap": "root"},
         {"name": "mlp", "shape": (2, 1, 2)},
+        {"name": "mlp", "shape": (2, 2), "placement": 1},
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Reduce-scatters over Gloo: exchanged and added up here, against Gloo's own. Ranks are threads of this process."""
+"""Gathers and reduce-scatters over Gloo, put together here, against Gloo's own. Ranks are threads of this process."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcompile.runtime.scattering import ALONE_BYTES, Exchanged
+from dcompile.runtime.messages import ALONE_BYTES, Exchanged, Gathered
 
 SIZES = (12, 0, ALONE_BYTES // 4, 60, ALONE_BYTES // 2, 24)
 """Elements: sent together, nothing at all, sent alone."""
@@ -84,5 +84,28 @@ def test_waiting_has_a_limit():
             work = Exchanged(group, shards, full, False, 60)
         work.wait(limit())
         return not any(shard.isnan().any() for shard in shards)
+
+    assert on_ranks(2, run) == [True, True]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gathers_bring_every_ranks_shards(world):
+    def run(group, rank):
+        _, shards = made(rank, world)
+        shards = [shard.copy_(torch.arange(len(shard)) + rank / 4) for shard in shards]
+        full = [torch.full((world * len(shard),), torch.nan) for shard in shards]
+        work = Gathered(group, full, shards, 60)
+        work.wait(limit())
+        work.wait(limit())  # changes nothing
+        wanted = [torch.cat([torch.arange(len(shard)) + other / 4 for other in range(world)]) for shard in shards]
+        return work.is_completed() and all(map(torch.equal, full, wanted))
+
+    assert on_ranks(world, run) == [True] * world
+
+
+def test_nothing_is_gathered_of_empty_tensors():
+    def run(group, rank):
+        work = Gathered(group, [torch.empty(0)], [torch.empty(0)], 60)
+        return work.wait() and work.is_completed()
 
     assert on_ranks(2, run) == [True, True]

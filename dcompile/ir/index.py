@@ -120,8 +120,8 @@ def modulo(index: Size, divisor: Size, ranges: Ranges) -> Index:
 
 
 def _is_remainder(index: Index, divisor: Size, ranges: Ranges) -> bool:
-    """Is `index` in [0, divisor)?"""
-    return is_nonnegative(index, ranges) and is_below(index, divisor, ranges)
+    """Is `index` in [0, divisor)? 0 is, though nothing may be known of the divisor but that it is positive."""
+    return index == ZERO or (is_nonnegative(index, ranges) and is_below(index, divisor, ranges))
 
 
 def _common_factor(index: Index, by: Size, ranges: Ranges) -> tuple[Size, Index, Index, Size] | None:

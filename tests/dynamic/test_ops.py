@@ -226,3 +226,32 @@ def test_a_returned_view_of_an_input_that_only_the_library_makes():
     x = torch.arange(40.0)[3:].requires_grad_()
     receipt, _ = check(function, (x[:30], 4), (x, 7))
     assert receipt.graphs == 1
+
+
+def test_operands_whose_sizes_are_equal_by_a_guard_share_a_loop():
+    def function(x, table, column):
+        patches = x.unfold(1, 2, 2).sum(-1)
+        more = torch.cat([x[:, :1], patches * patches.shape[1]], 1)
+        return more * table, (more + table).softmax(1), more + column
+
+    calls = [(grad(n, 8), grad(5), grad(n, 1)) for n in (3, 4)]
+    receipt, _ = check(function, *calls)
+    assert receipt.kernels and receipt.graphs == 1 and not receipt.fallbacks
+
+
+def test_a_size_that_may_be_one_is_read_over_and_over_or_not_as_the_call_says():
+    def function(x, y):
+        return x[:, : y.shape[0] // 4] * x[:, :3] + 1
+
+    receipt, _ = check(function, (grad(5, 9), grad(12)), (grad(4, 7), grad(13)))
+    assert receipt.kernels and not receipt.fallbacks
+
+
+def test_overlapping_windows_of_an_input_are_a_look_at_it():
+    def function(x):
+        shape, strides = list(x.shape), list(x.stride())
+        return x.as_strided((shape[0], 2 * shape[1] - 1, *shape[2:]), (strides[0], strides[1] // 2, *strides[2:]))
+
+    calls = [torch.randn(n, n + 1, 8, 16, requires_grad=True) for n in (2, 3)]
+    receipt, _ = check(function, *((x,) for x in calls), (calls[0][:, :, :6],))
+    assert not receipt.fallbacks and not receipt.library_calls

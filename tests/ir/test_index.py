@@ -405,3 +405,9 @@ def test_it_is_fast():
         unflatten(flat, (2048, 12, 64), RANGES)
         substitute(flat, {"i0": 4 * I0 + I1, "i1": J0}, RANGES)
     assert (time.process_time() - started) / 200 < 2e-3
+
+
+def test_nothing_divided_by_a_size_is_nothing_though_the_size_may_be_anything():
+    size = floordiv(S0, 4, {}) * S1
+    assert floordiv(0, size, {}) == modulo(0, size, {}) == ZERO
+    assert floordiv(size, size, {}) == as_index(1) and modulo(size, size, {}) == ZERO

@@ -99,6 +99,8 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
     fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
     aliasing = returns_alias(target)
     if aliasing and _is_returned_look(low, node, args):
+        if (look := _strided_look(low, op, value, args)) is not None:
+            return look
         aliasing = False
     elif aliasing and (copying := copying_variant(target)) is not None:
         op, aliasing = copying, False
@@ -124,6 +126,15 @@ def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
         and base.view.buffer in low.inputs
         and all(user.op == "output" for user in node.users)
     )
+
+
+def _strided_look(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any]) -> T | None:
+    """The view that `as_strided` makes of an input from where that begins; torch checks its bounds when it is made."""
+    shape, strides = opaque_shape(value)
+    if op != "aten.as_strided.default" or len(args) > 3 or not variables_of((*shape, *strides)) <= low.known:
+        return None
+    assert args[0].view is not None
+    return from_view(View(args[0].view.buffer, shape, strides, args[0].view.offset), args[0].dtype)
 
 
 def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> T:

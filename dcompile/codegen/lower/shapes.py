@@ -179,9 +179,13 @@ def _slice_of(size: Size, start: Size | None, end: Size | None, step: Size, sour
     ):
         first, last, _ = slice(start, end, step).indices(size)
         return first, max(0, -(-(last - first) // step))
-    if len(source.shape) < -dim or source.shape[dim] == 1:
-        raise Inexpressible("the length of a slice that is expanded to")
-    return first_of(start, size), source.shape[dim]
+    first = first_of(start, size)
+    if len(source.shape) >= -dim and source.shape[dim] != 1:
+        return first, source.shape[dim]
+    last = as_index(size if end is None else end)
+    if isinstance(step, int) and is_nonnegative(as_index(size) - last, {}) and is_nonnegative(last - first, {}):
+        return first, as_size(floordiv(last - first + (step - 1), step, {}))
+    raise Inexpressible("the length of a slice that is expanded to")
 
 
 def _select_scatter(_: Lowering, value: torch.Tensor, /, x: T, source: T, dim: int, position: Size) -> Result:

@@ -18,6 +18,7 @@ from dcompile.ir.index import (
     Size,
     as_index,
     as_size,
+    bounds,
     extreme,
     floordiv,
     is_nonnegative,
@@ -157,7 +158,7 @@ class _Reader:
             case "Pow" | "PowByNatural":
                 return self._power(*args)
             case "FloorDiv" | "CleanDiv":
-                return floordiv(*self._division(*args), {})
+                return self._divided(*map(self.read, args))
             case "Mod" | "PythonMod":
                 return modulo(*self._division(*args), {})
             case "ModularIndexing":
@@ -167,10 +168,17 @@ class _Reader:
                 return self._rounded_up(*args)
             case "CeilToInt" if type(args[0]).__name__ == "IntTrueDiv":
                 return self._rounded_up(*args[0].args)
-            case "FloorToInt" | "TruncToInt" if type(args[0]).__name__ == "IntTrueDiv":
+            case "FloorToInt" if type(args[0]).__name__ == "IntTrueDiv":
+                return self._divided(*map(self.read, args[0].args))
+            case "TruncToInt" if type(args[0]).__name__ == "IntTrueDiv":
                 return floordiv(*self._division(*args[0].args), {})
-            case "FloorToInt" | "TruncToInt" if args[0].is_Mul and len(args[0].args) == 2:
-                return self._scaled(*args[0].args)
+            case "CeilToInt":
+                number, by = self._fraction(args[0])
+                return self._divided(number + by - 1, by)
+            case "FloorToInt":
+                return self._divided(*self._fraction(args[0]))
+            case "TruncToInt":
+                return floordiv(*self._checked(*self._fraction(args[0])), {})
             case "Identity":
                 return self.read(args[0])
             case "Max" | "Min":
@@ -188,6 +196,14 @@ class _Reader:
     def _division(self, base: Any, divisor: Any) -> tuple[Index, Size]:
         return self._checked(self.read(base), self.read(divisor))
 
+    def _divided(self, base: Index, divisor: Index) -> Index:
+        """Rounded down. What may be negative, but is bounded (what a convolution leaves of few columns), is shifted."""
+        least, by = bounds(base, {})[0], divisor.constant
+        if least is None or least >= 0 or not by or by < 0:
+            return floordiv(*self._checked(base, divisor), {})
+        shift = -(least // by)
+        return floordiv(base + shift * by, by, {}) - shift
+
     def _checked(self, base: Index, divisor: Index) -> tuple[Index, Size]:
         """A division whose meaning in C, Python and our algebra is one: nothing is negative."""
         if not is_nonnegative(base, {}) or not is_nonnegative(divisor, {}) or divisor.constant == 0:
@@ -195,18 +211,27 @@ class _Reader:
         return base, as_size(divisor)
 
     def _rounded_up(self, base: Any, divisor: Any) -> Index:
-        number, by = self._division(base, divisor)
-        return floordiv(number + by - 1, by, {})
+        number, by = self.read(base), self.read(divisor)
+        return self._divided(number + by - 1, by)
 
-    def _scaled(self, factor: Any, number: Any) -> Index:
-        """`int(1.5 * size)`, where a double holds the product exactly."""
-        if not (factor.is_Float and type(number).__name__ == "ToFloat"):
-            raise Inexpressible(f"the size {factor}*{number}")
-        over, under = float(factor).as_integer_ratio()
-        size = self.read(number.args[0])
-        if under > 1 << 10 or not 0 < over <= 1 << 20 or not is_nonnegative(size, {}):
-            raise Inexpressible(f"the size {factor}*{number}")
-        return floordiv(size * over, under, {})
+    def _fraction(self, expression: Any) -> tuple[Index, Index]:
+        """(numerator, denominator) of a float such as `1.5 * size` or `size - 0.5`, where a double holds it exactly."""
+        head, args = type(expression).__name__, expression.args
+        if head == "ToFloat":
+            return self.read(args[0]), as_index(1)
+        if expression.is_Float or expression.is_Integer:
+            over, under = float(expression).as_integer_ratio()
+            if under <= 1 << 10 and abs(over) <= 1 << 20:
+                return as_index(over), as_index(under)
+        elif head == "FloatTrueDiv" and args[1].is_number and float(args[1]) == 1:
+            return self._fraction(args[0])
+        elif head in ("Add", "Mul") and len(args) == 2:
+            (a, under_a), (b, under_b) = map(self._fraction, args)
+            if head == "Add":
+                return a * under_b + b * under_a, under_a * under_b
+            if a.constant is not None or b.constant is not None:
+                return a * b, under_a * under_b
+        raise Inexpressible(f"the size {expression}")
 
     def _extreme(self, kind: str, args: list[Index]) -> Index:
         if self.strides and kind == "max":

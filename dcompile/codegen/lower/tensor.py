@@ -15,7 +15,7 @@ from dcompile.codegen.lower.indices import (
     variables,
 )
 from dcompile.codegen.lower.sizes import Inexpressible
-from dcompile.ir.index import Size, as_index, flatten, is_below, is_nonnegative, size_product
+from dcompile.ir.index import ZERO, Size, as_index, flatten, is_below, is_nonnegative, modulo, size_product
 from dcompile.ir.nodes import Const, IndexOf, Ref, View
 
 At = Callable[[Body, Coords], Ref]
@@ -129,16 +129,25 @@ def broadcast(tensor: T, shape: Shape) -> T:
     if tensor.shape == shape:
         return tensor
     lead = len(shape) - len(tensor.shape)
-    zero = as_index(0)
-    fixed = [size == 1 for size in tensor.shape]
-    for size, wanted in zip(tensor.shape, shape[lead:], strict=True):
-        if size not in (1, wanted):
-            raise Inexpressible(f"whether ({size}) is 1 or ({wanted})")
+    kinds = [_expanded(size, wanted) for size, wanted in zip(tensor.shape, shape[lead:], strict=True)]
 
     def remap(_: Body, coords: Coords) -> Coords:
-        return tuple(zero if one else c for one, c in zip(fixed, coords[lead:], strict=True))
+        places = zip(tensor.shape, kinds, coords[lead:], strict=True)
+        return tuple(ZERO if kind else modulo(c, size, {}) if kind is None else c for size, kind, c in places)
 
     return remapped(tensor, shape, remap)
+
+
+def _expanded(size: Size, wanted: Size) -> bool | None:
+    """Whether a size is 1 and read over and over; None if only a call can tell, where the remainder by it is right.
+
+    torch has found the sizes to go together, so what is not 1 is equal, in whatever words.
+    """
+    if size == 1:
+        return True
+    if isinstance(size, int) and isinstance(wanted, int) and size != wanted:
+        raise Inexpressible(f"a size of {size} where {wanted} is wanted")
+    return False if size == wanted or is_nonnegative(as_index(size) - 2, {}) else None
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape:

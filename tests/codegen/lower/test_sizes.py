@@ -22,6 +22,8 @@ FUNCTIONS = {
     "halves": lambda x: x.new_empty(x.shape[0] // 2, (x.shape[1] + 3) // 4),
     "a remainder": lambda x: x.new_empty(x.shape[0] % 3 + 1, 2),
     "the larger one": lambda x: x.new_empty(torch.sym_max(x.shape[0], x.shape[1]), 2),
+    "what a convolution leaves": lambda x: x.new_empty(((x.shape[0] + 1) // 2 - 2) // 2 + 1, (x.shape[1] - 5) // 3 + 2),
+    "steps from a half": lambda x: x.new_empty(torch.arange(0.5, x.shape[0] // 2).shape[0], int(x.shape[1] * 1.5)),
     "a square": lambda x: x.new_empty(x.shape[0] * x.shape[0], 2),
     "strides": lambda x: x.new_empty(x.shape[1], x.shape[0], 2).transpose(0, 1),
 }

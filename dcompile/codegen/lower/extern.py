@@ -128,7 +128,7 @@ def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
     )
 
 
-def _strided_look(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any]) -> T | None:
+def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> T | None:
     """The view that `as_strided` makes of an input from where that begins; torch checks its bounds when it is made."""
     shape, strides = opaque_shape(value)
     if op != "aten.as_strided.default" or len(args) > 3 or not variables_of((*shape, *strides)) <= low.known:

@@ -179,12 +179,12 @@ def _slice_of(size: Size, start: Size | None, end: Size | None, step: Size, sour
     ):
         first, last, _ = slice(start, end, step).indices(size)
         return first, max(0, -(-(last - first) // step))
-    first = first_of(start, size)
+    begin = first_of(start, size)
     if len(source.shape) >= -dim and source.shape[dim] != 1:
-        return first, source.shape[dim]
-    last = as_index(size if end is None else end)
-    if isinstance(step, int) and is_nonnegative(as_index(size) - last, {}) and is_nonnegative(last - first, {}):
-        return first, as_size(floordiv(last - first + (step - 1), step, {}))
+        return begin, source.shape[dim]
+    behind = as_index(size if end is None else end)
+    if isinstance(step, int) and is_nonnegative(as_index(size) - behind, {}) and is_nonnegative(behind - begin, {}):
+        return begin, as_size(floordiv(behind - begin + (step - 1), step, {}))
     raise Inexpressible("the length of a slice that is expanded to")
 
 

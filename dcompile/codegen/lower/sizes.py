@@ -173,8 +173,8 @@ class _Reader:
             case "TruncToInt" if type(args[0]).__name__ == "IntTrueDiv":
                 return floordiv(*self._division(*args[0].args), {})
             case "CeilToInt":
-                number, by = self._fraction(args[0])
-                return self._divided(number + by - 1, by)
+                over, under = self._fraction(args[0])
+                return self._divided(over + under - 1, under)
             case "FloorToInt":
                 return self._divided(*self._fraction(args[0]))
             case "TruncToInt":
@@ -198,11 +198,11 @@ class _Reader:
 
     def _divided(self, base: Index, divisor: Index) -> Index:
         """Rounded down. What may be negative, but is bounded (what a convolution leaves of few columns), is shifted."""
-        least, by = bounds(base, {})[0], divisor.constant
-        if least is None or least >= 0 or not by or by < 0:
+        least, number = bounds(base, {})[0], divisor.constant
+        if least is None or least >= 0 or not number or number < 0:
             return floordiv(*self._checked(base, divisor), {})
-        shift = -(least // by)
-        return floordiv(base + shift * by, by, {}) - shift
+        shift = -(least // number)
+        return floordiv(base + shift * number, number, {}) - shift
 
     def _checked(self, base: Index, divisor: Index) -> tuple[Index, Size]:
         """A division whose meaning in C, Python and our algebra is one: nothing is negative."""

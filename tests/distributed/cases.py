@@ -20,6 +20,7 @@ from tests.distributed.models import batch, loss_of
 from tests.distributed.training import Training, across_ranks, compare, largest_difference
 
 ATEN = {"kernels": "aten"}
+GRAPHS = {"kernels": "aten", "triton.cudagraphs": True}
 MAKE = {
     "mlp": models.Mlp,
     "shared": models.SharedOverBreak,

@@ -4,21 +4,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from tests.distributed.harness import Ranks
+from tests.distributed.cases import GRAPHS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 CASES = "tests.distributed.fsdp_cases:"
-GRAPHS = {"kernels": "aten", "triton.cudagraphs": True}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pair = Ranks(backend="nccl")
-    yield pair
-    pair.stop()
 
 
 @pytest.mark.parametrize(

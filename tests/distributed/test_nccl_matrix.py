@@ -1,30 +1,18 @@
 """Rows of the numerics matrix on two GPUs over NCCL, against stock: FSDP1, hooks and groups of DDP, SyncBatchNorm."""
 
 import pytest
-import torch
 
-from tests.distributed.harness import Ranks
+from tests.distributed.cases import GRAPHS
 from tests.distributed.matrix import DDP_ROWS, FSDP1_ROWS
 from tests.distributed.test_matrix import run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 CASES = "tests.distributed.cases:"
 WANTED = ("hook", "group", "LoRA, no_sync", "a limit for each bucket", "half precision", "layer shared")
 ROWS = [row for row in DDP_ROWS if row.always and any(word in row.name for word in WANTED)]
 ROWS += [row for row in FSDP1_ROWS if row.always]
 CLOSE = 1e-5
 """Relative difference of losses where CUDA adds with atomics: gradients of embeddings and of convolutions."""
-GRAPHS = {"kernels": "aten", "triton.cudagraphs": True}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pair = Ranks(backend="nccl")
-    yield pair
-    pair.stop()
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])

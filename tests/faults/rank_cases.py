@@ -280,19 +280,24 @@ def rank_0_cannot_compile(folder: str) -> Any:
 # --- these end the processes ------------------------------------------------------------------------------------------
 
 
-def killed_in_backward(wrap: str = "ddp", said: str = "", **options: Any) -> Any:
-    """Rank 1 dies between two collectives. `said`: a file for what rank 0 says, if it has no time to raise it."""
+def killed_in_backward(wrap: str = "ddp", said: str = "", died: str = "", **options: Any) -> Any:
+    """Rank 1 dies between two collectives, and writes to the file `died` when.
+
+    `said`: a file for what rank 0 says, if it has no time to raise it.
+    """
     if said and not is_second():
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
         waiting.SILENT_S = 5.0
     model = model_of(wrap=wrap, **options)
     for _ in range(4):  # with CUDA graphs, the last of them are replays
         step(model)
-    step(model, on_the_way=_die if is_second() else None)
+    step(model, on_the_way=(lambda _: _die(died)) if is_second() else None)
     return None
 
 
-def _die(_: Any) -> None:
+def _die(died: str) -> None:
+    if died:
+        Path(died).write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

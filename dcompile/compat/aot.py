@@ -27,7 +27,12 @@ def aot_compile(
     from torch._functorch.aot_autograd import aot_module_simplified
 
     # With donation on, AOTAutograd refuses backward(retain_graph=True). Memory planning of ours reuses what it may.
-    with config.patch(donated_buffer=False), tangents_as_results():  # type: ignore[no-untyped-call, unused-ignore]
+    settings: dict[str, Any] = {"donated_buffer": False}
+    # With this on, what draws random numbers on a GPU and is recomputed has a generator of its own, seeded in the first
+    # call: eager has no such thing.
+    if hasattr(config, "graphsafe_rng_functionalization"):
+        settings["graphsafe_rng_functionalization"] = False
+    with config.patch(settings), tangents_as_results():  # type: ignore[no-untyped-call, unused-ignore]
         return aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,

@@ -312,10 +312,24 @@ def hook_places(state: Any) -> tuple[list[Place], list[Place]]:
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         handles += getattr(handle, "handles", None) or [handle]  # one handle stands for several modules' hooks
     places = [(handle.hooks_dict_ref(), handle.id) for handle in {id(handle): handle for handle in handles}.values()]
+    for table, _ in places:
+        _say_order(table)
     return (
         [(table, key) for table, key in places if any(table is other for other in before)],
         [(table, key) for table, key in places if any(table is other for other in after)],
     )
+
+
+def _say_order(table: dict[int, Any]) -> None:
+    """Enter the hooks of an OrderedDict anew, in the order in which they run.
+
+    FSDP moves its hook before others (`prepend=True`). In a guard on one of them, torch 2.11 looks for it by its place
+    among `dict.keys(table)`, which still has the order in which they were registered.
+    """
+    if list(dict.keys(table)) != list(table):
+        hooks = list(table.items())
+        table.clear()
+        table.update(hooks)
 
 
 def input_cast(state: Any) -> torch.dtype | None:

@@ -96,8 +96,11 @@ def against_stock(
 
 def against_stock_sync_norm() -> dict[str, Any]:
     """SyncBatchNorm, which has kernels on GPUs alone; products and convolutions in whole float32."""
-    with mock.patch.object(torch.backends.cudnn, "allow_tf32", False):
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
         return against_stock("sync_norm")
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def scatter(name: str, hook: str, ranks: Any, accumulate: bool, steps: int, **ddp: Any) -> float:

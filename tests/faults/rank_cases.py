@@ -287,7 +287,7 @@ def killed_in_backward(wrap: str = "ddp", said: str = "", died: str = "", **opti
     """
     if said and not is_second():
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-        waiting.SILENT_S = 5.0
+        waiting.SILENT_S, waiting.STALE_S = 5.0, 4.0
     model = model_of(wrap=wrap, **options)
     for _ in range(4):  # with CUDA graphs, the last of them are replays
         step(model)

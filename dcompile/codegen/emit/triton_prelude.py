@@ -178,6 +178,7 @@ def pow_(a, b):
     if a.dtype.is_floating():
         return libdevice.pow(a, b)
     else:
+        a, b = tl.broadcast(a, b)  # one of them may be a single number: in a loop, shapes stay
         left = tl.where(b < 0, 0, b).to(a.dtype)
         base = a
         result = tl.full(a.shape, 1, a.dtype)
@@ -191,7 +192,7 @@ def pow_(a, b):
 
 @triton.jit
 def gcd_(a, b):
-    a, b = tl.abs(a), tl.abs(b)
+    a, b = tl.broadcast(tl.abs(a), tl.abs(b))
     for _ in range(92):  # Euclid's steps for 64 bits: Fibonacci numbers take the most
         rest = tl.where(b != 0, a % tl.where(b != 0, b, 1), 0).to(a.dtype)
         a = tl.where(b != 0, b, a)
@@ -217,8 +218,8 @@ def online_(s, m, h, e):
 @triton.jit
 def zeta_(given, start):
     # Cephes, as eager: also for float32
-    x, q = given.to(tl.float64), start.to(tl.float64)
-    pole = (x == 1) | ((q <= 0) & (q == libdevice.floor(q)) & (x >= 1))
+    x, q = tl.broadcast(given.to(tl.float64), start.to(tl.float64))
+    pole = (x == 1) | ((q <= 0) & (q == libdevice.floor(q)) & ((x >= 1) | (x != x)))
     nowhere = (x < 1) | ((q <= 0) & (q != libdevice.floor(q)) & (x != libdevice.floor(x))) | (x != x) | (q != q)
     least = 1.11022302462515654042e-16
     total, w, count = libdevice.pow(q, -x), q, 0

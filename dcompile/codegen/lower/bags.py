@@ -38,7 +38,7 @@ def embedding_bag(
     rows = _kept(_weighted(aten.embedding(weight, indices), sample_weights), indices, padding)
     ones = _kept(torch.ones_like(indices, dtype=torch.int64), indices, padding)
     sizes = ones.new_zeros(bags).index_add(0, place, ones)
-    result = weight.new_zeros((bags, weight.shape[1])).index_add(0, place, rows)
+    result = _added((bags, weight.shape[1]), place, rows)
     if mode == MEAN:
         result = result / sizes.clamp_min(1).unsqueeze(1).to(result.dtype)
     return result, place, sizes, sizes.clone()
@@ -53,6 +53,12 @@ def _bag_of_row(rows: int, starts: Tensor) -> Tensor:
 
 def _weighted(rows: Tensor, sample_weights: Tensor | None) -> Tensor:
     return rows if sample_weights is None else rows * sample_weights.unsqueeze(1)
+
+
+def _added(shape: tuple[int, int], place: Tensor, rows: Tensor) -> Tensor:
+    """Rows added up where they belong, and rounded once, as torch's own kernels do it: its index_add rounds each sum."""
+    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
+    return rows.new_zeros(shape, dtype=wide).index_add(0, place, rows.to(wide)).to(rows.dtype)
 
 
 def _kept(rows: Tensor, indices: Tensor, padding: int) -> Tensor:
@@ -73,7 +79,7 @@ def embedding_bag_backward(
     if mode == MEAN:
         grad = grad / sizes.clamp_min(1).unsqueeze(1).to(grad.dtype)
     rows = _kept(_weighted(grad.index_select(0, place), sample_weights), indices, padding)
-    return grad.new_zeros((count, grad.shape[1])).index_add(0, indices.long(), rows)
+    return _added((count, grad.shape[1]), indices.long(), rows)
 
 
 def sample_weights_backward(

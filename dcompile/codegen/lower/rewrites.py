@@ -39,8 +39,8 @@ def channel_shuffle(x: Tensor, groups: int) -> Tensor:
 
 
 def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
-    """Every `factor` x `factor` square becomes channels; without elements the shape stays, as it does in eager."""
-    if compat.sizes.is_known_empty(x):
+    """Every `factor` x `factor` square becomes channels; without elements the shape stays, as in eager on the CPU."""
+    if compat.sizes.is_known_empty(x) and x.device.type == "cpu":
         return x.clone()
     *lead, channels, height, width = x.shape
     n = len(lead)

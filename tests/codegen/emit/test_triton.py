@@ -22,7 +22,7 @@ from dcompile.codegen.schedule.spread import spread_columns
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.ir.index import var
-from dcompile.ir.nodes import Loop, Program
+from dcompile.ir.nodes import Load, Loop, Program, Store
 from dcompile.ir.ops import OPS
 from dcompile.machine import triton_version
 from dcompile.runtime.cache import KernelCache
@@ -173,6 +173,18 @@ def test_other_gpus(arch, tmp_path):
     for name in ("rms_norm_backward", "cross_entropy"):
         ptx, _, _ = _compiled(source(LARGE[name]), arch, tmp_path)
         assert f".target sm_{arch}" in ptx
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("op", ["zeta float32", "pow int64", "gcd int64"])
+def test_operations_with_loops_take_a_single_number(op, place, tmp_path):
+    """Which is not as large as what becomes of it in the loop."""
+    name, dtype = op.split()
+    body = loops.Body()
+    args = [body.put(Load(f"x{k}", loops.I0 * (k != place), dtype)) for k in range(2)]
+    inputs = {f"x{k}": (dtype, (96,)) for k in range(2)}
+    stores = [Store("y", loops.I0, body.op(name, *args, dtype=dtype))]
+    assert _compiled(source(loops.program(body, (96,), (), stores, **inputs, y=(dtype, (96,)))), 90, tmp_path)
 
 
 def test_no_multiplication_is_contracted_with_an_addition(machine_code):

@@ -56,7 +56,7 @@ def _weighted(rows: Tensor, sample_weights: Tensor | None) -> Tensor:
 
 
 def _added(shape: tuple[int, int], place: Tensor, rows: Tensor) -> Tensor:
-    """Rows added up where they belong, and rounded once, as torch's own kernels do it: its index_add rounds each sum."""
+    """Rows added up where they belong, and rounded once, as eager does: index_add rounds each sum."""
     wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
     return rows.new_zeros(shape, dtype=wide).index_add(0, place, rows.to(wide)).to(rows.dtype)
 

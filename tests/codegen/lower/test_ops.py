@@ -499,3 +499,11 @@ def test_the_sum_of_a_row_with_one_element_is_that_element() -> None:
     assert [
         value for step in program.steps if isinstance(step, Loop) for value in step.body if isinstance(value, Reduce)
     ]
+
+
+def test_pixels_that_are_none_get_a_shape_all_the_same():
+    """On the CPU eager leaves an empty tensor's shape alone, elsewhere it does not."""
+    unshuffle = table()[torch.ops.aten.pixel_unshuffle.default]
+    for device in ("cpu", "meta"):
+        x = torch.empty(0, 1, 6, 6, device=device)
+        assert unshuffle(x, 3).shape == torch.pixel_unshuffle(x, 3).shape

@@ -15,7 +15,7 @@ from dcompile.artifacts import dump, log
 from dcompile.codegen.emit import build, cpp, host, triton, triton_build
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
-from dcompile.codegen.emit.triton_joint import joined
+from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
 from dcompile.codegen.lower.program import Lowered, lower
 from dcompile.codegen.lower.sizes import traced_sizes
 from dcompile.codegen.schedule.accumulate import accumulate_products
@@ -135,7 +135,7 @@ class Pipeline:
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes)
-        kernels = self._timed(request, "emit", lambda: _emit(program, self._own_products()))
+        kernels = self._timed(request, "emit", lambda: _emit(program, request.kind, self._own_products()))
         report = _report(program, kernels)
         if program.buckets:
             foreseen = predicted(program, request.figures, dict(request.groups))
@@ -270,13 +270,21 @@ def _why_not_gpu(devices: set[torch.device]) -> str | None:
     return None
 
 
-def _emit(program: Program, own_products: bool) -> Kernels:
+def _emit(program: Program, kind: str, own_products: bool) -> Kernels:
     """The kernel of each loop, for the device whose memory it writes; on the CPU also of matrix products, if wanted."""
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if not any(buffer.device != "cpu" for buffer in program.buffers):
         return cpp.emit_all(program, own_products=own_products)
-    return Kernels(joined(program, tuple((triton if on_gpu(loop, table) else cpp).emit(loop, table) for loop in loops)))
+    single = [(triton if on_gpu(loop, table) else cpp).emit(loop, table) for loop in loops]
+    calls = joined(program, single)
+    constant = constants(program) if kind == "inference" else frozenset[str]()  # elsewhere, others write parameters
+    if constant:
+        for number in range(first_launch(calls) + 1, len(loops)):
+            if on_gpu(loops[number], table) and constant & loops[number].reads:
+                single[number] = triton.emit(loops[number], table, constant)
+        calls = joined(program, single)
+    return Kernels(calls)
 
 
 def _build(

@@ -6,7 +6,8 @@ The rules:
   3. an index uses the loop's variables, size symbols and integers computed earlier, and stays inside its buffer;
   4. a `set` store writes no element twice, and covers its buffer unless that is an input;
   5. what a step reads was written before it or is an input; a buffer has one writer (besides library calls that work in
-     place), and no step after the one that overwrites an input reads that input;
+     place, and loops that write to an input at one position known at run time), and no step after the one that
+     overwrites an input reads that input;
   6. a loop reads an input that it overwrites only where it writes;
   7. each collective has one wait, and nothing touches its buffers in between;
   8. outputs and gradients exist;
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.errors import VerifyError
-from dcompile.ir.analysis import can_overwrite, takes_over
+from dcompile.ir.analysis import can_overwrite, runtime_refs, takes_over
 from dcompile.ir.index import Index, Size, as_index
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -206,11 +207,14 @@ class _Order:
         own = step.reads & step.writes
         require(own <= self.inputs, f"{', '.join(sorted(own))} is read by the step that writes it")
         self._read(step.reads)
+        partly = _partly_written(step)
+        require(partly <= self.inputs, f"{', '.join(sorted(partly))} is written in part, and is no input")
         for name in sorted(step.writes):
             require(name not in self.closed, f"{name} has a second writer")
             if isinstance(step, Loop) and name in own:
                 require(can_overwrite(step, name, name), f"{step.name} overwrites elements of {name} still to be read")
-            self.closed.add(name)
+            if name not in partly:
+                self.closed.add(name)
             self.written.add(name)
 
     def _start(self, step: Collective) -> None:
@@ -229,6 +233,12 @@ class _Order:
 
     def finish(self) -> None:
         require(not self.flying, f"nothing waits for {', '.join(sorted(self.flying))}")
+
+
+def _partly_written(step: Loop | Extern) -> frozenset[str]:
+    """Buffers of which a loop writes what lies at a position known at run time."""
+    stores = step.stores if isinstance(step, Loop) else ()
+    return frozenset(store.buffer for store in stores if store.mode == "set" and runtime_refs(store.index))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

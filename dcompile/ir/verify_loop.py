@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from dcompile.ir.analysis import inner_names, is_row_store, outer_names, runtime_refs, sizes
+from dcompile.ir.analysis import inner_names, is_row_store, operands, outer_names, sizes
 from dcompile.ir.index import Index, as_index, evaluate_on, upper_bound
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS, REDUCTIONS, SCANS
@@ -132,11 +132,22 @@ def _check_store(loop: Loop, store: Store, table: Mapping[str, Buffer], allowed:
     require(table[store.buffer].dtype == dtype, f"{where}: {dtype} into {table[store.buffer].dtype}")
     _check_index(store.index, allowed, len(loop.body), loop)
     if store.mode == "set":
-        require(not runtime_refs(store.index), f"{where}: [{store.index}] is known only at run time")
+        varies = set(store.index.variables) & {f"v{ref}" for ref in _varying(loop)}
+        require(not varies, f"{where}: [{store.index}] is known only at run time, and may be the same for two elements")
         return
     reduction = REDUCTIONS.get(store.mode)
     require(reduction is not None and reduction.combine is not None, f"{where}: unknown mode {store.mode}")
     _check_reduce(store.mode, dtype, dtype)
+
+
+def _varying(loop: Loop) -> set[Ref]:
+    """Values that may differ within a loop: all but what is computed from constants and from what lies in one place."""
+    names, found = sizes(loop).keys(), set[Ref]()
+    for ref, value in enumerate(loop.body):
+        own = value.index.variables & names if isinstance(value, (Load, IndexOf)) else ()
+        if own or found.intersection(operands(value)):
+            found.add(ref)
+    return found
 
 
 # --- indices ----------------------------------------------------------------------------------------------------------

@@ -23,11 +23,19 @@ LAUNCHER = "gpu_launch"
 """Name of the C function in the cache; the host's compiler builds it once."""
 LAUNCHER_TEXT = """\
 struct Kernel { void* function; u32 grid, threads, shared, count; };
-typedef int (*Start)(void*, u32, u32, u32, u32, u32, u32, u32, void*, void**, void**);
-extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, int64 count, void** arguments) {
+struct Attribute { u32 id, padding; int32 value[16]; };  // CUlaunchAttribute
+struct Config { u32 grid[3], block[3], shared; void* stream; Attribute* attributes; u32 count; };  // CUlaunchConfig
+typedef int (*Start)(const Config*, void*, void**, void**);
+extern "C" int64 gpu_launch(
+    Start start, void* stream, const Kernel* kernels, int64 count, void** arguments, int64 early) {
+  Attribute overlapping = {6, 0, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+  Config config = {{1, 1, 1}, {1, 1, 1}, 0, stream, &overlapping, early != 0};
   for (int64 n = 0; n < count; n++) {
     const Kernel* k = kernels + n;
-    const int failed = start(k->function, k->grid, 1, 1, k->threads, 1, 1, k->shared, stream, arguments, 0);
+    config.grid[0] = k->grid;
+    config.block[0] = k->threads;
+    config.shared = k->shared;
+    const int failed = start(&config, k->function, arguments, 0);
     if (failed) return (n << 32) | failed;
     arguments += k->count;
   }
@@ -37,6 +45,9 @@ extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, in
 SHARED_LIMIT = 48 << 10
 """Bytes of shared memory that a kernel gets without asking."""
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+EARLY = (9, 0)
+"""Compute capability from which on a kernel may start while the one before it ends, and waits by itself for its results
+(programmatic dependent launch): see `triton_prelude.AFTER`."""
 
 
 class _Kernel(ctypes.Structure):
@@ -143,12 +154,13 @@ class Launches:
         self._known = known  # the driver reads them at each launch
         self._slots, self._count = slots, count
         self._pointers = (ctypes.c_uint64 * len(pointers))(*pointers)
-        self._call = (ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value,)
+        self._call = (ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value,)
+        self._early = int(torch.cuda.get_device_capability(device) >= EARLY)
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """Start all kernels on `stream`."""
         self._slots[: self._count] = addresses  # type: ignore[call-overload]
-        failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers)
+        failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers, self._early)
         if failed:
             _check(failed & 0xFFFFFFFF, f"starting kernel {self._names[failed >> 32]}")
 
@@ -157,7 +169,8 @@ def launcher(library: ctypes.CDLL) -> Any:
     """The C function that walks over a launch table."""
     function = getattr(library, LAUNCHER)
     function.restype = ctypes.c_int64
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [pointer, pointer, pointer, number, pointer, number]
     return function
 
 

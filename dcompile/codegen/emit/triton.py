@@ -15,7 +15,7 @@ from dataclasses import replace
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.triton_passes import Passes
-from dcompile.codegen.emit.triton_prelude import HEADER, POINTERS, SPELLING, literal, used_functions
+from dcompile.codegen.emit.triton_prelude import AFTER, HEADER, POINTERS, SPELLING, literal, used_functions
 from dcompile.codegen.emit.triton_tiles import ceil_div, make_plan
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
@@ -28,10 +28,13 @@ INTEGER = "i64"
 """Type of a size symbol, or of another number that kernels are told."""
 
 
-def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
-    """The source of one kernel; `table` says how large the buffers are, and where those of the arena lie."""
+def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] = frozenset()) -> KernelSource:
+    """The source of one kernel; `table` says how large the buffers are, and where those of the arena lie.
+
+    Buffers in `constant` are written neither by the kernel nor by the one before it: they are read while that ends.
+    """
     plan = make_plan(loop)
-    writer = Passes(plan, table)
+    writer = Passes(plan, table, constant)
     writer.run()
     arguments = tuple(writer.arguments)
     combining = [store for store in loop.stores if plan.atomic and store.mode != "set"]
@@ -54,7 +57,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     entry = f"dcompile_{plan.kind}_{digest[:8]}"  # what profilers show
     text = text.replace("def kernel(", f"def {entry}(")
     launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
-    cost = len(loop.body) + 4
+    cost = sum(map(bool, writer.classes)) + 4  # what is one number for all programs costs next to nothing
     return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers)
 
 
@@ -77,6 +80,7 @@ def _fill(writer: Passes, store: Store) -> tuple[str, str, str]:
     identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{writer.argument(store.buffer)}"
     wide = "tl.program_id(0).to(tl.int64)" if may_exceed(size, 2**31 - 1) else "tl.program_id(0)"
     lines = [
+        f"    {AFTER}",
         f"    x = {wide} * {FILL} + tl.arange(0, {FILL})",
         f"    tl.store(a + x, {identity}, x < {writer.size(size)})",
     ]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from dcompile.codegen.emit.emitter import KernelSource, Launch
 from dcompile.codegen.emit.triton_prelude import HEADER, used_functions
 from dcompile.codegen.emit.triton_text import overlap
-from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.ir.nodes import Buffer, Collective, Loop, Program, Wait
 
 MOST = 8
 """Loops in one launch."""
@@ -49,6 +49,23 @@ def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSourc
             group.append(number)
     _close(group, loops, found)
     return tuple(found)
+
+
+def constants(program: Program) -> frozenset[str]:
+    """Inputs that no step of the program writes, so that its kernels may read them while others still run."""
+    if any(isinstance(step, (Collective, Wait)) for step in program.steps):
+        return frozenset()
+    written = frozenset[str]().union(*(step.writes for step in program.steps))
+    return frozenset(program.inputs) - written - frozenset(program.donated)
+
+
+def first_launch(calls: Sequence[KernelSource]) -> int:
+    """The first kernel that starts whatever the sizes are: once a later one comes, what ran before the program is over.
+
+    See `triton_prelude.AFTER`.
+    """
+    grids = ([launch.grid for launch in kernel.launches] for kernel in calls)
+    return next((n for n, found in enumerate(grids) if any(isinstance(g, int) and g > 0 for g in found)), len(calls))
 
 
 def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource]) -> None:

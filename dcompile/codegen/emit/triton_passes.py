@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dcompile.codegen.emit.triton_prelude import AFTER
 from dcompile.codegen.emit.triton_text import Class, Text
 from dcompile.codegen.emit.triton_tiles import Dim
-from dcompile.ir.analysis import operands, store_operands
+from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
 
@@ -33,6 +34,7 @@ class Passes(Text):
                 x, r = self.plan.dims
                 self.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
+                    self.line(AFTER)
                     self._looped(r)
                 else:
                     self.position(r, "0")
@@ -54,11 +56,27 @@ class Passes(Text):
 
     def _straight(self) -> None:
         """Each value once, then the stores."""
-        for ref in sorted(self.levels.live):
+        live = sorted(self.levels.live)
+        early = [ref for ref in live if self._may_be_early(ref)]
+        for ref in early:
             self._value(ref)
+        self.line(AFTER)
+        for ref in live:
+            if ref not in early:
+                self._value(ref)
         self._barrier()
         for number in range(len(self.nest.stores)):
             self.store(number)
+
+    def _may_be_early(self, ref: Ref) -> bool:
+        """Is a value what no kernel writes, at a place that is known before anything is read?"""
+        value = self.nest.body[ref]
+        return (
+            isinstance(value, Load)
+            and value.buffer in self.constant
+            and value.mask is None
+            and not runtime_refs(value.index)
+        )
 
     def _value(self, ref: Ref) -> None:
         value = self.nest.body[ref]
@@ -225,6 +243,7 @@ class Passes(Text):
 
     def _columns(self) -> None:
         """Walk over some rows, keeping what column reductions have collected."""
+        self.line(AFTER)
         x, r = self.plan.dims
         pieces, chunk = self.size(r.blocks), self.size(self.plan.chunk)
         self.line(f"part = {self.pid}" + ("" if pieces in ("0", "1") else f" // {pieces}"))

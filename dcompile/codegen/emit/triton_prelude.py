@@ -18,7 +18,15 @@ from dcompile.ir.ops import DTYPES
 HEADER = """\
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+"""
+
+AFTER = "after_others_()"
+"""What every kernel calls before it touches memory that an earlier kernel may have touched.
+
+From compute capability 9.0 on, a kernel is launched while the one before it ends, and comes to this line with its
+positions worked out; the worker leaves the line out for GPUs that cannot do that. A kernel lets its successor come only
+once it has passed this line itself: so whoever has come knows that all kernels but the one before it have ended.
 """
 
 SPELLING: Mapping[str, str] = {
@@ -258,6 +266,12 @@ def philox_(key, position, draw):
     word = draw & 3
     chosen = tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
     return chosen.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def after_others_():
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit

@@ -27,8 +27,11 @@ from dcompile.ir.ops import REDUCTIONS, SCANS
 
 LIMIT = 2**31 - 2**20
 """Elements from which positions are computed in 64 bits; a tile may reach a little beyond its loop."""
+CHECK = "tl.device_assert"
+"""Ends the kernel, and with it the process's work on the GPU, as the library's own checks of positions do."""
 COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
 """The function of a kernel that joins two partial results."""
+NOWHERE: Mapping[Axis, str] = {}
 Class = frozenset[str]
 """The directions of the tile along which a value varies."""
 
@@ -36,8 +39,8 @@ Class = frozenset[str]
 class Text:
     """Collects lines, and knows along which directions of the tile each value varies."""
 
-    def __init__(self, plan: Plan, table: Mapping[str, Buffer]) -> None:
-        self.plan, self.nest, self.table = plan, plan.nest, table
+    def __init__(self, plan: Plan, table: Mapping[str, Buffer], constant: frozenset[str] = frozenset()) -> None:
+        self.plan, self.nest, self.table, self.constant = plan, plan.nest, table, constant
         self.levels: Levels = levels(plan.nest)
         self.lines: list[str] = []
         self.depth = 1
@@ -48,7 +51,7 @@ class Text:
         self.draws: dict[int, str] = {}
         """Number of a random operation in its graph -> the argument that tells it: layers then share their kernels."""
         self.drawn = {v.args[2] for v in self.nest.body if isinstance(v, Apply) and v.op == "philox"}
-        self.names = {axis.name: dim.name for dim in plan.dims for axis in dim.axes}
+        self.names = {axis.name: dim.name for dim in plan.dims for axis in dim.axes if axis not in self.fixed(dim)}
         self.classes = self._classes()
         self.wide = self._is_wide()
         self.overlaps = self._overlaps()
@@ -169,19 +172,33 @@ class Text:
         """Name the positions along `dim`, from `start` on, their mask, and the loop variables there."""
         scalar = dim.block == 1 and self.flat_rows and dim is self.plan.dims[0]
         steps = self.arange(dim) + (".to(tl.int64)" if self.wide else "")
-        self.line(f"{dim.name} = {start if scalar else steps if start == '0' else f'{start} + {steps}'}")
+        fixed = self.fixed(dim)
+        first = start
+        if fixed and not start.isidentifier():
+            first = f"{dim.name}0"
+            self.line(f"{first} = {start}")
+        self.line(f"{dim.name} = {first if scalar else steps if first == '0' else f'{first} + {steps}'}")
         if self.has_mask(dim):
             self.line(f"{dim.name}m = {dim.name} < {self.end(dim)}")
-        self.coordinates(dim.name, dim.axes)
+        self.coordinates(dim.name, dim.axes, dict.fromkeys(fixed, first))
+
+    def fixed(self, dim: Dim) -> tuple[Axis, ...]:
+        """Variables that are the same all over a tile, which lies between two of their steps: a number for it."""
+        if dim.block == 1 or (self.plan.kind == "columns" and dim is self.plan.dims[0]):
+            return ()
+        behind = [count(dim.axes[place + 1 :]) for place in range(len(dim.axes))]
+        whole = [isinstance(size, int) and size > 0 and size % dim.block == 0 for size in behind]
+        return tuple(axis for axis, holds in zip(dim.axes, whole, strict=True) if holds)
 
     def end(self, dim: Dim) -> str:
         return "last" if self.plan.kind == "columns" and dim is self.plan.dims[0] else self.size(dim.size)
 
-    def coordinates(self, place: str, axes: tuple[Axis, ...]) -> None:
-        """Name the loop variables that make up a position."""
+    def coordinates(self, place: str, axes: tuple[Axis, ...], starts: Mapping[Axis, str] = NOWHERE) -> None:
+        """Name the loop variables that make up a position; of some, the position where the tile starts tells all."""
         inner: Size = 1
         for axis in reversed(axes):
-            text = place if inner == 1 else f"({place} // {self.size(inner)})"
+            at = starts.get(axis, place)
+            text = at if inner == 1 else f"({at} // {self.size(inner)})"
             inner = as_size(as_index(inner) * axis.size)
             self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {self.size(axis.size)}'}")
 
@@ -263,6 +280,11 @@ class Text:
             return
         mask = self.mask(self.class_of(store.index))
         pointer = self._pointer(store)
+        if runtime_refs(store.index):
+            place, size = f"({self.index(store.index)})", self.size(self.extent(store.buffer))
+            inside = f"({place} >= 0) & ({place} < {size})"
+            inside = f"(({mask}) == 0) | ({inside})" if mask else inside
+            self.line(f'{CHECK}({inside}, "a position lies outside of what is written to")')
         self.line(f"tl.store({pointer}, {self.packed(store.value, dtype)}{f', {mask}' if mask else ''})")
 
     def _pointer(self, store: Store) -> str:

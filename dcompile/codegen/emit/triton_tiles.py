@@ -218,15 +218,18 @@ def _side(axis: Axis, most: int) -> int:
 def _rows(nest: Nest) -> Plan:
     rows, size = about(nest.rows), about(nest.elements)
     known = isinstance(count(nest.elements), int)
+    whole = power_of_two(size)
     if _is_lane(nest):
         x = min(LANES, power_of_two(rows))
         while x > 16 and rows < x * PROGRAMS:
             x //= 2
-        # few programs: twice as much at a time, for nothing else hides how long memory takes
-        r = min(ROW * (2 if rows < 2 * x * PROGRAMS else 1) // x, power_of_two(size))
+        if known and rows < 2 * x * PROGRAMS and x * whole <= PERSISTENT:
+            # few programs: everything at once, for nothing else hides how long memory takes
+            dims = Dim("x", nest.rows, x), Dim("r", nest.elements, whole)
+            return Plan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
+        r = min(ROW * (2 if rows < 2 * x * PROGRAMS else 1) // x, whole)
         dims = Dim("x", nest.rows, x), Dim("r", nest.elements, r)
         return Plan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
-    whole = power_of_two(size)
     if not known:
         piece = min(max(4 * whole, PIECE // 8), PIECE)
         dims = Dim("x", nest.rows, 1), Dim("r", nest.elements, piece)

@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any
 
 ALIGNED = ":16"
+AFTER = "    after_others_()\n"
+"""The line with which kernels wait for those before them: see `triton_prelude.AFTER`."""
+CHECK = "tl.device_assert"
+"""What is left out of kernels unless they are compiled for debugging: see `triton_text.CHECK`."""
+EARLY = 90
+"""Compute capability from which on they have to."""
 
 
 def main() -> None:
@@ -68,7 +74,9 @@ def _compile_all(share: list[Any], job: dict[str, Any], folder: Path) -> bool:
 
 def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], folder: Path) -> bytes:
     """The archive of one kernel: {"name", "text", "functions": [{"name", "warps", "types"}]}."""
-    module = load(kernel["name"], kernel["text"], folder)
+    if CHECK in kernel["text"]:  # the other things that debugging adds are not wanted
+        options = {**options, "debug": True, "sanitize_overflow": False}
+    module = load(kernel["name"], kernel["text"], arch, folder)
     found = [compiled(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in kernel["functions"]]
     head = [
         {"function": f["name"], "entry": made.metadata.name, "shared": made.metadata.shared, "warps": f["warps"],
@@ -78,10 +86,10 @@ def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], f
     return json.dumps(head).encode() + b"\n" + b"".join(made.asm["cubin"] for made in found)
 
 
-def load(name: str, text: str, folder: Path) -> Any:
+def load(name: str, text: str, arch: int, folder: Path) -> Any:
     """A kernel's text as a module: Triton reads the source of functions from their file."""
     path = folder / f"{name}.py"
-    path.write_text(text)
+    path.write_text(text if arch >= EARLY else text.replace(AFTER, ""))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

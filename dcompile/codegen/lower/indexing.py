@@ -113,8 +113,11 @@ class IndexedSpace:
     place: Callable[[Body, Coords], Coords]
 
 
-def indexed_space(low: Lowering, x: T, indices: Sequence[T | None]) -> IndexedSpace:
-    """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours."""
+def indexed_space(low: Lowering, x: T, indices: Sequence[T | None], *, check: bool = True) -> IndexedSpace:
+    """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours.
+
+    Without `check`, who reads or writes there sees to it that no position lies outside.
+    """
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     dims = [dim for dim, _ in given]
     shapes = [index.shape for _, index in given]
@@ -122,7 +125,8 @@ def indexed_space(low: Lowering, x: T, indices: Sequence[T | None]) -> IndexedSp
     start = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     others = tuple(size for dim, size in enumerate(x.shape) if dim not in dims)
     rank = len(common)
-    seen = {dim: broadcast(checked(low, index, x.shape[dim], wrap=True), common) for dim, index in given}
+    inside = {dim: checked(low, index, x.shape[dim], wrap=True) if check else index for dim, index in given}
+    seen = {dim: broadcast(index, common) for dim, index in inside.items()}
 
     def place(body: Body, coords: Coords) -> Coords:
         middle, rest = coords[start : start + rank], iter((*coords[:start], *coords[start + rank :]))

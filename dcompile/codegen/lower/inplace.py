@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.extern import Unsupported
 from dcompile.codegen.lower.graph import Lowering
+from dcompile.codegen.lower.indexing import indexed_space
 from dcompile.codegen.lower.indices import ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.tensor import T, broadcast, computed
@@ -51,9 +52,10 @@ def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_
 
 
 def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
-    """An index_put whose result only replaces the input that it starts from, by the library in the input's memory.
+    """An index_put whose result only replaces the input that it starts from, in the input's memory.
 
     So a decoder's cache takes a token's keys and values: written as functions, each step would copy the whole cache.
+    One position is a loop of ours, which other loops may join; several, which may be equal, are the library's.
     None where something else needs the old values.
     """
     if low.device not in DEVICES or str(node.target) not in PUTS or len(args) < 3 or (len(args) > 3 and args[3]):
@@ -71,5 +73,23 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
     if any(view.buffer in step.writes for step in low.steps):
         return None
     low.keep_before_overwrite(view.buffer, low.position)
+    if all(index is None or index.numel == 1 for index in indices) and 0 not in (*target.shape, *values.shape):
+        _put_at(low, target, indices, values)
+        return target
     low.extern("aten.index_put_.default", [view, list(indices), values], [view.buffer], mode="mutate", effect=True)
     return target
+
+
+def _put_at(low: Lowering, target: T, indices: Sequence[T | None], values: T) -> None:
+    """A loop that stores `values` at one position.
+
+    A kernel checks its places while it writes, which tells every wrong position: in all other directions the loop
+    reaches from one end to the other.
+    """
+    assert target.view is not None, "an input is in memory"
+    space = indexed_space(low, target, indices, check=False)
+    seen = broadcast(values, space.shape)
+    body = low.body(ranges_of("i", space.shape))
+    coords = variables("i", space.shape)
+    index = flatten(space.place(body, coords), target.view.strides) + target.view.offset
+    low.loop(space.shape, (), body, [Store(target.view.buffer, index, body.trace(seen, coords))])

@@ -131,7 +131,11 @@ def lines_up(first: Loop, second: Loop) -> bool:
         return False
     for load in _loads(second):
         store = stores.get(load.buffer)
-        if store is not None and (store.mode != "set" or store.index != load.index):
+        if store is None:
+            continue
+        if store.mode != "set" or store.index != load.index:
+            return False
+        if runtime_refs(store.index):  # equal names, but each body numbers its own values
             return False
     return True
 

@@ -136,6 +136,7 @@ def _module(name: str, text: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.libdevice = Libdevice()
+    module.after_others_ = lambda: None  # nothing runs at the same time
     return module
 
 

@@ -125,7 +125,7 @@ def machine_code(tmp_path_factory) -> dict[str, tuple[str, str, bytes]]:
 
 def _compiled(kernel: KernelSource, arch: int, folder: Path) -> tuple[str, str, bytes]:
     launch = kernel.launches[-1]
-    module = triton_worker.load(kernel.name, kernel.text, folder)
+    module = triton_worker.load(kernel.name, kernel.text, arch, folder)
     function = getattr(module, launch.function)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -116,12 +117,30 @@ ARGS = torch.randn(3, 9), torch.randn(3, 1), torch.tensor([4])
 
 
 def in_place(steps: list[Any]) -> bool:
-    return any(isinstance(step, Extern) and step.op == "aten.index_put_.default" for step in steps)
+    """Is the cache written by the library, or by a loop over what is new alone?"""
+    loops = [step for step in steps if isinstance(step, Loop) and "arg0_1" in step.writes]
+    return all(prod(loop.outer) < 27 for loop in loops) and any("arg0_1" in step.writes for step in steps)
 
 
-def test_a_cache_takes_values_in_place(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("at", [4, -2, 8])
+def test_a_cache_takes_values_in_place(at: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(inplace, "DEVICES", ("cpu",))
-    steps = check(put, *ARGS)
+    steps = check(put, *ARGS[:2], torch.tensor([at]))
+    (writer,) = [step for step in steps if "arg0_1" in step.writes]
+    assert in_place(steps) and isinstance(writer, Loop) and writer.outer == (3, 1)
+
+
+def test_a_position_outside_of_the_cache_is_found(monkeypatch: Any) -> None:
+    monkeypatch.setattr(inplace, "DEVICES", ("cpu",))
+    gm = make_fx(put, tracing_mode="fake")(*ARGS)
+    lowered = lower(gm, "graph")
+    with pytest.raises(IndexError):
+        run(lowered.program, lowered.constants, [*ARGS[:2], torch.tensor([9])])
+
+
+def test_several_positions_are_the_librarys(monkeypatch: Any) -> None:
+    monkeypatch.setattr(inplace, "DEVICES", ("cpu",))
+    steps = check(put, ARGS[0], torch.randn(3, 2), torch.tensor([4, 7]))
     assert in_place(steps) and not any("arg0_1" in step.writes for step in steps if isinstance(step, Loop))
 
 

@@ -133,7 +133,12 @@ class Launches:
     """A run of kernels: called with a stream and the addresses that change from call to call."""
 
     def __init__(
-        self, launcher: Any, device: int, count: int, kernels: Sequence[tuple[Path, str, int, Sequence[Argument]]]
+        self,
+        launcher: Any,
+        device: int,
+        count: int,
+        kernels: Sequence[tuple[Path, str, int, Sequence[Argument]]],
+        in_turn: bool = False,
     ) -> None:
         self._launcher, self._names = launcher, [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels]
         slots = (ctypes.c_uint64 * max(count + 1, 1))()  # the last one is the null that Triton's scratch arguments get
@@ -155,7 +160,7 @@ class Launches:
         self._slots, self._count = slots, count
         self._pointers = (ctypes.c_uint64 * len(pointers))(*pointers)
         self._call = (ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value,)
-        self._early = int(torch.cuda.get_device_capability(device) >= EARLY)
+        self._early = int(torch.cuda.get_device_capability(device) >= EARLY and not in_turn)
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """Start all kernels on `stream`."""

@@ -9,7 +9,7 @@ needed, and `make(run, *sizes)` prepares a call for these sizes: calls with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
@@ -68,7 +68,7 @@ class _Host(Values):
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
         self.inherited: set[str] = set()
-        self.last = _last_uses(program, self.hosts)
+        self.last = _last_uses(program, self.calls, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
         prepares = bool(loops) or isinstance(program.arena_bytes, Index)
         self.sources = sources(program)
@@ -85,6 +85,8 @@ class _Host(Values):
         self.dying: list[str] = []
         """Tensors to be released behind that launch."""
         self.on_gpu = any(kernel.launches for kernel in self.calls)
+        self.communicates = any(map(_communicates, program.steps))
+        """Then kernels are started one after another, which is all that was tried beside NCCL's."""
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
@@ -310,7 +312,8 @@ class _Host(Values):
                         grid = self._index(launch.grid)
                         lines.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
             table = "".join(f"\n        {line}" for line in lines)
-            run = self.once(f"run.launches({len(slots)}, [{table}\n    ])", "launch")
+            how = ", in_turn=True" if self.communicates else ""
+            run = self.once(f"run.launches({len(slots)}, [{table}\n    ]{how})", "launch")
             self.lines.append(f"{run}({', '.join(['stream', *slots])})")
         self.waiting = []
         self._drop(self.dying)
@@ -375,6 +378,12 @@ class _Host(Values):
             ]
 
 
+def _communicates(step: Step) -> bool:
+    return isinstance(step, (Collective, Wait)) or (
+        isinstance(step, Extern) and step.op.startswith("_c10d_functional.")
+    )
+
+
 def _views(step: Extern) -> list[View]:
     return [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
 
@@ -391,7 +400,14 @@ def _known_bytes(buffer: Buffer) -> int:
     return buffer.nbytes if isinstance(buffer.extent, int) else 0
 
 
-def _last_uses(program: Program, hosts: Mapping[str, str]) -> dict[str, int]:
-    """The last step that touches each buffer, or another one in its memory."""
-    touched = ((position, step.reads | step.writes) for position, step in enumerate(program.steps))
+def _last_uses(program: Program, calls: Iterable[KernelSource], hosts: Mapping[str, str]) -> dict[str, int]:
+    """The last step that touches each buffer, or another one in its memory.
+
+    A kernel may do what earlier loops are for, too: it touches all that it is given.
+    """
+    given = iter(calls)
+    touched = (
+        (position, step.reads | step.writes | frozenset(next(given).arguments if isinstance(step, Loop) else ()))
+        for position, step in enumerate(program.steps)
+    )
     return {n: at for at, names in touched for n in sorted(names.union(hosts[n] for n in names if n in hosts))}

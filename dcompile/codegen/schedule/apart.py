@@ -20,9 +20,9 @@ from dcompile.ir.nodes import Buffer, Program
 
 SMALLEST = 1 << 20
 """Bytes: an allocation costs about as much time as a small kernel."""
-WORTH = 64
+WORTH = 4096
 """Nothing is done for less than this part of the peak."""
-PRICE = 24576
+PRICE = 49152
 """An allocation more must save this part of the peak."""
 
 

@@ -36,6 +36,8 @@ HAND = {
     "column sum": loops.column_reduce(50, 300),
     "column argmax": loops.column_reduce(50, 300, "argmax"),
     "embedding_backward": loops.embedding_backward(40, 16, 8),
+    "a place of a cache": loops.put_at(3, 7, 24),
+    "a place of a long cache": loops.put_at(8, 70, 128),
     "arange": loops.arange(50),
     "words of random operations": loops.random_words(70, (0, 4 * 37 + 2, 4 * 37 + 3, 4 * (2**33 + 5) + 1)),
     "empty rows": loops.rms_norm(0, 8),

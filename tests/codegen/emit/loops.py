@@ -176,6 +176,17 @@ def embedding_backward(rows: int, n: int, vocabulary: int) -> Program:
     )
 
 
+def put_at(heads: int, length: int, n: int) -> Program:
+    """What a cache of `length` places takes at one of them."""
+    b = Body()
+    place = b.put(Load("t", Index(), "int64"))
+    value = b.put(Load("new", I0 * n + J0, "bfloat16"))
+    stores = [Store("cache", I0 * (length * n) + var(f"v{place}") * n + J0, value)]
+    buffers = {"t": ("int64", (1,)), "new": ("bfloat16", (heads, n)), "cache": ("bfloat16", (heads, length, n))}
+    made = program(b, (heads,), (n,), stores, **buffers)
+    return replace(made, inputs=(*made.inputs, "cache"))
+
+
 def row_sum(rows: int, n: int, op: str = "sum", dtype: str = "float32") -> Program:
     b = Body()
     stores = [Store("y", I0, b.reduce(op, b.put(Load("x", I0 * n + J0, dtype)), dtype))]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from dcompile.codegen.emit import triton, triton_joint
-from dcompile.codegen.emit.triton_joint import joined
+from dcompile.codegen.emit import host, triton, triton_joint
+from dcompile.codegen.emit.emitter import Kernels
+from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
+from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.ir.nodes import Loop, Program
 from tests.codegen.emit import loops
 
@@ -58,3 +61,28 @@ def test_loops_that_are_not_alike_are_joined_only_if_tiny(monkeypatch):
 def test_limits(name, monkeypatch):
     monkeypatch.setattr(triton_joint, name, 1)
     assert all(grid for grid, _ in launched(loops.side_by_side()))
+
+
+def test_what_a_joint_kernel_needs_is_not_released_before_it_starts(monkeypatch):
+    """Memory that a large result asks for is not that of a loop which waits to be part of a later kernel."""
+    monkeypatch.setattr(host, "ROOM_BYTES", 1)
+    program = loops.side_by_side()
+    program = plan_memory(replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers)))
+    kernels = joined(program, [triton.emit(step, program.table) for step in program.steps if isinstance(step, Loop)])
+    lines = host.emit(program, Kernels(kernels)).split("def call(")[1].splitlines()
+    gone = {name: place for place, line in enumerate(lines) for name in re.findall(r"\bdel (\w+)", line)}
+    assert gone
+    for name, place in gone.items():
+        assert not re.search(rf"\b(_p_)?{name}\b", "\n".join(lines[place + 1 :])), f"{name} is used behind line {place}"
+
+
+def test_what_is_constant_is_read_before_a_kernel_waits():
+    """What nothing writes, and only behind the first launch, before which anything may have run."""
+    program = loops.side_by_side()
+    assert constants(program) == frozenset(program.inputs)
+    assert constants(replace(program, donated=program.inputs)) == frozenset()
+    kernels = [triton.emit(step, program.table) for step in program.steps]
+    assert first_launch(kernels) == 0 and first_launch(joined(program, kernels)) == 2
+    (loop, *_), early = program.steps, re.compile(r"tl.load\(.*\n(.*\n)*    after_others_\(\)")
+    assert not early.search(triton.emit(loop, program.table).text)
+    assert early.search(triton.emit(loop, program.table, frozenset(loop.reads)).text)

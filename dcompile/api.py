@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, overload
@@ -100,8 +101,9 @@ def compile(
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
+    shards = functools.partial(Shards, gathers=config.gathers)
     return Toolbox(
-        compiler, Buckets, agree, average, print_receipt, Shards, compiler.meet, captured, figures_for(config)
+        compiler, Buckets, agree, average, print_receipt, shards, compiler.meet, captured, figures_for(config)
     )
 
 

@@ -65,6 +65,13 @@ class Config:
         "`python -m dcompile.calibrate` has measured on rank 0.",
         in_key=False,  # the figures themselves are
     )
+    gathers: Literal["auto", "collective"] = setting(
+        "auto",
+        "How sharded parameters are gathered on GPUs. auto: where the ranks of a group can reach each other's memory, "
+        "as those of one machine, each copies the others' shards, which takes no processors; elsewhere by all-gathers. "
+        "collective: always by all-gathers.",
+        in_key=False,  # what ranks came to is
+    )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."

@@ -53,6 +53,8 @@ class Figures:
     """What each further tensor adds to a collective on several; 0 where the backend makes one message of them."""
     crowding: float = 0.0
     """By what part of its time a collective takes longer while something is computed."""
+    copy_gbs: float = 0.0
+    """What one rank can copy from another one's memory of the same node, 10^9 bytes a second; 0: nothing."""
     sustained: float = 1.0
     """Part of the products' rates that lasts for more than a second: at their power limit, GPUs slow their clocks."""
 
@@ -70,18 +72,24 @@ class Figures:
 class Group:
     """A process group: how many ranks it has, and which communicator it is, whose collectives run one after another.
 
-    `replicas`: among how many of its like what it has reduced is summed up again (HSDP).
+    `replicas`: among how many of its like what it has reduced is summed up again (HSDP). `copies`: its gathers are
+    copies from the other ranks' memory, which take no processors.
     """
 
     ranks: int = 2
     lane: str = "communication"
     replicas: int = 1
+    copies: bool = False
 
 
 RING_FACTOR: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """How often a ring of n ranks moves (n-1)/n of the whole buffer past each rank: Thakur, Rabenseifner, Gropp,
 "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); an all-reduce is a reduce-scatter and
 an all-gather."""
+
+
+COPY_US = 15.0
+"""What the copies of one gather take beside their bytes (two H200: nine of 2 KiB to 17 MiB)."""
 
 
 def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, stride: int = 1) -> float:
@@ -107,6 +115,11 @@ def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, str
             deep = 2 * ((inside - 1) * link.hop_us + 2 * math.ceil(math.log2(nodes)) * network.hop_us)
             latency = min(latency, network.latency_us + deep)
     return latency * 1e-6 + rounds * nbytes * (ranks - 1) / ranks / (gbs * 1e9)
+
+
+def copying_seconds(figures: Figures, nbytes: int, ranks: int) -> float:
+    """Time in which a rank copies what it lacks of a gathered buffer of `nbytes` from the others' memory."""
+    return COPY_US * 1e-6 + nbytes * (ranks - 1) / ranks / (figures.copy_gbs * 1e9)
 
 
 CPU = Figures(
@@ -147,6 +160,7 @@ TABLE: Mapping[str, Figures] = {
         # take 20 to 22 ms together, and alone 13.7
         interference=0.45,
         crowding=0.5,
+        copy_gbs=360.0,  # two H200, one stream, nine copies of 61 MB in all: 168 us
         sustained=0.95,  # 700 W: 1980 MHz become 1640 on average
         member_us=2.5,  # two H200, NCCL, a block of nine parameters, 13.5 MiB: 69 us, and 49 us as one
     ),
@@ -162,6 +176,7 @@ TABLE: Mapping[str, Figures] = {
         network=_INFINIBAND_400,
         interference=0.45,
         crowding=0.5,
+        copy_gbs=360.0,  # the same links
         sustained=0.95,
         member_us=2.5,
     ),
@@ -176,6 +191,7 @@ TABLE: Mapping[str, Figures] = {
         links=(Link(8, gbs=225.0, latency_us=28.0, hop_us=1.9),),  # of 300 GB/s NVLink each way
         network=Link(1 << 20, gbs=22.0, latency_us=40.0, hop_us=4.0),  # DGX A100: 200 Gb/s for each GPU
         interference=0.35,
+        copy_gbs=225.0,
         member_us=2.5,
     ),
 }
@@ -234,7 +250,7 @@ def to_record(figures: Figures) -> dict[str, object]:
 
 
 _RATES = ("memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "sustained")
-_PARTS = ("interference", "crowding", "member_us")
+_PARTS = ("interference", "crowding", "member_us", "copy_gbs")
 _PLAIN = ("name", *_RATES, *_PARTS)
 
 

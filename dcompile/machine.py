@@ -49,6 +49,14 @@ def cpu_features() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
+def boot() -> str:
+    """Names this boot of this machine: processes on it share one clock, and its memory. Empty where it is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def own_products_pay() -> bool:
     """Whether matrix products of ours are faster than ATen's: MKL leaves AVX-512 idle on processors not Intel's."""
     features = cpu_features().split()

@@ -267,15 +267,25 @@ class Graph:
         lanes: dict[int, str] = {}
         for name, group in found.items():
             lanes.setdefault(id(group), name)
+        copied = self._copied(found)
         config = self.model.settings.config
         return {
             "figures": self.model.toolbox.figures(self.device, next(iter(found.values()), None)),
             "groups": tuple(
-                (name, Group(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1)))
+                (name, Group(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
                 for name, group in found.items()
             ),
             "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
         }
+
+    def _copied(self, names: Iterable[str]) -> set[str]:
+        """Groups whose gathers are copies from the other ranks' memory; a note says why others' are not."""
+        if self.model.shards is None:
+            return set()
+        found = {name: self.model.shards.copied(name) for name in names}
+        reasons = dict.fromkeys(reason for _, reason in found.values() if reason)
+        self.notes += [f"shards are gathered by collectives, not copied: {reason}" for reason in reasons]
+        return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model

@@ -75,6 +75,12 @@ class ShardedParameters(Protocol):
     def source(self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False) -> ShardSource:
         """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad."""
 
+    def copied(self, group: str) -> tuple[bool, str]:
+        """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
+
+        Every rank asks first at the same point, before it compiles anything.
+        """
+
     def flush(self) -> None:
         """A backward is through: reduce gradients of earlier ones that it did not reach."""
 

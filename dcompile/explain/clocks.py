@@ -6,26 +6,18 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from dcompile.compat.groups import group_store
+from dcompile.machine import boot as machine
 
 TIMEOUT_S = 30.0
 PINGS = 8
 
 Arrival = tuple[str, int, float]
 """(bucket, bytes, seconds of time.perf_counter)."""
-
-
-def machine() -> str:
-    """Names this boot of this machine: processes on it share one clock. Empty where that is not known."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def latest_arrivals(

@@ -243,6 +243,10 @@ class _NoExchange:
     def source(self, buckets: Any, phase: Any, accumulates: bool = False) -> Any:
         del buckets, phase, accumulates
 
+    def copied(self, group: str) -> tuple[bool, str]:
+        del group
+        return False, ""
+
     def flush(self) -> None: ...
 
 

@@ -55,6 +55,24 @@ def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float) -> None:
         raise PlanMismatchError(verdict)
 
 
+def exchanged(group: Any, subject: str, text: str, timeout_s: float = TIMEOUT_S) -> list[str]:
+    """What every rank of `group`, a small one, says of `subject`, in the order of ranks: all come, at the same point.
+
+    Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
+    """
+    peers = peers_of(group)
+    if peers is None:
+        return [text]
+    number = peers.meetings
+    peers.meetings += 1
+    place = f"meeting/{number}"
+    peers.store.set(f"{place}/said/{peers.rank}", text)
+    if peers.store.add(f"{place}/count", 1) == peers.world:
+        peers.store.set(f"{place}/verdict", "")
+    _wait(peers, f"{place}/verdict", number, [(subject, "")], timeout_s)
+    return [peers.store.get(f"{place}/said/{rank}").decode() for rank in range(peers.world)]
+
+
 def captured(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float = TIMEOUT_S) -> str:
     """Before compiling: compare what was captured with rank 0, which waits for nobody.
 

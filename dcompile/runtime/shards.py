@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,11 @@ from dcompile import compat
 from dcompile.collectives.params import Phase, ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.exchange import Flight, count_replayed
+from dcompile.runtime.flying import Gathering, Reducing, named, together
 from dcompile.runtime.messages import start_gather, start_scatter
+from dcompile.runtime.nearby import Nearby, Neighbours
 from dcompile.runtime.parcels import Parcel, in_order
+from dcompile.runtime.pulling import Pulls
 
 
 @dataclass(eq=False)
@@ -24,6 +27,9 @@ class Shards:
 
     units: Mapping[int, ShardUnit]
     groups: Mapping[str, ShardGroup]
+    gathers: str = "auto"
+    """The option of that name."""
+    neighbours: Neighbours = field(init=False)
     _whole: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Unit -> sum of its gradients on this rank, padded, from backwards that were not to reduce them."""
     _partial: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
@@ -33,6 +39,16 @@ class Shards:
 
     _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Unit -> this rank's part of it among fewer ranks, that the last forward has left for the backward."""
+
+    def __post_init__(self) -> None:
+        self.neighbours = Neighbours(self.units, self.groups, self.gathers)
+
+    def copied(self, group: str) -> tuple[bool, str]:
+        """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
+
+        The first time, ranks meet over the store.
+        """
+        return self.neighbours.of(group) is not None, self.neighbours.reason(group)
 
     def source(self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False) -> Exchange:
         """What one call of a program with these buckets exchanges through.
@@ -73,7 +89,7 @@ class Shards:
 
     # --- reductions ---
 
-    def _scatter(self, group: ShardGroup, full: Mapping[int, torch.Tensor], name: str, packed: int = 0) -> _Reducing:
+    def _scatter(self, group: ShardGroup, full: Mapping[int, torch.Tensor], name: str, packed: int = 0) -> Reducing:
         """Start reducing units of one group, the last `packed` of them as one message."""
         process_group = group.scatter_group()
         first = next(iter(full.values()))
@@ -97,12 +113,12 @@ class Shards:
         def start(limit_s: float | None) -> Any:
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
-        with _named(f"the {name}", full, self.units, process_group):
+        with named(f"the {name}", full, self.units, process_group):
             label = f"{name} ({flat.numel() * world} elements{f', {packed} together' if packed else ''})"
             flight = Flight(process_group, first.device, label, start)
-        return _Reducing(name, group, flat, shards, flight)
+        return Reducing(name, group, flat, shards, flight)
 
-    def _finish(self, pending: _Reducing) -> None:
+    def _finish(self, pending: Reducing) -> None:
         """Wait for all of a reduction, and hand the shards on as gradients."""
         if self._reduce(pending):
             self.commit(pending.shards)
@@ -119,10 +135,10 @@ class Shards:
         """Whether gradients of these units are still to be reduced."""
         return any(number in self._whole or number in self._partial for number in numbers)
 
-    def _go_on(self, pending: _Reducing) -> None:
+    def _go_on(self, pending: Reducing) -> None:
         """Wait for the shards; where ranks hold copies of them, start to average among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
-        with _named(f"the {pending.name}", shards, self.units, group.scatter_group()):
+        with named(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.flight.wait()
         pending.scattered = True
         replicas, rule = group.replica_group(), group.reduction(flat.dtype)
@@ -144,11 +160,11 @@ class Shards:
             compat.groups.limit(options, limit_s)
             return replicas.allreduce([flat], options)
 
-        with _named(f"the {pending.name} among replicas", shards, self.units, replicas):
+        with named(f"the {pending.name} among replicas", shards, self.units, replicas):
             label = f"{pending.name} among replicas ({flat.numel()} elements)"
             pending.replicating = Flight(replicas, flat.device, label, start)
 
-    def _reduce(self, pending: _Reducing) -> bool:
+    def _reduce(self, pending: Reducing) -> bool:
         """Wait for all of a reduction; whether the shards are gradients now."""
         if not pending.scattered:
             self._go_on(pending)
@@ -156,7 +172,7 @@ class Shards:
             return False
         if pending.replicating is not None:
             replicas = pending.group.replica_group()
-            with _named(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
+            with named(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
                 pending.replicating.wait()
         divisor = pending.group.reduction(pending.flat.dtype).divide_after
         if divisor not in (None, 1):
@@ -170,38 +186,6 @@ class Shards:
             self._whole[number] = tensor.clone() if kept is None else kept.add_(tensor)
 
 
-@dataclass(eq=False, slots=True)
-class _Gathering:
-    """A gather in flight."""
-
-    flight: Flight
-    shards: list[torch.Tensor]
-    """What it reads, which must live until it is done."""
-    parcel: Parcel | None
-    """What arrives in one message, to be unpacked."""
-    group: Any
-    full: list[torch.Tensor]
-    """The units that it fills."""
-
-
-@dataclass(eq=False)
-class _Reducing:
-    """A reduction in flight."""
-
-    name: str
-    group: ShardGroup
-    flat: torch.Tensor
-    """All shards of this rank, end to end."""
-    shards: dict[int, torch.Tensor]
-    flight: Flight
-    scattered: bool = False
-    """Whether this rank has its shards."""
-    complete: bool = True
-    """Whether they become gradients; otherwise they are kept until replicas are averaged over."""
-    replicating: Flight | None = None
-    """The all-reduce among replicas."""
-
-
 @dataclass(eq=False)
 class Exchange:
     """The collectives of one call of a program; see `collectives.params.ShardSource`."""
@@ -210,13 +194,23 @@ class Exchange:
     buckets: Mapping[str, Bucket]
     accumulates: bool
     phase: Phase
-    _gathering: dict[str, _Gathering] = field(init=False, default_factory=dict)
+    _gathering: dict[str, Gathering] = field(init=False, default_factory=dict)
     """Bucket -> its collective."""
-    _reducing: dict[str, _Reducing] = field(init=False, default_factory=dict)
+    _reducing: dict[str, Reducing] = field(init=False, default_factory=dict)
+    _pulls: dict[Nearby, Pulls] = field(init=False, default_factory=dict)
+    """What gathers go through that are copies."""
+    _waited: int = field(init=False, default=0)
+    """How many collectives were waited for."""
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
         found, units = self.buckets[bucket], full
+        near = self.shards.neighbours.of(found.group)
+        if near is not None:
+            with self._named("all-gather", found, near.group):
+                pull = self._pulls_from(near).start(bucket, found.units, full)
+            self._gathering[bucket] = Gathering(pull, [], None, near.group, units)
+            return
         group, shards = self._senders(found)
         parcel = Parcel([full[place] for place in found.packed], group.size()) if found.packed else None
         if parcel is not None:
@@ -227,10 +221,28 @@ class Exchange:
         def start(limit_s: float | None) -> Any:
             return start_gather(group, full, shards, limit_s)
 
-        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{_together(found)})"
+        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{together(found)})"
         with self._named("all-gather", found, group):
             flight = Flight(group, full[0].device, label, start)
-        self._gathering[bucket] = _Gathering(flight, shards, parcel, group, units)
+        self._gathering[bucket] = Gathering(flight, shards, parcel, group, units)
+
+    def _pulls_from(self, near: Nearby) -> Pulls:
+        found = self._pulls.get(near)
+        if found is None:
+            neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
+            copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
+            numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
+            found = self._pulls[near] = Pulls(near, len(copied), numbers, self._meeting)
+        return found
+
+    def _meeting(self, flight: Flight) -> None:
+        """Ranks begin to meet, before or behind gathers that are copies."""
+
+    def _has_waited(self) -> None:
+        self._waited += 1
+        if self._waited == len(self.buckets):
+            for pulls in self._pulls.values():
+                pulls.finish()
 
     def _senders(self, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
         """The ranks that a bucket is gathered from, and what this one of them sends."""
@@ -252,6 +264,7 @@ class Exchange:
         fewer = self.shards.groups[found.group].part_group() if self.phase == "forward" else None
         if fewer is not None:
             self.shards.leave_parts(fewer, found.units, gathering.full)
+        self._has_waited()
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing up `full` over the ranks; or keep it, in a backward that is not to reduce."""
@@ -271,8 +284,9 @@ class Exchange:
         """Wait for what `start_scatter` began, and hand the shards on as gradients."""
         if bucket in self._reducing:
             self.shards._finish(self._arrived(bucket))
+        self._has_waited()
 
-    def _arrived(self, bucket: str) -> _Reducing:
+    def _arrived(self, bucket: str) -> Reducing:
         """The reduction of a bucket, which has come so far that nothing started before it holds it up.
 
         Replicas must start the same all-reduces in the same order, whenever each of them waits for what.
@@ -332,7 +346,7 @@ class Exchange:
         return [bucket for bucket in self.buckets.values() if bucket.kind == "reduce_scatter"]
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
-        return _named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+        return named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
 
 
 @dataclass(eq=False)
@@ -346,12 +360,16 @@ class Recorded(Exchange):
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
         super().start_gather(bucket, full)
-        self._log(self._gathering[bucket].flight)
+        if isinstance(flight := self._gathering[bucket].flight, Flight):
+            self._log(flight)
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing up `full` over the ranks."""
         super().start_scatter(bucket, full)
         self._log(self._reducing[bucket].flight)
+
+    def _meeting(self, flight: Flight) -> None:
+        self._log(flight)
 
     def _log(self, flight: Flight) -> None:
         self.collectives.append((flight.group, flight.label))
@@ -364,27 +382,8 @@ class Recorded(Exchange):
         if pending.replicating is not None:
             self._log(pending.replicating)
         self._done[bucket] = pending.flat
+        self._has_waited()
 
     def reduced(self) -> list[torch.Tensor]:
         """After the call: of each reduced bucket this rank's shards as one flat tensor, in the program's order."""
         return [self._done[bucket.name] for bucket in self._scattered()]
-
-
-def _together(bucket: Bucket) -> str:
-    return f", {len(bucket.packed)} together" if bucket.packed else ""
-
-
-@contextlib.contextmanager
-def _named(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
-    """Say in an error which collective failed, of which parameters, and over which ranks."""
-    try:
-        yield
-    except RuntimeError as error:
-        names = [units[number].name for number in numbers]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        error.add_note(
-            f"dcompile: rank {dist.get_rank()} was in {what} of {', '.join(names[:3])}{more}, "
-            f"over ranks {dist.get_process_group_ranks(group)}; "
-            "another rank has failed, stalled, or does not run this step"
-        )
-        raise

@@ -59,7 +59,7 @@ class Estimate:
 
 def estimate(traced: Traced, setup: Setup) -> Estimate:
     """What the traced step comes to."""
-    groups = {"group": setup.spread.group}
+    groups = {"group": replace(setup.spread.group, copies=_near(setup))}
     programs = [overlap(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)]
     # gigabytes of GPU memory: sizes of kernels' tiles count
     programs = [replace(p, buffers=tuple(replace(b, device="cuda") for b in p.buffers)) for p in programs]
@@ -95,6 +95,12 @@ def estimate(traced: Traced, setup: Setup) -> Estimate:
         update=update,
         step=total + update,
     )
+
+
+def _near(setup: Setup) -> bool:
+    """Whether ranks that share parameters are on one machine, and copy them from each other's memory."""
+    figures, spread = setup.figures, setup.spread
+    return spread.kind == "fsdp" and figures.copy_gbs > 0 and 1 < spread.shard <= figures.links[-1].ranks
 
 
 def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.ndarray:

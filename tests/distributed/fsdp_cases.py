@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import os
 import tempfile
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -502,6 +504,53 @@ def packed(**how: Any) -> dict[str, Any]:
         unittest.mock.patch("dcompile.runtime.shards.in_order", order),
     ):
         return against_stock(**how) | {"packed": max(seen)}
+
+
+class ProcessReach:
+    """Memory of other processes as Linux lets one read it, in place of a GPU's, at addresses beyond `FIRST`."""
+
+    FIRST = 1 << 60
+    SPACE = 1 << 48
+
+    def __init__(self) -> None:
+        self.copied = 0
+        self.closed: list[int] = []
+        self._others: list[tuple[int, int]] = []
+        self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+
+    def place(self) -> str:
+        return "here"
+
+    def export(self, tensor: torch.Tensor) -> tuple[str, int]:
+        return f"{os.getpid()} {tensor.data_ptr() - 64}", 64
+
+    def open(self, name: str) -> int:
+        process, base = map(int, name.split())
+        self._others.append((process, base))
+        return self.FIRST + (len(self._others) - 1) * self.SPACE
+
+    def close(self, address: int) -> None:
+        self.closed.append(address)
+
+    def copy(self, copies: Any, stream: int) -> None:
+        for target, source, nbytes in copies:
+            if source < self.FIRST:
+                ctypes.memmove(target, source, nbytes)
+                continue
+            number, offset = divmod(source - self.FIRST, self.SPACE)
+            process, base = self._others[number]
+            here, there = (ctypes.c_void_p * 2)(target, nbytes), (ctypes.c_void_p * 2)(base + offset, nbytes)
+            read = self._read(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            assert read == nbytes, os.strerror(ctypes.get_errno())
+            self.copied += nbytes
+
+
+def copied(case: str = "against_stock", **how: Any) -> dict[str, Any]:
+    """Another case, where ranks copy shards from each other's memory."""
+    reach = ProcessReach()
+    with unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach):
+        found: dict[str, Any] = globals()[case](**how)
+    return found | {"copied": reach.copied}
 
 
 def memory(**how: Any) -> dict[str, Any]:

@@ -60,6 +60,27 @@ def test_units_in_one_message_equal_stock_fsdp(ranks, how):
         assert (found["loss"], found["grad"], found["param"], found["after loading"]) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"name": "llama"},
+        {"name": "uneven", "accumulate": True},
+        {"name": "mlp", "reshard_after_forward": False},
+        {"case": "recorded"},
+        {"case": "forwards_of_all_kinds"},
+        {"case": "kept_graph"},
+        {"case": "left_over"},
+        {"case": "hooks_and_settings"},
+    ],
+    ids=lambda how: ", ".join(map(str, how.values())),
+)
+def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
+    for found in values(ranks, "copied", **how):
+        assert found["copied"] > 0
+        assert (found["grad"], found["param"]) == (0, 0)
+        assert found.get("loss", 0) == found.get("after loading", 0) == found.get("result", 0) == 0
+
+
 def test_hooks_and_settings_equal_stock_fsdp(ranks):
     for found in values(ranks, "hooks_and_settings"):
         assert (found["grad"], found["param"], found["fired"]) == (0, 0, (6, True))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
-from dcompile.figures import Figures, Group, collective_seconds
+from dcompile.codegen.schedule.timeline import copied
+from dcompile.figures import Figures, Group, collective_seconds, copying_seconds
 from dcompile.ir.analysis import operands, row_values, sizes
 from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.nodes import (
@@ -50,7 +51,7 @@ def durations(program: Program, figures: Figures, groups: Mapping[str, Group]) -
             found.append(_among_replicas(started[step.bucket], table, figures, groups))
             continue
         seconds = step_seconds(step, table, figures, groups, on_gpu)
-        if isinstance(step, Collective) and step.bucket in buckets:
+        if isinstance(step, Collective) and step.bucket in buckets and not copied(step, groups):
             seconds += members(buckets[step.bucket]) * figures.member_us * 1e-6
         found.append(seconds)
     return found
@@ -85,8 +86,10 @@ def step_seconds(
         case Extern():
             return extern_seconds(step, table, figures, on_gpu)
         case Collective():
-            group = groups.get(step.group, Group())
-            return collective_seconds(figures, step.kind, collective_bytes(step, table), group.ranks)
+            group, nbytes = groups.get(step.group, Group()), collective_bytes(step, table)
+            if copied(step, groups) and figures.copy_gbs:
+                return copying_seconds(figures, nbytes, group.ranks)
+            return collective_seconds(figures, step.kind, nbytes, group.ranks)
         case Wait():
             return 0.0
 

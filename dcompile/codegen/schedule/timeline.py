@@ -41,10 +41,12 @@ def timeline(
 
     A collective begins when all steps before it are computed and its communicator is done with the ones before;
     computing goes on until a wait, which holds it up until its collective is through. While a collective runs, what is
-    computed takes longer by `interference` of the time, and the collective by `crowding` of it.
+    computed takes longer by `interference` of the time, and the collective by `crowding` of it; gathers that are copies
+    have a lane to themselves, and do neither.
     """
     now = exposed = 0.0
     free: dict[str, float] = {}
+    quiet = {lane_of(step, groups) for step in steps if isinstance(step, Collective) and copied(step, groups)}
     flying: dict[str, int] = {}
     spans: list[Span] = []
     for number, (step, duration) in enumerate(zip(steps, seconds, strict=True)):
@@ -63,14 +65,19 @@ def timeline(
                 exposed += late
                 now += late
             case _:
-                beside = max(max(free.values(), default=0.0) - now, 0.0) * (1 + crowding)
+                loud = max((end for lane, end in free.items() if lane not in quiet), default=0.0)
+                beside = max(loud - now, 0.0) * (1 + crowding)
                 slowed = min(duration * (1 + interference), beside)
                 took = slowed + max(duration - slowed / (1 + interference), 0.0)
                 spans.append(Span(number, "compute", now, took))
                 if beside and crowding:
-                    free = {lane: _crowded(end, now, took, crowding) for lane, end in free.items()}
+                    free |= {
+                        lane: _crowded(end, now, took, crowding) for lane, end in free.items() if lane not in quiet
+                    }
                     for at in flying.values():
                         span = spans[at]
+                        if span.resource in quiet:
+                            continue
                         start = _crowded(span.start, now, took, crowding)
                         end = _crowded(span.start + span.duration, now, took, crowding)
                         spans[at] = Span(span.step, span.resource, start, end - start, span.held_up)
@@ -86,4 +93,10 @@ def _crowded(moment: float, now: float, took: float, crowding: float) -> float:
 
 def lane_of(step: Collective, groups: Mapping[str, Group]) -> str:
     """The communicator that a collective runs on; groups of which nothing is said are one each."""
-    return groups[step.group].lane if step.group in groups else step.group
+    lane = groups[step.group].lane if step.group in groups else step.group
+    return f"{lane} copies" if copied(step, groups) else lane
+
+
+def copied(step: Collective, groups: Mapping[str, Group]) -> bool:
+    """Whether a collective is a gather that copies from the other ranks' memory."""
+    return step.kind == "all_gather" and step.group in groups and groups[step.group].copies

@@ -7,8 +7,9 @@
 A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. All peers of a line live in one
 job and are timed in turn, round after round, by CUDA events; the slowest rank counts. FSDP2 is fully_shard on each
 block and on the root; torch.compile gets each block, as its users do, dcompile the model. Memory is what a peer adds to
-the job's: parameters, optimizer, and the peak of a step. Kernels are torch.profiler's: communication is NCCL's, exposed
-is the part of it in which no other kernel runs, idle the part of the step in which none runs at all.
+the job's: parameters, optimizer, and the peak of a step. Kernels are torch.profiler's: communication is NCCL's, and
+copies between and inside GPUs; exposed is the part of it in which no other kernel runs, idle the part of the step in
+which none runs at all.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ LINES = {
 BASE = "torch.compile"
 PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
+    "dcompile collective", "dcompile collective reduce-overhead",
 )  # fmt: skip
-"""`memory` is dcompile's option recompute."""
+"""`memory` is dcompile's option recompute, `collective` its option gathers."""
 DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead")
 
 
@@ -90,6 +92,7 @@ def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float |
     if name.startswith("dcompile"):
         more: dict[str, Any] = {"triton.cudagraphs": True} if name.endswith("reduce-overhead") else {}
         more |= {"recompute": "memory"} if "memory" in name else {}
+        more |= {"gathers": "collective"} if "collective" in name else {}
         return dcompile.compile(model, options={**DCOMPILE, **more})
     return torch_compiled(model) if kind == "ddp" and name.startswith("torch.compile") else model
 
@@ -218,8 +221,8 @@ def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, A
     from dcompile.explain.timeline import covered
 
     kernels = list(events)
-    network = [(begin, end) for name, begin, end in kernels if "nccl" in name.lower()]
-    work = [(begin, end) for name, begin, end in kernels if "nccl" not in name.lower()]
+    network = [(begin, end) for name, begin, end in kernels if is_communication(name)]
+    work = [(begin, end) for name, begin, end in kernels if not is_communication(name)]
     busy, computing = covered([*network, *work]), covered(work)
     whole = max((end for *_, end in kernels), default=0.0) - min((begin for _, begin, _ in kernels), default=0.0)
     return {
@@ -232,6 +235,11 @@ def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, A
     }
 
 
+def is_communication(name: str) -> bool:
+    """NCCL's kernels, and copies: from other GPUs' memory, and inside this one's, which gathers need beside those."""
+    return "nccl" in name.lower() or name.startswith(("Memcpy PtoP", "Memcpy DtoD"))
+
+
 def beside_communication(
     events: Iterable[tuple[str, float, float]], steps: int, count: int = 30
 ) -> list[tuple[str, float, float, float | None, float | None]]:
@@ -240,11 +248,11 @@ def beside_communication(
     A launch is beside a collective if that takes more than half of its time, and alone if it touches none.
     """
     kernels = list(events)
-    network = sorted((begin, end) for name, begin, end in kernels if "nccl" in name.lower())
+    network = sorted((begin, end) for name, begin, end in kernels if is_communication(name))
     taken: dict[str, tuple[list[float], list[float], list[float]]] = {}
     at = 0
     for name, begin, end in sorted(kernels, key=lambda event: event[1]):
-        if "nccl" in name.lower():
+        if is_communication(name):
             continue
         while at < len(network) and network[at][1] < begin - 50:  # no collective takes 50 ms
             at += 1

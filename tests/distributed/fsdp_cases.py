@@ -545,11 +545,11 @@ class ProcessReach:
             self.copied += nbytes
 
 
-def copied(case: str = "against_stock", **how: Any) -> dict[str, Any]:
+def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
     """Another case, where ranks copy shards from each other's memory."""
     reach = ProcessReach()
     with unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach):
-        found: dict[str, Any] = globals()[case](**how)
+        found: dict[str, Any] = globals()[of](**how)
     return found | {"copied": reach.copied}
 
 

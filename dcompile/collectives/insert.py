@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeAlias
 
 from dcompile.collectives.bucket import assign, lay_out
@@ -40,6 +41,10 @@ def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: Bucket
     for number, members in enumerate(assign([gradient.param for gradient in gradients], rule)):
         buffers = [placed[param.number].buffer for param in members]
         buckets.append(lay_out(members, f"bucket{number}", buffers, rule.wire))
+    late = behind_the_last(buckets, {g.param.number: g.param for g in gradients}, rule)
+    if late:
+        program = products_last(program, {name for bucket in late for name in bucket.buffers})
+        buckets = [*(bucket for bucket in buckets if bucket not in late), *late]
     return replace(
         program,
         outputs=_outputs(program, gradients),
@@ -47,6 +52,55 @@ def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: Bucket
         steps=_steps(program, gradients, buckets),
         buckets=tuple(buckets),
     )
+
+
+def behind_the_last(buckets: Sequence[Bucket], params: Mapping[int, ParamInfo], rule: BucketRule) -> list[Bucket]:
+    """Buckets that are better reduced behind the last one, which nothing else would hide.
+
+    A model's first parameter is often its largest, an embedding. Its gradient comes last of all, and alone it fills a
+    bucket. Gradients of weights right before it can wait: smaller buckets, as many as are together no larger. Depends
+    on sizes of parameters alone.
+    """
+    if len(buckets) < 3 or rule.wire:
+        return []
+    last = buckets[-1]
+    first = params[min(last.params)]
+    if min(params) != first.number or _nbytes(first) < max(last.numel * ITEMSIZE[last.dtype] // 2, rule.limits[-1]):
+        return []
+    late: list[Bucket] = []
+    for bucket in reversed(buckets[1:-1]):
+        if (bucket.dtype, bucket.group) != (last.dtype, last.group):
+            break
+        if 2 * bucket.numel > last.numel or sum(other.numel for other in (bucket, *late)) > last.numel:
+            break
+        late.insert(0, bucket)
+    return late
+
+
+def _nbytes(param: ParamInfo) -> int:
+    return prod(param.shape) * ITEMSIZE[param.dtype]
+
+
+def products_last(program: Program, gradients: Collection[str]) -> Program:
+    """Steps that write nothing but these gradients, which nobody reads, behind all others.
+
+    Guarantees: the same steps, both kinds in their old order, and the same values.
+    Relies on: every buffer has one writer; `gradients` have no readers.
+    """
+    moved: list[Step] = []
+    kept: list[Step] = []
+    changed = set[str]()
+    """What later steps write."""
+    for step in reversed(program.steps):
+        plain = isinstance(step, Loop) or (isinstance(step, Extern) and step.mode == "out" and not step.effect)
+        alone = bool(step.writes) and step.writes <= set(gradients) and not step.writes & step.reads
+        # whoever changes an input in place may do so through a view of it
+        if plain and alone and not changed & (step.reads | set(program.inputs)):
+            moved.insert(0, step)
+        else:
+            kept.insert(0, step)
+            changed |= step.writes
+    return replace(program, steps=(*kept, *moved))
 
 
 def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_Gradient]:

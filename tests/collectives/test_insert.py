@@ -175,3 +175,57 @@ def test_ranks_with_other_work_between_plan_the_same_collectives():
         result = insert_buckets(program(steps, [view(n) for n in names], names), infos, BucketRule(32, 48))
         plans.add(tuple((type(s).__name__, s.bucket) for s in result.steps if isinstance(s, Collective | Wait)))
     assert len(plans) == 1
+
+
+SIZES = {0: 64, 1: 16, 2: 16, 3: 16, 4: 16, 5: 16}
+"""Elements: an embedding, and what comes behind it."""
+
+
+def made(target, source="x"):
+    return loop(source, target, SIZES[int(target[1])] if target[0] == "g" else 64)
+
+
+def embedded(steps, sizes=SIZES):
+    """A backward whose last gradient is that of the largest parameter; `d` is what leads there."""
+    shapes = {**{f"g{i}": (size,) for i, size in sizes.items()}, "x": (64,), "d": (64,)}
+    outputs = [view(f"g{i}", (size,)) for i, size in sizes.items()]
+    names = [name for name in shapes if name != "x"]
+    return program(steps, outputs, names, shapes), tuple(param(i, (size,)) for i, size in sizes.items())
+
+
+def starts(result):
+    return text(result.steps).split(" -")[0]
+
+
+def test_weights_before_a_large_first_parameter_are_reduced_behind_it():
+    steps = [*map(made, ("g5", "g4", "g3", "g2", "d")), made("g1", "d"), made("g0", "d")]
+    result = insert_buckets(*embedded(steps), EACH)
+    assert starts(result) == "g5 +bucket0 d g0 +bucket5 g4 +bucket1 g3 +bucket2 g2 +bucket3 g1 +bucket4"
+    assert [bucket.name for bucket in result.buckets] == [f"bucket{n}" for n in (0, 5, 1, 2, 3, 4)]
+    verify(result)
+
+
+def test_what_something_else_needs_stays_before_it():
+    both = replace(made("g1"), stores=(Store("g1", var("i0"), 1), Store("e", var("i0"), 1)))
+    source, params = embedded([*map(made, ("g5", "g4", "g3", "g2", "d")), both, made("g0", "d")])
+    source = replace(source, buffers=(*source.buffers, flat("e", (16,))))
+    words = starts(insert_buckets(source, params, EACH))
+    assert words == "g5 +bucket0 d e/g1 g0 +bucket5 g4 +bucket1 g3 +bucket2 g2 +bucket3 +bucket4"
+
+
+def test_what_reads_memory_that_is_changed_later_stays_before_it():
+    steps = [*map(made, ("g5", "g4", "g3", "g2", "g1", "d")), made("x", "d"), made("g0", "d")]
+    words = starts(insert_buckets(*embedded(steps), EACH))
+    assert words == "g5 +bucket0 g4 g3 g2 g1 d x g0 +bucket5 +bucket1 +bucket2 +bucket3 +bucket4"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [({0: 16}, EACH), ({4: 64, 1: 64}, EACH), ({}, BucketRule(1, 1024)), ({}, BucketRule(1, 1, wire="float16"))],
+    ids=["not large", "others as large", "within the limit", "compressed"],
+)
+def test_otherwise_the_order_is_ddps(sizes, rule):
+    sizes = SIZES | sizes
+    steps = [loop("x", f"g{i}", size) for i, size in reversed(sizes.items())]
+    result = insert_buckets(*embedded(steps, sizes), rule)
+    assert [bucket.name for bucket in result.buckets] == [f"bucket{n}" for n in range(len(result.buckets))]

@@ -548,7 +548,10 @@ class ProcessReach:
 def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
     """Another case, where ranks copy shards from each other's memory."""
     reach = ProcessReach()
-    with unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach):
+    with (
+        unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach),
+        unittest.mock.patch("dcompile.runtime.nearby.LEAST_BYTES", 0),
+    ):
         found: dict[str, Any] = globals()[of](**how)
     return found | {"copied": reach.copied}
 

@@ -1,6 +1,7 @@
 """`python -m dcompile.simulate` on the smallest Llama: what it counts can be counted by hand."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -75,8 +76,16 @@ def test_a_slower_network_takes_longer_and_holds_no_more_than_the_budget(tiny):
     assert far.exposed > near.exposed  # sums among eight replicas
     fast, slow = (estimate(traced, Setup(f, Spread("fsdp", 1024, 1024))) for f in (H100, SLOW))
     assert slow.step > fast.step and slow.exchanged == fast.exchanged
-    tight = estimate(traced, Setup(SLOW, spread, early_bytes=0))
-    assert tight.peak <= estimate(traced, Setup(SLOW, spread)).peak
+    two_nodes = Spread("fsdp", 16, 16)
+    tight = estimate(traced, Setup(SLOW, two_nodes, early_bytes=0))
+    assert tight.peak <= estimate(traced, Setup(SLOW, two_nodes)).peak
+
+
+def test_gathers_of_one_node_are_copies_which_slow_nothing_down(tiny):
+    spread, traced = tiny.fsdp
+    copying, gathering = (estimate(traced, Setup(f, spread)) for f in (H100, replace(H100, copy_gbs=0.0)))
+    assert copying.communication < gathering.communication and copying.step < gathering.step
+    assert copying.exchanged == gathering.exchanged and copying.collectives == gathering.collectives
 
 
 def test_what_each_further_layer_adds_is_the_same(tiny):

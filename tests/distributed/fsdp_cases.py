@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcompile
 from dcompile.figures import table_figures
+from dcompile.runtime.driver import CudaReach
 from dcompile.runtime.exchange import Flight
 from dcompile.runtime.parcels import in_order
 from tests.distributed import models
@@ -545,9 +546,46 @@ class ProcessReach:
             self.copied += nbytes
 
 
+class CountedReach(CudaReach):
+    """A GPU's, which counts the bytes that it copies."""
+
+    copied = 0
+
+    def copy(self, copies: Any, stream: int) -> None:
+        super().copy(copies, stream)
+        self.copied += sum(nbytes for *_, nbytes in copies)
+
+
+class Unreachable(ProcessReach):
+    """On one rank."""
+
+    def open(self, name: str) -> int:
+        if dist.get_rank():
+            raise RuntimeError("another container")
+        return super().open(name)
+
+
+def unreachable() -> dict[str, Any]:
+    """One rank cannot map the other's memory, so none copies."""
+    with unittest.mock.patch(f"{__name__}.ProcessReach", Unreachable):
+        return copied(name="mlp")
+
+
+def moved() -> dict[str, Any]:
+    """Parameters are given other memory between two steps; ranks copy what lies there now."""
+
+    def steps(call: Any, module: Any) -> None:
+        backward(call, module, 0)
+        own = {name: 2 * value.detach() for name, value in module.state_dict().items()}
+        module.load_state_dict(own, assign=True)
+        backward(call, module, 1)
+
+    return same_as_stock(steps)
+
+
 def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
-    """Another case, where ranks copy shards from each other's memory."""
-    reach = ProcessReach()
+    """Another case, where ranks copy shards from each other's memory, however small."""
+    reach = CountedReach() if device().type == "cuda" else ProcessReach()
     with (
         unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach),
         unittest.mock.patch("dcompile.runtime.nearby.LEAST_BYTES", 0),

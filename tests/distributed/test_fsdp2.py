@@ -71,6 +71,7 @@ def test_units_in_one_message_equal_stock_fsdp(ranks, how):
         {"of": "kept_graph"},
         {"of": "left_over"},
         {"of": "hooks_and_settings"},
+        {"of": "moved"},
     ],
     ids=lambda how: ", ".join(map(str, how.values())),
 )
@@ -79,6 +80,14 @@ def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
         assert found["copied"] > 0
         assert (found["grad"], found["param"]) == (0, 0)
         assert found.get("loss", 0) == found.get("after loading", 0) == found.get("result", 0) == 0
+
+
+def test_shards_that_one_rank_cannot_reach_are_gathered_by_collectives_on_all(ranks):
+    for found in values(ranks, "unreachable"):
+        assert (found["loss"], found["grad"], found["param"], found["copied"]) == (0, 0, 0, 0)
+        assert found["receipt"].notes == (
+            "shards are gathered by collectives, not copied: rank 1 cannot reach them (another container)",
+        )
 
 
 def test_hooks_and_settings_equal_stock_fsdp(ranks):

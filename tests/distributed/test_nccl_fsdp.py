@@ -43,6 +43,28 @@ def test_training_equals_stock_fsdp(ranks, how):
 
 
 @pytest.mark.parametrize(
+    "how",
+    [
+        {"name": "llama"},
+        {"name": "uneven", "accumulate": True},
+        {"name": "mlp", "reshard_after_forward": False},
+        {"name": "llama", "options": GRAPHS},
+        {"name": "uneven", "options": GRAPHS, "accumulate": True},
+        {"of": "forwards_of_all_kinds"},
+        {"of": "kept_graph"},
+        {"of": "hooks_and_settings"},
+    ],
+    ids=lambda how: ", ".join(map(str, how.values())),
+)
+def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
+    for found in ranks.run(CASES + "copied", 150, **how):
+        assert found["copied"] > 0 and found["receipt"].eligible
+        if "options" in how:
+            assert found["receipt"].replays >= 2, str(found["receipt"])
+        assert max(found.get("loss", 0), found["grad"]) <= (1e-5 if "llama" in how.values() else 0)
+
+
+@pytest.mark.parametrize(
     "case",
     [
         "forwards_of_all_kinds", "kept_graph", "frozen", "autograd_grad", "left_over", "hooks_and_settings", "replicas",

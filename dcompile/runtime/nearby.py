@@ -20,13 +20,11 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.artifacts import say
 from dcompile.collectives.params import ShardGroup, ShardUnit
+from dcompile.figures import LEAST_COPIED
 from dcompile.runtime.agree import exchanged
 from dcompile.runtime.driver import Reach, reach_of
 from dcompile.runtime.lanes import Lanes
 
-LEAST_BYTES = 32 << 20
-"""Where a model's gathers are smaller, on average, one kernel is quicker than a copy for each parameter and rank (two
-H200: 13.5 MiB for each layer of a model of 160 M)."""
 MOST_RANKS = 16
 """Ranks of larger groups are not asked: they are on several machines."""
 
@@ -195,7 +193,7 @@ class Neighbours:
                 continue
             shards = [unit.data() for unit in units.values() if not unit.offloaded]
             gathered = sum(shard.numel() * shard.element_size() for shard in shards) * process_group.size()
-            if gathered >= LEAST_BYTES * len(names):
+            if gathered >= LEAST_COPIED * len(names):
                 found[id(process_group)] = Nearby(process_group, units, device, reach)
 
 

@@ -33,10 +33,9 @@ def check(measured: Mapping[str, Any]) -> dict[str, Any]:
         if shape not in SHAPES or shape not in BATCHES or not ours:
             continue
         ranks, device = int(measured["ranks"]), str(measured["device"])
-        ways = {"memory" if "memory" in name else "registers" for name in ours}
-        predicted = {way: predict(shape, kind, ranks, device, way) for way in sorted(ways)}
+        predicted = {way: predict(shape, kind, ranks, device, *way) for way in sorted(set(map(_way, ours)))}
         for name, found in ours.items():
-            for field, value in predicted["memory" if "memory" in name else "registers"].items():
+            for field, value in predicted[_way(name)].items():
                 if field in found:
                     error = value / found[field] - 1 if found[field] else None
                     rows.append(
@@ -48,13 +47,22 @@ def check(measured: Mapping[str, Any]) -> dict[str, Any]:
     return {"device": measured["device"], "ranks": measured["ranks"], "rows": rows, "text": "\n".join(map(_line, rows))}
 
 
-def predict(shape: str, kind: str, ranks: int, device: str, recompute: str = "registers") -> dict[str, float]:
+def _way(name: str) -> tuple[str, bool]:
+    """What a peer's name says of its options: `recompute`, and whether gathers are all collectives."""
+    return "memory" if "memory" in name else "registers", "collective" in name
+
+
+def predict(
+    shape: str, kind: str, ranks: int, device: str, recompute: str = "registers", collective: bool = False
+) -> dict[str, float]:
     """Milliseconds by the model, and the peak of memory."""
     rows, length = BATCHES[shape]
     sharded = kind.startswith("fsdp")
     spread = Spread("fsdp" if sharded else "ddp", ranks, ranks if sharded else 1)
     traced = trace(configuration(shape, length), spread, batch=rows, length=length, recompute=recompute)
     figures = table_figures(device)
+    if collective:
+        figures = replace(figures, copy_gbs=0.0)
     lasting, fresh = (estimate(traced, Setup(f, spread)) for f in (figures, replace(figures, sustained=1.0)))
     times = {field: 1e3 * getattr(lasting if field == "ms" else fresh, name) for field, name in COMPARED.items()}
     return times | {"compute_ms": times["compute_ms"] + 1e3 * fresh.update, "peak_mib": fresh.peak / (1 << 20)}

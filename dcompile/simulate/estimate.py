@@ -12,7 +12,7 @@ from dcompile.codegen.schedule.cost import collective_bytes, durations
 from dcompile.codegen.schedule.overlap import overlap
 from dcompile.codegen.schedule.timeline import Timeline, timeline
 from dcompile.collectives.params import ParamInfo
-from dcompile.figures import Figures
+from dcompile.figures import LEAST_COPIED, Figures
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Program, View, Wait, holder_of
 from dcompile.simulate.trace import Spread, Traced
@@ -30,6 +30,8 @@ class Setup:
     state_dtype: str = "bfloat16"
     """Of parameters, gradients and Adam's two moments as they are kept."""
     early_bytes: int | None = None
+    least_copied: int = LEAST_COPIED
+    """Bytes of a gather, on average, from which on ranks of one machine copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Estimate:
 
 def estimate(traced: Traced, setup: Setup) -> Estimate:
     """What the traced step comes to."""
-    groups = {"group": replace(setup.spread.group, copies=_near(setup))}
+    groups = {"group": replace(setup.spread.group, copies=_copies(traced.forward, setup))}
     programs = [overlap(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)]
     # gigabytes of GPU memory: sizes of kernels' tiles count
     programs = [replace(p, buffers=tuple(replace(b, device="cuda") for b in p.buffers)) for p in programs]
@@ -97,10 +99,14 @@ def estimate(traced: Traced, setup: Setup) -> Estimate:
     )
 
 
-def _near(setup: Setup) -> bool:
+def _copies(forward: Program, setup: Setup) -> bool:
     """Whether ranks that share parameters are on one machine, and copy them from each other's memory."""
     figures, spread = setup.figures, setup.spread
-    return spread.kind == "fsdp" and figures.copy_gbs > 0 and 1 < spread.shard <= figures.links[-1].ranks
+    if spread.kind != "fsdp" or not figures.copy_gbs or not 1 < spread.shard <= figures.links[-1].ranks:
+        return False
+    gathers = [step for step in forward.steps if isinstance(step, Collective) and step.kind == "all_gather"]
+    gathered = sum(collective_bytes(step, forward.table) for step in gathers)
+    return bool(gathers) and gathered >= setup.least_copied * len(gathers)
 
 
 def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.ndarray:

@@ -588,7 +588,7 @@ def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
     reach = CountedReach() if device().type == "cuda" else ProcessReach()
     with (
         unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach),
-        unittest.mock.patch("dcompile.runtime.nearby.LEAST_BYTES", 0),
+        unittest.mock.patch("dcompile.runtime.nearby.LEAST_COPIED", 0),
     ):
         found: dict[str, Any] = globals()[of](**how)
     return found | {"copied": reach.copied}

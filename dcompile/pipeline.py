@@ -86,7 +86,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         lambda program, request: overlap(program, request.figures, dict(request.groups), request.early_bytes), "overlap"
     ),
-    Pass(lambda program, _: plan_frugally(program), "plan_memory", required=True),
+    Pass(lambda program, request: plan_frugally(program, request.kind == "forward"), "plan_memory", required=True),
 )
 
 

@@ -16,6 +16,7 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.border import with_plain_border
 from dcompile.capture.causal import replace_constant_masks
+from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
 from dcompile.capture.fingerprint import compare_capture
 from dcompile.capture.grouped import share_repeated_heads
@@ -31,7 +32,7 @@ from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
-from dcompile.capture.pooling import shorten_positions
+from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.tangents import can_be_absent, take_out, tangents, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, ParamInfo, Phase, Request
@@ -141,8 +142,11 @@ class Graph:
         """Before the joint graph is cut apart."""
         self._may_lack = can_be_absent(joint)
         if self.model.settings.config.kernels != "aten":
+            drop_copies(joint)
             shorten_positions(joint)
         self._lay_out(joint)
+        if self.model.settings.config.kernels != "aten":
+            save_no_images(joint)
         recompute_views(joint, self._find_shards(joint))
 
     def _needs_parameters(self) -> bool:

@@ -1,8 +1,9 @@
-"""What max pooling saves for its backward: where in its window each maximum was, in one byte or two.
+"""What pooling saves for its backward: of max pooling, where in its window each maximum was, in one byte or two.
 
 ATen's operator gives positions in the image, in eight bytes each: for the first pooling of ResNet-50 with 128 images
 that is 196 MiB, as much as its largest activation. A position less that of its window's first element is small, and the
-backward adds that again.
+backward adds that again. Besides, ATen's backwards take the image itself, of which they want to know no more than its
+shape and strides: they are given room that nobody has written to.
 
 Guarantees: the same values. A function of the graph alone, hence the same on every rank.
 """
@@ -22,6 +23,43 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 SHORT = ((torch.uint8, 2**8), (torch.int16, 2**15))
 """dtypes, and how many positions in a window they can tell apart."""
+
+
+IMAGE_OF = {
+    aten.max_pool2d_with_indices_backward.default: 1, aten.max_pool3d_with_indices_backward.default: 1,
+    aten.adaptive_max_pool2d_backward.default: 1, aten.adaptive_max_pool3d_backward.default: 1,
+    aten.avg_pool2d_backward.default: 1, aten.avg_pool3d_backward.default: 1,
+    aten._adaptive_avg_pool2d_backward.default: 1, aten._adaptive_avg_pool3d_backward.default: 1,
+}  # fmt: skip
+"""Backwards, and which of their arguments is an image whose values they do not read."""
+
+
+def save_no_images(joint: GraphModule) -> int:
+    """Let backwards of pooling read the shape of their image from room of their own; returns how many did not before.
+
+    Relies on: nothing changes strides afterwards.
+    """
+    nodes = [node for node in joint.graph.nodes if node.target in IMAGE_OF]
+    mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in nodes]) if nodes else None
+    count = sum(_take_room(node, mode) for node in nodes) if mode is not None else 0
+    joint.recompile()
+    return count
+
+
+def _take_room(backward: Node, mode: Any) -> bool:
+    image = backward.args[IMAGE_OF[backward.target]]  # type: ignore[index]
+    assert isinstance(image, Node)
+    value = image.meta["val"]
+    layout = (list(value.shape), list(value.stride()))
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return False
+    settings = {"dtype": value.dtype, "device": value.device}
+    with backward.graph.inserting_before(backward), mode:
+        room = backward.graph.call_function(aten.empty_strided.default, layout, settings)
+        room.meta["val"] = aten.empty_strided.default(*layout, **settings)
+    compat.aot.always_recompute(room)
+    backward.replace_input_with(image, room)
+    return True
 
 
 def shorten_positions(joint: GraphModule) -> int:

@@ -124,6 +124,8 @@ def min_cut_partition(
     function of its module, replaced while the cut is made. Where torch has no such function, its own list decides.
     `memory_budget` is the part of what this would save that may be saved at most; the rest is computed again.
     `again_for_calls` lets the backward also compute again what it then has to write for a library call.
+    Views of whole tensors are never saved, but what they look at: weighing both, torch may save a product's result and
+    the view of what was computed from it, where the latter alone would do (a ReLU between two linear layers).
     """
     from torch._functorch import config, partitioners
 
@@ -131,6 +133,8 @@ def min_cut_partition(
     changes: dict[str, Any] = {"activation_memory_budget": memory_budget} if memory_budget < 1 else {}
     if again_for_calls and hasattr(config, "ban_recompute_materialized_backward"):
         changes["ban_recompute_materialized_backward"] = False
+    if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
+        changes["recompute_views"] = True
     with _more_ops(partitioners, fusible, recomputable), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
@@ -141,14 +145,35 @@ def _more_ops(partitioners: Any, fusible: frozenset[Any], recomputable: frozense
     if own is None:
         yield
         return
+    parts, wholes = _parts(), _wholes()
 
     def op_list() -> Any:
         found = own()
-        again = found.recomputable_ops | recomputable
-        return dataclasses.replace(found, fusible_ops=found.fusible_ops | fusible, recomputable_ops=again)
+        return dataclasses.replace(
+            found,
+            fusible_ops=found.fusible_ops | fusible,
+            recomputable_ops=found.recomputable_ops | recomputable,
+            view_ops=(found.view_ops - parts) | wholes,
+        )
 
     with unittest.mock.patch.object(partitioners, "get_default_op_list", op_list):
         yield
+
+
+def _parts() -> frozenset[Any]:
+    """Views that show a part of a tensor: saving the whole in their place may take more memory."""
+    import torch
+
+    aten = torch.ops.aten
+    return frozenset((aten.slice, aten.select, aten.split, aten.as_strided))
+
+
+def _wholes() -> frozenset[Any]:
+    """Views of whole tensors that torch's list lacks."""
+    import torch
+
+    aten = torch.ops.aten
+    return frozenset((aten.transpose, aten._unsafe_view, aten.detach))
 
 
 def primal_index(node: Any) -> int | None:

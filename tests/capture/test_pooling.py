@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcompile
-from dcompile.capture.pooling import shorten_positions
+from dcompile.capture.pooling import IMAGE_OF, shorten_positions
 
 aten = torch.ops.aten
 
@@ -73,3 +74,52 @@ def test_a_model_saves_bytes(dynamic):
     found = step(dcompile.compile(model, dynamic=dynamic, options={"receipt": False}), x)
     torch.testing.assert_close(found, wanted)
     assert (torch.uint8 in saved) == (not dynamic)
+
+
+def test_backwards_do_not_save_the_image():
+    def model(x):
+        return F.avg_pool2d(F.max_pool2d(x.exp(), 3, 2, 1).sin(), 2)
+
+    def step(call, x):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            loss = call(x).square().sum()
+        loss.backward()
+        gradient, x.grad = x.grad, None
+        return loss.detach(), gradient, saved
+
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+    *wanted, _ = step(model, x)
+    *found, saved = step(dcompile.compile(model, options={"receipt": False}), x)
+    torch.testing.assert_close(found, wanted)
+    assert sum(shape == x.shape for shape in saved) == 1  # the input or its exponential
+
+
+@pytest.mark.parametrize("backward", IMAGE_OF, ids=str)
+def test_no_backward_of_the_list_reads_its_image(backward):
+    """Given room full of not-a-number in place of the image, gradients are what they were."""
+    kind, rank = str(backward), 3 if "3d" in str(backward) else 2
+    x = torch.randn(2, 3, *[8] * rank, requires_grad=True)
+    if "adaptive" in kind:
+        forward = getattr(F, f"adaptive_{'avg' if 'avg' in kind else 'max'}_pool{rank}d")
+        y = forward(x, 3)
+    else:
+        y = getattr(F, f"{'avg' if 'avg' in kind else 'max'}_pool{rank}d")(x, 2)
+    given = torch.randn_like(y)
+    (wanted,) = torch.autograd.grad(y, x, given)
+
+    class Swap(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is backward:
+                self.seen += 1
+                args = list(args)
+                args[IMAGE_OF[func]] = torch.full_like(args[IMAGE_OF[func]], float("nan"))
+            return func(*args, **(kwargs or {}))
+
+    y = forward(x, 3) if "adaptive" in kind else getattr(F, f"{'avg' if 'avg' in kind else 'max'}_pool{rank}d")(x, 2)
+    with Swap() as swap:
+        (found,) = torch.autograd.grad(y, x, given)
+    assert swap.seen == 1
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

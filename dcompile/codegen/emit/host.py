@@ -233,7 +233,7 @@ class _Host(Values):
         shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
         layout = f"torch.{buffer.dtype}, {shape}, {strides}"
         late = any(not self.late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
-        recycle = self.recycle and buffer.device == "cpu" and not late
+        recycle = self.recycle and buffer.device == "cpu" and not late and name in self.outputs
         if recycle and not isinstance(buffer.extent, int):
             self.lines.append(f"{self.name(name)} = {self.once(f'run.recycled({name!r}, {layout})', 'new')}()")
             return

@@ -1,4 +1,8 @@
-"""Temporaries in memory that is there anyway: in results not written yet, and in saved tensors no longer needed."""
+"""Temporaries in memory that is there anyway: in results not written yet, and in saved tensors no longer needed.
+
+What would still make the arena large, and is needed only while less than the most is held, has memory of its own: it is
+allocated before its first use and let go after its last.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcompile.codegen.schedule.placing import Block, aligned, best_gap, place
-from dcompile.ir.nodes import Buffer, Collective, Program, View, Wait, holder_of
+from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
 """Bytes: an address that each call works out anew costs more than less memory gains."""
 STEPS_OF_CAP = 8
 WORTH = 1 << 16
 """Bytes that must be saved at least."""
+SMALLEST_APART = 1 << 17
+WORTH_APART = 100
+"""Nothing is allocated by itself for less than this part of the peak: fresh pages made steps up to 4 % slower."""
+PRICE = 1024
+"""An allocation more must save this part of the peak."""
+APART = ""
+"""Where a block lies that has memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +43,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Lodging:
-    """For each block the host it lies in (None: the arena) and its offset there; the arena's size; the peak of all."""
+    """For each block the host it lies in (None: the arena, APART: its own memory) and its offset there; the arena's
+    size; the peak of all."""
 
     places: list[tuple[str | None, int]]
     arena_bytes: int
@@ -80,6 +92,23 @@ def is_known(buffer: Buffer) -> bool:
     return buffer.nbytes >= SMALLEST_HOST
 
 
+def workspace_bytes(step: Step, table: Mapping[str, Buffer]) -> int:
+    """What a library call allocates and lets go of by itself, where that is much and known.
+
+    The gradient of a convolution's filters, by oneDNN: the filters in row-major order, their gradient in the library's
+    order, and converted to ours, which is the result. That of depthwise filters larger than 3 x 3 it sums up in dense
+    blocks of 16 by 16 channels (seen in torch 2.13's, whatever the image's size).
+    """
+    if not isinstance(step, Extern) or step.op != "aten.convolution_backward.default":
+        return 0
+    filters = step.args[2]
+    buffer = table[filters.buffer] if isinstance(filters, View) else None
+    if buffer is None or buffer.device != "cpu" or not isinstance(buffer.extent, int):
+        return 0
+    depthwise = len(buffer.shape) == 4 and buffer.shape[0] == step.args[9] and buffer.shape[1] == 1
+    return buffer.nbytes * (259 if depthwise and buffer.extent > 9 * int(step.args[9]) else 3)  # type: ignore[arg-type]
+
+
 def held_bytes(
     program: Program,
     storages: Mapping[str, str],
@@ -93,6 +122,11 @@ def held_bytes(
     steps = len(program.steps)
     change = np.zeros(steps + 1, np.int64)
     shown = {output.buffer for output in program.outputs if isinstance(output, View)}
+    table = program.table
+    for position, step in enumerate(program.steps):
+        working = workspace_bytes(step, table)
+        change[position] += working
+        change[position + 1] -= working
     for buffer in program.buffers:
         kind = storages[buffer.name]
         donated = buffer.name in program.donated
@@ -105,29 +139,51 @@ def held_bytes(
 
 
 def lodge(
-    blocks: Sequence[Block], hosts: Sequence[Host], heirs: Mapping[int, Set[str]], held: np.ndarray, bound: Set[int]
+    blocks: Sequence[Block],
+    hosts: Sequence[Host],
+    heirs: Mapping[int, Set[str]],
+    held: np.ndarray,
+    bound: Set[int],
+    beside: int | None = None,
 ) -> Lodging:
     """Places for blocks, in the arena or in hosts, such that arena and `held` together peak low.
 
     `heirs` says which hosts hand their memory to a block in place, or take it over from it; blocks of `bound` stay in
     the arena. The arena is kept between calls, so its size counts at every step. Tries several sizes for it, and puts
-    what does not fit where it prolongs a host's life least: at first only where that raises no peak of `held`.
+    what does not fit where it prolongs a host's life least: at first only where that raises no peak of `held`. What
+    fits nowhere then gets memory of its own, if that saves enough.
+    `beside`: what is held while the other program of a training step runs; the arena will be there, too. That program
+    is taken to need as much beside them as this one would in an arena alone.
     """
     offsets, total = place(blocks)
     before = int(held.max(initial=0))
-    usual = best = Lodging([(None, offset) for offset in offsets], total, total + before)
-    if not hosts or not blocks:
+    usual = Lodging([(None, offset) for offset in offsets], total, total + before)
+    if not blocks:
         return usual
-    options = _options(blocks, hosts, heirs, bound)
-    for raises in (False, True):
-        for eighths in range(STEPS_OF_CAP):
-            cap = total * eighths // STEPS_OF_CAP
-            if cap + before >= best.peak:
-                break
-            most = best.peak - cap if raises else before
-            found = _Attempt(blocks, hosts, heirs, options, held, most).run(cap)
-            best = min(best, found, key=lambda lodging: lodging.peak)
-    return best if best.peak + WORTH <= usual.peak else usual
+    options = _options(blocks, hosts, heirs, bound) if hosts else [np.zeros(0, np.int64)] * len(blocks)
+
+    def cost(lodging: Lodging) -> int:
+        count = sum(host == APART for host, _ in lodging.places)
+        later = 0 if beside is None else beside + total + lodging.arena_bytes
+        return max(lodging.peak, later) + count * (usual.peak // PRICE)
+
+    def best_of(best: Lodging, barred: Set[int]) -> Lodging:
+        for raises in (False, True):
+            for eighths in range(STEPS_OF_CAP):
+                cap = total * eighths // STEPS_OF_CAP
+                if cap + before >= cost(best):
+                    break
+                most = cost(best) - cap if raises else before
+                found = _Attempt(blocks, hosts, heirs, options, held, most, barred).run(cap)
+                best = min(best, found, key=cost)
+        return best
+
+    everything = range(len(blocks))
+    within = best_of(usual, frozenset(everything)) if hosts else usual
+    within = within if cost(within) + WORTH <= cost(usual) else usual
+    small = {n for n in everything if int(blocks[n].nbytes) < SMALLEST_APART}  # type: ignore[arg-type]
+    apart = best_of(within, bound | small)
+    return apart if cost(apart) + max(WORTH, within.peak // WORTH_APART) <= cost(within) else within
 
 
 def _options(
@@ -188,9 +244,10 @@ class _Attempt:
         options: Sequence[np.ndarray],
         held: np.ndarray,
         most: int,
+        barred: Set[int],
     ) -> None:
         self.blocks, self.hosts, self.heirs, self.options = blocks, hosts, heirs, options
-        self.held, self.most = held.copy(), most
+        self.held, self.most, self.barred = held.copy(), most, barred
         self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
         self.arena = _Bin()
         self.bins = {host.name: _Bin() for host in hosts}
@@ -202,14 +259,14 @@ class _Attempt:
     def run(self, cap: int) -> Lodging:
         places: list[tuple[str | None, int]] = [(None, 0)] * len(self.blocks)
         reached = 0
-        has_choice = [len(found) > 0 for found in self.options]
+        has_choice = [len(found) > 0 or number not in self.barred for number, found in enumerate(self.options)]
         # first those that have no choice
         order = sorted(range(len(places)), key=lambda n: (has_choice[n], -self.sizes[n], self.blocks[n].first, n))
         for number in order:
             block, size = self.blocks[number], self.sizes[number]
             at, place = self.arena.gap(block, size), None
             if at + size > max(cap, reached):
-                place = self._host_for(number)
+                place = self._host_for(number) or self._apart(number)
             if place is None:
                 self.arena.put(block, at, size)
                 reached = max(reached, at + size)
@@ -235,6 +292,15 @@ class _Attempt:
             self.bins[host.name].put(block, at, aligned(nbytes))
             return host.name, at
         return None
+
+    def _apart(self, number: int) -> tuple[str, int] | None:
+        """Memory of the block's own, if there is room while it lives."""
+        block, size = self.blocks[number], self.sizes[number]
+        span = slice(block.first, block.last + 1)
+        if number in self.barred or self.held[span].max(initial=0) + size > self.most:
+            return None
+        self.held[span] += size
+        return APART, 0
 
     def _edges(self, numbers: np.ndarray | np.intp, block: Block) -> np.ndarray:
         """How far hosts' lives go if the block lies there."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dcompile.codegen.schedule.apart import fits, heirs_of, movable, set_apart
-from dcompile.codegen.schedule.lodging import Host, held_bytes, hosts_of, in_flight, is_known, lodge
+from dcompile.codegen.schedule.lodging import APART, Host, held_bytes, hosts_of, in_flight, is_known, lodge
 from dcompile.codegen.schedule.placing import Block, place_symbolic
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import Size, as_index, as_size
@@ -18,13 +18,14 @@ Life = tuple[int, int]
 """First and last step that touch a buffer."""
 
 
-def plan_memory(program: Program) -> Program:
+def plan_memory(program: Program, saves: bool = False) -> Program:
     """Give every buffer a place.
 
     Guarantees: the same steps; buffers that are alive at the same time do not overlap, except that a loop may write
     over a buffer that it reads for the last time, element by element. Buffers that have a place already keep it.
     Arena, results, the library's tensors and donated inputs together peak no higher than with all else in the arena:
-    on the CPU temporaries may lie in others' memory (`lodging.py`), on a GPU in memory of their own (`apart.py`).
+    temporaries may lie in others' memory, or in memory of their own (`lodging.py`; on a GPU `apart.py`).
+    `saves`: results are held while another program runs, a forward's while its backward does.
     Relies on: nothing changes the order of steps afterwards.
     """
     behind = _held_by_results(program)
@@ -49,13 +50,15 @@ def plan_memory(program: Program) -> Program:
     flying = in_flight(program)
     bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
     held = held_bytes(program, storages, lives, is_known)
-    lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound)
+    beside = int(held[-1]) if saves else int(held[0]) if program.donated else None
+    lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
     places: dict[int, tuple[str | None, Size]] = {n: lodging.places[k] for k, n in enumerate(fixed)}
     symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]
     slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
     places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
     where = {buffer.name: places[n] for n, group in enumerate(groups) if n in places for buffer in group}
-    for n, given in apart.items():
+    own: dict[int, str | None] = {n: None for n, (host, _) in places.items() if host == APART}
+    for n, given in (apart | own).items():
         head = groups[n][0].name
         where |= {buffer.name: (given or head, 0) for buffer in groups[n]}
         if given is None:  # memory of its own, in which the others of its group follow
@@ -103,10 +106,19 @@ def _held_by_results(program: Program) -> dict[str, frozenset[str]]:
     return behind
 
 
+def escaping(program: Program) -> frozenset[str]:
+    """Buffers whose memory results show, or may show."""
+    return _escaping(program, _held_by_results(program))
+
+
+def _escaping(program: Program, behind: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    shown = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
+    return shown.union(*(behind[name] for name in shown if name in behind))
+
+
 def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[str, str]:
     """The kind of memory of each buffer."""
-    shown = {output.buffer for output in program.outputs if isinstance(output, View)}
-    escaping = shown.union(*(behind[name] for name in shown if name in behind))
+    escapes = _escaping(program, behind)
     library = {
         name
         for step in program.steps
@@ -124,7 +136,7 @@ def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[st
             storages[buffer.name] = "input"
         elif buffer.name in library:
             storages[buffer.name] = "library"
-        elif buffer.name in escaping or _is_late(buffer, late) or buffer.device != device:
+        elif buffer.name in escapes or _is_late(buffer, late) or buffer.device != device:
             storages[buffer.name] = "out"  # besides what escapes: sizes or devices that the one arena cannot serve
         else:
             storages[buffer.name] = "arena"

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from dcompile.codegen.schedule.dependences import edges
-from dcompile.codegen.schedule.lodging import is_known
-from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.lodging import is_known, workspace_bytes
+from dcompile.codegen.schedule.memory import escaping, plan_memory
 from dcompile.ir.nodes import LODGED, Collective, Program, View
 
 WINDOW = 6
@@ -18,16 +18,16 @@ WORTH = 1 << 16
 """Bytes of peak that another order must save."""
 
 
-def plan_frugally(program: Program) -> Program:
+def plan_frugally(program: Program, saves: bool = False) -> Program:
     """`plan_memory`, for an order of steps that needs less memory if there is one near the given one.
 
     Guarantees: bitwise-equal values; library calls with effects in their order.
     Relies on: as `plan_memory`. Programs with collectives keep their order, which decides what hides behind what.
     """
-    planned = plan_memory(program)
+    planned = plan_memory(program, saves)
     if any(isinstance(step, Collective) for step in program.steps):
         return planned
-    other = plan_memory(free_first(program))
+    other = plan_memory(free_first(program), saves)
     return other if peak_bytes(other) + WORTH <= peak_bytes(planned) else planned
 
 
@@ -41,14 +41,19 @@ def peak_bytes(planned: Program) -> int:
         for name in step.reads | step.writes:
             for held in (name, guests.get(name, name)):
                 spans[held] = (spans.get(held, (position, position))[0], position)
-    shown = {output.buffer for output in planned.outputs if isinstance(output, View)}
+    kept = escaping(planned)
     change = np.zeros(count + 1, np.int64)
+    table = planned.table
+    for position, step in enumerate(planned.steps):
+        working = workspace_bytes(step, table)
+        change[position] += working
+        change[position + 1] -= working
     for buffer in planned.buffers:
         counts = buffer.storage in ("out", "library") or buffer.name in planned.donated
         if counts and buffer.name in spans and is_known(buffer):
             first, last = spans[buffer.name]
             change[first] += buffer.nbytes
-            change[count if buffer.storage == "out" or buffer.name in shown else last + 1] -= buffer.nbytes
+            change[count if buffer.name in kept else last + 1] -= buffer.nbytes
     arena = planned.arena_bytes if isinstance(planned.arena_bytes, int) else 0
     return arena + int(np.cumsum(change).max(initial=0))
 

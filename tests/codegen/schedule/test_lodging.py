@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule import lodging
-from dcompile.codegen.schedule.lodging import Host, lodge
+from dcompile.codegen.schedule.lodging import APART, Host, lodge
 from dcompile.codegen.schedule.memory import plan_memory
-from dcompile.codegen.schedule.placing import Block
+from dcompile.codegen.schedule.placing import Block, place
 from dcompile.errors import VerifyError
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
@@ -37,15 +37,22 @@ def is_open(host: Host, block: Block) -> bool:
     return block.last < host.edge if host.early else block.first > host.edge
 
 
-@given(block_lists, host_lists, st.integers(0, 400))
+@given(block_lists, host_lists, st.integers(0, 400), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, other):
+def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, other, may_be_apart):
     hosts = [Host(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
     base = np.full(STEPS, other * KIB, np.int64)
     for host in hosts:
         base[slice(host.edge, None) if host.early else slice(0, host.edge + 1)] += host.nbytes
-    usual, found = lodge(blocks, [], {}, base, set()), lodge(blocks, hosts, {}, base, set())
+    usual = place(blocks)[1] + int(base.max(initial=0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lodging, "SMALLEST_APART", 16 * KIB if may_be_apart else 1 << 20)
+        found = lodge(blocks, hosts, {}, base, set())
     held = base.copy()
+    for block, (name, _) in zip(blocks, found.places, strict=True):
+        if name == APART:
+            assert may_be_apart and block.nbytes >= 16 * KIB
+            held[block.first : block.last + 1] += block.nbytes  # whole cache lines already
     table = {host.name: host for host in hosts}
     for host in hosts:
         inside = [b for b, (name, _) in zip(blocks, found.places, strict=True) if name == host.name]
@@ -54,12 +61,33 @@ def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, 
         elif inside:
             held[host.edge + 1 : max(b.last for b in inside) + 1] += host.nbytes
     for n, (block, (name, at)) in enumerate(zip(blocks, found.places, strict=True)):
+        if name == APART:
+            continue
         assert at >= 0 and at + block.nbytes <= (found.arena_bytes if name is None else table[name].nbytes)
         assert name is None or is_open(table[name], block)
         for earlier, (where, start) in zip(blocks[:n], found.places, strict=False):
             together = where == name and earlier.first <= block.last and block.first <= earlier.last
             assert not together or at + block.nbytes <= start or start + earlier.nbytes <= at
-    assert found.peak == found.arena_bytes + int(held.max(initial=0)) <= usual.peak
+    assert found.peak == found.arena_bytes + int(held.max(initial=0)) <= usual
+
+
+def test_what_is_needed_only_where_little_is_held_has_memory_of_its_own():
+    """Saved tensors go one after another; the wide temporary comes when few are left."""
+    mib = 1 << 20
+    held = np.array([8, 7, 6, 5, 4, 3, 2, 1], np.int64) * mib
+    wide, narrow = Block(6, 7, 4 * mib), Block(0, 1, mib)
+    found = lodge([wide, narrow], [], {}, held, set())
+    assert found.places == [(APART, 0), (None, 0)] and found.arena_bytes == mib and found.peak == 9 * mib
+    assert lodge([wide, narrow], [], {}, held, {0}).places[0] == (None, 0)  # a collective works on it
+    assert lodge([wide, narrow], [], {}, held[::-1].copy(), set()).places[0][0] is None  # needed where most is held
+
+
+def test_an_arena_that_outlasts_the_forward_counts_in_the_backward():
+    mib = 1 << 20
+    held = np.arange(8, dtype=np.int64) * mib
+    wide = Block(0, 7, 4 * mib)
+    assert lodge([wide], [], {}, held, set()).places == [(None, 0)]
+    assert lodge([wide], [], {}, held, set(), beside=7 * mib).places == [(APART, 0)]
 
 
 @pytest.fixture

@@ -1,0 +1,52 @@
+"""Copies that a traced graph makes of values nobody changes: each counts as a value to save beside what it copies.
+
+Dropout with probability zero is one. A joint graph has no operation that writes to a value, so a copy that lies as its
+source does is its source.
+
+Guarantees: the same values. Inputs and views stay apart from copies of them: between forward and backward the user may
+write to inputs. So do results: two of them may not share memory where they did not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+COPIES = {aten.clone.default, aten.detach.default, aten.alias.default}
+
+
+def drop_copies(joint: GraphModule) -> int:
+    """Let who reads a copy read its source; returns how many copies went."""
+    if any(_writes(node) for node in joint.graph.nodes):
+        return 0
+    found = [node for node in joint.graph.nodes if node.op == "call_function" and node.target in COPIES]
+    dropped = [node for node in found if _is_its_source(node)]
+    for node in dropped:
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+    joint.recompile()
+    return len(dropped)
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _is_its_source(copy: Node) -> bool:
+    source = copy.args[0]
+    assert isinstance(source, Node)
+    if any(user.op == "output" for user in copy.users) or "recompute" in copy.meta:
+        return False
+    mine, its = copy.meta.get("val"), source.meta.get("val")
+    if not isinstance(mine, torch.Tensor) or not isinstance(its, torch.Tensor) or mine.stride() != its.stride():
+        return False
+    return _has_memory_of_its_own(source)
+
+
+def _has_memory_of_its_own(node: Node) -> bool:
+    """Whether this is computed, and no view: those count strides and offsets in memory that is not theirs alone."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and not target.is_view

@@ -48,5 +48,4 @@ def _is_its_source(copy: Node) -> bool:
 
 def _has_memory_of_its_own(node: Node) -> bool:
     """Whether this is computed, and no view: those count strides and offsets in memory that is not theirs alone."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and not target.is_view
+    return node.op == "call_function" and not getattr(node.target, "is_view", True)

@@ -57,8 +57,8 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
     places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
     where = {buffer.name: places[n] for n, group in enumerate(groups) if n in places for buffer in group}
-    own: dict[int, str | None] = {n: None for n, (host, _) in places.items() if host == APART}
-    for n, given in (apart | own).items():
+    own = {n: None for n, (host, _) in places.items() if host == APART}
+    for n, given in {**apart, **own}.items():
         head = groups[n][0].name
         where |= {buffer.name: (given or head, 0) for buffer in groups[n]}
         if given is None:  # memory of its own, in which the others of its group follow

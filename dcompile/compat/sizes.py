@@ -36,7 +36,9 @@ def least_value(shape_env: Any, symbol: Any) -> int | None:
 
 def known_divisor(shape_env: Any, symbol: Any) -> int:
     """The largest number that torch has guarded to divide a size symbol; 1 if there is none."""
-    if symbol not in (getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})):
+    # the older name warns where there is a newer one
+    known = shape_env.backed_var_to_val if hasattr(shape_env, "backed_var_to_val") else shape_env.var_to_val
+    if symbol not in known:
         return 1
     facts = (fact.args for fact in getattr(shape_env, "divisible", ()) if type(fact).__name__ in ("Mod", "PythonMod"))
     return lcm(*(int(divisor) for base, divisor in facts if base == symbol and divisor.is_Integer))

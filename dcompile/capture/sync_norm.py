@@ -63,13 +63,13 @@ class _SyncBatchNorm(torch.autograd.Function):
         invstd = torch.rsqrt(var + eps)
         y = (wide - _along(mean, x)) * _along(invstd, x)
         if weight is not None:
-            y = y * _along(weight.to(y.dtype), x)
+            y = y * _along(_as(weight, y.dtype), x)
         if bias is not None:
-            y = y + _along(bias.to(y.dtype), x)
+            y = y + _along(_as(bias, y.dtype), x)
         ctx.group = group
         ctx.save_for_backward(x, weight, mean, invstd, total)
         ctx.mark_non_differentiable(mean, var, total)
-        return y.to(x.dtype), mean, var, total
+        return _as(y, x.dtype), mean, var, total
 
     @staticmethod
     def backward(ctx: Any, grad: Any, *_: Any) -> Any:
@@ -84,15 +84,20 @@ class _SyncBatchNorm(torch.autograd.Function):
         grad_x = (wide - _along(every_sum / total, x) - centred * _along(slope, x)) * _along(invstd, x)
         grad_weight = grad_bias = None
         if weight is not None:
-            grad_x = grad_x * _along(weight.to(grad_x.dtype), x)
-            grad_weight = (own_product * invstd).to(weight.dtype)
-            grad_bias = own_sum.to(weight.dtype)
-        return grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None
+            grad_x = grad_x * _along(_as(weight, grad_x.dtype), x)
+            grad_weight = _as(own_product * invstd, weight.dtype)
+            grad_bias = _as(own_sum, weight.dtype)
+        return _as(grad_x, x.dtype), grad_weight, grad_bias, None, None, None
 
 
 def _wide(x: Any) -> Any:
     """In the dtype of statistics."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype == torch.float64 else _as(x, torch.float32)
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    """Converted if need be: of a result that `to` only returns again, torch 2.11 traces the gradient as zeros."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _all_but_channels(x: Any) -> list[int]:

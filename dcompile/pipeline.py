@@ -276,14 +276,17 @@ def _emit(program: Program, kind: str, own_products: bool) -> Kernels:
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if not any(buffer.device != "cpu" for buffer in program.buffers):
         return cpp.emit_all(program, own_products=own_products)
-    single = [(triton if on_gpu(loop, table) else cpp).emit(loop, table) for loop in loops]
+    constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
+    nothing = None if constant is None else frozenset[str]()
+    single = [triton.emit(loop, table, nothing) if on_gpu(loop, table) else cpp.emit(loop, table) for loop in loops]
     calls = joined(program, single)
-    constant = constants(program) if kind == "inference" else frozenset[str]()  # elsewhere, others write parameters
     if constant:
-        for number in range(first_launch(calls) + 1, len(loops)):
+        first = first_launch(calls)
+        for number in range(first + 1, len(loops)):
             if on_gpu(loops[number], table) and constant & loops[number].reads:
                 single[number] = triton.emit(loops[number], table, constant)
-        calls = joined(program, single)
+        early = joined(program, single)
+        calls = early if first_launch(early) == first else calls
     return Kernels(calls)
 
 

@@ -22,19 +22,19 @@ from dcompile.errors import BuildError
 LAUNCHER = "gpu_launch"
 """Name of the C function in the cache; the host's compiler builds it once."""
 LAUNCHER_TEXT = """\
-struct Kernel { void* function; u32 grid, threads, shared, count; };
+struct Kernel { void* function; u32 grid, threads, shared, count, early; };
 struct Attribute { u32 id, padding; int32 value[16]; };  // CUlaunchAttribute
 struct Config { u32 grid[3], block[3], shared; void* stream; Attribute* attributes; u32 count; };  // CUlaunchConfig
 typedef int (*Start)(const Config*, void*, void**, void**);
-extern "C" int64 gpu_launch(
-    Start start, void* stream, const Kernel* kernels, int64 count, void** arguments, int64 early) {
+extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, int64 count, void** arguments) {
   Attribute overlapping = {6, 0, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-  Config config = {{1, 1, 1}, {1, 1, 1}, 0, stream, &overlapping, early != 0};
+  Config config = {{1, 1, 1}, {1, 1, 1}, 0, stream, &overlapping, 0};
   for (int64 n = 0; n < count; n++) {
     const Kernel* k = kernels + n;
     config.grid[0] = k->grid;
     config.block[0] = k->threads;
     config.shared = k->shared;
+    config.count = k->early;  // attributes: it starts while the kernel before it ends, and waits by itself
     const int failed = start(&config, k->function, arguments, 0);
     if (failed) return (n << 32) | failed;
     arguments += k->count;
@@ -45,9 +45,6 @@ extern "C" int64 gpu_launch(
 SHARED_LIMIT = 48 << 10
 """Bytes of shared memory that a kernel gets without asking."""
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-EARLY = (9, 0)
-"""Compute capability from which on a kernel may start while the one before it ends, and waits by itself for its results
-(programmatic dependent launch): see `triton_prelude.AFTER`."""
 
 
 class _Kernel(ctypes.Structure):
@@ -57,6 +54,7 @@ class _Kernel(ctypes.Structure):
         ("threads", ctypes.c_uint32),
         ("shared", ctypes.c_uint32),
         ("count", ctypes.c_uint32),
+        ("early", ctypes.c_uint32),
     )
 
 
@@ -97,28 +95,29 @@ def _check(code: int, what: str) -> None:
 
 
 @cache
-def read_archive(path: Path) -> dict[str, tuple[str, int, int, bytes]]:
-    """Function -> (entry, shared bytes, warps, cubin) of a kernel's archive."""
+def read_archive(path: Path) -> dict[str, tuple[str, int, int, bool, bytes]]:
+    """Function -> (entry, shared bytes, warps, whether it waits for the kernel before it, cubin) of an archive."""
     head, _, rest = path.read_bytes().partition(b"\n")
-    found: dict[str, tuple[str, int, int, bytes]] = {}
+    found: dict[str, tuple[str, int, int, bool, bytes]] = {}
     at = 0
     for item in json.loads(head):
-        found[item["function"]] = item["entry"], item["shared"], item["warps"], rest[at : at + item["size"]]
+        cubin = rest[at : at + item["size"]]
+        found[item["function"]] = item["entry"], item["shared"], item["warps"], item["waits"], cubin
         at += item["size"]
     return found
 
 
 @cache
-def _function(path: Path, name: str, device: int) -> tuple[int, int, int]:
-    """(CUfunction, shared bytes, threads) on a device, whose context is current."""
+def _function(path: Path, name: str, device: int) -> tuple[int, int, int, bool]:
+    """(CUfunction, shared bytes, threads, whether to start it early) on a device, whose context is current."""
     bind(device)
-    entry, shared, warps, cubin = read_archive(path)[name]
+    entry, shared, warps, early, cubin = read_archive(path)[name]
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {path}")
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry} in {path}")
     if shared > SHARED_LIMIT:
         _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")
-    return int(function.value or 0), shared, warps * 32
+    return int(function.value or 0), shared, warps * 32, early
 
 
 class Address(int):
@@ -133,12 +132,7 @@ class Launches:
     """A run of kernels: called with a stream and the addresses that change from call to call."""
 
     def __init__(
-        self,
-        launcher: Any,
-        device: int,
-        count: int,
-        kernels: Sequence[tuple[Path, str, int, Sequence[Argument]]],
-        in_turn: bool = False,
+        self, launcher: Any, device: int, count: int, kernels: Sequence[tuple[Path, str, int, Sequence[Argument]]]
     ) -> None:
         self._launcher, self._names = launcher, [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels]
         slots = (ctypes.c_uint64 * max(count + 1, 1))()  # the last one is the null that Triton's scratch arguments get
@@ -147,8 +141,8 @@ class Launches:
         base, null = ctypes.addressof(slots), ctypes.addressof(slots) + 8 * count
         self._table = (_Kernel * len(kernels))()
         for place, (path, name, grid, arguments) in enumerate(kernels):
-            function, shared, threads = _function(path, name, device)
-            self._table[place] = _Kernel(function, grid, threads, shared, len(arguments) + 2)
+            function, shared, threads, early = _function(path, name, device)
+            self._table[place] = _Kernel(function, grid, threads, shared, len(arguments) + 2, early)
             for argument in arguments:
                 if isinstance(argument, Address):
                     kept = known.setdefault(argument, ctypes.c_uint64(argument))
@@ -160,12 +154,11 @@ class Launches:
         self._slots, self._count = slots, count
         self._pointers = (ctypes.c_uint64 * len(pointers))(*pointers)
         self._call = (ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value,)
-        self._early = int(torch.cuda.get_device_capability(device) >= EARLY and not in_turn)
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """Start all kernels on `stream`."""
         self._slots[: self._count] = addresses  # type: ignore[call-overload]
-        failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers, self._early)
+        failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers)
         if failed:
             _check(failed & 0xFFFFFFFF, f"starting kernel {self._names[failed >> 32]}")
 
@@ -174,8 +167,7 @@ def launcher(library: ctypes.CDLL) -> Any:
     """The C function that walks over a launch table."""
     function = getattr(library, LAUNCHER)
     function.restype = ctypes.c_int64
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer, pointer, pointer, number, pointer, number]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     return function
 
 

@@ -135,17 +135,14 @@ class Run:
         """An integer, for a launch table."""
         return gpu.Address(value)
 
-    def launches(
-        self, count: int, kernels: list[tuple[str, str, int, tuple[int, ...]]], in_turn: bool = False
-    ) -> gpu.Launches:
+    def launches(self, count: int, kernels: list[tuple[str, str, int, tuple[int, ...]]]) -> gpu.Launches:
         """A run of kernels: each its name, function, grid and arguments, which are addresses or one of `count`.
 
-        Kernels for which these sizes leave nothing to do are left out. With `in_turn`, none starts before all that was
-        started earlier has ended.
+        Kernels for which these sizes leave nothing to do are left out.
         """
         found = [(self.libraries[name], function, grid, given) for name, function, grid, given in kernels if grid]
         launcher = gpu.launcher(library(self.libraries[gpu.LAUNCHER]))
-        return gpu.Launches(launcher, self.device, count, found, in_turn)
+        return gpu.Launches(launcher, self.device, count, found)
 
     def stream(self) -> int:
         """The stream to launch on. The arena follows: what another stream still does with it is waited for."""

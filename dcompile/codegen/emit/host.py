@@ -85,8 +85,6 @@ class _Host(Values):
         self.dying: list[str] = []
         """Tensors to be released behind that launch."""
         self.on_gpu = any(kernel.launches for kernel in self.calls)
-        self.communicates = any(map(_communicates, program.steps))
-        """Then kernels are started one after another, which is all that was tried beside NCCL's."""
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
@@ -312,8 +310,7 @@ class _Host(Values):
                         grid = self._index(launch.grid)
                         lines.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
             table = "".join(f"\n        {line}" for line in lines)
-            how = ", in_turn=True" if self.communicates else ""
-            run = self.once(f"run.launches({len(slots)}, [{table}\n    ]{how})", "launch")
+            run = self.once(f"run.launches({len(slots)}, [{table}\n    ])", "launch")
             self.lines.append(f"{run}({', '.join(['stream', *slots])})")
         self.waiting = []
         self._drop(self.dying)
@@ -376,12 +373,6 @@ class _Host(Values):
                 f"if {self.name(name)}.stride() != {strides}:",
                 f"    {self.name(name)} = run.fit({self.name(name)}, {strides})",
             ]
-
-
-def _communicates(step: Step) -> bool:
-    return isinstance(step, (Collective, Wait)) or (
-        isinstance(step, Extern) and step.op.startswith("_c10d_functional.")
-    )
 
 
 def _views(step: Extern) -> list[View]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.triton_passes import Passes
-from dcompile.codegen.emit.triton_prelude import AFTER, HEADER, POINTERS, SPELLING, literal, used_functions
+from dcompile.codegen.emit.triton_prelude import HEADER, POINTERS, SPELLING, literal, used_functions
 from dcompile.codegen.emit.triton_tiles import ceil_div, make_plan
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
@@ -28,13 +28,14 @@ INTEGER = "i64"
 """Type of a size symbol, or of another number that kernels are told."""
 
 
-def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] = frozenset()) -> KernelSource:
+def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> KernelSource:
     """The source of one kernel; `table` says how large the buffers are, and where those of the arena lie.
 
-    Buffers in `constant` are written neither by the kernel nor by the one before it: they are read while that ends.
+    Buffers in `constant` are written neither by the kernel nor by the one before it: if any are named, the kernel may
+    start while that ends, and read them. If none can be, it may still start then; with None it may not.
     """
     plan = make_plan(loop)
-    writer = Passes(plan, table, constant)
+    writer = Passes(plan, table, None if plan.atomic else constant)
     writer.run()
     arguments = tuple(writer.arguments)
     combining = [store for store in loop.stores if plan.atomic and store.mode != "set"]
@@ -80,7 +81,6 @@ def _fill(writer: Passes, store: Store) -> tuple[str, str, str]:
     identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{writer.argument(store.buffer)}"
     wide = "tl.program_id(0).to(tl.int64)" if may_exceed(size, 2**31 - 1) else "tl.program_id(0)"
     lines = [
-        f"    {AFTER}",
         f"    x = {wide} * {FILL} + tl.arange(0, {FILL})",
         f"    tl.store(a + x, {identity}, x < {writer.size(size)})",
     ]

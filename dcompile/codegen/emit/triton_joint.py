@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dcompile.codegen.emit.emitter import KernelSource, Launch
-from dcompile.codegen.emit.triton_prelude import HEADER, used_functions
+from dcompile.codegen.emit.triton_prelude import AFTER, HEADER, used_functions
 from dcompile.codegen.emit.triton_text import overlap
-from dcompile.ir.nodes import Buffer, Collective, Loop, Program, Wait
+from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
 
 MOST = 8
 """Loops in one launch."""
@@ -51,10 +51,15 @@ def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSourc
     return tuple(found)
 
 
-def constants(program: Program) -> frozenset[str]:
-    """Inputs that no step of the program writes, so that its kernels may read them while others still run."""
+def constants(program: Program) -> frozenset[str] | None:
+    """Inputs that no step of the program writes, so that its kernels may read them while others still run.
+
+    None where kernels are to start in turn: beside NCCL's streams nothing else was tried.
+    """
     if any(isinstance(step, (Collective, Wait)) for step in program.steps):
-        return frozenset()
+        return None
+    if any(isinstance(step, Extern) and step.op.startswith("_c10d_functional.") for step in program.steps):
+        return None
     written = frozenset[str]().union(*(step.writes for step in program.steps))
     return frozenset(program.inputs) - written - frozenset(program.donated)
 
@@ -102,8 +107,8 @@ def _are_alike(first: KernelSource, second: KernelSource) -> bool:
 
 
 def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table: Mapping[str, Buffer]) -> bool:
-    """As many threads a program, and neither writes memory that the other touches?"""
-    if first.launches[0].warps != second.launches[0].warps:
+    """As many threads a program, both or neither waiting, and neither writes memory that the other touches?"""
+    if first.launches[0].warps != second.launches[0].warps or (AFTER in first.text) != (AFTER in second.text):
         return False
     if not _are_alike(first, second) and not all(_nbytes(loop, table) <= TINY_BYTES for loop in (a, b)):
         return False

@@ -34,7 +34,7 @@ class Passes(Text):
                 x, r = self.plan.dims
                 self.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
-                    self.line(AFTER)
+                    self._wait()
                     self._looped(r)
                 else:
                     self.position(r, "0")
@@ -60,13 +60,18 @@ class Passes(Text):
         early = [ref for ref in live if self._may_be_early(ref)]
         for ref in early:
             self._value(ref)
-        self.line(AFTER)
+        self._wait(bool(early))
         for ref in live:
             if ref not in early:
                 self._value(ref)
         self._barrier()
         for number in range(len(self.nest.stores)):
             self.store(number)
+
+    def _wait(self, has_begun: bool = False) -> None:
+        """For the kernel before, if this one may have started meanwhile, or has `has_begun` to read."""
+        if self.waits or has_begun:
+            self.line(AFTER)
 
     def _may_be_early(self, ref: Ref) -> bool:
         """Is a value what no kernel writes, at a place that is known before anything is read?"""
@@ -243,7 +248,7 @@ class Passes(Text):
 
     def _columns(self) -> None:
         """Walk over some rows, keeping what column reductions have collected."""
-        self.line(AFTER)
+        self._wait()
         x, r = self.plan.dims
         pieces, chunk = self.size(r.blocks), self.size(self.plan.chunk)
         self.line(f"part = {self.pid}" + ("" if pieces in ("0", "1") else f" // {pieces}"))

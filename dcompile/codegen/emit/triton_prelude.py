@@ -22,11 +22,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 """
 
 AFTER = "after_others_()"
-"""What every kernel calls before it touches memory that an earlier kernel may have touched.
+"""What a kernel calls that starts while the one before it ends, before it touches memory that others may have touched.
 
-From compute capability 9.0 on, a kernel is launched while the one before it ends, and comes to this line with its
-positions worked out; the worker leaves the line out for GPUs that cannot do that. A kernel lets its successor come only
-once it has passed this line itself: so whoever has come knows that all kernels but the one before it have ended.
+That is programmatic dependent launch, from compute capability 9.0 on; for other GPUs the worker leaves the line out,
+and the kernel starts in its turn. Such a kernel lets its successor come only once it has passed this line itself, and
+others only with their end: so whoever has come knows that all kernels but the one before it have ended.
 """
 
 SPELLING: Mapping[str, str] = {

@@ -223,11 +223,12 @@ def _rows(nest: Nest) -> Plan:
         x = min(LANES, power_of_two(rows))
         while x > 16 and rows < x * PROGRAMS:
             x //= 2
-        if known and rows < 2 * x * PROGRAMS and x * whole <= PERSISTENT:
-            # few programs: everything at once, for nothing else hides how long memory takes
+        # few programs: twice as much at a time, or everything, for nothing else hides how long memory takes
+        few = rows < 2 * x * PROGRAMS
+        r = min(ROW * (2 if few else 1) // x, whole)
+        if known and few and r < whole and x * whole <= PERSISTENT:
             dims = Dim("x", nest.rows, x), Dim("r", nest.elements, whole)
             return Plan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
-        r = min(ROW * (2 if rows < 2 * x * PROGRAMS else 1) // x, whole)
         dims = Dim("x", nest.rows, x), Dim("r", nest.elements, r)
         return Plan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
     if not known:

@@ -21,7 +21,7 @@ AFTER = "    after_others_()\n"
 CHECK = "tl.device_assert"
 """What is left out of kernels unless they are compiled for debugging: see `triton_text.CHECK`."""
 EARLY = 90
-"""Compute capability from which on they have to."""
+"""Compute capability from which on they can: a kernel that does is started while the one before it ends."""
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], f
     found = [compiled(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in kernel["functions"]]
     head = [
         {"function": f["name"], "entry": made.metadata.name, "shared": made.metadata.shared, "warps": f["warps"],
-         "size": len(made.asm["cubin"])}
+         "waits": arch >= EARLY and AFTER in kernel["text"], "size": len(made.asm["cubin"])}
         for f, made in zip(kernel["functions"], found, strict=True)
     ]  # fmt: skip
     return json.dumps(head).encode() + b"\n" + b"".join(made.asm["cubin"] for made in found)

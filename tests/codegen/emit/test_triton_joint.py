@@ -10,8 +10,9 @@ import pytest
 from dcompile.codegen.emit import host, triton, triton_joint
 from dcompile.codegen.emit.emitter import Kernels
 from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
+from dcompile.codegen.emit.triton_prelude import AFTER
 from dcompile.codegen.schedule.memory import plan_memory
-from dcompile.ir.nodes import Loop, Program
+from dcompile.ir.nodes import Extern, Loop, Program
 from tests.codegen.emit import loops
 
 
@@ -84,5 +85,27 @@ def test_what_is_constant_is_read_before_a_kernel_waits():
     kernels = [triton.emit(step, program.table) for step in program.steps]
     assert first_launch(kernels) == 0 and first_launch(joined(program, kernels)) == 2
     (loop, *_), early = program.steps, re.compile(r"tl.load\(.*\n(.*\n)*    after_others_\(\)")
-    assert not early.search(triton.emit(loop, program.table).text)
+    assert not early.search(triton.emit(loop, program.table, frozenset()).text)
     assert early.search(triton.emit(loop, program.table, frozenset(loop.reads)).text)
+
+
+@pytest.mark.parametrize(("rows", "waits"), [(64, True), (2048, True), (8192, False)])
+def test_kernels_of_few_programs_start_while_others_end(rows, waits):
+    """Each program of a large one would wait in its turn."""
+    program = loops.rms_norm(rows, 4096, "bfloat16")
+    (loop,) = program.steps
+    assert (AFTER in triton.emit(loop, program.table, frozenset()).text) == waits
+    assert AFTER not in triton.emit(loop, program.table).text
+
+
+def test_kernels_that_wait_are_not_joined_with_others():
+    """A joint kernel starts early as a whole."""
+    program = loops.side_by_side()
+    kernels = [triton.emit(step, program.table, frozenset() if n else None) for n, step in enumerate(program.steps)]
+    assert [kernel.launches[0].grid > 0 for kernel in joined(program, kernels)] == [True, False, False, True]
+
+
+def test_beside_collectives_kernels_start_in_turn():
+    program = loops.side_by_side()
+    call = Extern("_c10d_functional.all_reduce.default", (), (), (None,), "alloc", effect=True)
+    assert constants(replace(program, steps=(*program.steps, call))) is None

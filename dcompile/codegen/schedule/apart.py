@@ -20,10 +20,10 @@ from dcompile.ir.nodes import Buffer, Program
 
 SMALLEST = 1 << 20
 """Bytes: an allocation costs about as much time as a small kernel."""
-WORTH = 4096
+WORTH = 16384
 """Nothing is done for less than this part of the peak."""
-PRICE = 49152
-"""An allocation more must save this part of the peak."""
+PRICE = 262144
+"""An allocation more must save this part of the peak: a microsecond of the host's time, against kilobytes of gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ SMALLEST = 1 << 20
 WORTH = 16384
 """Nothing is done for less than this part of the peak."""
 PRICE = 262144
-"""An allocation more must save this part of the peak: a microsecond of the host's time, against kilobytes of gigabytes."""
+"""An allocation more must save this part of the peak: kilobytes of gigabytes, for a microsecond of the host's time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,7 +267,30 @@ def test_what_was_built_is_found_again(monkeypatch):
     assert second.libraries == first.libraries
     functions = read_archive(second.libraries[kernels[-1].name])
     assert [launch.function for launch in kernels[-1].launches] == list(functions)
-    assert all(cubin[:4] == b"\x7fELF" for _, _, _, cubin in functions.values())
+    assert all(cubin[:4] == b"\x7fELF" and not waits for _, _, _, waits, cubin in functions.values())
+
+
+@pytest.mark.parametrize(("arch", "waits"), [(80, False), (90, True)])
+def test_a_kernel_that_waits_says_so_where_it_can(arch, waits, tmp_path):
+    """It would else be started before what it reads is written, or come in vain to an instruction that is not there."""
+    program = loops.softmax(300, 200)
+    kernel = triton.emit(program.steps[0], program.table, frozenset())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+        record = triton_build._record(kernel)
+        (tmp_path / "k.gpu").write_bytes(
+            triton_worker.compile_kernel(record, arch, dict(triton_build.OPTIONS), tmp_path)
+        )
+    assert read_archive(tmp_path / "k.gpu")[kernel.launches[0].function][3] == waits
+
+
+def test_a_place_known_at_run_time_is_checked(tmp_path):
+    """By an assertion of the kernel, which Triton leaves out of what is not compiled for debugging."""
+    kernel = source(loops.put_at(8, 70, 128))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+        archive = triton_worker.compile_kernel(triton_build._record(kernel), 90, dict(triton_build.OPTIONS), tmp_path)
+    assert b"a position lies outside" in archive and b"__assertfail" in archive
 
 
 @pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])

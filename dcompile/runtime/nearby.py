@@ -194,7 +194,8 @@ class Neighbours:
             shards = [unit.data() for unit in units.values() if not unit.offloaded]
             gathered = sum(shard.numel() * shard.element_size() for shard in shards) * process_group.size()
             if gathered >= LEAST_COPIED * len(names):
-                found[id(process_group)] = Nearby(process_group, units, device, reach)
+                with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                    found[id(process_group)] = Nearby(process_group, units, device, reach)
 
 
 def _close(reach: Reach, opened: list[int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.capture.cut import minimum_cut
 from dcompile.capture.keys import hand_out_keys
 
 TOKEN = "dcompile_sync"
@@ -60,6 +61,7 @@ def partitioner(
             *fusible(),
             memory_budget,
             again_for_calls,
+            minimum_cut,
             num_fwd_outputs=num_fwd_outputs,
             **keywords,
         )

@@ -116,6 +116,7 @@ def min_cut_partition(
     recomputable: frozenset[Any],
     memory_budget: float = 1.0,
     again_for_calls: bool = False,
+    minimum_cut: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> tuple[Any, Any]:
     """torch's own choice of what to save and what to recompute: (forward, backward).
@@ -126,6 +127,7 @@ def min_cut_partition(
     `again_for_calls` lets the backward also compute again what it then has to write for a library call.
     Views of whole tensors are never saved, but what they look at: weighing both, torch may save a product's result and
     the view of what was computed from it, where the latter alone would do (a ReLU between two linear layers).
+    `minimum_cut` answers in networkx's place, which gets passed on for what it cannot answer.
     """
     from torch._functorch import config, partitioners
 
@@ -135,8 +137,24 @@ def min_cut_partition(
         changes["ban_recompute_materialized_backward"] = False
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
-    with _more_ops(partitioners, fusible, recomputable), config.patch(changes):
+    with _more_ops(partitioners, fusible, recomputable), _cutting(minimum_cut), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
+
+
+def _cutting(minimum_cut: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
+    """The partitioner looks networkx's function up when it needs it."""
+    try:
+        import networkx  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:  # the partitioner says so itself
+        return contextlib.nullcontext()
+    if minimum_cut is None:
+        return contextlib.nullcontext()
+    own = networkx.minimum_cut
+
+    def cut(graph: Any, source: Any, sink: Any) -> Any:
+        return minimum_cut(graph, source, sink, own)
+
+    return unittest.mock.patch.object(networkx, "minimum_cut", cut)  # type: ignore[no-any-return, unused-ignore]
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import save_no_images, shorten_positions
-from dcompile.capture.tangents import can_be_absent, take_out, tangents, without, zeros_for
+from dcompile.capture.tangents import can_be_absent, following, take_out, tangents, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, ParamInfo, Phase, Request
 from dcompile.figures import Group
@@ -82,6 +82,8 @@ class Graph:
         self._own_results: tuple[int, ...] = ()
         self._lacks: frozenset[int] | None = None
         """Positions of the gradients that the backward's program does without, once it is compiled."""
+        self._follows: dict[frozenset[int], tuple[int, ...]] = {}
+        """Absent gradients -> positions of the backward's results that are absent, too."""
         self._cut = Cut(())
         model.graphs.append(self)
 
@@ -329,9 +331,19 @@ class Graph:
             for place in absent - lacks:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
-            return self._run_backward(kind, args, sync)
+            results = self._run_backward(kind, args, sync)
+            return self._without_what_follows(results, gm, absent) if absent else results
 
         return backward
+
+    def _without_what_follows(self, results: list[Any], gm: Any, absent: frozenset[int]) -> list[Any]:
+        """None for gradients that are zeros because what they follow from is absent; what ranks exchange stays."""
+        if absent not in self._follows:
+            exchanged = {place for place, _ in self.grads}
+            self._follows[absent] = tuple(place for place in following(gm, absent) if place not in exchanged)
+        for place in self._follows[absent]:
+            results[place] = None
+        return results
 
     def _backward_for(self, gm: Any, absent: frozenset[int]) -> str:
         """Which program to run where these gradients are absent.

@@ -2,7 +2,8 @@
 
 A model that returns its loss and its logits gets a gradient of the loss alone. By default, autograd makes zeros of the
 other one, as large as the logits, and the backward adds them up. Asked not to, it hands over None; the program for such
-a backward has a constant in that place.
+a backward has a constant in that place. What follows from absent gradients alone is absent, too: in eager mode, a
+parameter of a layer whose output nobody used gets no gradient at all.
 """
 
 from __future__ import annotations
@@ -57,6 +58,20 @@ def without(backward: Any, places: Iterable[int]) -> Any:
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return torch.fx.GraphModule(backward, graph)
+
+
+def following(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
+    """Positions among a backward's results of those that follow from these of its gradients, and from no other."""
+    absent = frozenset(places)
+    inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
+    given: dict[Any, frozenset[bool]] = {}
+    for node in backward.graph.nodes:
+        if node in inputs:
+            given[node] = frozenset((inputs[node] in absent,)) if compat.aot.is_tangent(node) else frozenset()
+        elif node.op != "output":
+            given[node] = frozenset().union(*(given[source] for source in node.all_input_nodes))
+    results = enumerate(backward.graph.output_node().args[0])
+    return tuple(place for place, node in results if given.get(node) == {True})
 
 
 def zeros_for(backward: Any, place: int) -> torch.Tensor:

@@ -51,6 +51,29 @@ def test_whatever_is_computed_with_gives_eagers_gradients(order):
     assert graph.executables.keys() == {"forward", "backward"} | others
 
 
+class Apart(Two):
+    """Two results of layers that share nothing but the input."""
+
+    def forward(self, x, y):
+        return self.first(x).square().mean(), self.first(x).sum() * self.second(torch.ones(16)) * x.sum()
+
+
+@pytest.mark.parametrize("order", [("loss",), ("logits", "loss"), ("both", "loss", "logits"), ("loss", "both")])
+def test_a_layer_that_gave_nothing_to_the_loss_gets_no_gradient(order):
+    torch.manual_seed(0)
+    model, x, y = Apart(), torch.randn(4, 8), torch.randint(32, (4,))
+    call = dcompile.compile(model, options={"receipt": False})
+    for use in order:
+        found = []
+        for either in (call, model):
+            model.zero_grad()
+            LOSSES[use](*either(x, y)).backward()
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        assert found[0].keys() == found[1].keys()
+        torch.testing.assert_close(*found)
+        assert ("second.weight" in found[0]) == (use != "loss")
+
+
 @pytest.mark.parametrize("use", ["loss", "both"])
 def test_the_program_neither_takes_nor_reads_what_is_absent(use):
     model, x, y = case()

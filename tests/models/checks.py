@@ -70,7 +70,7 @@ def _same_or_as_near(actual, expected, tolerance, what, name, witnesses, noise=1
     except AssertionError:
         if witnesses is None or actual.dtype != expected.dtype or not actual.is_floating_point():
             raise
-        witnesses().agree(name, actual, expected)
+        witnesses().agree(name, actual)
 
 
 def tensors_of(result: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -71,7 +71,7 @@ def following(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
         elif node.op != "output":
             given[node] = frozenset().union(*(given[source] for source in node.all_input_nodes))
     results = enumerate(backward.graph.output_node().args[0])
-    return tuple(place for place, node in results if given.get(node) == {True})
+    return tuple(place for place, node in results if given.get(node) == frozenset((True,)))
 
 
 def zeros_for(backward: Any, place: int) -> torch.Tensor:

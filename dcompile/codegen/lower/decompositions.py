@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.codegen.lower import bags, foreach, random_table, rewrites
+from dcompile.codegen.lower import bags, foreach, grids, random_table, rewrites
 
 _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
@@ -53,6 +53,7 @@ def _table() -> dict[Any, Any]:
         **foreach.table(),
         **rewrites.table(),
         **bags.table(),
+        **grids.table(),
     }
     return {op: rule for op, rule in found.items() if getattr(op, "overloadpacket", op) not in whole} | own
 

@@ -200,9 +200,12 @@ class _Walk:
                 if str(node.target) not in products.RULES:  # most of those are the library's anyway
                     self.low.declined.append(f"{node.target} is left to the library: {reason}")
         elif rule is not None and rule.kind == "view" and _is_strided(value):
-            result = rule.lower(self.low, value, *args, **kwargs)
-            if result is not NotImplemented and _in_memory(result):
-                return result  # a look at memory asks for no loop, so the dtype may be any
+            try:
+                result = rule.lower(self.low, value, *args, **kwargs)
+                if result is not NotImplemented and _in_memory(result):
+                    return result  # a look at memory asks for no loop, so the dtype may be any
+            except Inexpressible as reason:
+                self.low.declined.append(f"{node.target} is left to the library: {reason}")
         return call_library(self.low, node, args, kwargs)
 
     def _brought(self, arg: Any) -> Any:

@@ -27,6 +27,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.replication_pad1d_backward.default: replication_pad_backward,
         aten.replication_pad2d_backward.default: replication_pad_backward,
         aten.replication_pad3d_backward.default: replication_pad_backward,
+        aten._weight_norm_interface.default: weight_norm,
+        aten._weight_norm_interface_backward.default: weight_norm_backward,
     }
 
 
@@ -96,6 +98,26 @@ def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) ->
         total = grad.new_zeros((*grad.shape[:dim], x.shape[dim], *grad.shape[dim + 1 :]))
         grad = total.index_add(dim, places, grad)
     return grad
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """(v * (g / norms), norms), rounded once, as ATen's kernel does: norms are those of v over all dims but `dim`."""
+    wide = v.to(torch.float32) if v.dtype in (torch.bfloat16, torch.float16) else v
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    norms = torch.linalg.vector_norm(wide, 2, others, keepdim=True) if others else wide.abs()
+    kept = norms if v.dtype == torch.bfloat16 or v.device.type != "cpu" else norms.to(g.dtype)
+    return (wide * (g.to(wide.dtype) / norms)).to(v.dtype), kept
+
+
+def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Gradients of v and g, where w = v * (g / norms) and norms are those of v over all dimensions but `dim`."""
+    compute = torch.float32 if v.dtype in (torch.bfloat16, torch.float16) else v.dtype
+    wide, into, scale, length = v.to(compute), grad.to(compute), g.to(compute), norms.to(compute)
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = into * wide
+    along = along.sum(others, keepdim=True) if others else along
+    of_v = (into - wide * (along / (length * length))) * (scale / length)
+    return of_v.to(v.dtype), (along / length).to(g.dtype)
 
 
 def tril_indices(row: int, col: int, offset: int = 0, **how: Any) -> Any:

@@ -177,6 +177,20 @@ def test_sizes_that_only_the_run_tells_are_left_to_the_library_op_by_op():
     assert any("known only after a library call" in note for note in receipt.notes)
 
 
+def test_a_librarys_copy_of_a_view_is_saved_with_the_strides_of_the_view():
+    """What the backward reads beside it: with the library's strides, it would lie behind the end of the memory."""
+
+    def function(x):
+        kept = x[x[:, 0] > -0.2]
+        left, right = (kept * 2).split(3, -1)
+        return (left.sigmoid() * right).sum()
+
+    import torch._dynamo.config as config
+
+    with config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        check(function, *((grad(n, 6),) for n in (40, 57)))
+
+
 def test_a_decision_about_sizes_that_torch_alone_can_make_is_one_library_call():
     def function(x):
         return x.view(x.shape[0], 2, -1).transpose(0, 1).reshape(-1, x.shape[1]) + x.repeat(1, 1), x * 2

@@ -75,6 +75,8 @@ def _quiet(config: Any) -> None:
             setattr(config, name, type(value)(0))
         elif name == "apply_spec_augment":
             setattr(config, name, False)
+        elif name in ("mask_time_prob", "mask_feature_prob"):  # of what has no such switch
+            setattr(config, name, 0.0)
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:

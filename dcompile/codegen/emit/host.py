@@ -362,10 +362,15 @@ class _Host(Values):
                 self.lines.append(f"{self.name(found[0])} = {self.name(name)}.shape[{dim}]")
 
     def _fit(self, name: str) -> None:
-        """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ."""
+        """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ.
+
+        So do kernels of the backward, which get it if it is returned.
+        """
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
-        if name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
+        told = not any(symbol.startswith("?") for stride in buffer.strides for symbol in as_index(stride).variables)
+        returned = name in self.outputs and bool(buffer.strides) and told
+        if returned or name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
             strides = self._tuple(buffer.strides)
             if not all(isinstance(stride, int) for stride in buffer.strides):
                 strides = self._prepared(strides, "strides", buffer.strides)

@@ -23,8 +23,14 @@ class CudaRecorder:
         """See `Recorder`. Other threads may go on using CUDA meanwhile (loaders, NCCL's watchdog)."""
         graph = torch.cuda.CUDAGraph()
         handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
-        with torch.cuda.graph(graph, pool=handle, stream=self._stream, capture_error_mode="thread_local"):
-            results = function()
+        current = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(graph, pool=handle, stream=self._stream, capture_error_mode="thread_local"):
+                results = function()
+        except RuntimeError:
+            torch.cuda.set_stream(current)  # of a capture that cannot end, torch leaves the stream current,
+            del self._pools[pool]  # and the pool in use: nothing could be recorded into it any more
+            raise
         return graph.replay, results
 
     def takes(self, tensor: torch.Tensor) -> bool:

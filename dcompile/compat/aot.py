@@ -163,7 +163,7 @@ def _more_ops(partitioners: Any, fusible: frozenset[Any], recomputable: frozense
     if own is None:
         yield
         return
-    parts, wholes = _parts(), _wholes()
+    parts = _parts()
 
     def op_list() -> Any:
         found = own()
@@ -171,7 +171,7 @@ def _more_ops(partitioners: Any, fusible: frozenset[Any], recomputable: frozense
             found,
             fusible_ops=found.fusible_ops | fusible,
             recomputable_ops=found.recomputable_ops | recomputable,
-            view_ops=(found.view_ops - parts) | wholes,
+            view_ops=found.view_ops - parts,
         )
 
     with unittest.mock.patch.object(partitioners, "get_default_op_list", op_list):
@@ -184,14 +184,6 @@ def _parts() -> frozenset[Any]:
 
     aten = torch.ops.aten
     return frozenset((aten.slice, aten.select, aten.split, aten.as_strided))
-
-
-def _wholes() -> frozenset[Any]:
-    """Views of whole tensors that torch's list lacks."""
-    import torch
-
-    aten = torch.ops.aten
-    return frozenset((aten.transpose, aten._unsafe_view, aten.detach))
 
 
 def primal_index(node: Any) -> int | None:

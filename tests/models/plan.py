@@ -59,7 +59,8 @@ def check(name: str, architecture: Architecture, aspect: str) -> None:
 
 def _fails_without_a_compiler(architecture: Architecture, aspect: str, error: Exception) -> bool:
     """Whether aot_eager fails in the same way. Graph breaks do not count: an architecture may say that it has them."""
-    if isinstance(error, (AssertionError, torch._dynamo.exc.Unsupported)):
+    dynamo = torch._dynamo.exc
+    if not isinstance(error, dynamo.TorchDynamoException) or isinstance(error, dynamo.Unsupported):
         return False
     torch.compiler.reset()
     torch.manual_seed(0)

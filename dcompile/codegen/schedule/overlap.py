@@ -39,8 +39,8 @@ def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], ear
     reduce-scatter, so that one unit is on its way in and one on its way out while another is computed with.
 
     Guarantees: the same steps, those that compute in their old order, bitwise-equal values; buckets in the order in
-    which they are started, one that does not depend on `figures` or `groups`. Where that is the old order, by the model
-    no more time than in the old places, and no more live bytes than their peak and the budget: else these are kept.
+    which they are started, one that does not depend on `figures` or `groups`; no more live bytes than their old peak and
+    the budget. Where the order is the old one, by the model no more time than in the old places: else these are kept.
     Relies on: nothing touches a buffer between the start and the wait of its collective.
     """
     if not any(isinstance(step, Collective) for step in program.steps):
@@ -50,6 +50,8 @@ def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], ear
     order = start_order(given, incoming)
     budget = given.peak(given.places()) + incoming + outgoing
     places = _place(given, order, budget)
+    if given.peak(places) > budget:  # what was allowed to wait long left no room for what had to start late
+        places = _place(given, order, budget, tight=True)
     steps = tuple(given.sequence(order, places))
     table = {bucket.name: bucket for bucket in program.buckets}
     buckets = tuple(table[exchange.start.bucket] for exchange in order if exchange.start.bucket in table)
@@ -312,8 +314,11 @@ def start_order(given: _Given, allowed: int) -> list[_Exchange]:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def _place(given: _Given, order: Sequence[_Exchange], budget: int) -> Places:
-    """Starts as early and waits as late as they help, within the budget; in `order`, one after the other."""
+def _place(given: _Given, order: Sequence[_Exchange], budget: int, tight: bool = False) -> Places:
+    """Starts as early and waits as late as they help, within the budget; in `order`, one after the other.
+
+    `tight`: gathers as late as reductions behind them can start at once, which are waited for at once.
+    """
     latest = _latest_starts(given, order)
     caps = _caps(order)
     until = {e.number: e.high for e in order}
@@ -333,13 +338,16 @@ def _place(given: _Given, order: Sequence[_Exchange], budget: int) -> Places:
             reduction = next((e.low for e in order[at:] if not e.is_gather), inf)
             early = (COPY_SAFETY if copied(exchange.start, given.groups) else SAFETY) * seconds
             in_time = int(np.searchsorted(given.times, latest[number] - early, side="right")) - 1
-            wished = max(min(in_time, reduction), _first_fit(load, exchange, budget))
-            place = max(place, min(int(wished), caps[at]))
+            wished = reduction if tight else max(min(in_time, reduction), _first_fit(load, exchange, budget))
+            place = max(place, int(min(wished, caps[at])))
         starts[number] = previous = place
         lane = lane_of(exchange.start, given.groups)
         through = free[lane] = max(free.get(lane, 0.0), times[place]) + seconds
         limit = until[number]
-        waits[number] = limit if exchange.is_gather else _last_fit(load, times, exchange, place, limit, through, budget)
+        if exchange.is_gather:
+            waits[number] = limit
+        else:
+            waits[number] = place if tight else _last_fit(load, times, exchange, place, limit, through, budget)
         load[given.flight(exchange, place, waits[number])] += exchange.nbytes
         times[waits[number] :] += max(through - times[waits[number]], 0.0)
     return Places(starts, waits)

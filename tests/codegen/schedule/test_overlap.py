@@ -224,6 +224,25 @@ def test_the_order_of_starts_does_not_depend_on_costs():
     assert len(orders) == 1
 
 
+def test_an_order_with_gathers_first_stays_within_the_budget_too():
+    """A slow link: what waits long for the first reduction left no room for one that starts behind a gather."""
+    build, last = Build(), "x"
+    for unit, kind in enumerate(["reduce", "both", "reduce", "gather", "gather"]):
+        if kind in ("gather", "both"):
+            build.gather(unit, N)
+        build.kernel([last, *([f"full{unit}"] if kind in ("gather", "both") else [])], f"a{unit}")
+        last = f"a{unit}"
+        if kind in ("reduce", "both"):
+            build.buffers.append(buffer(f"grads{unit}"))
+            build.kernel([last], f"grad{unit}", storage=f"within:grads{unit}", offset=0)
+            build.reduce("reduce_scatter", unit, N, [f"grad{unit}"])
+    build.outputs = [last]
+    before = build.program()
+    after = overlap(before, machine(0.01), GROUPS, 2000)
+    assert starts(after) != starts(before)
+    assert live_peak(after) <= live_peak(before) + 2000
+
+
 # --- random programs --------------------------------------------------------------------------------------------------
 
 

@@ -45,11 +45,18 @@ def movable(program: Program, groups: Sequence[Sequence[Buffer]]) -> frozenset[i
 
 
 def heirs_of(
-    program: Program, groups: Sequence[Sequence[Buffer]], lives: Mapping[str, tuple[int, int]], numbers: Set[int]
+    program: Program,
+    groups: Sequence[Sequence[Buffer]],
+    lives: Mapping[str, tuple[int, int]],
+    numbers: Set[int],
+    kept: Set[str],
 ) -> dict[int, str]:
-    """Groups whose first buffer may take over a donated input in place, in the step that reads it for the last time."""
+    """Groups whose first buffer may take over a donated input in place, in the step that reads it for the last time.
+
+    `kept`: buffers whose memory results show, or may show.
+    """
     written = frozenset().union(*(step.writes for step in program.steps))
-    given = [program.table[name] for name in program.donated if name in lives and name not in written]
+    given = [program.table[name] for name in program.donated if name in lives and name not in written | kept]
     dying: dict[int, list[Buffer]] = {}
     for buffer in filter(fits, given):
         dying.setdefault(lives[buffer.name][1], []).append(buffer)

@@ -51,13 +51,16 @@ class Lodging:
     peak: int
 
 
-def hosts_of(program: Program, storages: Mapping[str, str], lives: Mapping[str, tuple[int, int]]) -> list[Host]:
+def hosts_of(
+    program: Program, storages: Mapping[str, str], lives: Mapping[str, tuple[int, int]], kept: Set[str]
+) -> list[Host]:
     """Buffers on the CPU whose memory is the call's before they are written, or becomes its own after they are read.
+
+    `kept`: buffers whose memory results show, or may show.
 
     Before: results. After: saved tensors that the program may overwrite (`Program.donated`), and what the library
     allocates and nobody else gets to see. Whether nobody refers to them is looked at again in each call.
     """
-    shown = {output.buffer for output in program.outputs if isinstance(output, View)}
     barred = in_flight(program)
     written = frozenset().union(*(step.writes for step in program.steps))
     found = []
@@ -68,7 +71,7 @@ def hosts_of(program: Program, storages: Mapping[str, str], lives: Mapping[str, 
         given = buffer.name in program.donated and buffer.name not in written
         if kind == "out":
             found.append(Host(buffer.name, buffer.nbytes, first, early=True))
-        elif buffer.name not in shown and (given or kind == "library"):
+        elif buffer.name not in kept and (given or kind == "library"):
             found.append(Host(buffer.name, buffer.nbytes, last, early=False))
     return found
 
@@ -114,14 +117,14 @@ def held_bytes(
     storages: Mapping[str, str],
     lives: Mapping[str, tuple[int, int]],
     counts: Callable[[Buffer], bool],
+    kept: Set[str],
 ) -> np.ndarray:
     """At each step, what results, the library's tensors and donated inputs hold if nothing lies in them.
 
-    Only buffers that `counts` says yes to are looked at.
+    `kept`: buffers whose memory results show, or may show. Only buffers that `counts` says yes to are looked at.
     """
     steps = len(program.steps)
     change = np.zeros(steps + 1, np.int64)
-    shown = {output.buffer for output in program.outputs if isinstance(output, View)}
     table = program.table
     for position, step in enumerate(program.steps):
         working = workspace_bytes(step, table)
@@ -134,7 +137,7 @@ def held_bytes(
             continue
         first, last = lives[buffer.name]
         change[0 if donated else first] += buffer.nbytes
-        change[steps if buffer.name in shown or kind == "out" else last + 1] -= buffer.nbytes
+        change[steps if buffer.name in kept or kind == "out" else last + 1] -= buffer.nbytes
     return np.cumsum(change[:-1])
 
 

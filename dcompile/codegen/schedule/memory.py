@@ -30,18 +30,19 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     """
     behind = _held_by_results(program)
     lives = live_ranges(program, behind)
-    storages = _storages(program, behind)
+    kept = _escaping(program, behind)
+    storages = _storages(program, kept)
     arena = [buffer for buffer in program.buffers if storages[buffer.name] == "arena"]
     groups = _in_place_groups(program, arena, lives)
     blocks = [_block(group, lives) for group in groups]
     may_move = movable(program, groups)
     apart = set_apart(
         {n: blocks[n] for n in sorted(may_move)},
-        heirs_of(program, groups, lives, may_move),
-        held_bytes(program, storages, lives, fits),
+        heirs_of(program, groups, lives, may_move, kept),
+        held_bytes(program, storages, lives, fits, kept),
     ).hosts
     fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in apart]
-    hosts = hosts_of(program, storages, lives)
+    hosts = hosts_of(program, storages, lives, kept)
     table = program.table
     ending: dict[int, list[Host]] = defaultdict(list)
     for host in hosts:
@@ -49,7 +50,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
     flying = in_flight(program)
     bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
-    held = held_bytes(program, storages, lives, is_known)
+    held = held_bytes(program, storages, lives, is_known, kept)
     beside = int(held[-1]) if saves else int(held[0]) if program.donated else None
     lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
     places: dict[int, tuple[str | None, Size]] = {n: lodging.places[k] for k, n in enumerate(fixed)}
@@ -116,9 +117,8 @@ def _escaping(program: Program, behind: Mapping[str, frozenset[str]]) -> frozens
     return shown.union(*(behind[name] for name in shown if name in behind))
 
 
-def _storages(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[str, str]:
+def _storages(program: Program, escapes: frozenset[str]) -> dict[str, str]:
     """The kind of memory of each buffer."""
-    escapes = _escaping(program, behind)
     library = {
         name
         for step in program.steps

@@ -39,8 +39,9 @@ def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], ear
     reduce-scatter, so that one unit is on its way in and one on its way out while another is computed with.
 
     Guarantees: the same steps, those that compute in their old order, bitwise-equal values; buckets in the order in
-    which they are started, one that does not depend on `figures` or `groups`; no more live bytes than their old peak and
-    the budget. Where the order is the old one, by the model no more time than in the old places: else these are kept.
+    which they are started, one that does not depend on `figures` or `groups`; no more live bytes than their old peak
+    and the budget. Where the order is the old one, by the model no more time than in the old places: else these are
+    kept.
     Relies on: nothing touches a buffer between the start and the wait of its collective.
     """
     if not any(isinstance(step, Collective) for step in program.steps):

@@ -202,3 +202,23 @@ def test_a_library_result_that_is_done_with_makes_room(small):
     assert planned.arena_bytes == 0
     assert planned.table["a"].storage == planned.table["b"].storage
     assert planned.table["a"].storage in (LODGED + "t", LODGED + "s")
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_nothing_lies_in_a_saved_tensor_that_a_result_may_be_a_view_of(fallback):
+    """What a fallback returns may look at its arguments: a result of the program lives on, and they with it."""
+    shape = (1 << 18,)
+
+    def doubled(source, target):
+        return replace(double(source, target, f"k_{target}"), outer=shape)
+
+    fallen = Extern("aten.cumsum.default", (view("saved", shape), 0), (), ("seen",), "alloc", fallback=fallback)
+    total = (Load("a", var("i0"), "float32"), Load("b", var("i0"), "float32"), Apply("add", (0, 1), "float32"))
+    both = Loop("k_both", shape, (), total, (Store("c", var("i0"), 2),))
+    steps = (fallen, doubled("x", "a"), doubled("x", "b"), both, doubled("c", "result"))
+    buffers = tuple(buffer(name, shape) for name in ["saved", "seen", "x", "a", "b", "c", "result"])
+    results = (view("seen", shape), view("result", shape))
+    program = Program("p", ("saved", "x"), results, buffers, steps, donated=("saved",))
+    planned = plan_memory(program)
+    verify(planned)
+    assert any(b.storage == LODGED + "saved" for b in planned.buffers) is not fallback

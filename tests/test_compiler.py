@@ -219,8 +219,8 @@ print("RESULT " + json.dumps({
 }))
 """
 TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.codegen.lower.decompositions",
-         "dcompile.codegen.lower.foreach", "dcompile.codegen.lower.fusible", "dcompile.codegen.lower.random_table",
-         "dcompile.codegen.lower.rewrites"]  # fmt: skip
+         "dcompile.codegen.lower.foreach", "dcompile.codegen.lower.fusible", "dcompile.codegen.lower.grids",
+         "dcompile.codegen.lower.random_table", "dcompile.codegen.lower.rewrites"]  # fmt: skip
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 

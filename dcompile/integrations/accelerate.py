@@ -42,6 +42,7 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
     recompute: Literal["registers", "memory"] | None = field(default=None, metadata={"help": "Option `recompute`."})
     overlap_mb: int | None = field(default=None, metadata={"help": "Option `overlap_mb`."})
     figures: Literal["table", "measured"] | None = field(default=None, metadata={"help": "Option `figures`."})
+    gathers: Literal["auto", "collective"] | None = field(default=None, metadata={"help": "Option `gathers`."})
     share_artifacts: bool | None = field(default=None, metadata={"help": "Option `share_artifacts`."})
     distributed: Literal["auto", "stock"] | None = field(default=None, metadata={"help": "Option `distributed`."})
     receipt: bool | None = field(default=None, metadata={"help": "Option `receipt`."})

@@ -51,7 +51,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     flying = in_flight(program)
     bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
     held = held_bytes(program, storages, lives, is_known, kept)
-    beside = int(held[-1]) if saves else int(held[0]) if program.donated else None
+    beside = int(held[-1:].sum()) if saves else int(held[:1].sum()) if program.donated else None
     lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
     places: dict[int, tuple[str | None, Size]] = {n: lodging.places[k] for k, n in enumerate(fixed)}
     symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 
 import torch
 from accelerate import Accelerator
@@ -91,6 +92,7 @@ def main() -> None:
     if accelerator.is_main_process:
         sys.stdout.write("RESULT " + json.dumps(result, default=list) + "\n")
     accelerator.wait_for_everyone()  # else one rank may close connections while the other still reads
+    time.sleep(0.5)  # else Gloo's thread may let go of what it gathered while Python ends, which aborts (torch 2.13)
     accelerator.end_training()
 
 

@@ -58,6 +58,11 @@ def emit(program: Program, kernels: Kernels, *, recycle: bool = True) -> str:
     return _Host(program, kernels, recycle).text()
 
 
+def _copies_a_view(op: str) -> bool:
+    """Such as `aten.split_with_sizes_copy.default`, in the place of what the model had."""
+    return op.split(".")[1].endswith("_copy")
+
+
 class _Host(Values):
     """Collects the lines of `make` and of `call`."""
 
@@ -349,7 +354,7 @@ class _Host(Values):
         for out in filter(None, step.outs):
             self.allocated.add(out)
             self._learn(out)
-            self._fit(out)
+            self._fit(out, _copies_a_view(step.op))
             if out not in self.last:
                 self._drop([out])
 
@@ -361,15 +366,17 @@ class _Host(Values):
                 self.learnt.add(found[0])
                 self.lines.append(f"{self.name(found[0])} = {self.name(name)}.shape[{dim}]")
 
-    def _fit(self, name: str) -> None:
+    def _fit(self, name: str, copied: bool) -> None:
         """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ.
 
-        So do kernels of the backward, which get it if it is returned.
+        So do kernels of the backward, which may get it if it is returned: what is `copied` where the model had a view
+        has other strides than the view. Of other results those that are returned are eager's.
         """
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
-        told = not any(symbol.startswith("?") for stride in buffer.strides for symbol in as_index(stride).variables)
-        returned = name in self.outputs and bool(buffer.strides) and told
+        symbols = {symbol for stride in buffer.strides for symbol in as_index(stride).variables}
+        told = not any(symbol.startswith("?") or symbol in self.late - self.learnt for symbol in symbols)
+        returned = copied and name in self.outputs and bool(buffer.strides) and told
         if returned or name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
             strides = self._tuple(buffer.strides)
             if not all(isinstance(stride, int) for stride in buffer.strides):

@@ -143,8 +143,8 @@ def is_only_reference(tensor: torch.Tensor) -> bool:
 def _references_of_one_variable() -> int:
     """What `sys.getrefcount` says two calls below the function that has the only reference.
 
-    Pythons differ, and so does one Python: while TorchDynamo looks at frames, each call holds a reference of its own to
-    its arguments. So it is asked each time, of any object (0.2 us); a count from another time would miss an owner.
+    Pythons differ, and in one process a count kept from earlier was once not that of later calls, why is not known:
+    what nobody else held was copied. So it is asked each time, of any object (0.2 us).
     """
     given = object()
     return _between(given)

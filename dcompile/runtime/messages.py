@@ -19,6 +19,7 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
 from dcompile import compat
+from dcompile.runtime.parcels import Parcel
 
 ALONE_BYTES = 1 << 20
 """A message of this size is sent from where it lies; smaller ones are put together, which costs less than to send them:
@@ -100,24 +101,20 @@ class Gathered(_UnderWay):
         self, group: Any, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], limit_s: float | None
     ) -> None:
         super().__init__()
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """A gathered tensor, and below one another what each rank has sent for it."""
-        ranks = group.size()
+        self._parcels: list[Parcel] = []
         for places in _messages(full):
             if len(places) == 1:
                 received, sent = full[places[0]], shards[places[0]]
             else:
-                sent = torch.cat([shards[place] for place in places])
-                received = sent.new_empty(ranks * sent.numel())
-                widths = [shards[place].numel() for place in places]
-                rows = torch.split(received.view(ranks, -1), widths, 1)
-                self._parts += [(full[place], row) for place, row in zip(places, rows, strict=True)]
+                parcel = Parcel([full[place] for place in places], group.size())
+                received, sent = parcel.whole, torch.cat([shards[place] for place in places])
+                self._parcels.append(parcel)
             self._works.append(compat.groups.start_gather_of_one(group, received, sent, limit_s))
 
     def _unpack(self) -> None:
-        for whole, rows in self._parts:
-            whole.view(rows.shape).copy_(rows)
-        self._parts = []
+        for parcel in self._parcels:
+            parcel.unpack()
+        self._parcels = []
 
 
 class Exchanged(_UnderWay):

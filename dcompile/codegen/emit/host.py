@@ -58,11 +58,6 @@ def emit(program: Program, kernels: Kernels, *, recycle: bool = True) -> str:
     return _Host(program, kernels, recycle).text()
 
 
-def _copies_a_view(op: str) -> bool:
-    """Such as `aten.split_with_sizes_copy.default`, in the place of what the model had."""
-    return op.split(".")[1].endswith("_copy")
-
-
 class _Host(Values):
     """Collects the lines of `make` and of `call`."""
 
@@ -354,7 +349,7 @@ class _Host(Values):
         for out in filter(None, step.outs):
             self.allocated.add(out)
             self._learn(out)
-            self._fit(out, _copies_a_view(step.op))
+            self._fit(out, copied="_copy." in step.op)  # aten.split_with_sizes_copy.default
             if out not in self.last:
                 self._drop([out])
 

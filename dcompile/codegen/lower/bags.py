@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcompile.codegen.lower.rewrites import compute_dtype
+
 aten = torch.ops.aten
 SUM, MEAN, MAX = 0, 1, 2
 """What torch calls the modes."""
@@ -57,7 +59,7 @@ def _weighted(rows: Tensor, sample_weights: Tensor | None) -> Tensor:
 
 def _added(shape: tuple[int, int], place: Tensor, rows: Tensor) -> Tensor:
     """Rows added up where they belong, and rounded once, as eager does: index_add rounds each sum."""
-    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
+    wide = compute_dtype(rows)
     return rows.new_zeros(shape, dtype=wide).index_add(0, place, rows.to(wide)).to(rows.dtype)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcompile.codegen.lower.rewrites import compute_dtype
+
 aten = torch.ops.aten
 
 _BILINEAR, _ZEROS = 0, 0
@@ -29,7 +31,7 @@ def grid_sampler_2d(x: Tensor, grid: Tensor, mode: int, padding: int, align_corn
     """
     if not _is_ours(x, mode, padding):
         return NotImplemented
-    image, places = _channels_last(x), grid.to(_compute(x))
+    image, places = _channels_last(x), grid.to(compute_dtype(x))
     total = sum(
         (_pixels(image, row, column) * (weight * inside).unsqueeze(-1))
         for row, column, inside, weight, _, _ in _corners(places, x, align_corners)
@@ -44,7 +46,7 @@ def grid_sampler_2d_backward(
     """(gradient of x, or None; gradient of grid)."""
     if not _is_ours(x, mode, padding):
         return NotImplemented
-    compute = _compute(x)
+    compute = compute_dtype(x)
     image, places, grads = _channels_last(x), grid.to(compute), grad.to(compute).permute(0, 2, 3, 1)
     total, across, down = torch.zeros_like(image), torch.zeros_like(grads[..., 0]), torch.zeros_like(grads[..., 0])
     for row, column, inside, weight, towards_column, towards_row in _corners(places, x, align_corners):
@@ -63,12 +65,8 @@ def _is_ours(x: Tensor, mode: int, padding: int) -> bool:
     return (mode, padding, x.device.type) == (_BILINEAR, _ZEROS, "cpu")
 
 
-def _compute(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-
-
 def _channels_last(x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1).to(_compute(x))
+    return x.permute(0, 2, 3, 1).to(compute_dtype(x))
 
 
 def _batch(row: Tensor) -> Tensor:

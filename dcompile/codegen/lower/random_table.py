@@ -68,7 +68,7 @@ def _from(op: Any, finish: Callable[..., Any]) -> Callable[..., Any]:
     """A functional form of an in-place operation: numbers of the tensor's dtype, and what is made of them."""
 
     def decomposition(x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        compute = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and op is ours.normal else x.dtype
+        compute = rewrites.compute_dtype(x) if op is ours.normal else x.dtype
         made = _made(op, x.shape, compute, x.device, generator=generator)
         return made if made is NotImplemented else _as(finish(made, *args, **kwargs).to(x.dtype), x)
 

@@ -100,9 +100,14 @@ def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) ->
     return grad
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What is computed in where a result is rounded once: 16 bits in float32."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     """(v * (g / norms), norms), rounded once, as ATen's kernel does: norms are those of v over all dims but `dim`."""
-    wide = v.to(torch.float32) if v.dtype in (torch.bfloat16, torch.float16) else v
+    wide = v.to(compute_dtype(v))
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
     norms = torch.linalg.vector_norm(wide, 2, others, keepdim=True) if others else wide.abs()
     kept = norms if v.dtype == torch.bfloat16 or v.device.type != "cpu" else norms.to(g.dtype)
@@ -111,7 +116,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
 
 def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Gradients of v and g, where w = v * (g / norms) and norms are those of v over all dimensions but `dim`."""
-    compute = torch.float32 if v.dtype in (torch.bfloat16, torch.float16) else v.dtype
+    compute = compute_dtype(v)
     wide, into, scale, length = v.to(compute), grad.to(compute), g.to(compute), norms.to(compute)
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
     along = into * wide

@@ -21,7 +21,8 @@ WORTH = 1 << 16
 """Bytes that must be saved at least."""
 SMALLEST_APART = 1 << 17
 WORTH_APART = 100
-"""Nothing is allocated by itself for less than this part of the peak: fresh pages made steps up to 4 % slower."""
+"""Nothing is allocated by itself for less than this part of the peak: fresh pages made steps up to 7 % slower (Llama,
+LSTM; a busy machine, with a lower limit than this)."""
 PRICE = 1024
 """An allocation more must save this part of the peak."""
 APART = ""
@@ -112,6 +113,12 @@ def workspace_bytes(step: Step, table: Mapping[str, Buffer]) -> int:
     return buffer.nbytes * (259 if depthwise and buffer.extent > 9 * int(step.args[9]) else 3)  # type: ignore[arg-type]
 
 
+def workspaces(program: Program) -> np.ndarray:
+    """What each step, and the end, adds to the bytes that library calls hold for themselves."""
+    table = program.table
+    return np.diff([0, *(workspace_bytes(step, table) for step in program.steps), 0])
+
+
 def held_bytes(
     program: Program,
     storages: Mapping[str, str],
@@ -124,12 +131,7 @@ def held_bytes(
     `kept`: buffers whose memory results show, or may show. Only buffers that `counts` says yes to are looked at.
     """
     steps = len(program.steps)
-    change = np.zeros(steps + 1, np.int64)
-    table = program.table
-    for position, step in enumerate(program.steps):
-        working = workspace_bytes(step, table)
-        change[position] += working
-        change[position + 1] -= working
+    change = workspaces(program)
     for buffer in program.buffers:
         kind = storages[buffer.name]
         donated = buffer.name in program.donated

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dcompile.codegen.schedule.dependences import edges
-from dcompile.codegen.schedule.lodging import is_known, workspace_bytes
+from dcompile.codegen.schedule.lodging import is_known, workspaces
 from dcompile.codegen.schedule.memory import escaping, plan_memory
 from dcompile.ir.nodes import LODGED, Collective, Program, View
 
@@ -42,12 +42,7 @@ def peak_bytes(planned: Program) -> int:
             for held in (name, guests.get(name, name)):
                 spans[held] = (spans.get(held, (position, position))[0], position)
     kept = escaping(planned)
-    change = np.zeros(count + 1, np.int64)
-    table = planned.table
-    for position, step in enumerate(planned.steps):
-        working = workspace_bytes(step, table)
-        change[position] += working
-        change[position + 1] -= working
+    change = workspaces(planned)
     for buffer in planned.buffers:
         counts = buffer.storage in ("out", "library") or buffer.name in planned.donated
         if counts and buffer.name in spans and is_known(buffer):

@@ -43,7 +43,7 @@ def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: Bucket
         buckets.append(lay_out(members, f"bucket{number}", buffers, rule.wire))
     late = behind_the_last(buckets, {g.param.number: g.param for g in gradients}, rule)
     if late:
-        program = products_last(program, {name for bucket in late for name in bucket.buffers})
+        program = products_last(program, [bucket.buffers for bucket in late])
         buckets = [*(bucket for bucket in buckets if bucket not in late), *late]
     return replace(
         program,
@@ -81,25 +81,30 @@ def _nbytes(param: ParamInfo) -> int:
     return prod(param.shape) * ITEMSIZE[param.dtype]
 
 
-def products_last(program: Program, gradients: Collection[str]) -> Program:
-    """Steps that write nothing but these gradients, which nobody reads, behind all others.
+def products_last(program: Program, buckets: Sequence[Collection[str]]) -> Program:
+    """Steps that write nothing but these buckets' gradients, which nobody reads, behind all others, bucket by bucket.
 
-    Guarantees: the same steps, both kinds in their old order, and the same values.
-    Relies on: every buffer has one writer; `gradients` have no readers.
+    In their old order one small sum that came late, a norm's weight, held up a bucket until all products were through:
+    1.1 ms of a step were exposed on four H200.
+
+    Guarantees: the same steps and values; those of one bucket, and those that stay, in their old order.
+    Relies on: every buffer has one writer; the gradients have no readers.
     """
+    place = {name: number for number, names in enumerate(buckets) for name in names}
     moved: list[Step] = []
     kept: list[Step] = []
     changed = set[str]()
     """What later steps write."""
     for step in reversed(program.steps):
         plain = isinstance(step, Loop) or (isinstance(step, Extern) and step.mode == "out" and not step.effect)
-        alone = bool(step.writes) and step.writes <= set(gradients) and not step.writes & step.reads
+        alone = bool(step.writes) and step.writes <= set(place) and not step.writes & step.reads
         # whoever changes an input in place may do so through a view of it
         if plain and alone and not changed & (step.reads | set(program.inputs)):
             moved.insert(0, step)
         else:
             kept.insert(0, step)
             changed |= step.writes
+    moved.sort(key=lambda step: min(place[name] for name in step.writes))
     return replace(program, steps=(*kept, *moved))
 
 

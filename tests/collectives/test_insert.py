@@ -205,6 +205,16 @@ def test_weights_before_a_large_first_parameter_are_reduced_behind_it():
     verify(result)
 
 
+def test_a_small_sum_that_comes_late_holds_up_no_other_bucket():
+    """As the weight of a layer's first norm: it is in a bucket with the last product of the layer."""
+    sizes = SIZES | {3: 1, 4: 15}
+    products = [loop("x", f"g{number}", sizes[number]) for number in (5, 4, 2, 1)]
+    result = insert_buckets(
+        *embedded([*products, made("d"), loop("d", "g3", 1), made("g0", "d")], sizes), BucketRule(64, 64)
+    )
+    assert starts(result) == "g5 +bucket0 d g0 +bucket4 g4 g3 +bucket1 g2 +bucket2 g1 +bucket3"
+
+
 def test_what_something_else_needs_stays_before_it():
     both = replace(made("g1"), stores=(Store("g1", var("i0"), 1), Store("e", var("i0"), 1)))
     source, params = embedded([*map(made, ("g5", "g4", "g3", "g2", "d")), both, made("g0", "d")])

@@ -48,10 +48,7 @@ def reach_of(device: torch.device) -> Reach | None:
     """What gets at memory of other processes that is like this device's, if anything does."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
-    try:
-        return CudaReach()
-    except (OSError, AttributeError):  # no driver, or one without these calls
-        return None
+    return CudaReach()
 
 
 class _Handle(ctypes.Structure):

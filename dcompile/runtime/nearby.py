@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -152,6 +152,8 @@ class Neighbours:
         self._near: dict[int, Nearby] | None = None
         """Identity of a process group -> what its ranks can copy."""
         self._of: dict[str, Nearby | None] = {}
+        self._parted = set[str]()
+        """Groups on GPUs whose forward leaves them spread over fewer ranks: the backward gathers something else."""
 
     def of(self, name: str) -> Nearby | None:
         """What one group's units are copied with; None where they are gathered by collectives."""
@@ -163,12 +165,17 @@ class Neighbours:
     def reason(self, name: str) -> str:
         """Why a group's units are gathered by collectives, where that was not to be expected; or nothing."""
         near = self._met().get(id(self._groups[name].gather_group()))
+        if name in self._parted:
+            return "reshard_after_forward=N: the backward gathers them from fewer ranks"
         if near is None:
             return ""
         return next((near.reasons[number] for number in self._numbers(name) if number in near.reasons), "")
 
     def _numbers(self, name: str) -> list[int]:
-        return [number for number, unit in self._units.items() if unit.group == name]
+        return list(self._in({name}))
+
+    def _in(self, names: Collection[str]) -> dict[int, ShardUnit]:
+        return {number: unit for number, unit in self._units.items() if unit.group in names}
 
     def _met(self) -> dict[int, Nearby]:
         if self._near is None:
@@ -184,16 +191,17 @@ class Neighbours:
             if id(process_group) in found or not isinstance(process_group, dist.ProcessGroup):
                 continue
             names = {name for name, other in self._groups.items() if other.gather_group() is process_group}
-            # where a forward leaves them spread over fewer ranks, the backward gathers something else
-            names = {name for name in names if self._groups[name].part_group() is None}
-            units = {number: unit for number, unit in self._units.items() if unit.group in names}
-            device = next((unit.data().device for unit in units.values() if not unit.offloaded), None)
+            device = next((unit.data().device for unit in self._in(names).values() if not unit.offloaded), None)
             reach = None if device is None else reach_of(device)
             if reach is None or device is None or process_group.size() == 1:
                 continue
+            parted = {name for name in names if self._groups[name].part_group() is not None}
+            self._parted |= parted
+            names -= parted
+            units = self._in(names)
             shards = [unit.data() for unit in units.values() if not unit.offloaded]
             gathered = sum(shard.numel() * shard.element_size() for shard in shards) * process_group.size()
-            if gathered >= LEAST_COPIED * len(names):
+            if names and gathered >= LEAST_COPIED * len(names):
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                     found[id(process_group)] = Nearby(process_group, units, device, reach)
 

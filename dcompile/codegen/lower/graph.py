@@ -106,13 +106,13 @@ class Lowering:
         self.loop(tensor.shape, (), body, [Store(view.buffer, index, ref)])
 
     def device_of(self, tensor: T) -> str | None:
-        """The type of the device that a tensor is computed on; None if it reads no memory."""
-        return next((self.buffers[name].device for name in sorted(tensor.reads)), None)
+        """The type of the device that a tensor is computed on; None where nothing tells."""
+        return next((self.buffers[name].device for name in sorted(tensor.reads)), tensor.device)
 
     def brought(self, tensor: T, device: str) -> T:
         """`tensor` where loops on `device` can read it: itself, or a copy that the library makes."""
         here = self.device_of(tensor)
-        if here is None or here == device:
+        if here is None or here == device or not tensor.reads:
             return tensor
         stored = self.memory(tensor)
         assert stored.view is not None

@@ -268,6 +268,8 @@ class _Walk:
         assert same and tensor.dtype == dtype, f"{self.low.node}: {tensor.shape} {tensor.dtype}"
         if tensor.shape != shape:
             tensor = _of_equal_shape(tensor, shape)
+        if not tensor.reads and tensor.device != value.device.type:
+            tensor = replace(tensor, device=value.device.type)
         return tensor if tensor.strides == strides else replace(tensor, strides=strides)
 
     def _is_stored(self, node: Node, tensor: T) -> bool:

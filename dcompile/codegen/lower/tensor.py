@@ -34,6 +34,7 @@ class T:
     `ops`, `loads` and `heavy` (transcendental or division) estimate what inlining one element costs. A view of a lazy
     tensor keeps its `base` and how to view it `again`, so that the base can be stored instead. A stored one keeps what
     it was `made` from, for readers of a few elements, and `sources` are all buffers that making it anew would read.
+    What reads no memory, such as a range, is computed where its readers are, but stored on torch's `device` for it.
     """
 
     shape: Shape
@@ -49,6 +50,7 @@ class T:
     again: Callable[[T], T] | None = field(default=None, repr=False)
     made: T | None = None
     sources: frozenset[str] = frozenset()
+    device: str | None = None
 
     @property
     def is_cheap(self) -> bool:

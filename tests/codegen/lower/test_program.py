@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions import table
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.program import lower
 from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS
-from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program
+from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, View
+
+aten = torch.ops.aten
 
 
 def program_of(function: Any, *args: torch.Tensor) -> Program:
@@ -116,3 +119,20 @@ def test_decompositions_keep_whole_what_has_one_rule() -> None:
     changed = table()
     changed.clear()
     assert table()
+
+
+def test_what_reads_no_memory_is_stored_on_its_own_device() -> None:
+    """Positions that a model counts on the CPU, saved for a backward: its kernels read them there."""
+
+    def places(weights: torch.Tensor) -> Any:
+        distance = (torch.arange(4) - 2).abs().clamp_max(1)
+        there = aten._to_copy(distance, device=torch.device("cuda:0"))
+        return distance, torch.cumsum(distance + 1, 0), aten.embedding(weights, there)
+
+    with FakeTensorMode() as mode:
+        gm = make_fx(places, decomposition_table=table())(torch.empty(2, 3, device="cuda"))
+    with mode:
+        program = lower(gm, "graph").program
+    devices = [program.table[view.buffer].device for view in program.outputs if isinstance(view, View)]
+    assert devices == ["cpu", "cpu", "cuda"]
+    assert all(len({program.table[name].device for name in loop.writes | loop.reads}) == 1 for loop in loops(program))

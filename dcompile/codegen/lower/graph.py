@@ -63,6 +63,8 @@ class Lowering:
         self._numbers: dict[Real, View] = {}
         self._brought: dict[tuple[View, str], T] = {}
         """Copies of tensors that lie on another device."""
+        self._from_cpu = set[str]()
+        """Those of single elements of the CPU: ATen's kernels for GPUs take such for numbers."""
 
     # --- buffers and loops ---
 
@@ -122,7 +124,16 @@ class Lowering:
             to = {"device": Literally(f"torch.device({device!r})"), "memory_format": torch.contiguous_format}
             self.extern("aten._to_copy.default", [stored.view], [copy.buffer], kwargs=to)
             self._brought[key] = from_view(copy, stored.dtype)
+            if tensor.shape == () and here == "cpu":
+                self._from_cpu.add(copy.buffer)
         return replace(self._brought[key], strides=tensor.strides)
+
+    def is_number(self, arg: Any) -> bool:
+        """Whether an operand is a number, or what counts as one on a GPU."""
+        if not isinstance(arg, T):
+            return True
+        read = arg.view is not None and arg.view.buffer in self._from_cpu
+        return arg.shape == () and (read or (not arg.reads and arg.device == "cpu"))
 
     def memory(self, tensor: T) -> T:
         """`tensor` in memory, whatever the strides: itself, a view of its stored base, or a copy."""

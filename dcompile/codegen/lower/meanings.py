@@ -53,6 +53,11 @@ def div(body: Body, a: Ref, b: Ref, rounding_mode: str | None = None) -> Ref:
     return body.apply("trunc", body.apply("div", a, b))
 
 
+def div_by_number(body: Body, a: Ref, b: Ref) -> Ref:
+    """As ATen's GPU kernel divides by what lies on the CPU: it multiplies by the reciprocal, and rounds twice."""
+    return body.apply("mul", a, body.apply("div", body.const(1, body.dtype(a)), b))
+
+
 def floor_divide(body: Body, a: Ref, b: Ref) -> Ref:
     """Floats as torch: exact multiples of b first, so that rounding of a/b cannot cross an integer."""
     if DTYPES[body.dtype(a)] == "int":

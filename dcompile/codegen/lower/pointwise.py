@@ -111,12 +111,9 @@ def _table() -> dict[str, Pointwise]:
         table |= {f"aten.{name}.{overload}": Pointwise(op, 2, exact_numbers=exact) for overload in _BOTH}
     for name, op in {"remainder": meanings.remainder, "fmod": meanings.simple("fmod")}.items():
         table |= {f"aten.{name}.{overload}": Pointwise(op, 2, heavy=True) for overload in _BOTH}
-    for overload in ("Tensor", "Scalar", "Tensor_mode", "Scalar_mode"):
-        table[f"aten.div.{overload}"] = Pointwise(meanings.div, 2, heavy=True, exact_numbers=overload in _BOTH)
+    table |= {f"aten.div.{overload}_mode": Pointwise(meanings.div, 2, heavy=True) for overload in _BOTH}
     table |= {f"prims.{name}.default": table[f"aten.{name}.default"] for name in _PRIMS}
     return table | {
-        # autograd's own name for a division, where AOTAutograd does not take it apart
-        "aten.true_divide.Tensor": table["aten.div.Tensor"],
         "aten.angle.default": Pointwise(meanings.angle, 1, ops=3),
         "aten.gcd.default": Pointwise(meanings.simple("gcd"), 2, heavy=True),
         "aten.lcm.default": Pointwise(meanings.lcm, 2, heavy=True, ops=4),
@@ -169,6 +166,12 @@ def _nextafter(low: Lowering, value: torch.Tensor, /, x: T, y: T) -> Result:
     return Pointwise(meanings.simple("nextafter"), 2)(low, value, x, y)
 
 
+def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> T:
+    on_gpu = low.device != "cpu" and low.is_number(b) and not low.is_number(a)
+    meaning = meanings.div_by_number if on_gpu else meanings.div
+    return Pointwise(meaning, 2, heavy=not on_gpu, exact_numbers=True)(low, value, a, b)
+
+
 def _hardtanh(low: Lowering, value: torch.Tensor, /, x: T, a: float = -1.0, b: float = 1.0) -> T:
     return Pointwise(meanings.clamp, 3)(low, value, x, a, b)
 
@@ -210,6 +213,10 @@ def _masked_fill(_: Lowering, value: torch.Tensor, /, x: T, mask: T, fill: Any) 
 
 
 RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} | {
+    "aten.div.Tensor": Rule(_div),
+    "aten.div.Scalar": Rule(_div),
+    # autograd's own name for a division, where AOTAutograd does not take it apart
+    "aten.true_divide.Tensor": Rule(_div),
     "aten.nextafter.default": Rule(_nextafter),
     "aten.pow.Tensor_Scalar": Rule(_power),
     "aten.pow.Tensor_Tensor": Rule(_power),

@@ -136,3 +136,20 @@ def test_what_reads_no_memory_is_stored_on_its_own_device() -> None:
     devices = [program.table[view.buffer].device for view in program.outputs if isinstance(view, View)]
     assert devices == ["cpu", "cpu", "cuda"]
     assert all(len({program.table[name].device for name in loop.writes | loop.reads}) == 1 for loop in loops(program))
+
+
+def test_division_by_what_lies_on_the_cpu_is_a_product_on_gpus() -> None:
+    """ATen multiplies by the reciprocal there: a logarithm that is rounded up to a bucket shows the difference."""
+
+    def quotients(x: torch.Tensor, scale: torch.Tensor) -> Any:
+        return x / 3.0, x / scale.log(), 3.0 / x, x / x
+
+    def operations(device: str) -> list[list[str]]:
+        with FakeTensorMode() as mode:
+            gm = make_fx(quotients)(torch.empty(8, device=device), torch.empty(()))
+        with mode:
+            found = loops(lower(gm, "graph").program)
+        return [[v.op for v in loop.body if isinstance(v, Apply)] for loop in found]
+
+    assert operations("cpu") == [["div"], ["log"], ["div"], ["reciprocal", "mul"], ["div"]]
+    assert operations("cuda") == [["mul"], ["log"], ["div", "mul"], ["reciprocal", "mul"], ["div"]]

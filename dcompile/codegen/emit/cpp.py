@@ -69,16 +69,26 @@ class _Kernel(Passes):
         if not self._row_axes():
             self.open("")
             self._row()
+            if self.streams:
+                self.line("finish_streams();")
             self.close()
             return
         if self.split:
             self._open_split()
-        if parallel and may_exceed(rows, 1):
+        parallel = parallel and may_exceed(rows, 1)
+        if parallel and self.streams:  # each thread has to finish its own
+            self.line(f"#pragma omp parallel{self._worthwhile()}")
+            self.open("")
+            self.line("#pragma omp for schedule(static) nowait")
+        elif parallel:
             self.line(f"#pragma omp parallel for schedule(static){self._worthwhile()}")
         self.open(f"for (int64 r = 0; r < {self.size(rows)}; r++)")
         self._decompose("r")
         self._row()
         self.close(1 + (self.split is not None))
+        if self.streams:
+            self.line("finish_streams();")
+            self.close(int(parallel))
 
     def _open_split(self) -> None:
         """Give each thread some columns of every row."""
@@ -163,7 +173,10 @@ class _Kernel(Passes):
         self.close(bool(axes))
         for number, name in self.columns.items():
             self._flush(number, name)
-        self.close(2)
+        self.close()
+        if self.streams:
+            self.line("finish_streams();")
+        self.close()
         for number, name in self.columns.items():
             self._collect(number, name)
 

@@ -1,9 +1,11 @@
-"""Two facts about values that make loops shorter: what is no wider than an int32, and whose NaNs survive rounding."""
+"""Facts about values that make loops shorter: what an int32 can count, whose NaNs survive rounding, what is round."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import var
@@ -39,6 +41,48 @@ def short_nans(body: tuple[Value, ...]) -> frozenset[Ref]:
         if known:
             short.add(ref)
     return frozenset(short)
+
+
+_CHOOSING = frozenset(("neg", "abs", "min", "max", "floor", "ceil", "trunc", "round", "sign"))
+"""Operations whose result has no more significant bits than their arguments have (integer parts: one carry at most)."""
+
+
+def round_values(body: tuple[Value, ...], narrow: str) -> frozenset[Ref]:
+    """Float values that bfloat16 or float16 holds as they are: rounding them to it changes nothing.
+
+    What was read or rounded, and what is chosen among such values: a ReLU of a rounded sum needs no rounding.
+    """
+    found: set[Ref] = set()
+    for ref, value in enumerate(body):
+        match value:
+            case Const(number, dtype):
+                known = DTYPES[dtype] == "float" and _is_round(number, narrow)
+            case Load(_, _, dtype, _):
+                known = dtype == narrow
+            case Apply("cast", (arg,), dtype):
+                source = body[arg].dtype
+                known = dtype == narrow or (
+                    dtype == "float32" and (arg in found or source in ("bool", "int8", "uint8"))
+                )
+            case Apply("where", (_, one, other), _):
+                known = one in found and other in found
+            case Apply(op, args, _):
+                known = op in _CHOOSING and all(arg in found for arg in args)
+            case Reduce("max" | "min", arg, _):
+                known = arg in found
+            case _:
+                known = False
+        if known:
+            found.add(ref)
+    return frozenset(found)
+
+
+def _is_round(number: float, narrow: str) -> bool:
+    with np.errstate(over="ignore"):
+        if narrow == "float16":
+            return float(np.float16(number)) == number
+        single = np.float32(number)
+    return float(single) == number and int(single.view(np.uint32)) & 0xFFFF == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import math
 
 from dcompile.codegen.emit.narrow import count_in_int32
 from dcompile.codegen.emit.nest import LANES, Axis, may_exceed
-from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds, Scans
+from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import LOCAL, store_refs
+from dcompile.codegen.emit.wide import Wide
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute
 from dcompile.ir.nodes import Const, Load, Reduce, Ref, Scan
@@ -20,7 +21,7 @@ BLOCKS = 1024
 """Blocks at most that threads take of one long row."""
 
 
-class Passes(Scans):
+class Passes(Wide):
     """Writes what happens within a row, or within `LANES` rows side by side."""
 
     def _row(self) -> None:
@@ -135,8 +136,10 @@ class Passes(Scans):
             self.line(f"{c_type(dtype)} c{n} = {literal(REDUCTIONS[store.mode].identity(dtype), dtype)};")
         simd = not rounds.serial and all(self._simd(n, last.name) for n in stores)
         counts = simd and not rounds.held and self._open_counter(number, last, blocked)
+        wide = simd and not rounds.held and not scalars and self._is_wide(number, reduces, stores, last)
+        start = self._wide_loop(number, reduces, stores, last, blocked) if wide else None
         self._simd_pragma(reduces, scalars, simd)
-        self._open_axis(last, bounded=blocked)
+        self._open_axis(last, bounded=blocked, start=start)
         at = f"{last.name} - {last.name}_low" if blocked else last.name
         self._values(number, self._targets(number), rounds, ready, at)
         self._combine_elements(reduces, [n for n in stores if n not in scalars])
@@ -146,7 +149,10 @@ class Passes(Scans):
         if counts:
             self.line("place++;")
             self.counted = None
-        self.close(1 + counts)
+        self.close()
+        if wide and start == self._bounds(last, blocked)[0]:
+            self.line("#endif")
+        self.close(int(counts))
         for n in scalars:
             store = self.nest.stores[n]
             place = f"{self.columns[n]}[{self.index(store.index)}]"
@@ -313,14 +319,6 @@ class Passes(Scans):
                 self.line(f"n{self.number(ref)} |= {value} != {value};")
         for n in stores:
             self.store(n)
-
-    def _combine_partial(self, ref: Ref, value: str) -> None:
-        """Take a value into the accumulator of a reduction, in a form that OpenMP recognises."""
-        s, how = f"s{self.number(ref)}", clause(self._reduce(ref))
-        if how in ("max", "min"):
-            self.line(f"{s} = {value} {'>' if how == 'max' else '<'} {s} ? {value} : {s};")
-        else:
-            self.line(f"{s} {how}= {value};")
 
     def _finish(self, ref: Ref) -> None:
         """Name the result of a reduction, after its pass."""

@@ -10,7 +10,10 @@ bfloat16 and float16 live in registers as the float of the same value: `to_bfloa
 
 from __future__ import annotations
 
-PRELUDE = r"""
+from dcompile.codegen.emit.functions import FUNCTIONS
+from dcompile.codegen.emit.wide_prelude import WIDE
+
+_BASE = r"""
 typedef bool bool_; typedef unsigned char uint8; typedef signed char int8; typedef short int16; typedef int int32;
 typedef long int64; typedef float float32; typedef double float64; typedef float bfloat16; typedef float float16;
 typedef unsigned int u32; typedef unsigned short u16; typedef unsigned long u64;
@@ -125,6 +128,9 @@ template <class T> INLINE float to_float16(T x) { return round_float16((float)x)
 /* arithmetic whose corner cases C leaves open */
 template <class T> INLINE T min_(T a, T b) { return a < b || a != a ? a : b; }
 template <class T> INLINE T max_(T a, T b) { return a > b || a != a ? a : b; }
+/* the same where b is no NaN */
+template <class F> INLINE F min_number_(F a, float b) { return a >= b ? b : a; }
+template <class F> INLINE F max_number_(F a, float b) { return a <= b ? b : a; }
 template <class T> INLINE T abs_(T x) { return x < 0 ? T(-x) : x; }
 INLINE uint8 abs_(uint8 x) { return x; }
 INLINE float abs_(float x) { return __builtin_fabsf(x); }
@@ -201,145 +207,6 @@ INLINE int32 philox_(int64 key, int64 position, int64 draw) {
   const int word = draw & 3;
   return int32(word == 0 ? a : word == 1 ? b : word == 2 ? c : d);
 }
-
-/* float functions; largest errors measured against float64 are in tests/codegen/emit/test_prelude.py */
-INLINE float scale_(float r, int32 i) {
-  const int32 half = i >> 1;
-  return r * unbits(u32(half + 127) << 23) * unbits(u32(i - half + 127) << 23);
-}
-INLINE float exp_(float a) {
-  const float x = a < -105.f ? -105.f : a > 90.f ? 90.f : a;
-  const float j = fma_(x, 1.442695041f, 12582912.f) - 12582912.f;
-  float f = fma_(j, -6.93145752e-1f, x);
-  f = fma_(j, -1.42860677e-6f, f);
-  float r = 1.37805939e-3f;
-  r = fma_(r, f, 8.37312452e-3f);
-  r = fma_(r, f, 4.16695364e-2f);
-  r = fma_(r, f, 1.66664720e-1f);
-  r = fma_(r, f, 4.99999851e-1f);
-  r = fma_(r, f, 1.f);
-  r = fma_(r, f, 1.f);
-  return scale_(r, (int32)j);
-}
-INLINE float exp2_(float a) {
-  const float x = a < -152.f ? -152.f : a > 130.f ? 130.f : a;
-  const float j = (x + 12582912.f) - 12582912.f, f = x - j;
-  float r = 1.53502474e-4f;
-  r = fma_(r, f, 1.33990591e-3f);
-  r = fma_(r, f, 9.61844705e-3f);
-  r = fma_(r, f, 5.55033041e-2f);
-  r = fma_(r, f, 2.40226487e-1f);
-  r = fma_(r, f, 6.93147182e-1f);
-  r = fma_(r, f, 1.f);
-  return scale_(r, (int32)j);
-}
-INLINE float log_(float a) {
-  const bool tiny = a < 1.17549435e-38f;
-  const float x = tiny ? a * 8388608.f : a;
-  const u32 e = (bits(x) - 0x3f2aaaabu) & 0xff800000u;
-  const float f = unbits(bits(x) - e) - 1.f, s = f * f;
-  const float i = fma_((float)(int32)e, 1.19209290e-7f, tiny ? -23.f : 0.f);
-  float r = fma_(-0.130310059f, s, -0.121483512f), t = fma_(0.140869141f, s, 0.139814854f);
-  r = fma_(r, s, -0.166846126f);
-  t = fma_(t, s, 0.200120345f);
-  r = fma_(r, s, -0.249996200f);
-  r = fma_(t, f, r);
-  r = fma_(r, f, 0.333331972f);
-  r = fma_(r, f, -0.5f);
-  r = fma_(r, s, f);
-  r = fma_(i, 0.693147182f, r);
-  r = a == __builtin_inff() ? a : r;
-  r = a == 0.f ? -__builtin_inff() : r;
-  return a < 0.f || a != a ? __builtin_nanf("") : r;
-}
-INLINE float log1p_(float x) {
-  const float u = 1.f + x, d = u - 1.f;
-  const float near = log_(u) * (x / (d == 0.f ? 1.f : d));
-  return d == 0.f ? x : u == __builtin_inff() ? u : u == 0.f ? -u - __builtin_inff() : near;
-}
-INLINE float expm1_(float x) {
-  float r = 1.98412698e-4f;
-  r = fma_(r, x, 1.38888889e-3f);
-  r = fma_(r, x, 8.33333333e-3f);
-  r = fma_(r, x, 4.16666667e-2f);
-  r = fma_(r, x, 1.66666667e-1f);
-  r = fma_(r, x, 0.5f);
-  r = fma_(r * x, x, x);
-  return __builtin_fabsf(x) < 0.4f ? r : exp_(x) - 1.f;
-}
-INLINE float tanh_(float a) {
-  const float t = __builtin_fabsf(a), s = a * a;
-  float r = 1.57394409e-2f;
-  r = fma_(r, s, -5.23025580e-2f);
-  r = fma_(r, s, 1.33152470e-1f);
-  r = fma_(r, s, -3.33327681e-1f);
-  r = fma_(r * s, a, a);
-  const float far = __builtin_copysignf(1.f - 2.f / (1.f + exp_(2.f * t)), a);
-  return t < 0.55f ? r : a != a ? a : far;
-}
-INLINE float sigmoid_(float x) { return 1.f / (1.f + exp_(-x)); }
-INLINE float erf_(float a) {
-  const float t = __builtin_fabsf(a), s = a * a;
-  float r = fma_(-1.72853470e-5f, t, 3.83197126e-4f);
-  r = fma_(r, s, fma_(-3.88396438e-3f, t, 2.42546219e-2f));
-  r = fma_(r, t, -1.06777877e-1f);
-  r = fma_(r, t, -6.34846687e-1f);
-  r = fma_(r, t, -1.28717512e-1f);
-  r = fma_(r, t, -t);
-  const float far = __builtin_copysignf(1.f - exp_(t > 10.f ? -100.f : r), a);
-  float q = -5.96761703e-4f;
-  q = fma_(q, s, 4.99119423e-3f);
-  q = fma_(q, s, -2.67681349e-2f);
-  q = fma_(q, s, 1.12819925e-1f);
-  q = fma_(q, s, -3.76125336e-1f);
-  q = fma_(q, s, 1.28379166e-1f);
-  q = fma_(q, a, a);
-  return a != a ? a : t > 0.927734375f ? far : q;
-}
-#define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
-LIBM(exp, exp) LIBM(exp2, exp2) LIBM(expm1, expm1) LIBM(log, log) LIBM(log1p, log1p) LIBM(tanh, tanh) LIBM(erf, erf)
-INLINE double sigmoid_(double x) { return 1. / (1. + __builtin_exp(-x)); }
-#define LIBM2(name, builtin) LIBM(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
-LIBM2(log2, log2) LIBM2(log10, log10) LIBM2(sin, sin) LIBM2(cos, cos) LIBM2(tan, tan)
-LIBM2(erfc, erfc) LIBM2(lgamma, lgamma) LIBM2(asin, asin) LIBM2(acos, acos) LIBM2(sinh, sinh) LIBM2(cosh, cosh)
-LIBM2(asinh, asinh) LIBM2(acosh, acosh) LIBM2(atanh, atanh)
-#define LIBM_PAIR(name) \
-  INLINE float name##_(float a, float b) { return __builtin_##name##f(a, b); } \
-  INLINE double name##_(double a, double b) { return __builtin_##name(a, b); }
-LIBM_PAIR(pow) LIBM_PAIR(atan2) LIBM_PAIR(hypot) LIBM_PAIR(nextafter)
-template <class F> INLINE F logaddexp_(F a, F b) {
-  const F low = min_(a, b), high = max_(a, b);
-  return low == high && low - low != 0 ? high : high + log1p_(exp_(low - high));
-}
-INLINE bool signbit_(float x) { return bits(x) >> 31; }
-INLINE bool signbit_(double x) { return __builtin_signbit(x); }
-static float64 zeta_of(float64 x, float64 q) { /* Cephes, as eager: also for float32 */
-  const float64 divisors[] = {12., -720., 30240., -1209600., 47900160., -1.8924375803183791606e9, 7.47242496e10,
-    -2.950130727918164224e12, 1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17,
-    -7.1661652561756670113e18};
-  if (x == 1.) return __builtin_inf();
-  if (x < 1. || (q <= 0. && q != floor_(q) && x != floor_(x))) return __builtin_nan("");
-  if (q <= 0. && q == floor_(q)) return __builtin_inf();
-  float64 sum = __builtin_pow(q, -x), term = 0., w = q;
-  for (int i = 0; i < 9 || w <= 9.; i++) {
-    w += 1.;
-    term = __builtin_pow(w, -x);
-    sum += term;
-    if (-1.11022302462515654042e-16 * sum < term && term < 1.11022302462515654042e-16 * sum) return sum;
-  }
-  sum += term * w / (x - 1.) - 0.5 * term;
-  float64 factor = 1.;
-  for (int i = 0; i < 12; i++) {
-    factor *= x + 2 * i;
-    term /= w;
-    const float64 more = factor * term / divisors[i];
-    sum += more;
-    if (abs_(more / sum) < 1.11022302462515654042e-16) return sum;
-    factor *= x + 2 * i + 1;
-    term /= w;
-  }
-  return sum;
-}
-INLINE double zeta_(double x, double q) { return zeta_of(x, q); }
-INLINE float zeta_(float x, float q) { return (float)zeta_of(x, q); }
 """
+
+PRELUDE = _BASE + WIDE + FUNCTIONS

@@ -178,9 +178,9 @@ class Scans(Statements):
         tiled = bounded or axis is self.split or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
         return (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", self.size(axis.size))
 
-    def _open_axis(self, axis: Axis, bounded: bool = False) -> None:
+    def _open_axis(self, axis: Axis, bounded: bool = False, start: str | None = None) -> None:
         low, high = self._bounds(axis, bounded)
-        self.open(f"for (int64 {axis.name} = {low}; {axis.name} < {high}; {axis.name}++)")
+        self.open(f"for (int64 {axis.name} = {start or low}; {axis.name} < {high}; {axis.name}++)")
 
     def _row_place(self) -> str:
         """Position of an element in its row."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 
-from dcompile.codegen.emit.narrow import Counted, short_nans
+from dcompile.codegen.emit.narrow import Counted, round_values, short_nans
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
-from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, literal
+from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
 from dcompile.codegen.emit.tiles import Turned, find_turned
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
@@ -50,12 +51,14 @@ class Statements:
         self.declared: set[str] = set()
         """Names of the whole kernel that are declared already."""
         self.parallel = may_exceed(self._work(), PARALLEL_WORK)
-        self.in_place = any(may_exceed(self._column_bytes(n), SCRATCH_BYTES) for n in self.columns)
+        self.in_place = any(may_exceed(self._bytes(nest.stores[n].buffer), SCRATCH_BYTES) for n in self.columns)
         self.split = self._find_split()
         self.turned: Turned | None = find_turned(nest, table)
         self.pointed: set[Ref] = set()
         """Loads that read through a pointer of their row: to the row, or to zeros where the row's mask is false."""
         self.short_nans = short_nans(nest.body)
+        self.round = {narrow: round_values(nest.body, narrow) for narrow in ("bfloat16", "float16")}
+        """Values that these hold as they are."""
         self.counted: Counted | None = None
         """What the loop that is being written counts in an int32 of its own, `place`."""
         self.opened: set[str] = set()
@@ -73,9 +76,9 @@ class Statements:
         work = self._work()
         return "" if isinstance(work, int) else f" if({self.size(work)} > {PARALLEL_WORK})"
 
-    def _column_bytes(self, store: int) -> Size:
-        buffer = self.table[self.nest.stores[store].buffer]
-        return as_size(buffer.extent * ITEMSIZE[buffer.dtype])
+    def _bytes(self, name: str) -> Size:
+        """From a buffer's first to its last element."""
+        return as_size(self.table[name].extent * ITEMSIZE[self.table[name].dtype])
 
     def _roots(self, number: int) -> tuple[list[Ref], list[int]]:
         """Reductions and element stores of a pass."""
@@ -272,7 +275,8 @@ class Statements:
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
                 exact = source == dtype or (dtype == "float32" and source in MEMORY and source != "bool")
-                if dtype == "bfloat16" and source == "float32" and arg in self.short_nans:
+                exact = exact or (dtype in self.round and source == "float32" and arg in self.round[dtype])
+                if not exact and dtype == "bfloat16" and source == "float32" and arg in self.short_nans:
                     return f"nearest_bfloat16({self.name(arg)})"
                 return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
             case Apply("where", (mask, arg, other), _) if self._is_zero_anyway(mask, arg, other):
@@ -294,8 +298,15 @@ class Statements:
         names = [self.name(arg) for arg in args]
         if kind == "int" and op in ("floordiv", "truncdiv", "mod", "fmod"):
             self.checked = True
-        text = SPELLING[op].format(*names, dtype=dtype)
+        text = self.spelling(Apply(op, args, dtype)).format(*names, dtype=dtype)
         return f"{dtype}({text})" if dtype in ("int8", "int16", "uint8") else text
+
+    def spelling(self, value: Apply) -> str:
+        """How an operation is written; beside a constant, only the other argument may be NaN."""
+        last = self.nest.body[value.args[-1]]
+        if value.op in ("min", "max") and isinstance(last, Const) and last.dtype == "float32" and not isnan(last.value):
+            return f"{value.op}_number_({{0}}, {{1}})"
+        return SPELLING[value.op]
 
     def declare(self, ref: Ref) -> None:
         value = self.nest.body[ref]
@@ -336,6 +347,14 @@ class Statements:
         if dtype == "bool" and mode in ("max", "min"):
             op = {"max": "or", "min": "and"}[mode]
         return f"{place} = {c_type(dtype)}({SPELLING[op].format(place, value, dtype=dtype)});"
+
+    def _combine_partial(self, ref: Ref, value: str) -> None:
+        """Take a value into the accumulator of a reduction, in a form that OpenMP recognises."""
+        s, how = f"s{self.number(ref)}", clause(self._reduce(ref))
+        if how in ("max", "min"):
+            self.line(f"{s} = {value} {'>' if how == 'max' else '<'} {s} ? {value} : {s};")
+        else:
+            self.line(f"{s} {how}= {value};")
 
 
 def store_refs(store: Store) -> list[Ref]:

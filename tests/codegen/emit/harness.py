@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -87,10 +88,15 @@ def run(program: Program, inputs: dict[str, np.ndarray], functions: dict[str, ob
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]
 
 
+def without_vectors(text: str) -> str:
+    """The text of a kernel as it is compiled where the prelude defines no vectors."""
+    return re.sub(r"#ifdef VECTORS\n.*?#(else|endif)\n", "", text, flags=re.DOTALL)
+
+
 def program_of(loop: Loop, buffers: dict[str, Buffer], inputs: list[str]) -> Program:
     """A program of one loop whose outputs are all it stores."""
     outputs = [View(b.name, b.shape, b.strides) for n, b in buffers.items() if n in loop.writes]
     return Program("one", tuple(inputs), tuple(outputs), tuple(buffers.values()), (loop,))
 
 
-__all__ = ["call", "compiled", "interpret", "os", "program_of", "replace", "run"]
+__all__ = ["call", "compiled", "interpret", "os", "program_of", "replace", "run", "without_vectors"]

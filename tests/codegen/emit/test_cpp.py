@@ -17,7 +17,7 @@ from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import HAND, random_inputs
-from tests.codegen.emit.harness import call, compiled, placed, run
+from tests.codegen.emit.harness import call, compiled, placed, run, without_vectors
 from tests.ir.fuzz import random_program
 
 
@@ -194,9 +194,9 @@ def test_equal_layers_share_one_kernel():
 
 
 def test_costly_values_are_kept_and_cheap_ones_computed_again():
-    assert text(loops.softmax(4, 100)).count("exp_(") == 1
+    assert without_vectors(text(loops.softmax(4, 100))).count("exp_(") == 1
     assert "alignas" not in text(loops.rms_norm(4, 100)), "loading x again is cheaper than keeping it"
-    assert text(loops.softmax(4, 100_000)).count("exp_(") == 2, "the row is too long for the stack"
+    assert without_vectors(text(loops.softmax(4, 100_000))).count("exp_(") == 2, "the row is too long for the stack"
 
 
 def test_loops_are_merged_and_turned_to_the_contiguous_variable():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.narrow import short_nans
-from dcompile.ir.nodes import Apply, IndexOf, Loop, Program, Store
+from dcompile.codegen.emit.narrow import round_values, short_nans
+from dcompile.ir.nodes import Apply, Const, IndexOf, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import run
 from tests.codegen.emit.loops import I0, J0, Body, program
@@ -30,6 +30,24 @@ def test_nans_of_bfloat16_and_of_arithmetic_are_short_and_others_are_not() -> No
     assert {product, rounded} <= short and not {wide, mixed, power} & short
 
 
+def test_values_chosen_among_rounded_ones_are_round_and_sums_are_not() -> None:
+    b = Body()
+    half, wide = b.load("x", I0, "bfloat16"), b.load("y", I0, "float32")
+    mask = b.op("lt", half, half, dtype="bool")
+    relu = b.op("max", half, b.const(0.0))
+    chosen = b.op("where", mask, relu, b.const(-1.5))
+    floor, label = b.op("floor", b.op("neg", chosen)), b.op("cast", mask)
+    found = round_values(tuple(b.values), "bfloat16")
+    assert {half, relu, chosen, floor, label} <= found
+    total, other = b.op("add", half, half), b.op("max", half, b.const(1.001))
+    longer, sure = b.op("where", mask, half, wide), b.reduce("max", half)
+    counted = b.op("cast", b.load("n", I0, "int32"))
+    found = round_values(tuple(b.values), "bfloat16")
+    assert sure in found and not {wide, total, other, longer, counted} & found
+    assert half not in round_values(tuple(b.values), "float16")
+    assert round_values((Const(1.001, "float32"), Const(65520.0, "float32"), Const(1.5, "float32")), "float16") == {2}
+
+
 @pytest.mark.parametrize("op", ["mul", "div", "sub", "max"])
 def test_rounding_without_care_for_nans_is_torchs(op: str) -> None:
     """Every bfloat16, against factors that make ties, overflow, denormals, infinity and NaN of it."""
@@ -42,7 +60,7 @@ def test_rounding_without_care_for_nans_is_torchs(op: str) -> None:
             b, (65536,), (), [Store("z", I0, b.narrow(b.op(op, x, y), "bfloat16"))],
             x=("bfloat16", (65536,)), y=("bfloat16", (65536,)), z=("bfloat16", (65536,)),
         )  # fmt: skip
-        assert "nearest_bfloat16" in text(made)
+        assert ("nearest_bfloat16" in text(made)) == (op != "max"), "the larger of two rounded numbers is one of them"
         (got,) = run(made, {"x": every.float().numpy(), "y": other.float().numpy()})
         torch_op = {"max": torch.maximum}.get(op) or getattr(torch, op)
         want = torch_op(every, other).float().numpy()

@@ -1,0 +1,160 @@
+"""Vectors of sixteen floats: each element is what the plain loop makes of it, whichever loop takes it; so are sums."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.wide import GAINS, STREAM_BYTES
+from dcompile.config import Config
+from dcompile.ir.interpret import from_bfloat16, to_bfloat16
+from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Store
+from tests.codegen.emit import loops
+from tests.codegen.emit.harness import call, placed, read, store, without_vectors
+from tests.codegen.emit.loops import I0, J0, Body, program
+from tests.codegen.emit.test_prelude import points
+
+
+def source_of(made: Program) -> KernelSource:
+    (loop,) = made.steps
+    assert isinstance(loop, Loop)
+    return cpp.emit(loop, made.table)
+
+
+def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    (path,) = build([source], Config(), store()).libraries.values()
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in made.buffers}
+    assert call(source, {source.name: getattr(ctypes.CDLL(str(path)), source.name)}, memory) == 0
+    for name, flat in memory.items():
+        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+    return [read(made.table[view.buffer], view, memory[view.buffer]) for view in made.outputs]
+
+
+def both(made: Program, inputs: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Results with vectors, and of the same kernel without."""
+    source = source_of(made)
+    text = without_vectors(source.text).replace("#endif\n", "\n")
+    assert "#ifdef VECTORS" in source.text and "wide" not in text
+    plain = replace(source, name=source.name + "p", text=text.replace(source.name, source.name + "p"))
+    return execute(made, source, inputs), execute(made, plain, inputs)
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Every NaN is the same."""
+    return np.where(np.isnan(array), np.float32(np.nan), array).view(np.uint32)
+
+
+@pytest.mark.parametrize("op", sorted(GAINS))
+def test_functions_on_vectors_are_those_on_single_floats(op: str) -> None:
+    x = points(100_000)
+    (got,), (want,) = both(loops.unary(op, len(x)), {"x": x})
+    assert np.array_equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float32"])
+def test_rounding_vectors_is_rounding_single_floats(source: str) -> None:
+    """With and without care for NaNs, of all bits they may have."""
+    x = np.concatenate([points(100_000), np.arange(65536, dtype=np.uint32).view(np.float32) * np.float32(2e-38)])
+    nans = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8000, 0x7F800001, 0xFFC00000, 0x7F7FFFFF, 0x8000], np.uint32)
+    x = np.concatenate([x, nans.view(np.float32)])
+    x = from_bfloat16(to_bfloat16(x)) if source == "bfloat16" else x
+    b = Body()
+    given = b.load("x", I0, source)
+    product = b.op("mul", given, b.const(1.00390625))
+    made = program(
+        b, (len(x),), (), [Store("y", I0, b.narrow(product, "bfloat16")), Store("z", I0, b.narrow(given, "bfloat16"))],
+        x=(source, x.shape), y=("bfloat16", x.shape), z=("bfloat16", x.shape),
+    )  # fmt: skip
+    got, want = both(made, {"x": x})
+    assert all(np.array_equal(bits(one), bits(other)) for one, other in zip(got, want, strict=True))
+
+
+def mixture(rows: int, n: int) -> Program:
+    """What vectors know: values of the row, masks, positions, a broadcast row, choices, sums of rows and of columns."""
+    b, at = Body(), I0 * n + J0
+    x, w, r = b.load("x", at, "bfloat16"), b.load("w", J0), b.load("r", I0)
+    mask = b.put(Load("m", at, "bool"))
+    hit = b.put(Apply("eq", (b.put(Load("t", I0, "int64")), b.put(IndexOf(J0, "int64"))), "bool"))
+    grown = b.op("exp", b.op("sub", x, r))
+    low = b.op("and", mask, b.op("lt", grown, w, dtype="bool"), dtype="bool")
+    kept = b.op("where", low, b.op("min", grown, b.const(2.0)), b.op("reciprocal", b.op("rsqrt", grown)))
+    one = b.op("where", hit, r, b.const(0.0))
+    largest = b.reduce("max", kept)
+    y = b.op("sub", b.op("add", kept, one), b.op("mul", b.op("cast", low), largest))
+    stores = [
+        Store("y", at, b.narrow(y, "bfloat16")), Store("v", at, b.op("not", low, dtype="bool")),
+        Store("s", I0, b.reduce("sum", kept)), Store("c", J0, grown, "sum"),
+    ]  # fmt: skip
+    return program(
+        b, (rows,), (n,), stores, x=("bfloat16", (rows, n)), w=("float32", (n,)), r=("float32", (rows,)),
+        m=("bool", (rows, n)), t=("int64", (rows,)), y=("bfloat16", (rows, n)), v=("bool", (rows, n)),
+        s=("float32", (rows,)), c=("float32", (n,)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [16, 64, 130, 1000, 8192, 9001])
+def test_rows_of_every_length_are_what_the_plain_loop_makes_of_them(n: int) -> None:
+    made, rng = mixture(6, n), np.random.default_rng(n)
+    inputs = {
+        "x": from_bfloat16(to_bfloat16(rng.normal(size=(6, n)).astype(np.float32))),
+        "w": rng.normal(1, 1, n).astype(np.float32), "r": rng.normal(size=6).astype(np.float32),
+        "m": rng.random((6, n)) < 0.7, "t": np.array([0, n - 1, n, -1, 2**32, 5], np.int64),
+    }  # fmt: skip
+    got, want = both(made, inputs)
+    names = [view.buffer for view in made.outputs]
+    for name, one, other in zip(names, got, want, strict=True):
+        close = np.allclose(one, other, rtol=2e-6) if name == "s" else np.array_equal(one, other)
+        assert close, name
+
+
+def test_a_nan_is_seen_in_any_lane() -> None:
+    for place in (0, 17, 127, 128):
+        x = np.zeros((2, 129 + 3), np.float32)
+        x[1, place] = np.nan
+        (got,), _ = both(loops.softmax(2, 132), {"x": x})
+        assert np.isnan(got[1]).all() and not np.isnan(got[0]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shift", [0, 4])
+def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int) -> None:
+    rows = STREAM_BYTES // 4096
+    b, at = Body(), I0 * 2048 + J0
+    x = b.load("x", J0)
+    y = b.op("add", b.op("mul", x, b.load("r", I0)), b.op("mul", b.reduce("sum", x), b.const(0.0)))
+    made = program(
+        b, (rows,), (2048,), [Store("y", at + shift, b.narrow(y, dtype)), Store("c", J0, y, "sum")],
+        x=("float32", (2048,)), r=("float32", (rows,)), y=(dtype, (rows * 2048 + shift,)), c=("float32", (2048,)),
+    )  # fmt: skip
+    assert f"stream_{dtype}(" in source_of(made).text and "finish_streams();" in source_of(made).text
+    rng = np.random.default_rng(0)
+    given = {"x": rng.normal(size=2048).astype(np.float32), "r": rng.normal(size=rows).astype(np.float32)}
+    (got, columns), (want, others) = both(made, given)
+    assert np.array_equal(got[shift:], want[shift:]) and np.array_equal(columns, others)
+    exact = given["r"][:, None] * given["x"]
+    exact = from_bfloat16(to_bfloat16(exact)) if dtype == "bfloat16" else exact
+    assert np.array_equal(got[shift:].reshape(rows, 2048), exact)
+
+
+def test_results_that_the_kernel_reads_and_small_ones_are_not_streamed() -> None:
+    n = STREAM_BYTES // 4
+    b = Body()
+    y = b.op("exp", b.load("y", I0))
+    in_place = program(b, (n,), (), [Store("y", I0, y)], y=("float32", (n,)))
+    assert "put_float32" in source_of(in_place).text and "stream" not in source_of(in_place).text
+    assert "stream" not in source_of(loops.unary("exp", n - 16)).text
+    assert "omp for schedule(static) nowait" in source_of(loops.unary("neg", n)).text
+
+
+def test_what_has_no_vectors_or_no_use_for_them_is_left_to_the_compiler() -> None:
+    for made in (
+        loops.unary("log1p", 4096), loops.unary("neg", 4096), loops.unary("exp", 4096, dtype="float64"),
+        loops.unary("exp", 100), loops.rms_norm(4, 256), loops.embedding_backward(4, 256, 7),
+    ):  # fmt: skip
+        assert "VECTORS" not in source_of(made).text

@@ -27,9 +27,9 @@ SHORT = 8 * WIDTH
 TYPES = {"float32": "wide", "bfloat16": "wide", "bool": "wide_int", "int32": "wide_int"}
 KEPT = {"float32": "float32", "bfloat16": "float32", "bool": "bool"}
 """How values lie that are kept from pass to pass."""
-STREAM_BYTES = 16 << 20
-"""Size from which a result is streamed. With 32 MB of L3, writing it and reading it again was 1.12 times as fast then,
-32 MB 1.18 times, 8 MB as fast as without, 4 MB 0.7 times (one core of an AMD EPYC; alone, writing 16 MB: 1.6 times)."""
+STREAM_BYTES = 12 << 20
+"""Size from which a result is streamed. With 32 MB of L3, writing it and reading it again was 1.09 times as fast then,
+32 MB 1.18 times, 8 MB about as fast as without, 4 MB 0.7 times (one core of an AMD EPYC; writing alone 1.7 times)."""
 GAINS = frozenset(("exp", "exp2", "tanh", "sigmoid", "erf"))
 """Operations that are faster on vectors of ours. So is rounding to bfloat16."""
 ARITHMETIC = GAINS | {"add", "sub", "mul", "div", "neg", "abs", "min", "max", "sqrt", "rsqrt", "reciprocal"}

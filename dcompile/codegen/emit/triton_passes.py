@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from dcompile.codegen.emit.triton_prelude import AFTER
 from dcompile.codegen.emit.triton_text import Class, Text
 from dcompile.codegen.emit.triton_tiles import Dim
@@ -10,6 +12,8 @@ from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
+PREFETCHED = 96 << 10
+"""Bytes of shared memory that loads of later iterations may take: GPUs from compute capability 8.0 on have 99 KiB."""
 
 
 class Passes(Text):
@@ -86,7 +90,7 @@ class Passes(Text):
     def _value(self, ref: Ref) -> None:
         value = self.nest.body[ref]
         if isinstance(value, Scan):
-            argument = self.whole(value.arg, self.classes[value.arg] | {"r"})
+            argument = self.whole(value.arg, self.classes[ref])
             self.line(f"{self.name(ref)} = {self.scanned(value.op, value.dtype, argument, self._along)}")
             return
         if not isinstance(value, Reduce):
@@ -265,7 +269,7 @@ class Passes(Text):
             identity = self.identity(store.mode, self.table[store.buffer].dtype)
             shape = self.shape(self._space(n))
             self.line(f"q{n} = {f'tl.broadcast_to({identity}, {shape})' if self._space(n) & self._tile else identity}")
-        self.line(f"for x0 in tl.range(first, last, {x.block}, num_stages=3):")
+        self.line(f"for x0 in tl.range(first, last, {x.block}, num_stages={self._stages()}):")
         self.depth += 1
         self.position(x, "x0")
         for ref in live:
@@ -281,6 +285,16 @@ class Passes(Text):
         self.depth -= 1
         for n in columns:
             self._finish_column(n)
+
+    def _stages(self) -> int:
+        """Iterations that are on their way at a time: each but the last holds its loads in shared memory."""
+        loads = [self.nest.body[ref] for ref in self.levels.live if "x" in self.classes[ref]]
+        held = sum(self._tile_bytes(load) for load in loads if isinstance(load, Load))
+        return next((stages for stages in (3, 2) if (stages - 1) * held <= PREFETCHED), 1)
+
+    def _tile_bytes(self, load: Load) -> int:
+        place = self.class_of(load.index)
+        return prod(dim.block for dim in self.plan.dims if dim.name in place) * ITEMSIZE[load.dtype]
 
     @property
     def _tile(self) -> Class:

@@ -69,7 +69,9 @@ class Text:
         for value in self.nest.body:
             own: Class = self.class_of(value.index, found) if isinstance(value, (Load, IndexOf)) else frozenset()
             own = own.union(*(found[ref] for ref in operands(value)))
-            found.append(own - {"r"} if isinstance(value, Reduce) else own | {"r"} if isinstance(value, Scan) else own)
+            if isinstance(value, Scan):
+                own = self.everything  # Triton 3.6 fails on scans of one row that is the same for all rows of a tile
+            found.append(own - {"r"} if isinstance(value, Reduce) else own)
         return found
 
     def class_of(self, index: Index, classes: list[Class] | None = None) -> Class:

@@ -272,3 +272,20 @@ def side_by_side() -> Program:
 def _renamed(loop: Loop, names: dict[str, str]) -> Loop:
     body = tuple(replace(v, buffer=names.get(v.buffer, v.buffer)) if isinstance(v, Load) else v for v in loop.body)
     return replace(loop, body=body, stores=tuple(replace(s, buffer=names.get(s.buffer, s.buffer)) for s in loop.stores))
+
+
+def scan_of_ones(rows: int, n: int) -> Program:
+    """Positions as image models count them: the same in every row."""
+    b = Body()
+    counted = b.scan("sum", b.const(1.0))
+    return program(b, (rows,), (n,), [Store("out", I0 + J0 * rows, counted)], out=("float32", (n, rows)))
+
+
+def columns_of_many(rows: Index | int, n: int, count: int) -> Program:
+    """Column sums of the sum of `count` matrices."""
+    b = Body()
+    total = b.const(0.0)
+    for number in range(count):
+        total = b.op("add", total, b.load(f"x{number}", I0 * n + J0))
+    matrices = {f"x{number}": ("float32", (rows, n)) for number in range(count)}
+    return program(b, (rows,), (n,), [Store("out", J0, total, "sum")], **matrices, out=("float32", (n,)))

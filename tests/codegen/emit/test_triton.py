@@ -187,6 +187,23 @@ def test_operations_with_loops_take_a_single_number(op, place, tmp_path):
     assert _compiled(source(loops.program(body, (96,), (), stores, **inputs, y=(dtype, (96,)))), 90, tmp_path)
 
 
+def test_a_scan_is_over_a_whole_tile():
+    """Triton 3.6 fails on one of a single row that all rows of an aligned tile share."""
+    kernel = source(loops.scan_of_ones(64, 8))
+    assert re.search(r"cumsum\(tl.broadcast_to\(t\d+, \[(16|32|64), 8\]\), 1\)", kernel.text)
+
+
+@pytest.mark.parametrize(("count", "stages"), [(3, 3), (8, 2), (20, 1)])
+def test_loads_of_later_rows_fit_into_shared_memory(count, stages, tmp_path):
+    kernel = source(loops.columns_of_many(cases.S0 * cases.S1, 32, count))
+    assert f"num_stages={stages}" in kernel.text
+    functions = [{"name": x.function, "warps": x.warps, "types": list(x.types)} for x in kernel.launches]
+    job = {"name": kernel.name, "text": kernel.text, "functions": functions}
+    archive = triton_worker.compile_kernel(job, 90, dict(triton_build.OPTIONS), tmp_path)
+    (head,) = json.loads(archive.partition(b"\n")[0])
+    assert head["shared"] <= 99 << 10
+
+
 def test_no_multiplication_is_contracted_with_an_addition(machine_code):
     assert "fma.rn.f32" not in machine_code["rms_norm_backward"][0]
 

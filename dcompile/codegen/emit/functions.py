@@ -11,7 +11,7 @@ INLINE float scale_(float r, float j) {
   return r * unbits(u32(half + 127) << 23) * unbits(u32(i - half + 127) << 23);
 }
 template <class F> INLINE F exp_of(F a) {
-  const F x = a < -105.f ? -105.f : a > 90.f ? 90.f : a;
+  const F x = min_number_(max_number_(a, -105.f), 90.f);
   const F j = fma_(x, 1.442695041f, 12582912.f) - 12582912.f;
   F f = fma_(j, -6.93145752e-1f, x);
   f = fma_(j, -1.42860677e-6f, f);
@@ -24,7 +24,7 @@ template <class F> INLINE F exp_of(F a) {
   return scale_(r, j);
 }
 template <class F> INLINE F exp2_of(F a) {
-  const F x = a < -152.f ? -152.f : a > 130.f ? 130.f : a;
+  const F x = min_number_(max_number_(a, -152.f), 130.f);
   const F j = (x + 12582912.f) - 12582912.f, f = x - j;
   F r = fma_(f, 1.53502474e-4f, 1.33990591e-3f);
   r = fma_(r, f, 9.61844705e-3f);

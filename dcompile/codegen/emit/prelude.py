@@ -128,9 +128,9 @@ template <class T> INLINE float to_float16(T x) { return round_float16((float)x)
 /* arithmetic whose corner cases C leaves open */
 template <class T> INLINE T min_(T a, T b) { return a < b || a != a ? a : b; }
 template <class T> INLINE T max_(T a, T b) { return a > b || a != a ? a : b; }
-/* the same where b is no NaN */
-template <class F> INLINE F min_number_(F a, float b) { return a >= b ? b : a; }
-template <class F> INLINE F max_number_(F a, float b) { return a <= b ? b : a; }
+/* the same where b is no NaN; of two zeros a, as eager's relu and clamp: one instruction */
+INLINE float min_number_(float a, float b) { return b < a ? b : a; }
+INLINE float max_number_(float a, float b) { return b > a ? b : a; }
 template <class T> INLINE T abs_(T x) { return x < 0 ? T(-x) : x; }
 INLINE uint8 abs_(uint8 x) { return x; }
 INLINE float abs_(float x) { return __builtin_fabsf(x); }

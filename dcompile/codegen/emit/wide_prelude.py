@@ -22,6 +22,8 @@ INLINE wide scale_(wide r, wide j) { return __builtin_ia32_scalefps512_mask(r, j
 INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps512_mask(x, x, u16(-1), 4); }
 INLINE wide abs_(wide x) { return unbits(bits(x) & 0x7fffffffu); }
 INLINE wide copysign_(wide x, wide sign) { return unbits((bits(x) & 0x7fffffffu) | (bits(sign) & 0x80000000u)); }
+INLINE wide min_number_(wide a, float b) { return __builtin_ia32_minps512_mask(widen(b), a, a, u16(-1), 4); }
+INLINE wide max_number_(wide a, float b) { return __builtin_ia32_maxps512_mask(widen(b), a, a, u16(-1), 4); }
 INLINE wide min_(wide a, float b) { return min_(a, widen(b)); }
 INLINE wide min_(float a, wide b) { return min_(widen(a), b); }
 INLINE wide max_(wide a, float b) { return max_(a, widen(b)); }

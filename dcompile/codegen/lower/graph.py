@@ -16,7 +16,7 @@ from dcompile.codegen.lower.reals import Real
 from dcompile.codegen.lower.sizes import opaque_shape, variables_of
 from dcompile.codegen.lower.sizes import shape_of as shape_of
 from dcompile.codegen.lower.sizes import strides_of as strides_of
-from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as
+from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as, remapped
 from dcompile.ir.index import Index, Size, flatten
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
@@ -60,6 +60,7 @@ class Lowering:
         self.declined: list[str] = []
         """Why ops were left to the library for the sake of their sizes."""
         self._stored: dict[int, tuple[T, T]] = {}
+        self._exact: dict[int, tuple[T, View]] = {}
         self._numbers: dict[Real, View] = {}
         self._brought: dict[tuple[View, str], T] = {}
         """Copies of tensors that lie on another device."""
@@ -154,10 +155,22 @@ class Lowering:
         """`tensor` in memory with the strides that torch gave it: what a library call expects."""
         stored = self.memory(tensor)
         fits = tensor.dtype not in DTYPES or laid_out_as(stored, tensor.strides)
-        if not fits and is_distinct(tensor.shape, tensor.strides):
-            stored = self.store(tensor, tensor.strides)
+        once = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+        if not fits and is_distinct(once, tensor.strides):
+            if id(tensor) not in self._exact:
+                self._exact[id(tensor)] = tensor, self._store_once(tensor, once)
+            return self._exact[id(tensor)][1]
         assert stored.view is not None
         return stored.view
+
+    def _store_once(self, tensor: T, once: Shape) -> View:
+        """`tensor` stored with its strides, what is repeated only once: `once` is its shape without repetitions."""
+        part = tensor
+        if once != tensor.shape:
+            part = replace(remapped(tensor, once, lambda _, coords: coords), device=tensor.device)
+        view = self.store(part, tensor.strides).view
+        assert view is not None
+        return replace(view, shape=tensor.shape)
 
     def trace_over(self, tensor: T, outer_dims: Sequence[int], inner_dims: Sequence[int]) -> tuple[Body, Ref, Coords]:
         """A body over `outer_dims` (i) and `inner_dims` (j) of a tensor, its element there, and the coordinates."""

@@ -140,14 +140,16 @@ def is_distinct(shape: Shape, strides: Shape) -> bool:
     if 0 in shape or is_dense(shape, strides):
         return True
     pairs = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
-    known = [(stride, size) for stride, size in pairs if isinstance(stride, int) and isinstance(size, int)]
-    if len(known) != len(pairs):
-        return False  # not known to be
-    reach = 0
-    for stride, size in sorted(known):
-        if stride <= reach:
-            return False
-        reach += stride * (size - 1)
+    fixed = sorted((stride, size) for stride, size in pairs if isinstance(stride, int) and isinstance(size, int))
+    left = [
+        *fixed,
+        *(pair for pair in reversed(pairs) if pair not in fixed),
+    ]  # symbolic ones from the last dimension on
+    reach = as_index(0)
+    for stride, size in left:
+        if not is_nonnegative(as_index(stride) - reach - 1, {}):
+            return False  # not known to be
+        reach = reach + stride * (as_index(size) - 1)
     return True
 
 

@@ -51,13 +51,16 @@ class CachingCompiler:
         self._reasons: dict[str, str] = {}
         """Name of a graph -> why it was compiled here, though rank 0 compiles for all."""
         self._workspaces = Workspaces()
+        self._made: Pipeline | None = None
         if config.skip or config.until:
             self._pipeline()  # says now if there is no such pass
 
     def _pipeline(self) -> Pipeline:
         from dcompile.pipeline import Pipeline  # late: a warm start needs no compiler stage, and saves their import
 
-        return Pipeline(self.config)
+        if self._made is None:
+            self._made = Pipeline(self.config)
+        return self._made
 
     def meet(self, group: Any) -> Alone:
         """The line to the other ranks of a process group, with which graphs are shared from now on."""

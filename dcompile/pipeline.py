@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import time
 from collections.abc import Callable, Mapping
@@ -124,6 +123,8 @@ class Pipeline:
         for wanted in filter(None, (*config.skip.split(","), config.until)):
             if wanted not in names:
                 raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
+        self._crews: dict[int, triton_build.Crew] = {}
+        """Those who compile kernels for GPUs of one compute capability, for all graphs."""
 
     def plan(self, gm: Any, request: Request) -> Plan:
         """Lower, schedule and emit one FX graph: everything but building."""
@@ -147,17 +148,14 @@ class Pipeline:
 
     def compile(self, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
         """Compile one FX graph: lower, schedule, emit, build."""
-        gpus = any(device.type != "cpu" for device in _devices(gm)) and self._why_aten(gm) is None
-        with triton_build.started() if gpus else contextlib.nullcontext() as process:
-            return self._compile(gm, request, cache, process)
-
-    def _compile(
-        self, gm: Any, request: Request, cache: KernelCache, process: triton_build.Process | None
-    ) -> tuple[Loadable, Built]:
+        arch = self._arch(gm)
+        if arch is not None:
+            self._crew(arch, cache).ready()  # imports Triton while the program is planned
         plan = self.plan(gm, request)
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
+        building = self._begin(kernels, arch, cache)
         source = self._timed(request, "host", lambda: host.emit(program, kernels, recycle=request.kind == "inference"))
-        built = self._timed(request, "build", lambda: _build(kernels, gm, self.config, cache, process))
+        built = self._timed(request, "build", lambda: self._build(kernels, building, cache))
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._dump_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
@@ -169,6 +167,40 @@ class Pipeline:
             source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device
         )
         return Loadable(graph, built.libraries, constants), built
+
+    def _arch(self, gm: Any) -> int | None:
+        """The compute capability that this graph's kernels are for, as 90 for 9.0, if it is to have any on a GPU."""
+        gpus = _devices(gm) - {torch.device("cpu")}
+        if not gpus or self._why_aten(gm) is not None:
+            return None
+        major, minor = torch.cuda.get_device_capability(next(iter(gpus)))
+        return 10 * major + minor
+
+    def _crew(self, arch: int, cache: KernelCache) -> triton_build.Crew:
+        return self._crews.setdefault(arch, triton_build.Crew(arch, cache.directory))
+
+    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_build.Building | None:
+        """Have the kernels for GPUs compiled, if there are any."""
+        sources = [source for source in kernels.sources if source.launches]
+        if not sources:
+            return None
+        assert arch is not None, "a graph with kernels for a GPU is on one"
+        return triton_build.Building(sources, arch, self.config, cache, self._crew(arch, cache))
+
+    def _build(self, kernels: Kernels, building: triton_build.Building | None, cache: KernelCache) -> Built:
+        """All kernels, by the compilers they are for, which work at the same time."""
+        sources = [source for source in kernels.sources if not source.launches]
+        if building is None:
+            return build.build(sources, self.config, cache)
+        launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
+        ours = build.build([*sources, launcher], self.config, cache)
+        theirs = building.result()
+        return Built(
+            {**ours.libraries, **theirs.libraries},
+            ours.built + theirs.built,
+            ours.cache_hits + theirs.cache_hits,
+            {**ours.keys, **theirs.keys},
+        )
 
     def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
         return lower(gm, request.name, request.grads, aten=aten, own_rows=self.config.matmul != "aten")
@@ -288,28 +320,6 @@ def _emit(program: Program, kind: str, own_products: bool) -> Kernels:
         early = joined(program, single)
         calls = early if first_launch(early) == first else calls
     return Kernels(calls)
-
-
-def _build(
-    kernels: Kernels, gm: Any, config: Config, cache: KernelCache, process: triton_build.Process | None
-) -> Built:
-    """All kernels, by the compilers they are for."""
-    host_side = [source for source in kernels.sources if not source.launches]
-    gpu_side = [source for source in kernels.sources if source.launches]
-    if not gpu_side:
-        return build.build(host_side, config, cache)
-    (device,) = _devices(gm) - {torch.device("cpu")}
-    major, minor = torch.cuda.get_device_capability(device)
-    launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
-    ours = build.build([*host_side, launcher], config, cache)
-    assert process is not None, "a graph with kernels for a GPU is on one"
-    theirs = triton_build.build(gpu_side, 10 * major + minor, config, cache, process)
-    return Built(
-        {**ours.libraries, **theirs.libraries},
-        ours.built + theirs.built,
-        ours.cache_hits + theirs.cache_hits,
-        {**ours.keys, **theirs.keys},
-    )
 
 
 def _report(program: Program, kernels: Kernels) -> Report:

@@ -1,8 +1,8 @@
 """Compiles Triton kernels to machine code, in parallel and without a GPU; nothing is built twice.
 
-A process imports Triton while the program is still being planned, then forks one worker for each share of the kernels
-(`triton_worker.py`). Only `triton.compile` is used, never the just-in-time path: what comes out is a cubin, which
-`runtime.gpu` loads without importing Triton.
+A process imports Triton while the first program is still being planned, and becomes one worker for each core
+(`triton_worker.py`), which serve all programs of a model. Only `triton.compile` is used, never the just-in-time path:
+what comes out is a cubin, which `runtime.gpu` loads without importing Triton.
 """
 
 from __future__ import annotations
@@ -11,26 +11,21 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from dcompile.codegen.emit import triton_worker
-from dcompile.codegen.emit.build import (
-    Built,
-    Cache,
-    balance,
-    end_process,
-    failure,
-    start_process,
-    tail,
-    tell,
-    workers,
-)
+from dcompile.codegen.emit.build import Built, Cache, end_process, failure, tail, workers
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -42,36 +37,173 @@ OPTIONS: Mapping[str, bool] = {
     "enable_fp_fusion": False,  # an fma that appears when two loops are fused would change bits
     "enable_reflect_ftz": False,  # CUDA's library flushes denormals otherwise, where eager does not
 }
-SHARE = 2
-"""Kernels that are worth a worker more: one takes 0.1 s, forking a worker some milliseconds."""
+TOLD = 512
+"""Kernels that workers are told of before they have answered: less than a pipe holds, in either direction."""
+OUTPUT = "output"
+"""File of what the workers print."""
 ADVICE = 'run without it: options={"kernels": "aten"}'
 
 
-@contextlib.contextmanager
-def started() -> Iterator[Process]:
-    """A process that imports Triton, to be handed to `build`; it is ended with the context."""
+class Building:
+    """Kernels of one program, of which those that were not in the cache are being compiled."""
+
+    def __init__(self, sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, crew: Crew) -> None:
+        unique = {source.name: source for source in sources}
+        self._keys = {name: _key(source, arch) for name, source in unique.items()}
+        found = {name: cache.find(key) for name, key in self._keys.items()}
+        self._archives = {name: path for name, path in found.items() if path is not None}
+        self._missing = [source for name, source in unique.items() if name not in self._archives]
+        self._cache, self._crew = cache, crew
+        self._until = time.monotonic() + config.compile_timeout_s
+        self._timeout_s = config.compile_timeout_s
+        if self._missing:
+            # what takes longest first; of equal cost in a fixed order
+            crew.begin(sorted(self._missing, key=lambda source: (-source.cost, source.name)))
+
+    def result(self) -> Built:
+        """All kernels, once they are there. Raises BuildError."""
+        names = [source.name for source in self._missing]
+        try:
+            files = self._crew.finish(self._missing, self._until) if names else {}
+        except TimeoutError as error:
+            raise BuildError(
+                f"dcompile: Triton did not finish in {self._timeout_s} s (compile_timeout_s); {ADVICE}"
+            ) from error
+        for name, file in files.items():  # another program may have had the same one compiled, and kept it
+            self._archives[name] = self._cache.find(self._keys[name]) or self._cache.put([self._keys[name]], file)
+        return Built(self._archives, len(names), len(self._keys) - len(names), self._keys)
+
+
+class Crew:
+    """The processes that compile kernels for one model. They end when nothing has come for a while, or when it ends."""
+
+    def __init__(self, arch: int, directory: Path) -> None:
+        self._arch, self._directory = arch, directory
+        self._lock = threading.Lock()
+        self._team: _Team | None = None
+
+    def ready(self) -> None:
+        """See that there are workers, or soon will be: importing Triton takes a second."""
+        with self._lock:
+            self._present()
+
+    def begin(self, sources: Sequence[KernelSource]) -> None:
+        """Have kernels compiled, the first ones first. Returns at once."""
+        with self._lock:
+            self._present().begin(sources)
+
+    def finish(self, sources: Sequence[KernelSource], until: float) -> dict[str, Path]:
+        """Wait for kernels that were begun: name -> archive. Raises BuildError, or TimeoutError at the time `until`."""
+        with self._lock:
+            try:
+                while True:
+                    team = self._present()
+                    team.begin(sources)  # again, if the workers ended just when these were begun
+                    if team.finish(sources, until):
+                        return {source.name: team.archive(source.name) for source in sources}
+            except (BuildError, TimeoutError):
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """End them now."""
+        with self._lock:
+            self._end()
+
+    def _present(self) -> _Team:
+        if self._team is not None and self._team.process.poll() is not None:
+            self._end()
+        if self._team is None:
+            self._team = _Team(self._arch, self._directory)
+        return self._team
+
+    def _end(self) -> None:
+        if self._team is not None:
+            self._team.close()
+        self._team = None
+
+
+class _Team:
+    """One process that prepares, its workers, and the folder that they share with this one."""
+
+    def __init__(self, arch: int, directory: Path) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=directory))
+        self.process = _start(self.folder, arch)
+        self.close = weakref.finalize(self, _close, self.process, self.folder, os.getpid())
+        """Ends the processes and removes the folder: also when this is forgotten, or Python ends."""
+        self._begun: set[str] = set()
+        self._done: set[str] = set()
+        self._untold: deque[str] = deque()
+        """What the workers have not been told of yet: a pipe holds only so much."""
+
+    def begin(self, sources: Iterable[KernelSource]) -> None:
+        """Describe what is new, and tell the workers."""
+        for source in sources:
+            if source.name not in self._begun:
+                (self.folder / f"{source.name}.json").write_text(json.dumps(_record(source)))
+                self._begun.add(source.name)
+                self._untold.append(source.name)
+        self._tell()
+
+    def _tell(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `finish` finds out why
+            while self._untold and len(self._begun) - len(self._done) - len(self._untold) < TOLD:
+                self.process.stdin.write(triton_worker.token(self._untold[0]))
+                self._untold.popleft()
+
+    def finish(self, sources: Iterable[KernelSource], until: float) -> bool:
+        """Wait for these; False if the workers had ended before, having waited in vain."""
+        wanted = {source.name for source in sources}
+        while not wanted <= self._done:
+            name = self._reply(until)
+            if not name:
+                if code := self.process.wait():
+                    raise BuildError(f"dcompile: Triton {failure(code)}:\n{self._output()}\n{ADVICE}")
+                return False
+            self._done.add(name)
+            self._tell()
+        for name in wanted:
+            if (error := self.folder / f"{name}.error").exists():
+                raise BuildError(f"dcompile: Triton cannot compile {name}:\n{tail(error.read_text())}\n{ADVICE}")
+        return True
+
+    def _reply(self, until: float) -> str:
+        """The next kernel that is there, or has failed; none where nobody is left to say so."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], max(until - time.monotonic(), 0.0))[0]:
+            raise TimeoutError
+        name = stdout.read(triton_worker.SIZE).decode().strip()
+        if name.startswith(triton_worker.ENDED):
+            code = int(name.removeprefix(triton_worker.ENDED))
+            raise BuildError(f"dcompile: Triton {failure(code)}:\n{self._output()}\n{ADVICE}")
+        return name
+
+    def _output(self) -> str:
+        return tail((self.folder / OUTPUT).read_text(errors="replace"))
+
+    def archive(self, name: str) -> Path:
+        return self.folder / f"{name}.gpu"
+
+
+def _start(folder: Path, arch: int) -> Process:
+    command = (sys.executable, "-P", triton_worker.__file__, str(folder), str(arch), str(workers()))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    process = start_process((sys.executable, "-P", triton_worker.__file__), environment)
-    try:
-        yield process
-    finally:
+    with open(folder / OUTPUT, "wb") as output:
+        return subprocess.Popen(
+            (*command, json.dumps(dict(OPTIONS))), env=environment, start_new_session=True, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+        )  # fmt: skip
+
+
+def _close(process: Process, folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not end them
         end_process(process)
-
-
-def build(sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, process: Process) -> Built:
-    """Find or compile all kernels for compute capability `arch` (90 for 9.0), with a `process` from `started`.
-
-    Raises BuildError.
-    """
-    unique = {source.name: source for source in sources}
-    if not unique:
-        return Built({}, 0, 0)
-    keys = {name: _key(source, arch) for name, source in unique.items()}
-    archives = {name: path for name, key in keys.items() if (path := cache.find(key)) is not None}
-    missing = [source for name, source in unique.items() if name not in archives]
-    if missing:
-        archives |= _compile(missing, arch, config.compile_timeout_s, cache, keys, process)
-    return Built(archives, len(missing), len(unique) - len(missing), keys)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _key(source: KernelSource, arch: int) -> str:
@@ -79,30 +211,6 @@ def _key(source: KernelSource, arch: int) -> str:
     worker = Path(triton_worker.__file__).read_text()
     parts = (source.text, str(launches), str(arch), str(dict(OPTIONS)), str(triton_version()), own_version(), worker)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _compile(
-    sources: Sequence[KernelSource],
-    arch: int,
-    timeout_s: int,
-    cache: Cache,
-    keys: Mapping[str, str],
-    process: Process,
-) -> dict[str, Path]:
-    """Build some kernels and publish them in the cache."""
-    folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache.directory))
-    try:
-        parts = balance(sources, max(min(workers(), len(sources) // SHARE), 1))
-        shares = [[_record(source) for source in part] for part in parts]
-        job = {"folder": str(folder), "arch": arch, "options": dict(OPTIONS), "shares": shares}
-        code, hung, said = tell(process, json.dumps(job), timeout_s)
-        if hung:
-            raise BuildError(f"dcompile: Triton did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")
-        if code:
-            raise BuildError(f"dcompile: Triton {failure(code)} on {len(sources)} kernels:\n{tail(said)}\n{ADVICE}")
-        return {s.name: cache.put([keys[s.name]], folder / f"{s.name}.gpu") for s in sources}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _record(source: KernelSource) -> dict[str, object]:

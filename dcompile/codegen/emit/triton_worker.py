@@ -1,8 +1,10 @@
-"""Compiles Triton kernels in a process of its own: a description on standard input, one archive per kernel as a result.
+"""Compiles Triton kernels in processes of their own: one description after another, an archive of each as a result.
 
-Run as a file, so that it imports Triton alone: `python -P triton_worker.py < description.json`, with -P because the
-triton.py beside it is not Triton. An archive is a line of JSON, which lists functions with the shared memory they need
-and the lengths of their cubins, and the cubins behind it.
+Run as a file, so that it imports Triton alone: `python -P triton_worker.py FOLDER ARCH WORKERS OPTIONS`, with -P
+because the triton.py beside it is not Triton. Standard input has names of kernels, SIZE bytes each, described in
+FOLDER/NAME.json; workers take them in turn, leave FOLDER/NAME.gpu or FOLDER/NAME.error, and say the name on standard
+output; what Triton prints goes to standard error. An archive is a line of JSON, which lists functions with the shared
+memory they need and the lengths of their cubins, and the cubins behind it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+SIZE = 64
+"""Bytes of a name in a pipe: so few are written, and read, at once, by however many processes."""
+IDLE_S = 30.0
+"""Seconds without a kernel after which a worker ends: nobody is compiling any more."""
+ENDED = "!"
+"""Before the exit code of a worker that has ended while it compiled, in place of a name."""
 ALIGNED = ":16"
 AFTER = "    after_others_()\n"
 """The line with which kernels wait for those before them: see `triton_prelude.AFTER`."""
@@ -22,54 +32,80 @@ CHECK = "tl.device_assert"
 """What is left out of kernels unless they are compiled for debugging: see `triton_text.CHECK`."""
 EARLY = 90
 """Compute capability from which on they can: a kernel that does is started while the one before it ends."""
+SETTINGS = {
+    "TRITON_STORE_BINARY_ONLY": "1",  # each form on the way to machine code in a file: a tenth of the CPU time
+    "TRITON_DISABLE_LINE_INFO": "1",  # lines of files that are gone: 3/5 of an archive; the instructions are the same
+}
+TRIVIAL = "import triton\n\n\n@triton.jit\ndef nothing(a):\n    pass\n"
 
 
 def main() -> None:
-    """Compile what standard input describes; the folder named there gets NAME.gpu for each kernel.
+    """Get ready, then compile what standard input names, on WORKERS processes, until it ends or nothing comes."""
+    folder, arch, workers, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+    os.environ.update(SETTINGS, TRITON_CACHE_DIR=str(folder / "triton"), TMPDIR=str(folder))
+    tempfile.tempdir = str(folder)
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    os.set_blocking(0, False)
+    warm_up(arch, options, folder)
+    for _ in range(workers):
+        _fork(arch, options, folder, replies)
+    for _ in range(workers):
+        if code := os.waitstatus_to_exitcode(os.wait()[1]):
+            os.write(replies, token(f"{ENDED}{code}"))
 
-    Triton is imported before there is anything to read, and once for all workers, which are forks.
+
+def warm_up(arch: int, options: dict[str, Any], folder: Path) -> None:
+    """Do once, for all workers, which are forks, what Triton does at its first kernel: 0.5 s of CPU time.
+
+    It imports what it needs, starts LLVM, and digests its own libraries. Meanwhile the program is still being planned.
     """
-    import triton.backends.compiler
-    import triton.compiler  # noqa: F401
-
-    text = sys.stdin.read()
-    if not text:
-        return  # everything was there already
-    job = json.loads(text)
-    folder = Path(job["folder"])
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    children = [_fork(share, job, folder) for share in job["shares"][1:]]
-    failed = _compile_all(job["shares"][0], job, folder)
-    for child in children:
-        failed |= os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
-    raise SystemExit(int(failed))
+    function = {"name": "nothing", "warps": 4, "types": ["*fp32:16"]}
+    compile_kernel({"name": "trivial", "text": TRIVIAL, "functions": [function]}, arch, options, folder)
 
 
-def _fork(share: list[Any], job: dict[str, Any], folder: Path) -> int:
-    """A process that compiles these kernels: its id."""
-    child = os.fork()
-    if child:
-        return child
+def _fork(arch: int, options: dict[str, Any], folder: Path, replies: int) -> None:
+    """Start a process that compiles."""
+    if os.fork():
+        return
     failed = True
     try:
-        failed = _compile_all(share, job, folder)
+        _work(arch, options, folder, replies)
+        failed = False
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(failed))
 
 
-def _compile_all(share: list[Any], job: dict[str, Any], folder: Path) -> bool:
-    """Whether one of these kernels cannot be compiled; what is wrong is printed."""
-    for kernel in share:
+def _work(arch: int, options: dict[str, Any], folder: Path, replies: int) -> None:
+    """Compile one kernel after another. What cannot be compiled is no end: it is said in the kernel's file."""
+    while name := _next():
+        description = json.loads((folder / f"{name}.json").read_text())
         try:
-            archive = compile_kernel(kernel, job["arch"], job["options"], folder)
+            made, kind = compile_kernel(description, arch, options, folder), "gpu"
         except Exception as error:
-            print(f"{kernel['name']}: {type(error).__name__}: {error}\n{kernel['text']}")  # noqa: T201
-            return True
-        (folder / f"{kernel['name']}.gpu").write_bytes(archive)
-    return False
+            made, kind = f"{name}: {type(error).__name__}: {error}\n{description['text']}".encode(), "error"
+        (folder / f"{name}.{kind}").write_bytes(made)
+        os.write(replies, token(name))
+
+
+def _next() -> str:
+    """The next kernel's name, once there is one; none if there will be no more."""
+    until = time.monotonic() + IDLE_S
+    while (left := until - time.monotonic()) > 0:
+        if not select.select([0], [], [], left)[0]:
+            return ""
+        try:
+            return os.read(0, SIZE).decode().strip()
+        except BlockingIOError:
+            continue  # another worker was faster
+    return ""
+
+
+def token(name: str) -> bytes:
+    """A kernel's name as pipes have it."""
+    return name.ljust(SIZE).encode()
 
 
 def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], folder: Path) -> bytes:

@@ -33,8 +33,12 @@ def compiled(programs: list[Program]) -> dict[str, object]:
     major, minor = torch.cuda.get_device_capability()
     launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
     found = dict(build.build([launcher], Config(), store()).libraries)
-    with triton_build.started() as process:
-        return found | dict(triton_build.build(sources, 10 * major + minor, Config(), store(), process).libraries)
+    arch = 10 * major + minor
+    crew = triton_build.Crew(arch, store().directory)
+    try:
+        return found | dict(triton_build.Building(sources, arch, Config(), store(), crew).result().libraries)
+    finally:
+        crew.close()
 
 
 def run(

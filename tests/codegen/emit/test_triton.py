@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -269,15 +270,16 @@ def test_misaligned_buffers_are_not_promised_to_be_aligned():
 
 def build(kernels: list[KernelSource]) -> Built:
     """As a process of its own builds them."""
-    with triton_build.started() as process:
-        built = triton_build.build(kernels, 90, Config(), KernelCache(store().directory), process)
-    assert process.poll() is not None
-    return built
+    cache = KernelCache(store().directory)
+    crew = triton_build.Crew(90, cache.directory)
+    try:
+        return triton_build.Building(kernels, 90, Config(), cache, crew).result()
+    finally:
+        crew.close()
 
 
 def test_what_was_built_is_found_again(monkeypatch):
     monkeypatch.setattr(triton_build, "workers", lambda: 3)
-    monkeypatch.setattr(triton_build, "SHARE", 1)
     kernels = [source(loops.softmax(300, n)) for n in (190, 200, 210)] + [source(loops.embedding_backward(40, 16, 8))]
     first, second = build(kernels), build(kernels)
     assert (first.built, second.built, second.cache_hits) == (4, 0, 4)
@@ -313,10 +315,69 @@ def test_a_place_known_at_run_time_is_checked(tmp_path):
 @pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
 def test_a_kernel_that_does_not_compile_says_why(place, monkeypatch):
     monkeypatch.setattr(triton_build, "workers", lambda: 2)
-    monkeypatch.setattr(triton_build, "SHARE", 1)
     kernels = [source(loops.arange(n)) for n in (50, 60)]
     broken = replace(
         kernels[place], name="kbroken", text="import triton\n@triton.jit\ndef kernel(a): a.no()\n", cost=1 - place * 99
     )
     with pytest.raises(BuildError, match="kbroken"):
         build([*kernels, broken])
+
+
+@pytest.fixture
+def crew(tmp_path, monkeypatch):
+    monkeypatch.setattr(triton_build, "workers", lambda: 2)
+    made = triton_build.Crew(90, tmp_path)
+    yield made
+    made.close()
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def begun(crew, tmp_path, *lengths, timeout_s=60) -> triton_build.Building:
+    kernels = [source(loops.arange(n)) for n in lengths]
+    return triton_build.Building(kernels, 90, Config(compile_timeout_s=timeout_s), KernelCache(tmp_path), crew)
+
+
+def test_programs_of_a_model_share_their_workers(crew, tmp_path):
+    """Also while the first one's kernels are still being compiled, of which the second needs one."""
+    first, second = begun(crew, tmp_path, 50, 60), begun(crew, tmp_path, 60, 70)
+    process = crew._team.process
+    built = second.result(), first.result()
+    assert [len(b.libraries) for b in built] == [2, 2] and crew._team.process is process
+    assert all(path.exists() for b in built for path in b.libraries.values())
+    assert begun(crew, tmp_path, 50, 70).result().cache_hits == 2
+
+
+def test_workers_that_nobody_needs_end_and_others_follow(crew, tmp_path, monkeypatch):
+    monkeypatch.setattr(triton_build.triton_worker, "__file__", str(_brief(tmp_path)))
+    begun(crew, tmp_path, 50).result()
+    process = crew._team.process
+    assert process.wait(30) == 0
+    assert begun(crew, tmp_path, 60).result().built == 1 and crew._team.process is not process
+
+
+def _brief(folder: Path) -> Path:
+    """The workers' file, with little patience."""
+    text, file = Path(triton_worker.__file__).read_text(), folder / "worker.py"
+    file.write_text(re.sub(r"^IDLE_S = .*$", "IDLE_S = 0.2", text, flags=re.MULTILINE))
+    return file
+
+
+def test_a_worker_that_is_killed_is_noticed(crew, tmp_path):
+    building = begun(crew, tmp_path, *range(50, 60))
+    os.killpg(crew._team.process.pid, signal.SIGKILL)
+    with pytest.raises(BuildError, match="Triton was ended by signal 9"):
+        building.result()
+    assert begun(crew, tmp_path, 50).result().built == 1
+
+
+def test_a_worker_that_crashes_is_noticed(crew, tmp_path):
+    """Triton is C++ for the most part, and a kernel can be too much for it."""
+    (kernel,) = [replace(source(loops.arange(50)), text="import os\nos.kill(os.getpid(), 11)\n")]
+    building = triton_build.Building([kernel], 90, Config(), KernelCache(tmp_path), crew)
+    with pytest.raises(BuildError, match="Triton was ended by signal 11"):
+        building.result()
+
+
+def test_kernels_that_take_too_long_are_given_up(crew, tmp_path):
+    with pytest.raises(BuildError, match=r"did not finish in 0 s \(compile_timeout_s\)"):
+        begun(crew, tmp_path, *range(50, 60), timeout_s=0).result()

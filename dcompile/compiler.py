@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcompile.artifacts import log
-from dcompile.collectives.params import Executable, Request
-from dcompile.compat.sizes import guard_count
+from dcompile.collectives.params import Executable, Foreseen, Request
+from dcompile.compat.sizes import guard_count, known_facts
 from dcompile.config import Config
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import Loadable
@@ -36,7 +36,7 @@ from dcompile.runtime.share import Sharing
 from dcompile.runtime.workspaces import Workspaces
 
 if TYPE_CHECKING:
-    from dcompile.pipeline import Pipeline
+    from dcompile.pipeline import Begun, Pipeline
 
 
 class CachingCompiler:
@@ -52,6 +52,8 @@ class CachingCompiler:
         """Name of a graph -> why it was compiled here, though rank 0 compiles for all."""
         self._workspaces = Workspaces()
         self._made: Pipeline | None = None
+        self._begun: dict[tuple[str, str | None], Begun] = {}
+        """(name, key) -> a graph that was foreseen, and is planned."""
         if config.skip or config.until:
             self._pipeline()  # says now if there is no such pass
 
@@ -86,7 +88,7 @@ class CachingCompiler:
 
         return fusible.table()
 
-    def compile_graph(self, gm: Any, request: Request) -> Executable:
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
         """A graph ready to run: from the cache, or compiled now."""
         began = time.perf_counter()
         cache = KernelCache.open(self.config)
@@ -94,7 +96,7 @@ class CachingCompiler:
         with self._peers.busy("compiling"):
             program = self._found(cache, key, gm, request)
             if program is None:
-                program = self._compile_for_all(cache, key, objection, gm, request)
+                program = self._compile_for_all(cache, key, objection, gm, request, foreseen)
             if key is not None and self._sharing is not None and self._sharing.gives:
                 self._sharing.give(key, cache)
         program.report.compile_seconds = time.perf_counter() - began
@@ -126,11 +128,11 @@ class CachingCompiler:
         return self.config.verify or bool(self.config.dump)
 
     def _compile_for_all(
-        self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request
+        self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
     ) -> HostProgram:
         """Compile a graph; the other ranks do not wait for one that cannot be."""
         try:
-            return self._compile(cache, key, objection, gm, request)
+            return self._compile(cache, key, objection, gm, request, foreseen)
         except BaseException:
             if key is not None and self._sharing is not None and self._sharing.gives:
                 with contextlib.suppress(RuntimeError):  # the store may be gone
@@ -171,10 +173,15 @@ class CachingCompiler:
         log(self.config, "passes", f"{request.name}: from the cache")
         return executable
 
-    def _compile(self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request) -> HostProgram:
-        guards = guard_count(gm)
+    def _compile(
+        self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
+    ) -> HostProgram:
+        guards, pipeline = guard_count(gm), self._pipeline()
         with _without_collecting():
-            made, built = self._pipeline().compile(gm, request, cache)
+            begun = self._begun.pop((request.name, key), None) or pipeline.begin(gm, request, cache)
+            if begun.waits and foreseen is not None and not self._compiles_anew():
+                self._begin(cache, foreseen())
+            made, built = pipeline.finish(begun, gm, request, cache)
         if key is not None and guard_count(gm) != guards:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)
@@ -188,6 +195,19 @@ class CachingCompiler:
             executable.report.notes.append(self._reasons.pop(request.name))
         executable.report.built, executable.report.cache_hits = built.built, built.cache_hits
         return executable
+
+    def _begin(self, cache: KernelCache, foreseen: tuple[Any, Request] | None) -> None:
+        """Plan a graph and have its kernels compiled, while others are. It waits for the day when its key is asked for.
+
+        If that does not come, nothing is lost but what other processors did. What is wrong with it is said then, too.
+        """
+        if foreseen is None or known_facts(foreseen[0]):  # looking at a symbolic size could add guards to another graph
+            return
+        gm, request = foreseen
+        key, _ = self._key(gm, request)
+        if key is not None and cache.find_graph(key) is None:
+            with contextlib.suppress(Exception):
+                self._begun[request.name, key] = self._pipeline().begin(gm, request, cache)
 
 
 @contextlib.contextmanager

@@ -114,6 +114,21 @@ class Plan:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A graph that is planned, and whose kernels for a GPU, if it has any, are being compiled."""
+
+    plan: Plan
+    source: str
+    """Its host program."""
+    building: triton_build.Building | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether others are at work for it."""
+        return self.building is not None and self.building.waits
+
+
 class Pipeline:
     """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
 
@@ -146,15 +161,21 @@ class Pipeline:
         report.notes += lowered.declined
         return Plan(lowered, program, kernels, report)
 
-    def compile(self, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
-        """Compile one FX graph: lower, schedule, emit, build."""
+    def begin(self, gm: Any, request: Request, cache: KernelCache) -> Begun:
+        """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
         arch = self._arch(gm)
         if arch is not None:
             self._crew(arch, cache).ready()  # imports Triton while the program is planned
         plan = self.plan(gm, request)
+        building = self._begin(plan.kernels, arch, cache)
+        recycle = request.kind == "inference"
+        source = self._timed(request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle))
+        return Begun(plan, source, building)
+
+    def finish(self, begun: Begun, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
+        """The rest: build."""
+        plan, source, building = begun.plan, begun.source, begun.building
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
-        building = self._begin(kernels, arch, cache)
-        source = self._timed(request, "host", lambda: host.emit(program, kernels, recycle=request.kind == "inference"))
         built = self._timed(request, "build", lambda: self._build(kernels, building, cache))
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._dump_code(lowered.program, kernels, source)

@@ -18,7 +18,7 @@ import dcompile
 from dcompile.collectives.params import BucketRule, ParamInfo, Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
-from dcompile.pipeline import Pipeline
+from dcompile.pipeline import Begun, Pipeline
 from dcompile.runtime import cache as cache_module
 from tests.distributed.harness import Ranks
 from tests.subject import ROOT
@@ -57,6 +57,53 @@ def run(config, gm=None, name="inference0"):
 def test_cuda_graphs_on_a_processor_say_that_there_are_none(config):
     _, report = run(dataclasses.replace(config, triton_cudagraphs=True))
     assert report.notes == ["a graph (inference) runs without a CUDA graph: it does not run on a GPU"]
+
+
+class Several(torch.nn.Module):
+    """Gives a loss, which a step goes on from, and what it was computed of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x).tanh()
+        return y.square().mean(), y
+
+
+@pytest.mark.parametrize(
+    ("go_on", "begun"),
+    [
+        (lambda loss, y: loss, ["forward0", "backward0"]),
+        (lambda loss, y: loss + y.sum(), ["forward0", "backward0", "backward0"]),
+    ],
+    ids=["as foreseen", "otherwise"],
+)
+def test_a_backward_is_planned_while_the_forward_is_built(go_on, begun, tmp_path, monkeypatch):
+    """Where others build it; and if it is another backward that comes, that one is compiled."""
+    events: list[str] = []
+    own = Pipeline.begin, Pipeline.finish
+
+    def begin(self, gm, request, cache):
+        events.append(request.name)
+        return own[0](self, gm, request, cache)
+
+    def finish(self, begun, gm, request, cache):
+        events.append(f"built {request.name}")
+        return own[1](self, begun, gm, request, cache)
+
+    monkeypatch.setattr(Pipeline, "begin", begin)
+    monkeypatch.setattr(Pipeline, "finish", finish)
+    monkeypatch.setattr(Begun, "waits", True)
+    torch.manual_seed(0)
+    model, x = Several(), torch.randn(4, 8)
+    go_on(*model(x)).backward()
+    wanted, model.layer.weight.grad = model.layer.weight.grad, None
+    options = {"receipt": False, "verify": False, "cache_dir": str(tmp_path)}
+    go_on(*dcompile.compile(model, options=options)(x)).backward()
+    torch.testing.assert_close(model.layer.weight.grad, wanted)
+    assert [event for event in events if not event.startswith("built")] == begun
+    assert events.index("backward0") < events.index("built forward0") < events.index("built backward0")
 
 
 def entries(config):
@@ -310,7 +357,7 @@ def test_the_garbage_collector_is_as_it_was_after_a_failed_compile(on, monkeypat
         seen.append(gc.isenabled())
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(Pipeline, "compile", failing)
+    monkeypatch.setattr(Pipeline, "begin", failing)
     (gc.enable if on else gc.disable)()
     try:
         with pytest.raises(Exception, match="no luck"):

@@ -33,9 +33,9 @@ from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import save_no_images, shorten_positions
-from dcompile.capture.tangents import can_be_absent, following, take_out, tangents, without, zeros_for
+from dcompile.capture.tangents import can_be_absent, following, take_out, tangents, unlikely, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
-from dcompile.collectives.params import Executable, ParamInfo, Phase, Request
+from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
 from dcompile.figures import Group
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -85,6 +85,8 @@ class Graph:
         self._follows: dict[frozenset[int], tuple[int, ...]] = {}
         """Absent gradients -> positions of the backward's results that are absent, too."""
         self._cut = Cut(())
+        self._parted: Any = None
+        """The backward as partitioning left it, until the forward is compiled."""
         model.graphs.append(self)
 
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -102,6 +104,11 @@ class Graph:
             self.training = True
             self._cut = cut
             self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
+
+        def parted(*args: Any, **keywords: Any) -> tuple[Any, Any]:
+            pair = partition(*args, **keywords)
+            self._parted = pair[1]
+            return pair
 
         def forward(module: Any, _inputs: Any) -> Any:
             if self._needs_parameters():
@@ -122,20 +129,22 @@ class Graph:
             self._lay_out(module)
             return _boxed(self._inference(module))
 
+        config = self.model.settings.config
+        partition = partitioner(
+            self.adapter.carries_sync,
+            found,
+            compiler.fusible,
+            self._prepare,
+            config.activation_memory_budget,
+            config.recompute == "memory",
+        )
         compiled = compat.aot.aot_compile(
             gm,
             example_inputs,
             forward=forward,
             backward=backward,
             inference=inference,
-            partition=partitioner(
-                self.adapter.carries_sync,
-                found,
-                compiler.fusible,
-                self._prepare,
-                self.model.settings.config.activation_memory_budget,
-                self.model.settings.config.recompute == "memory",
-            ),
+            partition=parted,
             decompositions=compiler.decompositions(),
         )
         return compat.dynamo.no_dynamo(self._leaving_absent(self._checked(compiled)), "a compiled graph")
@@ -214,15 +223,23 @@ class Graph:
 
         return leaving
 
-    def _build(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Executable:
+    def _build(
+        self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
+    ) -> Executable:
         self._own[WHOLE if whole else kind] = list(own_collectives(gm))
+        request = self._request(gm, kind, whole, **more)
+        executable = self.model.toolbox.compiler.compile_graph(gm, request, foreseen)
+        self.executables[WHOLE if whole else kind] = executable
+        return executable
+
+    def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
         if self._sharded:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
         if self.model.settings.config.triton_cudagraphs and self.device.type != "cpu":
             donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
-        request = Request(
+        return Request(
             name=f"{WHOLE if whole else kind}{self.number}",
             kind=kind,
             donated=donated,
@@ -230,9 +247,17 @@ class Graph:
             **self._machine(),
             **more,
         )
-        executable = self.model.toolbox.compiler.compile_graph(gm, request)
-        self.executables[WHOLE if whole else kind] = executable
-        return executable
+
+    def _foreseen(self) -> tuple[Any, Request] | None:
+        """The backward that most likely follows: it is planned while the forward's kernels are compiled.
+
+        Not where ranks have to agree on it first.
+        """
+        backward, self._parted = self._parted, None
+        if backward is None or self.adapter.carries_sync or self.adapter.communicators():
+            return None
+        likely = without(backward, unlikely(backward) if self._may_lack else ())
+        return likely, self._request(likely, "backward", **self._reduces())
 
     def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
         """What a program has to gather and to reduce."""
@@ -305,7 +330,8 @@ class Graph:
 
     def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Boxed:
         position = take_token(gm)
-        run, model = self._build(gm, "forward", results=self._cut.results), self.model
+        run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
+        model = self.model
         gathering = self._gathering(run)
 
         def forward(args: list[Any]) -> list[Any]:

@@ -39,6 +39,16 @@ def tangents(backward: Any) -> tuple[int, ...]:
     return tuple(place for place, node in enumerate(inputs) if compat.aot.is_tangent(node))
 
 
+def unlikely(backward: Any) -> tuple[int, ...]:
+    """Positions of gradients that there will most likely be none of: where the first one is that of a loss, the others.
+
+    A step goes on from its loss; the other results are there to be looked at.
+    """
+    first, *others = tangents(backward)
+    value = backward.graph.find_nodes(op="placeholder")[first].meta["val"]
+    return tuple(others) if value.ndim == 0 else ()
+
+
 def without(backward: Any, places: Iterable[int]) -> Any:
     """The backward with zeros, which are constants, in place of these inputs; a copy, unless there are none.
 

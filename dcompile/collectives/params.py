@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -273,6 +273,10 @@ class Executable(Protocol):
         """Run; `sync` says whether all-reduces happen in this call. Of sharded parameters the source decides it."""
 
 
+Foreseen: TypeAlias = Callable[[], "tuple[Any, Request] | None"]
+"""The graph that will most likely be compiled next, if one can be told."""
+
+
 class Compiler(Protocol):
     """The compiler as capture/ sees it; `pipeline` implements it, so that capture/ need not import upwards."""
 
@@ -282,5 +286,8 @@ class Compiler(Protocol):
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """(ops that become part of a loop, those of them that may be computed again), beside what torch knows."""
 
-    def compile_graph(self, gm: Any, request: Request) -> Executable:
-        """Compile one torch.fx.GraphModule with fake tensors in meta["val"]."""
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
+        """Compile one torch.fx.GraphModule with fake tensors in meta["val"].
+
+        While others build its kernels, the compiler may plan what is `foreseen`.
+        """

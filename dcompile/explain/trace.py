@@ -23,7 +23,7 @@ from dcompile.capture.graph import Graph
 from dcompile.capture.model import Settings
 from dcompile.capture.toolbox import Toolbox
 from dcompile.codegen.lower.origin import origin_of
-from dcompile.collectives.params import AnySource, Request
+from dcompile.collectives.params import AnySource, Foreseen, Request
 from dcompile.collectives.params import Report as Counts
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
@@ -152,7 +152,8 @@ class _Planner(CachingCompiler):
         self.parameters: dict[int, str] = {}
         self.adapter: DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None = None
 
-    def compile_graph(self, gm: Any, request: Request) -> _Eager:
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> _Eager:
+        del foreseen
         plan = Pipeline(self.config).plan(gm, request)
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         sources: dict[str, Source] = {}

@@ -22,7 +22,7 @@ from dcompile.capture.graph import Graph
 from dcompile.capture.model import Settings
 from dcompile.capture.tangents import tangents, without
 from dcompile.capture.toolbox import Toolbox
-from dcompile.collectives.params import BucketRule, BucketSource, ParamInfo, Report, Request, Shard
+from dcompile.collectives.params import BucketRule, BucketSource, Foreseen, ParamInfo, Report, Request, Shard
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.errors import OptionError
@@ -167,8 +167,8 @@ class _Graph(Graph):
         assert isinstance(self.adapter, _Adapter), "simulated graphs have simulated parameters"
         return self.adapter.spread
 
-    def _build(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Any:
-        del whole
+    def _build(self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any) -> Any:
+        del whole, foreseen
         if self._spread.kind == "fsdp":
             self._sharded = self.placeholders
             more |= self._shards(gm, kind)
@@ -196,7 +196,8 @@ class _Planner(CachingCompiler):
         super().__init__(config)
         self.programs: dict[str, Program] = {}
 
-    def compile_graph(self, gm: Any, request: Request) -> Any:
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Any:
+        del foreseen
         self.programs[request.name] = _unplaced(Pipeline(self.config).plan(gm, request).program)
         return _Fake(gm)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcompile.collectives.bucket import assign, lay_out
-from dcompile.collectives.params import BucketSource, Report, Request
+from dcompile.collectives.params import BucketSource, Foreseen, Report, Request
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.peers import Alone, peers_of
 
@@ -72,7 +72,8 @@ class InterpreterCompiler:
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         return frozenset(), frozenset()
 
-    def compile_graph(self, gm: Any, request: Request) -> InterpreterExecutable:
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> InterpreterExecutable:
+        del foreseen
         self.requests.append(request)
         self.modules.append(gm)
         return InterpreterExecutable(gm, request)

@@ -165,18 +165,18 @@ def slow_compile_on_one_rank(each: float, wrap: str = "ddp") -> Any:
     """Compiling takes longer than the process group's time limit, while rank 0 waits in a collective."""
     model = model_of(seconds=2, wrap=wrap)
     step(model)
-    stock = Pipeline.compile
+    stock = Pipeline.begin
 
     def slow(*arguments: Any) -> Any:
         time.sleep(each)
         return stock(*arguments)
 
-    Pipeline.compile = slow  # type: ignore[method-assign]
+    Pipeline.begin = slow  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         found = step(model, rows=6 if is_second() else 8)
     finally:
-        Pipeline.compile = stock  # type: ignore[method-assign]
+        Pipeline.begin = stock  # type: ignore[method-assign]
     return found, time.monotonic() - began
 
 
@@ -255,7 +255,7 @@ def shared(folder: str, **options: Any) -> dict[str, Any]:
 def rank_0_cannot_compile(folder: str) -> Any:
     """Rank 0 fails at its first try, and compiles at the second."""
     failing = [True] if dist.get_rank() == 0 else []
-    stock = Pipeline.compile
+    stock = Pipeline.begin
 
     def compile(*arguments: Any) -> Any:
         if failing:
@@ -265,7 +265,7 @@ def rank_0_cannot_compile(folder: str) -> Any:
 
     cache = Path(folder) / f"rank{dist.get_rank()}"
     model = model_of(verify=False, cache_dir=str(cache))
-    Pipeline.compile = compile  # type: ignore[method-assign]
+    Pipeline.begin = compile  # type: ignore[method-assign]
     try:
         if dist.get_rank() == 0:
             found = raised(lambda: step(model))
@@ -273,7 +273,7 @@ def rank_0_cannot_compile(folder: str) -> Any:
             assert "no luck" in found[1], found
         step(model)
     finally:
-        Pipeline.compile = stock  # type: ignore[method-assign]
+        Pipeline.begin = stock  # type: ignore[method-assign]
     return dcompile.receipt(model).notes, dcompile.receipt(model).built
 
 
@@ -305,7 +305,7 @@ def killed_while_compiling() -> Any:
     waiting.SILENT_S, waiting.STALE_S = 4.0, 2.0
     model = model_of()
     if is_second():
-        Pipeline.compile = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        Pipeline.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     step(model)
     return None
 

@@ -60,6 +60,11 @@ class Building:
             # what takes longest first; of equal cost in a fixed order
             crew.begin(sorted(self._missing, key=lambda source: (-source.cost, source.name)))
 
+    @property
+    def waits(self) -> bool:
+        """Whether any has to be compiled."""
+        return bool(self._missing)
+
     def result(self) -> Built:
         """All kernels, once they are there. Raises BuildError."""
         names = [source.name for source in self._missing]

@@ -54,11 +54,10 @@ class Building:
         self._archives = {name: path for name, path in found.items() if path is not None}
         self._missing = [source for name, source in unique.items() if name not in self._archives]
         self._cache, self._crew = cache, crew
-        self._until = time.monotonic() + config.compile_timeout_s
         self._timeout_s = config.compile_timeout_s
-        if self._missing:
-            # what takes longest first; of equal cost in a fixed order
-            crew.begin(sorted(self._missing, key=lambda source: (-source.cost, source.name)))
+        # what takes longest first; of equal cost in a fixed order
+        ranked = sorted(self._missing, key=lambda source: (-source.cost, source.name))
+        self._team = crew.begin(ranked) if ranked else None
 
     @property
     def waits(self) -> bool:
@@ -67,16 +66,17 @@ class Building:
 
     def result(self) -> Built:
         """All kernels, once they are there. Raises BuildError."""
-        names = [source.name for source in self._missing]
+        files: dict[str, Path] = {}
         try:
-            files = self._crew.finish(self._missing, self._until) if names else {}
+            if self._team is not None:
+                files = self._crew.finish(self._team, self._missing, time.monotonic() + self._timeout_s)
         except TimeoutError as error:
             raise BuildError(
                 f"dcompile: Triton did not finish in {self._timeout_s} s (compile_timeout_s); {ADVICE}"
             ) from error
         for name, file in files.items():  # another program may have had the same one compiled, and kept it
             self._archives[name] = self._cache.find(self._keys[name]) or self._cache.put([self._keys[name]], file)
-        return Built(self._archives, len(names), len(self._keys) - len(names), self._keys)
+        return Built(self._archives, len(files), len(self._keys) - len(files), self._keys)
 
 
 class Crew:
@@ -92,23 +92,28 @@ class Crew:
         with self._lock:
             self._present()
 
-    def begin(self, sources: Sequence[KernelSource]) -> None:
-        """Have kernels compiled, the first ones first. Returns at once."""
+    def begin(self, sources: Sequence[KernelSource]) -> _Team:
+        """Have kernels compiled, the first ones first, by those who are named. Returns at once."""
         with self._lock:
-            self._present().begin(sources)
+            team = self._present()
+            team.begin(sources)
+            return team
 
-    def finish(self, sources: Sequence[KernelSource], until: float) -> dict[str, Path]:
-        """Wait for kernels that were begun: name -> archive. Raises BuildError, or TimeoutError at the time `until`."""
+    def finish(self, team: _Team, sources: Sequence[KernelSource], until: float) -> dict[str, Path]:
+        """Wait for kernels that a team has begun: name -> archive. Raises BuildError, or TimeoutError at `until`.
+
+        The team may have ended since: with all of them done, or just when they were begun.
+        """
         with self._lock:
             try:
-                while True:
+                while not team.finish(sources, until):
                     team = self._present()
-                    team.begin(sources)  # again, if the workers ended just when these were begun
-                    if team.finish(sources, until):
-                        return {source.name: team.archive(source.name) for source in sources}
+                    team.begin(sources)
             except (BuildError, TimeoutError):
                 self._end()
+                team.close()
                 raise
+            return {source.name: team.archive(source.name) for source in sources}
 
     def close(self) -> None:
         """End them now."""
@@ -117,7 +122,7 @@ class Crew:
 
     def _present(self) -> _Team:
         if self._team is not None and self._team.process.poll() is not None:
-            self._end()
+            self._team = None  # what it has done may be waited for still
         if self._team is None:
             self._team = _Team(self._arch, self._directory)
         return self._team
@@ -158,8 +163,10 @@ class _Team:
                 self._untold.popleft()
 
     def finish(self, sources: Iterable[KernelSource], until: float) -> bool:
-        """Wait for these; False if the workers had ended before, having waited in vain."""
+        """Wait for these; False if the workers ended before, having waited in vain, or were ended."""
         wanted = {source.name for source in sources}
+        if not self.close.alive:
+            return False
         while not wanted <= self._done:
             name = self._reply(until)
             if not name:

@@ -355,6 +355,25 @@ def test_workers_that_nobody_needs_end_and_others_follow(crew, tmp_path, monkeyp
     assert begun(crew, tmp_path, 60).result().built == 1 and crew._team.process is not process
 
 
+def test_what_was_done_outlasts_the_workers(crew, tmp_path, monkeypatch):
+    """A backward that was foreseen may come late, and another program before it."""
+    monkeypatch.setattr(triton_build.triton_worker, "__file__", str(_brief(tmp_path)))
+    foreseen = begun(crew, tmp_path, 50)
+    process = crew._team.process
+    assert process.wait(30) == 0
+    assert begun(crew, tmp_path, 60).result().built == 1
+    other = crew._team.process
+    assert foreseen.result().built == 1 and other is not process and crew._team.process is other
+
+
+def test_what_fails_takes_nothing_else_along(crew, tmp_path):
+    broken = replace(source(loops.arange(60)), name="kbroken", text="import triton\na.no()\n")
+    foreseen = begun(crew, tmp_path, 50)
+    with pytest.raises(BuildError, match="kbroken"):
+        triton_build.Building([broken], 90, Config(), KernelCache(tmp_path), crew).result()
+    assert foreseen.result().built == 1
+
+
 def _brief(folder: Path) -> Path:
     """The workers' file, with little patience."""
     text, file = Path(triton_worker.__file__).read_text(), folder / "worker.py"

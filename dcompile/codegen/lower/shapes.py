@@ -12,7 +12,6 @@ from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.indices import Shape
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
-from dcompile.codegen.lower.sizes import Inexpressible
 from dcompile.codegen.lower.tensor import T, broadcast, computed, fresh
 from dcompile.codegen.lower.views import COPIES, along, first_of, place_of, reshape
 from dcompile.codegen.lower.views import RULES as VIEWS
@@ -179,13 +178,7 @@ def _slice_of(size: Size, start: Size | None, end: Size | None, step: Size, sour
     ):
         first, last, _ = slice(start, end, step).indices(size)
         return first, max(0, -(-(last - first) // step))
-    begin = first_of(start, size)
-    if len(source.shape) >= -dim and source.shape[dim] != 1:
-        return begin, source.shape[dim]
-    behind = as_index(size if end is None else end)
-    if isinstance(step, int) and is_nonnegative(as_index(size) - behind, {}) and is_nonnegative(behind - begin, {}):
-        return begin, as_size(floordiv(behind - begin + (step - 1), step, {}))
-    raise Inexpressible("the length of a slice that is expanded to")
+    return first_of(start, size), source.shape[dim]  # eager demands as much, though tracing would expand it
 
 
 def _select_scatter(_: Lowering, value: torch.Tensor, /, x: T, source: T, dim: int, position: Size) -> Result:

@@ -275,6 +275,22 @@ def after_others_():
 
 
 @triton.jit
+def quotient_(a, n):
+    if a.dtype == tl.int64:
+        return (a.to(tl.uint64) // n).to(tl.int64)
+    else:
+        return (a.to(tl.uint32) // n).to(tl.int32)
+
+
+@triton.jit
+def remainder_(a, n):
+    if a.dtype == tl.int64:
+        return (a.to(tl.uint64) % n).to(tl.int64)
+    else:
+        return (a.to(tl.uint32) % n).to(tl.int32)
+
+
+@triton.jit
 def mul_(a, b):
     return a * b
 

@@ -58,6 +58,7 @@ class Text:
         """Number of a random operation in its graph -> the argument that tells it: layers then share their kernels."""
         self.drawn = {v.args[2] for v in self.nest.body if isinstance(v, Apply) and v.op == "philox"}
         self.names = {axis.name: dim.name for dim in plan.dims for axis in dim.axes if axis not in self.fixed(dim)}
+        self._ranges = {axis.name: axis.size for axis in self.nest.axes}
         self.classes = self._classes()
         self.wide = self._is_wide()
         self.overlaps = self._overlaps()
@@ -86,14 +87,13 @@ class Text:
 
     def _is_wide(self) -> bool:
         """Do positions need 64 bits? Those of symbolic sizes may."""
-        ranges = {axis.name: axis.size for axis in self.nest.axes}
         buffers = {value.buffer for value in self.nest.body if isinstance(value, Load)}
         buffers |= {store.buffer for store in self.nest.stores}
         if any(may_exceed(size, LIMIT - 1) for size in (count(self.nest.axes), *map(self.extent, buffers))):
             return True
         for value in self.nest.body:
             if isinstance(value, IndexOf) and not runtime_refs(value.index):
-                low, high = bounds(value.index, ranges)
+                low, high = bounds(value.index, self._ranges)
                 if low is None or high is None or low <= -LIMIT or high >= LIMIT:
                     return True
         return False
@@ -142,7 +142,12 @@ class Text:
         chunked = self.plan.chunk and isinstance(atom, Div) and atom.divisor == self.plan.chunk
         if chunked and atom.base == row_number(self.plan.dims[0].axes):
             return "part"
-        return f"(({self.index(atom.base)}) {'//' if isinstance(atom, Div) else '%'} {self.size(atom.divisor)})"
+        divides = isinstance(atom, Div)
+        # LLVM computes signed remainders of small numbers in 8 bits, two at a time; what ptxas (Triton 3.6) made of
+        # windows shifted around an edge (Swin v2) read other places
+        if isinstance(atom.divisor, int) and is_nonnegative(as_index(atom.base), self._ranges):
+            return f"{'quotient_' if divides else 'remainder_'}({self.index(atom.base)}, {atom.divisor})"
+        return f"(({self.index(atom.base)}) {'//' if divides else '%'} {self.size(atom.divisor)})"
 
     def symbol(self, name: str) -> str:
         """The argument that a size symbol is."""

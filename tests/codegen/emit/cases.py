@@ -28,6 +28,7 @@ HAND = {
     "sums of exponentials of long columns": loops.sum_exp(16, 17000, columns=True),
     "sums of exponentials of short rows": loops.sum_exp(5, 100),
     "bias_gelu": loops.bias_gelu(9, 50),
+    "shifted windows": loops.shifted_windows(3, 16),
     "transpose": loops.transpose(100, 70),
     "transpose bf16": loops.transpose(40, 35, "bfloat16"),
     "argmax": loops.argmax(9, 100),

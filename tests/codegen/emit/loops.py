@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from dcompile.ir.index import Index, as_index, contiguous_strides, var
+from dcompile.ir.index import Index, as_index, contiguous_strides, floordiv, modulo, var
 from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Scan, Store, Value, View
 
 I0, J0 = var("i0"), var("j0")
@@ -289,3 +289,15 @@ def columns_of_many(rows: Index | int, n: int, count: int) -> Program:
         total = b.op("add", total, b.load(f"x{number}", I0 * n + J0))
     matrices = {f"x{number}": ("float32", (rows, n)) for number in range(count)}
     return program(b, (rows,), (n,), [Store("out", J0, total, "sum")], **matrices, out=("float32", (n,)))
+
+
+def shifted_windows(rows: int, n: int) -> Program:
+    """Rows of 8 x 8 images in the order of windows of 2 x 2, shifted by one around the edges, and their column sums."""
+    b = Body()
+    pixel = var("i1")
+    column = modulo(modulo(pixel, 2, {}) + modulo(floordiv(pixel, 4, {}), 4, {}) * 2 + 1, 8, {})
+    row = modulo(modulo(floordiv(pixel, 2, {}), 2, {}) + floordiv(pixel, 16, {}) * 2 + 1, 8, {})
+    scaled = b.op("mul", b.load("x", I0 * (64 * n) + row * (8 * n) + column * n + J0), b.const(2.0))
+    stores = [Store("y", I0 * (64 * n) + pixel * n + J0, scaled), Store("out", J0, scaled, "sum")]
+    shape = ("float32", (rows, 64, n))
+    return program(b, (rows, 64), (n,), stores, x=shape, y=shape, out=("float32", (n,)))

@@ -194,6 +194,15 @@ def test_a_scan_is_over_a_whole_tile():
     assert re.search(r"cumsum\(tl.broadcast_to\(t\d+, \[(16|32|64), 8\]\), 1\)", kernel.text)
 
 
+def test_places_are_not_worked_out_in_8_bits(tmp_path):
+    """What ptxas made of LLVM's pairs of 16 bits read other places (Triton 3.6, Swin v2 on an H200)."""
+    kernel = source(loops.shifted_windows(2, 16))
+    ptx, _, _ = _compiled(kernel, 90, tmp_path)
+    assert "remainder_(" in kernel.text and "quotient_(" in kernel.text
+    assert not re.findall(r"16x2|\.s8\b|\.s16\b", ptx)
+    assert "v4" in ptx or "0x10" in ptx  # rows are still read 16 bytes at a time
+
+
 @pytest.mark.parametrize(("count", "stages"), [(3, 3), (8, 2), (20, 1)])
 def test_loads_of_later_rows_fit_into_shared_memory(count, stages, tmp_path):
     kernel = source(loops.columns_of_many(cases.S0 * cases.S1, 32, count))

@@ -26,7 +26,7 @@ MAKE = {
     "shared": models.SharedOverBreak,
     "tied_break": models.TiedOverBreak,
     "norm": models.NormUnused,
-    "sync_norm": lambda: models.Normed(torch.nn.SyncBatchNorm),
+    "sync_norm": lambda: models.Normed(torch.nn.SyncBatchNorm, bias=False),
     "outside": models.UsedOutside,
     "branching": models.Branching,
     "mlp_bf16": lambda: models.Mlp().bfloat16(),

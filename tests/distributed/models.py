@@ -72,11 +72,15 @@ class SyncNorm(nn.BatchNorm2d):
 
 
 class Normed(nn.Module):
-    """Two convolutions, each with a BatchNorm behind it."""
+    """Two convolutions, each with a BatchNorm behind it.
 
-    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
+    A bias there has a true gradient of zero, so that Adam moves it by a whole step in the direction of the rounding:
+    losses do not see that, running means do. Whoever compares those under Adam has convolutions without a bias.
+    """
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d, bias: bool = True) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.a, self.b = (nn.Conv2d(channels, 8, 3, padding=1, bias=bias) for channels in (3, 8))
         self.norm_a, self.norm_b, self.head = norm(8), norm(8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ AUDIO = {
                      max_source_positions=8, max_target_positions=16, lengths=(16, 16), fullgraph=TRACES_LAYERDROP),
     "speech-to-text": audio(
         "Speech2Text", "ForConditionalGeneration", transposed, **SPEECH, input_feat_per_channel=8, conv_channels=16,
-        max_source_positions=32, max_target_positions=16, lengths=(16, 20),
+        max_source_positions=32, max_target_positions=16, lengths=(16, 20), fullgraph=TRACES_LAYERDROP,
     ),
     "moonshine": audio(
         "Moonshine", "ForConditionalGeneration",

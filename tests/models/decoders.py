@@ -79,8 +79,10 @@ DECODERS = {
     "gpt-neo": decoder(
         "GPTNeo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4,
     ),
-    "xglm": decoder("XGLM", d_model=32, ffn_dim=48, num_layers=2, attention_heads=4),
-    "biogpt": decoder("BioGpt"),
+    "xglm": decoder(
+        "XGLM", d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, fullgraph=TRACES_LAYERDROP
+    ),
+    "biogpt": decoder("BioGpt", fullgraph=TRACES_LAYERDROP),
     "minicpm3": decoder(
         "MiniCPM3", num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4,
         v_head_dim=8,

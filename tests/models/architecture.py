@@ -35,6 +35,8 @@ class Architecture:
     """Whether TorchDynamo and AOTAutograd trace it with symbolic sizes."""
     bfloat16: bool = True
     """Whether eager PyTorch runs it in bfloat16."""
+    inference_mode: bool = True
+    """Whether eager PyTorch runs it right in inference mode."""
     on_cpu: frozenset[str] = frozenset()
     """Arguments that stay on the CPU, wherever the model is."""
 

@@ -50,7 +50,7 @@ def infer(architecture: Architecture, backend: str = BACKEND) -> Any:
     model, theirs = twins(architecture.make)
     batch = architecture.batch(ROWS, architecture.lengths[0])
     call = compiled(model.eval(), backend=backend, fullgraph=architecture.fullgraph)
-    for mode in (torch.no_grad, torch.inference_mode):
+    for mode in (torch.no_grad, *[torch.inference_mode] * architecture.inference_mode):
         with mode():
             assert_same_outputs(call(**batch), theirs.eval()(**batch), what=mode.__name__)
     assert_same_state(model, theirs)

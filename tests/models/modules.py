@@ -437,6 +437,12 @@ def module(make: Callable[[], nn.Module], batch: Any, **more: Any) -> Architectu
     return Architecture(make, batch, **more)
 
 
+def _grads_in_inference_mode() -> bool:
+    """Whether eager's `torch.func.grad` gives more than zeros there; torch 2.11's does not."""
+    with torch.inference_mode():
+        return bool(torch.func.grad(lambda x: x * x)(torch.ones(())))
+
+
 MODULES = {
     "lstm": module(lambda: Recurrent(nn.LSTM, num_layers=2), sequences, bfloat16=False),
     "lstm-bidirectional": module(lambda: Recurrent(nn.LSTM, bidirectional=True), sequences),
@@ -462,7 +468,7 @@ MODULES = {
     "branching": module(Branching, vectors, fullgraph=False),
     "conditional": module(Conditional, vectors),
     "nested": module(Nested, vectors),
-    "ensemble": module(Ensemble, vectors),
+    "ensemble": module(Ensemble, vectors, inference_mode=_grads_in_inference_mode()),
     "hooked": module(Hooked, vectors),
     "statistics": module(Statistics, vectors, fullgraph=False),
     "in-place": module(InPlace, vectors),

@@ -2,8 +2,9 @@
 
 In the text: nodes with their arguments and results (shapes, strides, dtypes, device types), the request, the settings,
 and versions of everything that writes code. Not in it: ranks, device numbers, names of groups, values of parameters and
-constants, the graph's name, and the modules and source lines it came from. So equal graphs of different models share
-an entry; comments in its host program then name the model that was compiled first.
+constants (but of single numbers on the CPU, which the program text says), the graph's name, and the modules and source
+lines it came from. So equal graphs of different models share an entry; comments in its host program then name the model
+that was compiled first.
 """
 
 from __future__ import annotations
@@ -133,6 +134,10 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             raise NotCacheable(f"it holds a {type(value).__name__}")
         yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
+        if node.op == "get_attr" and type(value) is torch.Tensor and not value.dim() and value.device.type == "cpu":
+            with compat.tensors.real_tensors():
+                number = value.item()
+            yield repr(number)  # kernels may be made for it
 
 
 def _target(target: Any) -> str:

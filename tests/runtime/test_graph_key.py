@@ -146,7 +146,9 @@ def test_values_of_constants_are_not_part_of_the_key_but_their_shapes_are():
 
     with pytest.warns(UserWarning, match="get_attr|does not reference"):
         one, other, longer = (holding(torch.full((n,), v)) for n, v in ((3, 1.0), (3, 2.0), (4, 1.0)))
+        two, three = (holding(torch.tensor(number)) for number in (2.0, 3.0))
     assert key(one) == key(other) != key(longer)
+    assert key(two) != key(three), "a single number may be a part of kernels"
     with pytest.raises(NotCacheable, match="it holds a dict"), pytest.warns(UserWarning):
         key(holding({}))
 

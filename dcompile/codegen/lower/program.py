@@ -15,12 +15,13 @@ from dcompile.codegen.lower import aten_graph, products
 from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input, put_in_place
+from dcompile.codegen.lower.numbers import numbers_of
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.reals import Real
 from dcompile.codegen.lower.rules import RULES
 from dcompile.codegen.lower.scalars import scalar
 from dcompile.codegen.lower.sizes import Inexpressible, is_symbolic, opaque_shape, size_of, variables_of
-from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, from_view
+from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, constant, from_view
 from dcompile.codegen.lower.uses import Kind, Uses, find_uses
 from dcompile.ir.index import Index, Size, as_index, as_size, typical, var
 from dcompile.ir.nodes import Program, View
@@ -74,6 +75,7 @@ class _Walk:
         self.low = Lowering(name)
         self.low.own_rows = own_rows
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
+        self.numbers = numbers_of(gm)
         self.values: dict[Node, Any] = self.low.values
         self.arguments: list[str] = []
         self.storages: set[int] = set()
@@ -86,8 +88,13 @@ class _Walk:
             match node.op:
                 case "placeholder":
                     self.values[node] = self._placeholder(node)
+                case "get_attr" if all(user in self.numbers for user in node.users):
+                    pass  # a number in the texts of kernels
                 case "get_attr":
                     self.values[node] = self._attribute(node)
+                case "call_function" if node in self.numbers:
+                    number = constant(self.numbers[node], (), dtype_name(node.meta["val"].dtype))
+                    self.values[node] = self._settled(node, number)
                 case "call_function":
                     self.low.origin = origin_of(node)
                     self.values[node] = self._settled(node, self._lowered(node))

@@ -1,0 +1,65 @@
+"""Numbers that a model makes of its own program text, as `torch.sqrt(torch.tensor(8.0))`: worked out while compiling.
+
+Tracing keeps each as a tensor of no dimensions on the CPU, which would cost a kernel there, and on a GPU a copy that
+the host waits for. ATen itself works them out, so that they are eager's to the last bit: DeBERTa rounds up a quotient
+of two logarithms that is 1 for the largest distance (with one of them off in the last place, that distance fell into
+another bucket on a GPU, and the loss was off by 0.3 %).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+from dcompile.ir.ops import DTYPES
+
+LIFTED = "aten.lift_fresh_copy.default"
+"""A copy of what the program text says: nothing can change the constant behind it."""
+
+
+def numbers_of(gm: GraphModule) -> dict[Node, bool | int | float]:
+    """What nodes are worth that depend on nothing but numbers in the program text."""
+    known: dict[Node, torch.Tensor] = {}
+    with compat.tensors.real_tensors(), torch.no_grad():
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and _is_number(node.meta.get("val")):
+                value = _lifted(gm, node) if str(node.target) == LIFTED else _worked_out(node, known)
+                if value is not None:
+                    known[node] = value
+        return {node: value.item() for node, value in known.items()}
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is a number with a value: no fake one."""
+    return _is_number(value) and type(value) is torch.Tensor
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() or value.device.type != "cpu":
+        return False
+    return str(value.dtype).removeprefix("torch.") in DTYPES
+
+
+def _lifted(gm: GraphModule, node: Node) -> torch.Tensor | None:
+    given = node.args[0]
+    if not isinstance(given, Node) or given.op != "get_attr":
+        return None
+    value = operator.attrgetter(str(given.target))(gm)
+    return value.detach().clone() if _is_real(value) else None
+
+
+def _worked_out(node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor | None:
+    """By ATen, if all that it takes is known and it does nothing else than return its result."""
+    inputs = node.all_input_nodes
+    target: Any = node.target
+    if not inputs or not all(given in known for given in inputs) or not hasattr(target, "_schema"):
+        return None
+    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+    value = target(*args, **kwargs)
+    return value if _is_real(value) and value.dtype == node.meta["val"].dtype else None

@@ -96,6 +96,7 @@ def _environment() -> Iterator[str]:
     yield compiler_stamp()
     yield cpu_features()
     yield (openmp_library() or "").rpartition("/")[2]
+    yield f"deterministic {torch.are_deterministic_algorithms_enabled()}"
 
 
 def _gpus(gm: GraphModule) -> Iterator[str]:

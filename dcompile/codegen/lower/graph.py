@@ -32,6 +32,8 @@ class Lowering:
         self.name = name
         self.own_rows = True
         """Whether products of one row with a matrix may become loops."""
+        self.deterministic = False
+        """Whether sums must come in a fixed order, where eager's would too."""
         self.device = "cpu"
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Step] = []

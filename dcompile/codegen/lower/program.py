@@ -41,18 +41,27 @@ class Lowered:
 
 
 def lower(
-    gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *, aten: bool = False, own_rows: bool = True
+    gm: GraphModule,
+    name: str,
+    grads: tuple[tuple[int, int], ...] = (),
+    *,
+    aten: bool = False,
+    own_rows: bool = True,
+    deterministic: bool = False,
 ) -> Lowered:
     """The program of `gm`; with `aten` every op is a library call, and results are bit-identical to running `gm`.
 
-    Without `own_rows`, products of one row with a matrix are library calls as all others are.
+    Without `own_rows`, products of one row with a matrix are library calls as all others are. With `deterministic`, no
+    sum's order is left to chance.
 
     Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
     """
     if aten:
         return Lowered(*aten_graph.lower(gm, name, grads))
     try:
-        return _Walk(gm, name, own_rows).run(grads)
+        walk = _Walk(gm, name)
+        walk.low.own_rows, walk.low.deterministic = own_rows, deterministic
+        return walk.run(grads)
     except (Unsupported, Inexpressible) as reason:
         return Lowered(*aten_graph.lower(gm, name, grads, because=str(reason)))
 
@@ -70,10 +79,9 @@ def kind_of(node: Node) -> Kind:
 class _Walk:
     """One pass over the nodes of a graph."""
 
-    def __init__(self, gm: GraphModule, name: str, own_rows: bool) -> None:
+    def __init__(self, gm: GraphModule, name: str) -> None:
         self.gm = gm
         self.low = Lowering(name)
-        self.low.own_rows = own_rows
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
         self.numbers = numbers_of(gm)
         self.values: dict[Node, Any] = self.low.values

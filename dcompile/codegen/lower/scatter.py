@@ -31,22 +31,36 @@ Value = Callable[[Body, Coords], Ref]
 COMPARED = 1 << 25
 """Comparisons of a row's number with an index that are worth sparing a sort: some 10 us on a GPU."""
 
+EMPTY = 8
+"""Places for each value from which on float sums are left to a library that only touches those with values.
+
+Ours fill, read and write each place: 10 bytes of 16 bits' tensors, where a value takes some 100 (a sort of its index).
+"""
+
 REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multiply": "prod", "amax": "max",
               "amin": "min"}  # fmt: skip
 """What torch calls them -> the mode of a store."""
 
 
-def meets(low: Lowering, dtype: str, how: str) -> bool:
-    """Can values of `dtype` be combined in memory in any order, to one result?
+def ordered(low: Lowering) -> bool:
+    """Are values that fall on one place combined in a fixed order?"""
+    return low.device == "cpu"
 
-    On the CPU their order is fixed. On a GPU it is not: float sums are left to the library, whose kernels know about
-    `torch.use_deterministic_algorithms`, and so is what the hardware has no atomic operation for.
+
+def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> bool:
+    """Can `values` numbers of `dtype` be combined in memory where they fall in a tensor of `shape`?
+
+    On the CPU always, in a fixed order. On a GPU there is none: integers and maxima do not care, sums of floats differ
+    by roundings, as eager's do. With `torch.use_deterministic_algorithms` the library is asked for them, whose kernels
+    know about that; so it is for what the hardware has no atomic operation for, and for few values in a large tensor.
     """
-    if low.device == "cpu":
+    if ordered(low):
         return True
     mode, compute = REDUCTIONS[how], opmath(dtype)
+    if mode == "sum" and compute in ("float32", "float64"):
+        return not low.deterministic and typical(size_product(shape)) <= EMPTY * typical(size_product(values))
     return (mode in ("sum", "max", "min") and compute in ("int32", "int64")) or (
-        mode in ("max", "min") and compute == "float32" and how != "mean"
+        mode in ("max", "min") and compute == "float32"
     )
 
 
@@ -167,7 +181,7 @@ def scatter(
 ) -> Result:
     """scatter in full: replace, or with `reduce` combine."""
     shape = x.shape
-    if reduce and not meets(low, x.dtype, reduce):
+    if reduce and not meets(low, x.dtype, reduce, shape, index.shape):
         return NotImplemented
     lined, _, index, space = _lines(low, x, dim, index)
     if space is None:
@@ -222,7 +236,7 @@ def _accumulate(body: Body, old: Ref, new: Ref) -> Ref:
 def _scatter_reduce(
     low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
 ) -> Result:
-    if not meets(low, x.dtype, how):
+    if not meets(low, x.dtype, how, x.shape, index.shape):
         return NotImplemented
     lined, _, _, space = _lines(low, x, dim, index)
     if space is None:
@@ -235,7 +249,7 @@ def _index_reduce(
     low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
 ) -> Result:
     given = x.shape
-    if not meets(low, x.dtype, how):
+    if not meets(low, x.dtype, how, x.shape, source.shape):
         return NotImplemented
     x, index, source = (t if t.shape else reshape(t, (1,)) for t in (x, index, source))
     dim %= len(x.shape)
@@ -269,13 +283,23 @@ def _index_put(
         return _put_where(x, indices, values, accumulate)
     if 0 in x.shape or 0 in values.shape:
         return fresh(x) if 0 in x.shape or values.numel == 0 else NotImplemented
-    if accumulate and not meets(low, x.dtype, "sum"):
-        return _added_by_rows(low, x, indices, values)
+    rows = _added_by_rows(low, x, indices, values) if accumulate and not ordered(low) else NotImplemented
+    if rows is not NotImplemented:
+        return rows
+    if accumulate and not meets(low, x.dtype, "sum", x.shape, _put(x, indices)):
+        return NotImplemented
     space = indexed_space(low, x, indices)
     if 0 in space.shape:
         return fresh(x)
     source = broadcast(values, space.shape)
     return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
+
+
+def _put(x: T, indices: Sequence[T | None]) -> Shape:
+    """Sizes whose product is how many values are put, where indices are of one shape."""
+    given = {dim for dim, index in enumerate(indices) if index is not None}
+    largest = max((i.shape for i in indices if i is not None), key=lambda shape: typical(size_product(shape)))
+    return (*largest, *(size for dim, size in enumerate(x.shape) if dim not in given))
 
 
 def _added_by_rows(low: Lowering, x: T, indices: Sequence[T | None], values: T) -> Result:
@@ -330,10 +354,10 @@ def _embedding_backward(
         return constant(0, shape, dtype)
     compute = opmath(dtype)
     rank = len(indices.shape)
-    if not meets(low, dtype, "sum"):
-        if not few_rows(shape, indices):
-            return NotImplemented
+    if not ordered(low) and few_rows(shape, indices):
         return _rounded(collected_by_rows(low, shape, indices, grad, padding), dtype)
+    if not meets(low, dtype, "sum", shape, grad.shape):
+        return NotImplemented
 
     def row(body: Body, coords: Coords) -> Ref:
         return body.cast(body.trace(indices, coords[:rank]), "int64")

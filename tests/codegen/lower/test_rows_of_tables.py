@@ -1,4 +1,4 @@
-"""Sums into small tables where no two values may meet in memory, as on a GPU: each row takes what is its own."""
+"""Sums where values meet in no fixed order, as on a GPU: rows of small tables take their own, others are added up."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from dcompile.codegen.lower import scatter
 
 
 @pytest.fixture(autouse=True)
-def nothing_meets(monkeypatch):
-    monkeypatch.setattr(scatter, "meets", lambda low, dtype, how: False)
+def in_no_order(monkeypatch):
+    monkeypatch.setattr(scatter, "ordered", lambda low: False)
     torch.compiler.reset()
 
 
@@ -46,10 +46,27 @@ def test_rows_of_a_table_that_values_are_added_to(dtype):
     assert not dcompile.receipt(function).fallbacks
 
 
-def test_a_large_table_is_left_to_the_library():
-    indices, values = torch.randint(0, 4000, (9000,)), torch.randn(9000)
+@pytest.fixture
+def deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    yield lambda: torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(before)
+
+
+def added(places, values):
+    """Fallbacks of a sum of `values` numbers into a table of `places`."""
+    indices, given = torch.randint(0, places, (values,)), torch.randn(values)
     function = compiled(lambda x, i, v: x.index_put((i,), v, accumulate=True))
-    torch.testing.assert_close(
-        function(torch.zeros(4000), indices, values), torch.zeros(4000).index_put((indices,), values, accumulate=True)
-    )
-    assert dcompile.receipt(function).fallbacks == {"aten.index_put.default": 1}
+    wanted = torch.zeros(places).index_put((indices,), given, accumulate=True)
+    torch.testing.assert_close(function(torch.zeros(places), indices, given), wanted)
+    return dcompile.receipt(function).fallbacks
+
+
+def test_a_table_too_large_for_that_is_added_to(deterministic):
+    assert added(4000, 9000) == {}
+    deterministic()
+    assert added(4000, 9000) == {"aten.index_put.default": 1}, "the library's kernel has an order"
+
+
+def test_a_table_with_few_values_is_left_to_the_library():
+    assert added(90_000, 9000) == {"aten.index_put.default": 1}

@@ -104,11 +104,15 @@ class CachingCompiler:
         return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
 
     def _replayed(self, program: HostProgram, gm: Any, request: Request) -> Executable:
-        """The program as one that is recorded and replayed, if it runs on a GPU."""
+        """The program as one that is recorded and replayed, if it runs on a GPU, the same each time."""
         devices = gpus(gm)
+        why = None
         if len(devices) != 1:
-            where = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
-            program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {where}")
+            why = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
+        elif program.late_sizes:
+            why = f"{program.late_sizes} of its sizes depend on values"
+        if why is not None:
+            program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program
         (device,) = devices
         if device not in self._trees:

@@ -145,9 +145,6 @@ class Pipeline:
         """Lower, schedule and emit one FX graph: everything but building."""
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
-        if reason is None and _devices(gm) - {torch.device("cpu")} and (late := late_symbols(lowered.program)):
-            reason = f"{len(late)} sizes depend on values, and launches of kernels for GPUs are prepared before a call"
-            lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=True))
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes)
@@ -184,8 +181,9 @@ class Pipeline:
         written = frozenset().union(*(step.writes for step in program.steps))
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
         device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+        late = len(late_symbols(program))
         graph = CompiledGraph(
-            source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device
+            source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device, late
         )
         return Loadable(graph, built.libraries, constants), built
 

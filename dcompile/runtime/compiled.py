@@ -30,6 +30,8 @@ class CompiledGraph:
     """Positions of the inputs that the program writes."""
     device: str = "cpu"
     """The type of the devices that it runs on: where its arena lies, and what its kernels are launched by."""
+    late_sizes: int = 0
+    """How many sizes only a library call tells. A recording would hold those of one call for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ def from_record(record: Mapping[str, Any]) -> CompiledGraph:
         report=Report(**{**record["report"], "schedule": [tuple(row) for row in record["report"]["schedule"]]}),
         mutated=tuple(record["mutated"]),
         device=record["device"],
+        late_sizes=record["late_sizes"],
     )
 
 

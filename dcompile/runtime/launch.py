@@ -32,6 +32,7 @@ class HostProgram:
         self.buckets = graph.buckets
         self.source = graph.source
         self.mutated = graph.mutated
+        self.late_sizes = graph.late_sizes
         self.libraries = loadable.libraries
         self._constants = [loadable.constants[constant] for constant in graph.constants]
         self.on_gpu = graph.device != "cpu"

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dcompile
+from tests.dynamic import late_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,12 +122,15 @@ def test_an_empty_batch_launches_nothing_that_has_nothing_to_do():
         torch.testing.assert_close(call(x), (x * 2).relu())
 
 
-def test_sizes_that_depend_on_values_are_left_to_aten_and_the_receipt_says_so():
-    def function(x):
-        return (x.nonzero().float() * 2).sum(0)
+@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("name", late_cases.FUNCTIONS)
+def test_sizes_that_depend_on_values(name, dynamic):
+    wrong, receipt = late_cases.problem(late_cases.FUNCTIONS[name], "cuda", dynamic)
+    assert not wrong, wrong
+    assert receipt.kernels and not any("runs on ATen kernels" in note for note in receipt.notes), str(receipt)
 
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        call = torch.compile(function, backend="dcompile", fullgraph=True, options={"receipt": False})
-        x = (torch.randn(40, 3) > 0).cuda()
-        torch.testing.assert_close(call(x), function(x))
-    assert any("depend on values" in note for note in dcompile.receipt(call).notes), str(dcompile.receipt(call))
+
+def test_a_graph_with_such_sizes_is_not_recorded_and_the_receipt_says_so():
+    wrong, receipt = late_cases.problem(late_cases.counted, "cuda", None, **{"triton.cudagraphs": True})
+    assert not wrong, wrong
+    assert any("1 of its sizes depend on values" in note for note in receipt.notes), str(receipt)

@@ -58,6 +58,20 @@ def _fp_to_fp(self, source, target, rounding):
 Builder.cast_impl, Builder.create_fp_to_fp = _cast_impl, _fp_to_fp
 
 
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor, scope):
+    _patch(tensor, scope)
+    # NumPy makes no number of an array of one dimension from 2.4 on
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
 # --- libdevice --------------------------------------------------------------------------------------------------------
 
 

@@ -163,7 +163,15 @@ class Lowering:
                 self._exact[id(tensor)] = tensor, self._store_once(tensor, once)
             return self._exact[id(tensor)][1]
         assert stored.view is not None
-        return stored.view
+        return replace(stored.view, strides=self._strides(stored.view, tensor.strides))
+
+    def _strides(self, view: View, torchs: Shape) -> Shape:
+        """Those of a view, and of single elements torch's: they mean nothing, but libraries look at them all the same.
+
+        (Attention refuses a bias for one key whose last stride is 0.)
+        """
+        each = zip(view.shape, view.strides, torchs, strict=True)
+        return tuple(told if size == 1 and variables_of((told,)) <= self.known else own for size, own, told in each)
 
     def _store_once(self, tensor: T, once: Shape) -> View:
         """`tensor` stored with its strides, what is repeated only once: `once` is its shape without repetitions."""

@@ -55,3 +55,19 @@ def test_what_is_repeated_is_stored_once_with_torchs_strides() -> None:
     bias = attention(program).args[3]
     assert isinstance(bias, View) and bias.shape == (3, 4, 5, 5) and bias.strides == wanted and bias.strides[0] == 0
     assert program.table[bias.buffer].shape[0] == 1
+
+
+def test_a_bias_for_a_single_key_has_torchs_strides() -> None:
+    """It is cut from rows of whole vectors and repeated: single elements keep the stride that attention looks at."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor) -> Any:
+        rows = aten.slice(aten.constant_pad_nd(bias, [0, 7]), -1, 0, 1)
+        return aten._scaled_dot_product_efficient_attention(q, k, k, aten.expand(rows, [3, 4, 1, 1]), True)[0]
+
+    with FakeTensorMode() as mode:
+        q, bias = torch.empty(3, 4, 1, 8, device="cuda"), torch.empty(3, 1, 1, 1, device="cuda")
+        gm = make_fx(attend)(q, q, bias)
+        wanted = next(node for node in gm.graph.nodes if node.target == aten.expand.default).meta["val"].stride()
+    with mode:
+        seen = attention(lower(gm, "graph").program).args[3]
+    assert isinstance(seen, View) and seen.strides == wanted == (8, 0, 8, 1)

@@ -35,7 +35,7 @@ def embedding_bag(
     """(bags, the bag of each row, the number of rows of each bag, the same again)."""
     if mode == MAX or sparse or not weight.is_floating_point():
         return NotImplemented
-    bags = offsets.shape[0] - include_last
+    bags = offsets.shape[0] - int(include_last)  # torch 2.11 takes a truth value from no symbolic size
     place = _bag_of_row(indices.shape[0], offsets[1 : max(bags, 1)])
     rows = _kept(_weighted(aten.embedding(weight, indices), sample_weights), indices, padding)
     ones = _kept(torch.ones_like(indices, dtype=torch.int64), indices, padding)

@@ -20,6 +20,9 @@ FALLBACKS: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallba
 ON_CUDA: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallbacks_cuda.json").read_text())
 """What may be so on a GPU, beside those, by name or aspect: sums at places known only at run time, cuDNN's layers."""
 
+UNTRACEABLE = "Operator does not support running with fake tensors"
+"""What Dynamo says of an operator whose results torch cannot describe."""
+
 
 def every(architectures: Mapping[str, Architecture], sample: Mapping[str, str]) -> Any:
     """Each aspect of each architecture that other tools manage, too; `sample`: name -> aspects run every time."""
@@ -35,17 +38,18 @@ def every(architectures: Mapping[str, Architecture], sample: Mapping[str, str]) 
 def check(name: str, architecture: Architecture, aspect: str) -> None:
     """One aspect of one architecture, compiled anew as in a new process; its fallbacks are the listed ones.
 
-    What is not traced for aot_eager either, which compiles nothing, is an expected failure, with its reason.
+    What a backend that compiles nothing refuses in the same way is an expected failure, with its reason.
     """
     with anew(), torch._dynamo.config.patch(allow_rnn=True):  # else Dynamo leaves recurrent layers to eager PyTorch
         try:
             call = ASPECTS[aspect](architecture)
         except Exception as error:
-            if not _fails_without_a_compiler(architecture, aspect, error):
+            refuses = _refuses_without_a_compiler(architecture, aspect, error)
+            if refuses is None:
                 raise
-            call, reason = None, str(error).strip().splitlines()[0]
+            call, reason = None, f"with {refuses}, too: {_said(error)}"
         if call is None:
-            pytest.xfail(f"with aot_eager, too: {reason}")
+            pytest.xfail(reason)
         if IS_DCOMPILE:
             import dcompile
 
@@ -57,15 +61,34 @@ def check(name: str, architecture: Architecture, aspect: str) -> None:
             assert receipt.fallbacks.keys() <= known, str(receipt)
 
 
-def _fails_without_a_compiler(architecture: Architecture, aspect: str, error: Exception) -> bool:
-    """Whether aot_eager fails in the same way. Graph breaks do not count: an architecture may say that it has them."""
-    dynamo = torch._dynamo.exc
-    if not isinstance(error, dynamo.TorchDynamoException) or isinstance(error, dynamo.Unsupported):
-        return False
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    try:
-        ASPECTS[aspect](architecture, "aot_eager")
-    except Exception as other:
-        return type(other) is type(error)
-    return False
+def _refuses_without_a_compiler(architecture: Architecture, aspect: str, error: Exception) -> str | None:
+    """Which of the backends that compile nothing refuses in the same way, if one does.
+
+    A wrong value is no refusal. Graph breaks do not count either, since an architecture may say that it has them, except
+    for operators that torch cannot trace: those depend on the device, and on sizes being symbolic.
+    """
+    if isinstance(error, AssertionError):
+        return None
+    if isinstance(error, torch._dynamo.exc.Unsupported) and UNTRACEABLE not in str(error):
+        return None
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        try:
+            ASPECTS[aspect](architecture, backend)
+        except Exception as other:
+            same = _is_dynamos(error) or sorted(_said(other).split()) == sorted(_said(error).split())
+            if type(other) is type(error) and same:  # of two operands, either may be looked at first
+                return backend
+    return None
+
+
+def _is_dynamos(error: Exception) -> bool:
+    """Its words name the backend, and lines of the graph; an operator that cannot be traced is named as such."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException) and UNTRACEABLE not in str(error)
+
+
+def _said(error: Exception) -> str:
+    """What went wrong, in a line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if "unsupported operator" in line), lines[0])

@@ -23,8 +23,23 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+def mistraces_lstm() -> bool:
+    """Whether torch traces an LSTM with states of another shape than it has, whatever the backend: 2.11 does.
+
+    On the CPU oneDNN's layer hides that, but for projections.
+    """
+    lstm = torch._decomp.decomposition_table[torch.ops.aten.lstm.input]
+    x, state = torch.zeros(1, 2, 2, requires_grad=True), torch.zeros(1, 2, 3)
+    weights = [torch.zeros(12, 2), torch.zeros(12, 3)]
+    return lstm(x, [state, state], weights, False, 1, 0.0, False, False, False)[1].shape != state.shape
+
+
 ALL = DECODERS | EXPERTS | RECURRENT | ENCODERS | VISION | AUDIO | MODULES
-del ALL["lstm"]  # torch 2.11 traces cuDNN's with states of another shape, whatever the backend
+if mistraces_lstm():
+    for name in ("lstm", "lstm-bidirectional", "lstm-projected"):
+        del ALL[name]
 SAMPLE = {
     "llama": "train bfloat16",
     "gpt2": "train bfloat16",

@@ -64,7 +64,7 @@ def check(name: str, architecture: Architecture, aspect: str) -> None:
 def _refuses_without_a_compiler(architecture: Architecture, aspect: str, error: Exception) -> str | None:
     """Which of the backends that compile nothing refuses in the same way, if one does.
 
-    A wrong value is no refusal. Graph breaks do not count either, since an architecture may say that it has them, except
+    A wrong value is no refusal. Graph breaks do not count either, since an architecture may say that it has them, but
     for operators that torch cannot trace: those depend on the device, and on sizes being symbolic.
     """
     if isinstance(error, AssertionError):

@@ -33,7 +33,17 @@ from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import save_no_images, shorten_positions
-from dcompile.capture.tangents import can_be_absent, following, take_out, tangents, unlikely, without, zeros_for
+from dcompile.capture.tangents import (
+    can_be_absent,
+    fixed,
+    following,
+    shapes_of,
+    take_out,
+    tangents,
+    unlikely,
+    without,
+    zeros_for,
+)
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
 from dcompile.figures import Group
@@ -79,6 +89,8 @@ class Graph:
         self._together = model.is_first_call()
         self._may_lack = False
         """Whether the backward may be left without gradients of results that nothing was computed with."""
+        self._shapes_kept: tuple[int, ...] = ()
+        """Results of symbolic sizes, whose shapes a backward asks for where it gets no gradient of them."""
         self._own_results: tuple[int, ...] = ()
         self._lacks: frozenset[int] | None = None
         """Positions of the gradients that the backward's program does without, once it is compiled."""
@@ -108,6 +120,7 @@ class Graph:
         def parted(*args: Any, **keywords: Any) -> tuple[Any, Any]:
             pair = partition(*args, **keywords)
             self._parted = pair[1]
+            self._shapes_kept = shapes_of(pair[1], tangents(pair[1])) if self._may_lack else ()
             return pair
 
         def forward(module: Any, _inputs: Any) -> Any:
@@ -214,11 +227,11 @@ class Graph:
         """`compiled`, whose backward gets None for gradients that there are none of, if its program can do without."""
         if not self._may_lack or not self._own_results:
             return compiled
-        position = self._own_results[0]
+        position, shown = self._own_results[0], self._shapes_kept
 
         def leaving(*args: Any) -> Any:
             results = compiled(*args)
-            compat.aot.leave_absent(results[position])
+            compat.aot.leave_absent(results[position], {index: results[index].shape for index in shown})
             return results
 
         return leaving
@@ -378,9 +391,10 @@ class Graph:
         them is there after all, a program that takes all serves this and every such call.
         """
         if self._lacks is None:
+            lacks = fixed(gm, absent)
             with self.model.peers.busy("compiling"):
-                self._build_backward(without(gm, absent))
-            self._lacks = absent
+                self._build_backward(without(gm, lacks))
+            self._lacks = lacks
         if self._lacks <= absent:
             return "backward"
         if WHOLE not in self.executables:

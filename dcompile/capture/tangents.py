@@ -19,18 +19,37 @@ from dcompile import compat
 def can_be_absent(joint: Any) -> bool:
     """Whether backwards of this joint graph may be left without some of the gradients that they get.
 
-    There have to be several (a backward with none does not run), and what stands for one must follow from the graph:
-    sizes are known, and memory is dense.
+    There have to be several (a backward with none does not run), and what stands for one must follow from the graph,
+    or where sizes are symbolic from the result that it is the gradient of: memory is dense.
     """
-    values = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder") if compat.aot.is_tangent(node)]
-    return len(values) > 1 and all(map(_is_plain, values)) and compat.aot.takes_absent_tangents()
+    nodes = [node for node in joint.graph.find_nodes(op="placeholder") if compat.aot.is_tangent(node)]
+    return len(nodes) > 1 and all(map(_is_plain, nodes)) and compat.aot.takes_absent_tangents()
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(node: Any) -> bool:
+    value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
-    sizes = (*value.shape, *value.stride())
-    return all(isinstance(size, int) for size in sizes) and value.is_contiguous()
+    if _is_fixed(value):
+        return value.is_contiguous()
+    return compat.aot.result_index(node) is not None and compat.sizes.is_known_contiguous(value)
+
+
+def _is_fixed(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
+def fixed(backward: Any, places: Iterable[int]) -> frozenset[int]:
+    """Those of these gradients whose sizes are numbers: programs can do without them."""
+    inputs = backward.graph.find_nodes(op="placeholder")
+    return frozenset(place for place in places if _is_fixed(inputs[place].meta["val"]))
+
+
+def shapes_of(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
+    """Positions of the results whose shapes each call has to keep, for the others of these gradients."""
+    inputs, known = backward.graph.find_nodes(op="placeholder"), fixed(backward, places)
+    found = (compat.aot.result_index(inputs[place]) for place in places if place not in known)
+    return tuple(index for index in found if index is not None)
 
 
 def tangents(backward: Any) -> tuple[int, ...]:
@@ -46,13 +65,14 @@ def unlikely(backward: Any) -> tuple[int, ...]:
     """
     first, *others = tangents(backward)
     value = backward.graph.find_nodes(op="placeholder")[first].meta["val"]
-    return tuple(others) if value.ndim == 0 else ()
+    return tuple(sorted(fixed(backward, others))) if value.ndim == 0 else ()
 
 
 def without(backward: Any, places: Iterable[int]) -> Any:
     """The backward with zeros, which are constants, in place of these inputs; a copy, unless there are none.
 
-    Guarantees: the values of `backward` on zeros. Relies on: `can_be_absent` of the graph that it was cut from.
+    Guarantees: the values of `backward` on zeros. Relies on: `can_be_absent` of the graph that it was cut from, and
+    `fixed` sizes.
     """
     absent = frozenset(places)
     if not absent:
@@ -78,6 +98,8 @@ def following(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
     for node in backward.graph.nodes:
         if node in inputs:
             given[node] = frozenset((inputs[node] in absent,)) if compat.aot.is_tangent(node) else frozenset()
+        elif isinstance(node.meta.get("val"), torch.SymInt):
+            given[node] = frozenset()  # a size of an absent gradient is that of a result
         elif node.op != "output":
             given[node] = frozenset().union(*(given[source] for source in node.all_input_nodes))
     results = enumerate(backward.graph.output_node().args[0])
@@ -85,9 +107,12 @@ def following(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
 
 
 def zeros_for(backward: Any, place: int) -> torch.Tensor:
-    """What autograd would have made of an absent gradient."""
-    value = backward.graph.find_nodes(op="placeholder")[place].meta["val"]
-    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    """What autograd would have made of an absent gradient, in the backward of that call."""
+    node = backward.graph.find_nodes(op="placeholder")[place]
+    value = node.meta["val"]
+    index = compat.aot.result_index(node)
+    shape = value.shape if _is_fixed(value) or index is None else compat.aot.absent_shapes()[index]
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
 def take_out(args: list[Any], places: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -233,16 +233,33 @@ def own_results() -> tuple[int, ...]:
     return tuple(n for n, info in kinds if info.output_type.name == "non_alias" and info.requires_grad)
 
 
-def leave_absent(result: Any) -> None:
+def result_index(tangent: Any) -> int | None:
+    """Position among a graph's results of the one that this placeholder of a backward is the gradient of, or None."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+
+    result = getattr(tangent.meta.get("desc"), "output", None)
+    return result.idx if isinstance(result, PlainAOTOutput) else None
+
+
+def leave_absent(result: Any, shapes: Mapping[int, Any]) -> None:
     """Have autograd hand None to the compiled backward behind this result, where it would make zeros.
 
-    Functions decide this while they run forward; the node of the autograd graph is what they decide it by.
+    Functions decide this while they run forward; the node of the autograd graph is what they decide it by. It keeps
+    `shapes` for `absent_shapes`.
     """
     from dcompile.compat.tensors import is_compiled_backward
 
     node = result.grad_fn
     if node is not None and is_compiled_backward(node):
         node.set_materialize_grads(False)
+        node.dcompile_shapes = shapes
+
+
+def absent_shapes() -> Mapping[int, Any]:
+    """Inside a compiled backward: what its forward gave to `leave_absent`."""
+    import torch
+
+    return getattr(torch._C._current_autograd_node(), "dcompile_shapes", {})
 
 
 def always_recompute(node: Any) -> None:

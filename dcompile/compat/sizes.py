@@ -75,3 +75,15 @@ def is_known_empty(tensor: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(tensor.numel() == 0))
+
+
+def is_known_contiguous(tensor: Any) -> bool:
+    """Whether a tensor lies in row-major order, as far as that is known without guarding on its sizes."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not statically_known_true(stride == step):
+            return False
+        step = step * size
+    return True

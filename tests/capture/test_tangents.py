@@ -74,6 +74,32 @@ def test_a_layer_that_gave_nothing_to_the_loss_gets_no_gradient(order):
         assert ("second.weight" in found[0]) == (use != "loss")
 
 
+class Rows(Two):
+    """A loss, and results of layers behind it whose sizes are the batch's."""
+
+    def forward(self, x, y):
+        hidden = torch.tanh(self.first(x))
+        return hidden.square().mean(), self.second(hidden), hidden * 2
+
+
+@pytest.mark.parametrize("order", [(0,), (1, 0), (2, 0, 1), (0, 2, 1)])
+def test_with_symbolic_sizes_too_layers_that_gave_nothing_get_no_gradient(order):
+    torch.manual_seed(0)
+    model = Rows()
+    call = dcompile.compile(model, dynamic=True, options={"receipt": False, "verify": True})
+    for rows, use in enumerate(order, 3):
+        x, y = torch.randn(rows, 8), torch.randint(32, (rows,))
+        found = []
+        for either in (call, model):
+            model.zero_grad()
+            either(x, y)[use].sum().backward(retain_graph=True)
+            found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        assert found[0].keys() == found[1].keys()
+        torch.testing.assert_close(*found)
+        assert ("second.weight" in found[0]) == (use == 1)
+    assert len(find_model(call).graphs) == 1
+
+
 @pytest.mark.parametrize("use", ["loss", "both"])
 def test_the_program_neither_takes_nor_reads_what_is_absent(use):
     model, x, y = case()

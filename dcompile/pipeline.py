@@ -222,8 +222,15 @@ class Pipeline:
         )
 
     def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
-        own_rows, deterministic = self.config.matmul != "aten", torch.are_deterministic_algorithms_enabled()
-        return lower(gm, request.name, request.grads, aten=aten, own_rows=own_rows, deterministic=deterministic)
+        return lower(
+            gm,
+            request.name,
+            request.grads,
+            aten=aten,
+            own_rows=self.config.matmul != "aten",
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            saved_from=request.results if request.kind == "forward" else None,
+        )
 
     def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:
         began = time.perf_counter()

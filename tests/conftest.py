@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
     )
+    parser.addoption("--poison", action="store_true", help="fill memory that no result may depend on (tests/poison.py)")
     parser.addoption("--device", default="cpu", help="where tests/ops and tests/models run: cpu or cuda")
 
 
@@ -48,6 +49,18 @@ def golden(request: pytest.FixtureRequest, update_golden: bool) -> Callable[[str
         assert text == path.read_text(), "if the new text is as it should be: --update-golden, then review the diff"
 
     return compare
+
+
+@pytest.fixture(autouse=True)
+def memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--poison`, memory as bad as it may be."""
+    if not request.config.getoption("--poison"):
+        yield
+        return
+    from tests.poison import poisoned  # behind pytest_configure: it loads torch
+
+    with poisoned():
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from dcompile import compat
 from dcompile.codegen.lower import aten_graph, products
 from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.indices import same_layout
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input, put_in_place
 from dcompile.codegen.lower.numbers import numbers_of
 from dcompile.codegen.lower.origin import origin_of
@@ -48,18 +49,19 @@ def lower(
     aten: bool = False,
     own_rows: bool = True,
     deterministic: bool = False,
+    saved_from: int | None = None,
 ) -> Lowered:
     """The program of `gm`; with `aten` every op is a library call, and results are bit-identical to running `gm`.
 
     Without `own_rows`, products of one row with a matrix are library calls as all others are. With `deterministic`, no
-    sum's order is left to chance.
+    sum's order is left to chance. From result `saved_from` on, results are what a forward saves for its backward.
 
     Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
     """
     if aten:
         return Lowered(*aten_graph.lower(gm, name, grads))
     try:
-        walk = _Walk(gm, name)
+        walk = _Walk(gm, name, saved_from)
         walk.low.own_rows, walk.low.deterministic = own_rows, deterministic
         return walk.run(grads)
     except (Unsupported, Inexpressible) as reason:
@@ -79,8 +81,8 @@ def kind_of(node: Node) -> Kind:
 class _Walk:
     """One pass over the nodes of a graph."""
 
-    def __init__(self, gm: GraphModule, name: str) -> None:
-        self.gm = gm
+    def __init__(self, gm: GraphModule, name: str, saved_from: int | None) -> None:
+        self.gm, self.saved_from = gm, saved_from
         self.low = Lowering(name)
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
         self.numbers = numbers_of(gm)
@@ -154,12 +156,14 @@ class _Walk:
     def _outputs(self, node: Node) -> tuple[View | Index | int | float | bool | None, ...]:
         returned: Any = node.args[0]
         result: list[View | Index | int | float | bool | None] = []
-        for item in returned if isinstance(returned, (tuple, list)) else (returned,):
+        for place, item in enumerate(returned if isinstance(returned, (tuple, list)) else (returned,)):
             value = self.values[item] if isinstance(item, Node) else item
             if isinstance(value, T):
                 self.low.node = item.name if isinstance(item, Node) else "output"
                 result.append(view := self.low.exact(value))
                 self._check_alias(item, view)
+                if self.saved_from is not None and place >= self.saved_from:
+                    self._check_layout(value, view)
             elif isinstance(value, Real):
                 result.append(self.low.number(value))
             else:
@@ -176,6 +180,11 @@ class _Walk:
             return
         if compat.tensors.storage_key(fake) in self.storages:
             raise Unsupported(f"dcompile: {item.target} returns a part of an input, and where it lies is not known")
+
+    def _check_layout(self, value: T, view: View) -> None:
+        """Kernels of the backward read what is saved where tracing says that it lies: elsewhere is other memory."""
+        if value.dtype in DTYPES and not same_layout(view.shape, view.strides, value.strides):
+            raise Unsupported(f"dcompile: {self.low.node} is to be saved with strides that cannot be told apart")
 
     # --- one node ---
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dcompile.codegen.lower.indices import is_distinct
 from dcompile.codegen.lower.program import lower
 from dcompile.ir.index import modulo, var
-from dcompile.ir.nodes import Extern, Program, View
+from dcompile.ir.nodes import Extern, Loop, Program, View
 
 aten = torch.ops.aten
 S = var("s0")
@@ -71,3 +71,21 @@ def test_a_bias_for_a_single_key_has_torchs_strides() -> None:
     with mode:
         seen = attention(lower(gm, "graph").program).args[3]
     assert isinstance(seen, View) and seen.strides == wanted == (8, 0, 8, 1)
+
+
+@pytest.mark.parametrize(("stride", "kept"), [(4, True), (2, False)])
+def test_what_is_saved_lies_as_traced_or_the_graph_is_the_librarys(stride: int, kept: bool) -> None:
+    """A backward's kernels read it with the strides of tracing. Windows that overlap cannot be stored so."""
+
+    def windows(x: torch.Tensor) -> Any:
+        return (aten.copy(aten.as_strided(x, [3, 4], [stride, 1]), aten.sin(aten.as_strided(x, [3, 4], [4, 1]))),)
+
+    with FakeTensorMode() as mode:
+        gm = make_fx(windows)(torch.empty(12))
+        (result,) = gm.graph.output_node().args[0]
+        result.meta["val"] = torch.empty_strided((3, 4), (stride, 1))
+    with mode:
+        shown, saved = lower(gm, "graph").program, lower(gm, "graph", saved_from=0).program
+    assert any(isinstance(step, Loop) for step in shown.steps)
+    assert any(isinstance(step, Loop) for step in saved.steps) is kept
+    assert all(isinstance(step, Loop) or step.fallback for step in saved.steps)

@@ -137,3 +137,24 @@ def test_hooks_lie_in_the_order_in_which_they_run():
     assert list(table) == [second.id, first.id] != list(dict.keys(table))
     compat.fsdp2._say_order(table)
     assert list(table) == list(dict.keys(table)) == [second.id, first.id]
+
+
+def test_what_torch_simplifies_is_simplified_once(monkeypatch):
+    """Divisions inside divisions: each one on the way up would simplify all below it, and so double the time."""
+    import importlib
+
+    import sympy
+    from torch.utils._sympy.functions import FloorDiv
+
+    home, calls = importlib.import_module("sympy.simplify.simplify"), []
+    own = home.signsimp
+    monkeypatch.setattr(home, "signsimp", lambda expr, **how: calls.append(expr) or own(expr, **how))
+    size = nested = sympy.Symbol("s0", integer=True, positive=True)
+    for _ in range(9):
+        nested = FloorDiv(nested + 1, 3)
+    with compat.sizes.simplifying_once():
+        found = sympy.simplify(2 * nested)
+        counted = len(calls)
+    assert found.subs(size, 10**6) == 2 * nested.subs(size, 10**6) and counted < 200
+    sympy.simplify(2 * nested)  # as it was before
+    assert len(calls) - counted > 2**9

@@ -8,6 +8,8 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.sizes import simplifying_once
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,7 +34,8 @@ def aot_compile(
     # call: eager has no such thing.
     if hasattr(config, "graphsafe_rng_functionalization"):
         settings["graphsafe_rng_functionalization"] = False
-    with config.patch(settings), tangents_as_results():  # type: ignore[no-untyped-call, unused-ignore]
+    known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
+    with known, tangents_as_results(), simplifying_once():
         return aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,

@@ -10,6 +10,8 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.sizes import simplifying_once
+
 if TYPE_CHECKING:
     pass
 
@@ -123,6 +125,7 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
         _quiet_metrics(),
         _traced_instead(sync_batch_norm),
+        simplifying_once(),
     ):
         yield
 

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import unittest.mock
+from collections.abc import Iterator
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     pass
+
+
+@contextlib.contextmanager
+def simplifying_once() -> Iterator[None]:
+    """Have sympy simplify each expression once while graphs are traced, whatever it is a part of.
+
+    For a division whose sides share a factor torch asks `sympy.simplify`, which simplifies the arguments of a function
+    at each level above it anew: twice the time for each division inside another, hours for sizes of merged patches of
+    padded windows (Swin).
+    """
+    import sympy  # type: ignore[import-untyped, unused-ignore]
+
+    home: Any = importlib.import_module("sympy.simplify.simplify")  # the package's own name is that of the function
+    own = home.simplify
+    once = functools.lru_cache(maxsize=None, typed=True)(own)
+
+    @functools.wraps(own)
+    def simplify(expression: Any, *args: Any, **how: Any) -> Any:
+        return (once if isinstance(expression, sympy.Basic) else own)(expression, *args, **how)
+
+    with (
+        unittest.mock.patch.object(home, "simplify", simplify),
+        unittest.mock.patch.object(sympy, "simplify", simplify),
+    ):
+        yield
 
 
 def guard_count(gm: Any) -> int:

@@ -102,7 +102,9 @@ class Entry:
         args, kwargs = adapter.prepare(args, kwargs)
         try:
             with adapter.scope():
-                return self._call(False, args, kwargs)
+                result = self._call(False, args, kwargs)
+            compat.tensors.keep_for_backward(result, self.root)
+            return result
         except GivenBack as reason:
             adapter.restore(str(reason))
         self.model.adopt(adapter)

@@ -30,6 +30,16 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
         return False  # what torch answers for a leaf that torch.autograd.grad was asked for
 
 
+def keep_for_backward(result: Any, thing: Any) -> None:
+    """Keep `thing` alive for as long as a backward from `result`, or from what was made of it, may come."""
+    from torch.utils._pytree import tree_leaves
+
+    for leaf in tree_leaves(result):
+        node = getattr(leaf, "grad_fn", None)
+        if node is not None:
+            node.metadata["dcompile"] = thing
+
+
 def fake_mode() -> Any:
     """A mode in which tensors have shapes and no memory; others are taken for fake ones."""
     from torch._subclasses.fake_tensor import FakeTensorMode

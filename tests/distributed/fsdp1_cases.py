@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 
 import dcompile
-from tests.distributed import models
+from tests.distributed import fsdp_cases, models
 from tests.distributed.cases import MAKE, device
 from tests.distributed.fsdp_cases import Uneven, blocks, compiled
 from tests.distributed.models import batch
@@ -103,3 +103,8 @@ def against_stock(
         stocks = (make(name, other, **kind) for other, kind in (("blocks", how), ("blocks", wide), ("root", how)))
         found["scatter"] = apart(FsdpTraining(each, each, accumulate) for each in stocks)
     return found | {"receipt": dcompile.receipt(call)}
+
+
+def freed() -> dict[str, Any]:
+    """As for FSDP2."""
+    return fsdp_cases.freed(make)

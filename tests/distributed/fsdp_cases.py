@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import os
 import tempfile
 import unittest.mock
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -284,6 +286,29 @@ def frozen(**how: Any) -> dict[str, Any]:
         backward(call, module, 1)
 
     return same_as_stock(steps, **how)
+
+
+def freed(wrapped: Callable[[str], Any] | None = None) -> dict[str, Any]:
+    """What is left of a model that nobody holds, ours and stock; a backward still to come has to come through."""
+    return {
+        "stock": _left_of((wrapped or make)("mlp"), lambda module: module),
+        "ours": _left_of((wrapped or make)("mlp"), compiled),
+    }
+
+
+def _left_of(module: Any, how: Callable[[Any], Any]) -> dict[str, bool]:
+    call = how(module)
+    for step in range(2):
+        call(**inputs(models.Mlp(), step)).sum().backward()
+    last, parameter = call(**inputs(models.Mlp(), 2)).sum(), next(module.parameters())
+    parameter.grad = None
+    gone, part = weakref.ref(module), weakref.ref(parameter)
+    del module, call
+    last.backward()
+    reached = parameter.grad is not None
+    del last, parameter
+    gc.collect()
+    return {"reached": reached, "module": gone() is not None, "parameter": part() is not None}
 
 
 def autograd_grad() -> dict[str, Any]:

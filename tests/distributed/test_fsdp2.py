@@ -38,6 +38,12 @@ def test_ways_to_run_equal_stock_fsdp(ranks, case):
         assert found["receipt"].eligible
 
 
+@pytest.mark.parametrize("cases", ["fsdp", "fsdp1"])
+def test_a_model_that_nobody_holds_is_freed(ranks, cases):
+    for found in ranks.run(f"tests.distributed.{cases}_cases:freed", 150):
+        assert found["ours"] == found["stock"] == {"reached": True, "module": False, "parameter": False}
+
+
 @pytest.mark.parametrize("how", [{}, {"name": "llama"}, {"reshard_after_forward": False}], ids=str)
 def test_recorded_steps_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "recorded", **how):

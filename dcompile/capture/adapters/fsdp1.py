@@ -9,6 +9,7 @@ left it, so that optimizers, clip_grad_norm_ and checkpoints work as ever.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +21,7 @@ from torch.distributed import ReduceOp
 
 from dcompile import compat
 from dcompile.capture.adapters.fsdp2 import converted
-from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.capture.adapters.sharded import ShardedAdapter, present
 from dcompile.collectives.params import ParamInfo, Reduction, Shard
 
 
@@ -28,10 +29,20 @@ class Flat:
     """One flat parameter: a unit, and as such alone in its group; see `collectives.params`."""
 
     def __init__(self, instance: Any, number: int) -> None:
-        self.instance, self.handle = instance, compat.fsdp1.handle_of(instance)
+        self._instance = weakref.ref(instance)
         self.group = f"fsdp{number}"
         self.name = " ".join(compat.fsdp1.names(self.handle))
         self._alone = None if self.handle.uses_sharded_strategy else Alone()
+
+    @property
+    def instance(self) -> Any:
+        """The wrapper that it belongs to."""
+        return present(self._instance)
+
+    @property
+    def handle(self) -> Any:
+        """What FSDP knows of it."""
+        return compat.fsdp1.handle_of(self.instance)
 
     # --- a unit
 
@@ -102,8 +113,8 @@ class Param:
     """One original parameter, and what stands for it while it is traced."""
 
     virtual: torch.nn.Parameter
-    original: torch.nn.Parameter
-    places: list[tuple[torch.nn.Module, str]]
+    original: weakref.ref[torch.nn.Parameter]
+    places: list[tuple[weakref.ref[torch.nn.Module], str]]
     made: None = None
 
     @property
@@ -112,13 +123,16 @@ class Param:
 
 
 class Fsdp1Adapter(ShardedAdapter):
-    """State of the takeover of a FullyShardedDataParallel module and those inside it."""
+    """State of the takeover of a FullyShardedDataParallel module and those inside it.
+
+    It keeps none of them alive: compiled code, which Dynamo keeps for as long as it likes, leads here.
+    """
 
     name = "fsdp1"
 
     def __init__(self, root: Any, instances: list[Any], stock: bool, serial: int | None = None) -> None:
         super().__init__(serial)
-        self._root, self._instances = root, instances
+        self._root, self._instances = weakref.ref(root), [weakref.ref(instance) for instance in instances]
         missing = compat.fsdp1.missing(instances)
         if missing:
             reasons = [f"this torch lacks {', '.join(missing)}"]
@@ -128,7 +142,8 @@ class Fsdp1Adapter(ShardedAdapter):
             reasons = compat.fsdp1.objections(root, instances)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._originals: list[Param] = []
-        self._forwards: list[Callable[..., Any]] = []
+        self._forward = f"_dcompile_forward_{id(self)}"
+        """Where each wrapper keeps its forward in compiled calls: that leads to its module, and so must not be here."""
         if not self.reasons:
             self._take_over()
         self._params = self._originals
@@ -141,8 +156,8 @@ class Fsdp1Adapter(ShardedAdapter):
 
     def _take_over(self) -> None:
         infos: list[ParamInfo] = []
-        for instance in self._instances:
-            self._forwards.append(_forward(instance, cast=instance is not self._root))
+        for instance in map(present, self._instances):
+            instance.__dict__[self._forward] = _forward(instance, cast=instance is not self._root())
             if compat.fsdp1.handle_of(instance) is None:
                 continue
             flat = Flat(instance, len(self.groups))
@@ -166,7 +181,8 @@ class Fsdp1Adapter(ShardedAdapter):
             tensor.untyped_storage().resize_(0)
             original = originals[index]
             virtual = torch.nn.Parameter(tensor, requires_grad=original.requires_grad)
-            self._originals.append(Param(virtual, original, places[index]))
+            where_shown = [(weakref.ref(module), name) for module, name in places[index]]
+            self._originals.append(Param(virtual, weakref.ref(original), where_shown))
             shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True)
             size, where = tuple(shape), device.type
             yield ParamInfo(first + index, fqn, size, _name(dtype), where, "sharded", flat.group, shard)
@@ -186,26 +202,30 @@ class Fsdp1Adapter(ShardedAdapter):
     # --- calls ---
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        moved, named = compat.fsdp1.before_forward(self._root, args, kwargs)
+        moved, named = compat.fsdp1.before_forward(present(self._root), args, kwargs)
         return moved, named
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        shown = [[module._parameters[name] for module, name in param.places] for param in self._originals]
+        params = [(p.virtual, [(present(module), name) for module, name in p.places]) for p in self._originals]
+        shown = [[module._parameters[name] for module, name in places] for _, places in params]
+        instances = list(map(present, self._instances))
         try:
             for param in self._originals:
-                if param.virtual.requires_grad != param.original.requires_grad:
-                    param.virtual.requires_grad_(param.original.requires_grad)
-                for module, name in param.places:
-                    module._parameters[name] = param.virtual
-            for instance, forward in zip(self._instances, self._forwards, strict=True):
-                instance.__dict__["forward"] = forward
+                wanted = present(param.original).requires_grad
+                if param.virtual.requires_grad != wanted:
+                    param.virtual.requires_grad_(wanted)
+            for virtual, places in params:
+                for module, name in places:
+                    module._parameters[name] = virtual
+            for instance in instances:
+                instance.__dict__["forward"] = instance.__dict__[self._forward]
             yield
         finally:
-            for param, before in zip(self._originals, shown, strict=True):
-                for (module, name), parameter in zip(param.places, before, strict=True):
+            for (_, places), before in zip(params, shown, strict=True):
+                for (module, name), parameter in zip(places, before, strict=True):
                     module._parameters[name] = parameter
-            for instance in self._instances:
+            for instance in instances:
                 instance.__dict__.pop("forward", None)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.capture.adapters.sharded import ShardedAdapter, present
 from dcompile.collectives.params import ParamInfo, Reduction, Shard
 
 
@@ -24,7 +25,7 @@ class Unit:
     """One parameter; see `collectives.params.ShardUnit`."""
 
     def __init__(self, param: Any, number: int, group: str) -> None:
-        self.param = param
+        self._param = weakref.ref(param)
         self.name = compat.fsdp2.full_name(param, number)
         self.group = group
         self.offloaded = compat.fsdp2.is_offloaded(param)
@@ -33,6 +34,11 @@ class Unit:
         self.virtual = compat.fsdp2.virtual_parameter(param)
         self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
         self.made = compat.fsdp2.made_of_gathered(param)
+
+    @property
+    def param(self) -> Any:
+        """What FSDP knows of it."""
+        return present(self._param)
 
     def data(self) -> torch.Tensor:
         return compat.fsdp2.shard_data(self.param)
@@ -53,9 +59,14 @@ class Group:
     """The parameters that one `fully_shard` call groups; see `collectives.params.ShardGroup`."""
 
     def __init__(self, group: Any, name: str, parts: bool) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.name = name
         self._parts = parts
+
+    @property
+    def group(self) -> Any:
+        """What FSDP knows of it."""
+        return present(self._group)
 
     def gather_group(self) -> Any:
         return compat.fsdp2.gather_group(self.group)
@@ -111,7 +122,10 @@ def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float |
 
 
 class Fsdp2Adapter(ShardedAdapter):
-    """State of the takeover of the `fully_shard` calls on one compiled module and those inside it."""
+    """State of the takeover of the `fully_shard` calls on one compiled module and those inside it.
+
+    It keeps none of them alive: compiled code, which Dynamo keeps for as long as it likes, leads here.
+    """
 
     name = "fsdp2"
 
@@ -119,7 +133,7 @@ class Fsdp2Adapter(ShardedAdapter):
         """`parts`: whether forwards may leave parameters spread over fewer ranks, where that is asked for."""
         super().__init__(serial)
         self._parts = parts
-        self._states = states
+        self._states = [weakref.ref(state) for state in states]
         missing = compat.fsdp2.missing(states)
         reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
         if not missing:
@@ -128,7 +142,8 @@ class Fsdp2Adapter(ShardedAdapter):
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._units: list[Unit] = []
         self._groups: list[Group] = []
-        self._hooks: list[tuple[dict[int, Any], int, Callable[..., Any]]] = []
+        self._hooks: list[tuple[Callable[[], Any], int, Callable[..., Any]]] = []
+        """(table of hooks, key in it, what is there in compiled calls)"""
         if not self.reasons:
             self._take_over()
         self._params = self._units
@@ -137,7 +152,7 @@ class Fsdp2Adapter(ShardedAdapter):
 
     def _take_over(self) -> None:
         infos = []
-        for state in self._states:
+        for state in map(present, self._states):
             for group in compat.fsdp2.groups_of(state):
                 entry = Group(group, f"fsdp{len(self._groups)}", self._parts)
                 for param in group.fsdp_params:
@@ -149,8 +164,8 @@ class Fsdp2Adapter(ShardedAdapter):
                     self.notes = ("reshard_after_forward=N: with CUDA graphs, backwards gather over all ranks",)
             before, after = compat.fsdp2.hook_places(state)
             cast_in, cast_out = _before(compat.fsdp2.input_cast(state)), _after(compat.fsdp2.output_cast(state))
-            self._hooks += [(table, key, cast_in) for table, key in before]
-            self._hooks += [(table, key, cast_out) for table, key in after]
+            self._hooks += [(weakref.ref(table), key, cast_in) for table, key in before]
+            self._hooks += [(weakref.ref(table), key, cast_out) for table, key in after]
         self._infos = tuple(infos)
         self.units = dict(enumerate(self._units))
         self.groups = {entry.name: entry for entry in self._groups}
@@ -181,7 +196,7 @@ class Fsdp2Adapter(ShardedAdapter):
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What FSDP's root does before its forward, beside gathering."""
-        root = self._states[0]
+        root = present(self._states[0])
         if not compat.fsdp2.is_root(root):
             return args, kwargs  # the root around us has done it
         compat.fsdp2.wait_for_optimizer(root)
@@ -194,7 +209,8 @@ class Fsdp2Adapter(ShardedAdapter):
             if not entry.group.is_sharded:
                 compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
         before = [compat.fsdp2.shown(unit.param) for unit in self._units]
-        hooks = [table[key] for table, key, _ in self._hooks]
+        places = [(present(table), key, hook) for table, key, hook in self._hooks]
+        hooks = [table[key] for table, key, _ in places]
         try:
             for unit in self._units:
                 wanted = unit.param.sharded_param.requires_grad
@@ -202,13 +218,13 @@ class Fsdp2Adapter(ShardedAdapter):
                     unit.virtual.requires_grad_(wanted)
                     unit.shown.requires_grad_(wanted)
                 compat.fsdp2.show(unit.param, unit.shown)
-            for table, key, hook in self._hooks:
+            for table, key, hook in places:
                 table[key] = hook
             yield
         finally:
             for unit, parameter in zip(self._units, before, strict=True):
                 compat.fsdp2.show(unit.param, parameter)
-            for (table, key, _), hook in zip(self._hooks, hooks, strict=True):
+            for (table, key, _), hook in zip(places, hooks, strict=True):
                 table[key] = hook
 
 

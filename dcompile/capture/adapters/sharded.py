@@ -21,6 +21,16 @@ class GivenBack(DcompileError):
     """The call cannot run with virtual parameters: it starts again with FSDP's own hooks."""
 
 
+def present(reference: Callable[[], Any]) -> Any:
+    """What a weak reference into the user's model leads to."""
+    found = reference()
+    if found is None:
+        raise DcompileError(
+            "dcompile: the sharded model is gone; keep it for as long as you run what was compiled of it"
+        )
+    return found
+
+
 class Virtual(Protocol):
     """A parameter, and what stands for it while it is traced."""
 

@@ -56,7 +56,8 @@ def heirs_of(
     `kept`: buffers whose memory results show, or may show.
     """
     written = frozenset().union(*(step.writes for step in program.steps))
-    given = [program.table[name] for name in program.donated if name in lives and name not in written | kept]
+    table, barred = program.table, written | kept
+    given = [table[name] for name in program.donated if name in lives and name not in barred]
     dying: dict[int, list[Buffer]] = {}
     for buffer in filter(fits, given):
         dying.setdefault(lives[buffer.name][1], []).append(buffer)

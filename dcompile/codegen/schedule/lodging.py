@@ -6,6 +6,7 @@ allocated before its first use and let go after its last.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -179,8 +180,10 @@ def lodge(
                 if cap + before >= cost(best):
                     break
                 most = cost(best) - cap if raises else before
-                found = _Attempt(blocks, hosts, heirs, options, held, most, barred).run(cap)
-                best = min(best, found, key=cost)
+                # its arena and what is held only grow: an attempt ends where they cost as much as the best one
+                limit = cost(best), cost(best) if beside is None else cost(best) - beside - total
+                found = _Attempt(blocks, hosts, heirs, options, held, most, barred).run(cap, *limit)
+                best = best if found is None else min(best, found, key=cost)
         return best
 
     everything = range(len(blocks))
@@ -253,15 +256,17 @@ class _Attempt:
     ) -> None:
         self.blocks, self.hosts, self.heirs, self.options = blocks, hosts, heirs, options
         self.held, self.most, self.barred = held.copy(), most, barred
+        self.high = int(held.max(initial=0))
         self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
         self.arena = _Bin()
-        self.bins = {host.name: _Bin() for host in hosts}
+        self.bins: dict[str, _Bin] = defaultdict(_Bin)
         self.edges = np.array([host.edge for host in hosts], np.int64)
         """How far each host's life goes by now, to the front or to the back."""
         self.early = np.array([host.early for host in hosts])
         self.room = np.array([host.nbytes for host in hosts], np.int64)
 
-    def run(self, cap: int) -> Lodging:
+    def run(self, cap: int, peak: int, arena: int) -> Lodging | None:
+        """Places with an arena of about `cap` bytes; None once the peak or the arena gets as large as is said."""
         places: list[tuple[str | None, int]] = [(None, 0)] * len(self.blocks)
         reached = 0
         has_choice = [len(found) > 0 or number not in self.barred for number, found in enumerate(self.options)]
@@ -276,7 +281,13 @@ class _Attempt:
                 self.arena.put(block, at, size)
                 reached = max(reached, at + size)
             places[number] = place or (None, at)
-        return Lodging(places, reached, reached + int(self.held.max(initial=0)))
+            if reached + self.high >= peak or reached >= arena:
+                return None
+        return Lodging(places, reached, reached + self.high)
+
+    def _hold(self, span: slice, nbytes: int) -> None:
+        self.held[span] += nbytes
+        self.high = max(self.high, int(self.held[span].max(initial=0)))
 
     def _host_for(self, number: int) -> tuple[str, int] | None:
         """The host that lives longer by the fewest byte-steps, if one has a gap; and where."""
@@ -292,7 +303,7 @@ class _Attempt:
             span = slice(then, now) if host.early else slice(now + 1, then + 1)  # the steps by which it lives longer
             if self.held[span].max(initial=0) + host.nbytes > self.most and span.start < span.stop:
                 continue
-            self.held[span] += host.nbytes
+            self._hold(span, host.nbytes)
             self.edges[k] = then
             self.bins[host.name].put(block, at, aligned(nbytes))
             return host.name, at
@@ -304,7 +315,7 @@ class _Attempt:
         span = slice(block.first, block.last + 1)
         if number in self.barred or self.held[span].max(initial=0) + size > self.most:
             return None
-        self.held[span] += size
+        self._hold(span, size)
         return APART, 0
 
     def _edges(self, numbers: np.ndarray | np.intp, block: Block) -> np.ndarray:

@@ -60,13 +60,17 @@ def _place_in_order(blocks: Sequence[Block], order: Sequence[int]) -> tuple[list
 
 def best_gap(start: np.ndarray, end: np.ndarray, size: int) -> int:
     """The offset of the smallest gap of at least `size` bytes; behind everything if there is none."""
-    by_start = np.argsort(start, kind="stable")
-    reached = np.concatenate(([0], np.maximum.accumulate(end[by_start]))).astype(np.int64)
-    gaps = start[by_start] - reached[:-1]
-    fitting = np.where(gaps >= max(size, 1), gaps, np.iinfo(np.int64).max)
-    if not len(gaps) or gaps.max() < max(size, 1):
+    if not len(start):
+        return 0
+    by_start = start.argsort(kind="stable")
+    reached = np.maximum.accumulate(end[by_start])
+    gaps = start[by_start]
+    gaps[1:] -= reached[:-1]
+    fitting = np.flatnonzero(gaps >= max(size, 1))
+    if not len(fitting):
         return int(reached[-1])
-    return int(reached[np.argmin(fitting)])
+    best = int(fitting[gaps[fitting].argmin()])
+    return int(reached[best - 1]) if best else 0
 
 
 @dataclass(slots=True)

@@ -33,6 +33,24 @@ block_lists = st.lists(
 host_lists = st.lists(st.tuples(st.integers(4, 80), st.integers(0, STEPS - 1), st.booleans()), max_size=12)
 
 
+@given(block_lists, host_lists, st.integers(0, 400), st.one_of(st.none(), st.integers(0, 400)))
+@settings(max_examples=100, deadline=None)
+def test_attempts_that_end_early_would_not_have_been_chosen(blocks, given_hosts, other, beside):
+    """Most are hopeless at their first blocks: followed to the end, they took longer than lowering 32 layers."""
+    hosts = [Host(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
+    base = np.full(STEPS, other * KIB, np.int64)
+    later = None if beside is None else beside * KIB
+    whole, gaps, tried = lodging._Attempt.run, lodging._Bin.gap, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lodging, "WORTH", KIB)
+        patch.setattr(lodging, "SMALLEST_APART", 16 * KIB)
+        patch.setattr(lodging._Bin, "gap", lambda *args: tried.append(1) or gaps(*args))
+        found, fewer = lodge(blocks, hosts, {}, base, set(), later), len(tried)
+        patch.setattr(lodging._Attempt, "run", lambda self, cap, *_: whole(self, cap, 1 << 60, 1 << 60))
+        assert lodge(blocks, hosts, {}, base, set(), later) == found
+    assert fewer <= len(tried) - fewer
+
+
 def is_open(host: Host, block: Block) -> bool:
     return block.last < host.edge if host.early else block.first > host.edge
 

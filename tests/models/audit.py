@@ -11,6 +11,7 @@ wrong in the first run and right in the second is the memory plan's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -176,6 +177,19 @@ def _difference(a: Any, b: Any) -> str:
     return f"{count} of {b.numel()} differ, at {place} {pair} (largest {scale:.3g})"
 
 
+@contextlib.contextmanager
+def auditing() -> Iterator[None]:
+    """Every graph that is compiled meanwhile is looked at in each call."""
+    compile_graph = CachingCompiler._compile
+
+    def audited(self: Any, cache: Any, key: Any, objection: str, gm: Any, request: Any, foreseen: Any) -> Any:
+        ours = compile_graph(self, cache, None, objection, gm, request, None)
+        return Audited(ours, gm, request, self.config, cache)
+
+    with mock.patch.multiple(CachingCompiler, _compile=audited, _found=lambda *_: None):
+        yield
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
@@ -187,14 +201,7 @@ def main() -> None:
     from tests.models.test_gpu import ALL
     from tests.subject import anew
 
-    compile_graph = CachingCompiler._compile
-
-    def audited(self: Any, cache: Any, key: Any, objection: str, gm: Any, request: Any, foreseen: Any) -> Any:
-        ours = compile_graph(self, cache, None, objection, gm, request, None)
-        return Audited(ours, gm, request, self.config, cache)
-
-    patched = mock.patch.multiple(CachingCompiler, _compile=audited, _found=lambda *_: None)
-    with anew(), torch._dynamo.config.patch(allow_rnn=True), patched:
+    with anew(), torch._dynamo.config.patch(allow_rnn=True), auditing():
         ASPECTS[chosen.aspect](ALL[chosen.name])
     print("equal to eager")
 

@@ -61,13 +61,19 @@ def drop_internal(program: Program) -> Program:
 
 
 class _Graph:
-    """Steps under merging: who must run before whom, as bit sets over step numbers."""
+    """Steps under merging: who must run before whom, as bit sets over the numbers of the original steps.
+
+    A merged step has the bits of all that it was made of; others have all of them or none.
+    """
 
     def __init__(self, steps: list[Step], program: Program) -> None:
         self.steps: dict[int, Step] = dict(enumerate(steps))
         self.reads = {number: step.reads for number, step in self.steps.items()}  # steps work them out at each call
         self.writes = {number: step.writes for number, step in self.steps.items()}
         self.alive = set(self.steps)
+        self.members = {number: 1 << number for number in self.steps}
+        self.living = list(self.steps)
+        """What each original step is a part of by now."""
         self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
         self.devices = {buffer.name: buffer.device for buffer in program.buffers}
         self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
@@ -108,9 +114,9 @@ class _Graph:
 
     def in_order(self, a: int, b: int) -> tuple[int, int]:
         """The pair with the one that must or may run first in front."""
-        if self.before[a] >> b & 1:
+        if self.before[a] & self.members[b]:
             return b, a
-        if self.before[b] >> a & 1:
+        if self.before[b] & self.members[a]:
             return a, b
         return (a, b) if self.first[a] <= self.first[b] else (b, a)
 
@@ -138,25 +144,26 @@ class _Graph:
 
     def may_join(self, a: int, b: int) -> bool:
         """No third step has to run between them, and b does not have to run before a."""
-        if self.before[a] >> b & 1:
+        if self.before[a] & self.members[b]:
             return False
-        return not self.after[a] & self.before[b] & ~(1 << a | 1 << b)
+        return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
 
     def replace_pair(self, a: int, b: int, merged: Loop) -> int:
         """Put the merged loop in place of both; returns its number."""
-        new = len(self.steps)
-        gone = 1 << a | 1 << b
-        before = (self.before[a] | self.before[b]) & ~gone
-        after = (self.after[a] | self.after[b]) & ~gone
+        new, own = len(self.steps), self.members[a] | self.members[b]
+        for one, other in ((a, b), (b, a)):  # who waits for one of them waits for both from now on
+            for n in self._living(self.after[one] & ~self.after[other] & ~own):
+                self.before[n] |= self.before[other] | self.members[other]
+            for n in self._living(self.before[one] & ~self.before[other] & ~own):
+                self.after[n] |= self.after[other] | self.members[other]
         self.steps[new], self.reads[new], self.writes[new] = merged, merged.reads, merged.writes
         self.alive -= {a, b}
         self.alive.add(new)
-        self.first[new] = min(self.first[a], self.first[b])
-        self.before[new], self.after[new] = before, after
-        for n in _bits(after):
-            self.before[n] = (self.before[n] | before | 1 << new) & ~gone
-        for n in _bits(before):
-            self.after[n] = (self.after[n] | after | 1 << new) & ~gone
+        self.first[new], self.members[new] = min(self.first[a], self.first[b]), own
+        self.before[new] = (self.before[a] | self.before[b]) & ~own
+        self.after[new] = (self.after[a] | self.after[b]) & ~own
+        for n in _bits(own):
+            self.living[n] = new
         for name in self.reads[new] | self.writes[new]:
             self.touching[name].add(new)
         for old in (a, b):
@@ -166,19 +173,29 @@ class _Graph:
 
     def ordered(self) -> list[Step]:
         """All living steps, each as early as its place in the original program and its dependences allow."""
-        waiting = {n: bin(self.before[n]).count("1") for n in self.alive}
-        ready = [(self.first[n], n) for n in self.alive if waiting[n] == 0]
-        heapq.heapify(ready)
+        awaited: dict[int, list[int]] = {}  # step -> those that look again whether they are ready once it is through
+        ready: list[tuple[int, int]] = []
         result: list[Step] = []
-        while ready:
+        done, asked = 0, sorted(self.alive)
+        while asked or ready:
+            for n in asked:
+                left = self.before[n] & ~done
+                if left:
+                    awaited.setdefault(self.living[left.bit_length() - 1], []).append(n)
+                else:
+                    heapq.heappush(ready, (self.first[n], n))
+            if not ready:
+                break
             _, number = heapq.heappop(ready)
             result.append(self.steps[number])
-            for n in _bits(self.after[number]):
-                waiting[n] -= 1
-                if waiting[n] == 0:
-                    heapq.heappush(ready, (self.first[n], n))
+            done |= self.members[number]
+            asked = awaited.pop(number, [])
         assert len(result) == len(self.alive), "fusion made a cycle"
         return result
+
+    def _living(self, bits: int) -> set[int]:
+        """The steps that these original ones are part of."""
+        return {self.living[n] for n in _bits(bits)}
 
 
 def _nbytes(buffer: Buffer) -> int:

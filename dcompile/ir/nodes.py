@@ -146,7 +146,7 @@ class Extern:
     `fallback` is true where a loop of ours was wanted and there is no lowering yet: it is counted in the receipt.
     `effect` is true for what touches more than its results (random numbers, collectives, checks that may raise,
     in-place operations): such calls keep their order among one another and are never dropped. `aliases` is true where
-    results may be views of arguments.
+    results may be views of arguments. `tells` are size symbols that have a value from here on, which the results tell.
     """
 
     op: str
@@ -158,6 +158,7 @@ class Extern:
     origin: tuple[str, ...] = ()
     effect: bool = False
     aliases: bool = False
+    tells: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:

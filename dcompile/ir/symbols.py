@@ -84,13 +84,23 @@ def _sizes_of(program: Program) -> Iterator[Size]:
     for output in program.outputs:
         yield from _sizes_of_arg(output)
     for step in program.steps:
-        match step:
-            case Loop():
-                yield from (*step.outer, *step.inner, *(store.index for store in step.stores))
-                yield from (value.index for value in step.body if isinstance(value, Load | IndexOf))
-            case Extern():
-                for arg in (*step.args, *(value for _, value in step.kwargs)):
-                    yield from _sizes_of_arg(arg)
+        yield from _sizes_of_step(step)
+
+
+def used_symbols(step: Step) -> frozenset[str]:
+    """The size symbols without which a step cannot run; those of what it writes are made of them, or told by it."""
+    sizes = (size for size in _sizes_of_step(step) if isinstance(size, Index))
+    return frozenset(name for size in sizes for name in size.variables if is_symbol(name))
+
+
+def _sizes_of_step(step: Step) -> Iterator[Size]:
+    match step:
+        case Loop():
+            yield from (*step.outer, *step.inner, *(store.index for store in step.stores))
+            yield from (value.index for value in step.body if isinstance(value, Load | IndexOf))
+        case Extern():
+            for arg in (*step.args, *(value for _, value in step.kwargs)):
+                yield from _sizes_of_arg(arg)
 
 
 def _sizes_of_arg(arg: Arg) -> Iterator[Size]:

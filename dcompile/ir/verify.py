@@ -7,7 +7,7 @@ The rules:
   4. a `set` store writes no element twice, and covers its buffer unless that is an input;
   5. what a step reads was written before it or is an input; a buffer has one writer (besides library calls that work in
      place, and loops that write to an input at one position known at run time), and no step after the one that
-     overwrites an input reads that input;
+     overwrites an input reads that input; a size that a library call tells is used behind that call;
   6. a loop reads an input that it overwrites only where it writes;
   7. each collective has one wait, and nothing touches its buffers in between;
   8. outputs and gradients exist;
@@ -39,7 +39,7 @@ from dcompile.ir.nodes import (
     holder_of,
     views_of,
 )
-from dcompile.ir.symbols import specialise, symbols_of
+from dcompile.ir.symbols import specialise, symbols_of, used_symbols
 from dcompile.ir.text import show_step
 from dcompile.ir.verify_loop import BrokenRule, check_loop, extent_of, require
 
@@ -178,6 +178,8 @@ class _Order:
         """Buffers that a loop or an out call has written: no second one may."""
         self.flying: dict[str, Collective] = {}
         self.landed: set[str] = set()
+        self.late = {symbol for step in program.steps if isinstance(step, Extern) for symbol in step.tells}
+        """Sizes that no call has told so far."""
 
     def advance(self, step: Loop | Extern | Collective | Wait) -> None:
         if isinstance(step, Wait):
@@ -187,6 +189,9 @@ class _Order:
             require(set(started.buffers) == set(step.buffers), f"{step.bucket} was started on other buffers")
             self.landed.add(step.bucket)
             return
+        untold = used_symbols(step) & self.late if self.late else None
+        require(not untold, f"{', '.join(sorted(untold or ()))} is used before a library call tells it")
+        self.late.difference_update(step.tells if isinstance(step, Extern) else ())
         for collective in self.flying.values():
             touched = (step.reads | step.writes).intersection(collective.buffers)
             require(not touched, f"{', '.join(sorted(touched))} is touched while {collective.bucket} is in flight")

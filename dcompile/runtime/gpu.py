@@ -1,7 +1,8 @@
 """Runs Triton's kernels without Triton: cubins are loaded by the CUDA driver, and a run of them is started in one call.
 
 A launch table lists functions, grids and addresses. Addresses that are known when the host program prepares itself are
-in it from the start; the others are filled in at each call. `LAUNCHER` is the C that walks over the table.
+in it from the start; the others are filled in at each call, and so are sizes and grids that only the call tells.
+`LAUNCHER` is the C that walks over the table.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, in
     config.block[0] = k->threads;
     config.shared = k->shared;
     config.count = k->early;  // attributes: it starts while the kernel before it ends, and waits by itself
-    const int failed = start(&config, k->function, arguments, 0);
+    const int failed = k->grid ? start(&config, k->function, arguments, 0) : 0;
     if (failed) return (n << 32) | failed;
     arguments += k->count;
   }
@@ -125,14 +127,25 @@ class Address(int):
 
 
 Argument = int
-"""An `Address`, or the position among the addresses of a call."""
+"""An `Address`, or the position among what a call gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How many programs a kernel has, where the call tells: a position among what it gives. 0 of them start nothing."""
+
+    place: int
 
 
 class Launches:
-    """A run of kernels: called with a stream and the addresses that change from call to call."""
+    """A run of kernels: called with a stream and with what changes from call to call: addresses, sizes, grids."""
 
     def __init__(
-        self, launcher: Any, device: int, count: int, kernels: Sequence[tuple[Path, str, int, Sequence[Argument]]]
+        self,
+        launcher: Any,
+        device: int,
+        count: int,
+        kernels: Sequence[tuple[Path, str, int | Grid, Sequence[Argument]]],
     ) -> None:
         self._launcher, self._names = launcher, [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels]
         slots = (ctypes.c_uint64 * max(count + 1, 1))()  # the last one is the null that Triton's scratch arguments get
@@ -142,7 +155,8 @@ class Launches:
         self._table = (_Kernel * len(kernels))()
         for place, (path, name, grid, arguments) in enumerate(kernels):
             function, shared, threads, early = _function(path, name, device)
-            self._table[place] = _Kernel(function, grid, threads, shared, len(arguments) + 2, early)
+            known_grid = 0 if isinstance(grid, Grid) else grid
+            self._table[place] = _Kernel(function, known_grid, threads, shared, len(arguments) + 2, early)
             for argument in arguments:
                 if isinstance(argument, Address):
                     kept = known.setdefault(argument, ctypes.c_uint64(argument))
@@ -151,13 +165,18 @@ class Launches:
                     pointers.append(base + 8 * argument)
             pointers += [null, null]  # Triton's two scratch arguments
         self._known = known  # the driver reads them at each launch
+        self._grids = [
+            (self._table[n], grid.place) for n, (_, _, grid, _) in enumerate(kernels) if isinstance(grid, Grid)
+        ]
         self._slots, self._count = slots, count
         self._pointers = (ctypes.c_uint64 * len(pointers))(*pointers)
         self._call = (ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value,)
 
-    def __call__(self, stream: int, *addresses: int) -> None:
+    def __call__(self, stream: int, *given: int) -> None:
         """Start all kernels on `stream`."""
-        self._slots[: self._count] = addresses  # type: ignore[call-overload]
+        self._slots[: self._count] = given  # type: ignore[call-overload]
+        for kernel, place in self._grids:
+            kernel.grid = given[place]
         failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers)
         if failed:
             _check(failed & 0xFFFFFFFF, f"starting kernel {self._names[failed >> 32]}")

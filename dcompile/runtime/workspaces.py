@@ -135,8 +135,13 @@ class Run:
         """An integer, for a launch table."""
         return gpu.Address(value)
 
-    def launches(self, count: int, kernels: list[tuple[str, str, int, tuple[int, ...]]]) -> gpu.Launches:
-        """A run of kernels: each its name, function, grid and arguments, which are addresses or one of `count`.
+    @staticmethod
+    def grid(place: int) -> gpu.Grid:
+        """A number of programs that the call tells, for a launch table."""
+        return gpu.Grid(place)
+
+    def launches(self, count: int, kernels: list[tuple[str, str, int | gpu.Grid, tuple[int, ...]]]) -> gpu.Launches:
+        """A run of kernels: each its name, function, grid and arguments, which are known or one of `count` given ones.
 
         Kernels for which these sizes leave nothing to do are left out.
         """

@@ -35,7 +35,7 @@ def chosen(x, w):
 def two(x, w):
     """Two late sizes in one graph, and a place that depends on one of them."""
     a, b = x[x[:, 1] > 0], w[w[:, 0] > 0]
-    return torch.cat([a, b, a * 2], 0) * 2, (a[:, None, :1] + b[None, :, :1]).tanh(), a * 3
+    return torch.cat([a, b, a * 2], 0) * 2, (a[:, None, :1] + b[None, :, :1]).tanh(), a.t() * 3
 
 
 def item(x, w):
@@ -83,7 +83,7 @@ def _compare(function: Callable[..., Any], call: Callable[..., Any], rows: int, 
     actual, expected = (r if isinstance(r, tuple) else (r,) for r in (call(*ours), function(*theirs)))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)
-        assert a.stride() == b.stride(), f"{a.stride()} where eager has {b.stride()}"
+        assert not a.numel() or a.stride() == b.stride(), f"{a.stride()} where eager has {b.stride()}"
     sums = [sum(r.square().sum() for r in results if r.is_floating_point()) for results in (actual, expected)]
     for total in sums:
         total.backward()

@@ -1,9 +1,10 @@
-"""Sizes that a library call tells in the middle of a graph, on a GPU: values without one, by Triton's interpreter."""
+"""Sizes that a library call tells in the middle of a graph: on the CPU, and as for a GPU, by Triton's interpreter."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from dcompile.machine import triton_version
 from tests.dynamic import late_cases
 
-pytestmark = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
 NAMES = [f"{name}{kind}" for name in late_cases.FUNCTIONS for kind in ("", " dynamic")]
 
 
@@ -29,12 +30,26 @@ def found() -> dict[str, dict[str, object]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("name", late_cases.FUNCTIONS)
+def test_late_sizes_on_the_cpu(name, dynamic):
+    wrong, receipt = late_cases.problem(late_cases.FUNCTIONS[name], "cpu", dynamic)
+    assert not wrong, wrong
+    assert receipt.kernels and receipt.fallbacks.keys() <= {"aten.index.Tensor", "aten.index_put.default"}, str(receipt)
+
+
+@needs_triton
 @pytest.mark.parametrize("name", NAMES)
 def test_late_sizes_on_a_gpu_give_eagers_values(name, found):
     assert found[name]["problem"] == ""
 
 
+@needs_triton
 @pytest.mark.parametrize("name", NAMES)
-def test_what_needs_no_late_size_is_a_kernel(name, found):
+def test_late_sizes_are_given_to_kernels(name, found):
+    """The forward's; its backward, if it has one, is told them by its arguments."""
     for text in found[name]["texts"]:
         assert "run.launches(" in text, text
+    forward = found[name]["texts"][0]
+    assert "run.grid(" in forward and re.search(r"_launch\d+\(stream, .*\bu\w+", forward), forward

@@ -288,6 +288,18 @@ def planned(**places):
     return Program("p", ("x",), (view("y"),), tuple(buffers), steps, arena_bytes=256)
 
 
+def test_a_late_size_is_used_behind_the_call_that_tells_it():
+    u0 = var("u0")
+    told = Extern("aten.nonzero.default", (view("x"),), (), ("found",), "alloc", tells=("u0",))
+    count = Loop("count", (u0,), (), (IndexOf(I0, "int64"),), (Store("n", I0, 0),))
+    shapes = (buffer("found", "int64", (u0, 2)), buffer("n", "int64", (u0,)))
+    good = program(told, count, outputs=("n",), buffers=shapes)
+    good = replace(good, outputs=(View("n", (u0,), (1,)),))
+    verify(good)
+    with pytest.raises(VerifyError, match="u0 is used before a library call tells it"):
+        verify(replace(good, steps=(count, told)))
+
+
 def test_memory():
     verify(planned(a=0, b=128))
     rejects(planned(a=0, b=64), "alive together and overlap")

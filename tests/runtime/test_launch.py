@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import traceback
 import weakref
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from dcompile.codegen.emit import cpp, host
 from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.collectives.params import Report
 from dcompile.compat.tensors import storage_use_count
@@ -24,6 +27,7 @@ from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Literally, Loo
 from dcompile.runtime import gpu
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.libraries import library
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program
@@ -409,3 +413,32 @@ def test_a_thread_without_a_context_gets_its_gpus_once(current, set_to, monkeypa
     gpu.bind(2)
     gpu.bind(2)
     assert (driver.set, driver.asked) == (set_to, 1)
+
+
+class LaunchConfig(ctypes.Structure):
+    """As much of CUlaunchConfig as says how many programs there are."""
+
+    _fields_ = (("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3))
+
+
+def test_sizes_and_numbers_of_programs_may_be_given_at_each_call(monkeypatch):
+    """Two kernels, the first with as many programs as the call says: none of them is no launch."""
+    started: list[tuple[int, int, list[int]]] = []
+
+    def start(config, function, arguments, _):
+        pointers = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))
+        values = [ctypes.c_uint64.from_address(pointers[n]).value for n in range(4)]
+        started.append((function, ctypes.cast(config, ctypes.POINTER(LaunchConfig)).contents.grid[0], values))
+        return 0
+
+    pointers = (ctypes.c_void_p,) * 4
+    driver = type("Driver", (), {"cuLaunchKernelEx": ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(start)})
+    monkeypatch.setattr(gpu, "_driver", lambda: driver)
+    monkeypatch.setattr(gpu, "_function", lambda path, name, device: (int(name), 0, 128, False))
+    source = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
+    walk = gpu.launcher(library(build([source], Config(), store()).libraries[gpu.LAUNCHER]))
+    kernels = [(Path("a"), "7", gpu.Grid(2), (0, 1)), (Path("b"), "8", 5, (1, gpu.Address(9)))]
+    launches = gpu.Launches(walk, 0, 3, kernels)
+    launches(0, 1000, 40, 3)
+    launches(0, 2000, 0, 0)
+    assert started == [(7, 3, [1000, 40, 0, 0]), (8, 5, [40, 9, 0, 0]), (8, 5, [0, 9, 0, 0])]

@@ -5,29 +5,20 @@ The text defines `make(run)`, which prepares kernels and arena memory through `r
 
 Where sizes are symbols, `sizes(args)` reads them off the arguments, `arena_bytes(*sizes)` says how much memory is
 needed, and `make(run, *sizes)` prepares a call for these sizes: calls with the same sizes find all of it prepared.
+Sizes that only a library call tells, `late` ones, are not among them: kernels are given those as they are given
+addresses, and GPU kernels how many programs they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.codegen.emit.library import function, in_torch, out_overload, returns_one_tensor
+from dcompile.codegen.emit.uses import all_views, known_bytes, last_uses
 from dcompile.codegen.emit.values import Values
-from dcompile.ir.index import Index, as_index, var
-from dcompile.ir.nodes import (
-    Bucket,
-    Buffer,
-    Collective,
-    Extern,
-    Loop,
-    Program,
-    Step,
-    View,
-    Wait,
-    views_of,
-)
+from dcompile.ir.index import Index, Size, as_index, var
+from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
@@ -68,7 +59,7 @@ class _Host(Values):
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
         self.inherited: set[str] = set()
-        self.last = _last_uses(program, self.calls, self.hosts)
+        self.last = last_uses(program, self.calls, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
         prepares = bool(loops) or isinstance(program.arena_bytes, Index)
         self.sources = sources(program)
@@ -88,7 +79,7 @@ class _Host(Values):
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
-        for view in _all_views(program):
+        for view in all_views(program):
             self.looks.setdefault(view.buffer, []).append(view)
 
     # --- text ---
@@ -246,9 +237,9 @@ class _Host(Values):
 
     def _make_room(self, buffer: Buffer) -> None:
         """Before a large allocation on a GPU: start the waiting kernels if memory as large is released behind them."""
-        if not self.waiting or buffer.device == "cpu" or _known_bytes(buffer) < ROOM_BYTES:
+        if not self.waiting or buffer.device == "cpu" or known_bytes(buffer) < ROOM_BYTES:
             return
-        freed = (_known_bytes(self.table[b]) for b in self.dying if b in self.allocated and b not in self.outputs)
+        freed = (known_bytes(self.table[b]) for b in self.dying if b in self.allocated and b not in self.outputs)
         if sum(freed) >= ROOM_BYTES:
             self._launch()
 
@@ -266,8 +257,8 @@ class _Host(Values):
             self._ensure(name)
         if kernel.launches:
             given = [self._place(name) for name in kernel.arguments]
-            numbers = (*map(self.name, kernel.sizes), *kernel.numbers)
-            self.waiting.append((kernel, given + [f"run.number({number})" for number in numbers]))
+            given += [self._prepared_size(symbol) for symbol in kernel.sizes]
+            self.waiting.append((kernel, given + [f"run.number({number})" for number in kernel.numbers]))
             return
         pointers = [self._pointer(name) for name in kernel.arguments]
         sizes = [self.name(symbol) for symbol in kernel.sizes]
@@ -295,19 +286,30 @@ class _Host(Values):
 
     # --- launches ---
 
+    def _prepared_size(self, symbol: str) -> str:
+        """A size symbol in a launch table: a number that is known beforehand, or the name of one known at each call."""
+        return self.name(symbol) if symbol in self.late else f"run.number({self.name(symbol)})"
+
+    def _grid(self, grid: Size, slots: dict[str, str]) -> str:
+        """A number of programs in a launch table; one that only the call knows is added to what the call gives."""
+        text = self._index(grid)
+        if self.late.isdisjoint(as_index(grid).variables):
+            return text
+        return f"run.grid({slots.setdefault(text, str(len(slots)))})"
+
     def _launch(self) -> None:
         """Start the waiting kernels, then release what only they needed."""
         if self.waiting:
-            given = {a: None for _, addresses in self.waiting for a in addresses if not a.startswith("run.")}
-            slots = {address: str(place) for place, address in enumerate(given)}
+            given = {a: None for _, named in self.waiting for a in named if not a.startswith("run.")}
+            slots = {name: str(place) for place, name in enumerate(given)}
             lines = []
-            for kernel, addresses in self.waiting:
+            for kernel, named in self.waiting:
                 lines += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
                 for launch in kernel.launches:
-                    chosen = [slots.get(addresses[n], addresses[n]) for n in launch.arguments]
+                    chosen = [slots.get(named[n], named[n]) for n in launch.arguments]
                     arguments = f"({', '.join(chosen)},)"
                     if launch.grid != 0:
-                        grid = self._index(launch.grid)
+                        grid = self._grid(launch.grid, slots)
                         lines.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
             table = "".join(f"\n        {line}" for line in lines)
             run = self.once(f"run.launches({len(slots)}, [{table}\n    ])", "launch")
@@ -380,32 +382,3 @@ class _Host(Values):
                 f"if {self.name(name)}.stride() != {strides}:",
                 f"    {self.name(name)} = run.fit({self.name(name)}, {strides})",
             ]
-
-
-def _views(step: Extern) -> list[View]:
-    return [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
-
-
-def _all_views(program: Program) -> Iterator[View]:
-    for step in program.steps:
-        if isinstance(step, Extern):
-            yield from _views(step)
-    yield from (output for output in program.outputs if isinstance(output, View))
-
-
-def _known_bytes(buffer: Buffer) -> int:
-    """Its size; 0 where that is not known yet."""
-    return buffer.nbytes if isinstance(buffer.extent, int) else 0
-
-
-def _last_uses(program: Program, calls: Iterable[KernelSource], hosts: Mapping[str, str]) -> dict[str, int]:
-    """The last step that touches each buffer, or another one in its memory.
-
-    A kernel may do what earlier loops are for, too: it touches all that it is given.
-    """
-    given = iter(calls)
-    touched = (
-        (position, step.reads | step.writes | frozenset(next(given).arguments if isinstance(step, Loop) else ()))
-        for position, step in enumerate(program.steps)
-    )
-    return {n: at for at, names in touched for n in sorted(names.union(hosts[n] for n in names if n in hosts))}

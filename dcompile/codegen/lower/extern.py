@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.sizes import is_symbolic, opaque_shape, variables_of
+from dcompile.codegen.lower.sizes import is_symbolic, opaque_shape
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.errors import DcompileError
 from dcompile.ir.nodes import View
@@ -88,7 +88,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
     """The node as a library call; its result lies in memory."""
     target, value = node.target, node.meta.get("val")
     op, packet = op_text(target), op_text(target).rpartition(".")[0]
-    if op in PLACED and isinstance(value, torch.Tensor) and variables_of(opaque_shape(value)[0]) <= low.known:
+    if op in PLACED and isinstance(value, torch.Tensor) and low.has(opaque_shape(value)[0]):
         return _placed(low, op, value, args, kwargs)
     if is_in_place(target):
         return _in_place(low, node, args, kwargs)
@@ -131,7 +131,7 @@ def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
 def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> T | None:
     """The view that `as_strided` makes of an input from where that begins; torch checks its bounds when it is made."""
     shape, strides = opaque_shape(value)
-    if op != "aten.as_strided.default" or len(args) > 3 or not variables_of((*shape, *strides)) <= low.known:
+    if op != "aten.as_strided.default" or len(args) > 3 or not low.has((*shape, *strides)):
         return None
     assert args[0].view is not None
     return from_view(View(args[0].view.buffer, shape, strides, args[0].view.offset), args[0].dtype)

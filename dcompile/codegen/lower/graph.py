@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from dcompile.codegen.lower.sizes import opaque_shape, variables_of
 from dcompile.codegen.lower.sizes import shape_of as shape_of
 from dcompile.codegen.lower.sizes import strides_of as strides_of
 from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as, remapped
-from dcompile.ir.index import Index, Size, flatten
+from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
 
@@ -165,13 +165,17 @@ class Lowering:
         assert stored.view is not None
         return replace(stored.view, strides=self._strides(stored.view, tensor.strides))
 
+    def has(self, sizes: Iterable[Size]) -> bool:
+        """Whether sizes are known here: from the arguments, or from the library calls so far."""
+        return variables_of(sizes) <= self.known | self.told
+
     def _strides(self, view: View, torchs: Shape) -> Shape:
         """Those of a view, and of single elements torch's: they mean nothing, but libraries look at them all the same.
 
         (Attention refuses a bias for one key whose last stride is 0.)
         """
         each = zip(view.shape, view.strides, torchs, strict=True)
-        return tuple(told if size == 1 and variables_of((told,)) <= self.known else own for size, own, told in each)
+        return tuple(told if size == 1 and self.has((told,)) else own for size, own, told in each)
 
     def _store_once(self, tensor: T, once: Shape) -> View:
         """`tensor` stored with its strides, what is repeated only once: `once` is its shape without repetitions."""
@@ -208,6 +212,7 @@ class Lowering:
         mode: Any = "alloc",
         fallback: bool = False,
         effect: bool = False,
+        tells: tuple[str, ...] = (),
     ) -> None:
         converted = tuple(self.argument(arg) for arg in args)
         named = tuple((key, self.argument(value)) for key, value in (kwargs or {}).items())
@@ -215,7 +220,15 @@ class Lowering:
         sizes += [size for arg in (*converted, *(value for _, value in named)) for size in _sizes_in(arg)]
         # what tells or takes a size that is known late keeps its place among such calls
         effect = effect or not variables_of(sizes) <= self.known
-        self.steps.append(Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect))
+        tells = tells or self._told_by(outs)
+        self.told |= frozenset(tells)
+        self.steps.append(Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect, tells=tells))
+
+    def _told_by(self, outs: Sequence[str | None]) -> tuple[str, ...]:
+        """Symbols that are a size of what a call returns, and that nothing has told before."""
+        sizes = (size for out in outs if out is not None for size in self.buffers[out].shape)
+        plain = (name for size in sizes for name in variables_of((size,)) if size == var(name) and name[0] != "?")
+        return tuple(dict.fromkeys(name for name in plain if name not in self.known | self.told))
 
     def argument(self, value: Any) -> Arg:
         """A library call's argument: tensors are put into memory, what only torch knows becomes text."""
@@ -241,7 +254,6 @@ class Lowering:
     def result(self, value: torch.Tensor, name: str) -> T:
         """A buffer for a tensor that a library call allocates."""
         shape, strides = opaque_shape(value)
-        self.told |= variables_of(shape) - self.known
         view = self.buffer(shape, dtype_name(value.dtype), strides, name)
         return from_view(view, dtype_name(value.dtype))
 

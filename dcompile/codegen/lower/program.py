@@ -239,7 +239,7 @@ class _Walk:
         return self.low.brought(arg, self.low.device) if isinstance(arg, T) else arg
 
     def _require_known(self, value: Any, args: Any) -> None:
-        """Raise Inexpressible unless every size is known when the program is called."""
+        """Raise Inexpressible unless every size is known: by the arguments, or by a library call before this one."""
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, torch.Tensor):
                 self._require_sizes(shape_of(item))
@@ -252,7 +252,7 @@ class _Walk:
                 self._require_sizes((arg,))
 
     def _require_sizes(self, sizes: tuple[Size, ...]) -> None:
-        unknown = variables_of(sizes) - self.low.known
+        unknown = variables_of(sizes) - self.low.known - self.low.told
         if unknown:
             raise Inexpressible(f"the size {', '.join(sorted(unknown))} is known only after a library call")
 

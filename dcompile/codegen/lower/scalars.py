@@ -29,8 +29,8 @@ def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, A
         symbol = str(index)
         if index.variables <= low.known | low.told or index != var(symbol):
             return size
-        low.told |= {symbol}
         name = symbol  # a number out of a tensor: from here on the symbol has a value
     view = low.buffer((), NUMBER, name=name)
-    low.extern(op_text(node.target), args, [view.buffer], kwargs=kwargs, effect=True)
+    tells = () if size is None else (name,)
+    low.extern(op_text(node.target), args, [view.buffer], kwargs=kwargs, effect=True, tells=tells)
     return var(name) if size is not None else view

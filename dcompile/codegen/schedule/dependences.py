@@ -6,9 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dcompile.ir.index import as_index
 from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
-from dcompile.ir.symbols import late_symbols
+from dcompile.ir.symbols import late_symbols, used_symbols
 
 
 def touches(steps: Sequence[Step]) -> list[frozenset[str]]:
@@ -25,16 +24,20 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
     """For each step, the earlier steps that it must not overtake.
 
     Read after write, write after read and write after write, a collective and its wait counting as both on their
-    buffers; besides, collectives start in one order (each rank must start the same ones), and so run library calls with
-    effects. Edges implied by others through one buffer are left out. Without `ordered_starts`, the caller sees to the
-    order of collectives.
+    buffers; sizes that a library call tells, before what uses them; besides, collectives start in one order (each rank
+    must start the same ones), and so run library calls with effects. Edges implied by others through one buffer are
+    left out. Without `ordered_starts`, the caller sees to the order of collectives.
     """
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = defaultdict(list)
     last_start: int | None = None
     last_effect: int | None = None
     result: list[frozenset[int]] = []
+    late = frozenset(symbol for step in steps if isinstance(step, Extern) for symbol in step.tells)
     for number, (step, (reads, writes)) in enumerate(zip(steps, _accesses(steps), strict=True)):
+        if late:  # a size counts as read by what uses it, and as written by the call that tells it
+            reads |= used_symbols(step) & late
+            writes = writes.union(step.tells if isinstance(step, Extern) else ())
         before = {writer[name] for name in reads | writes if name in writer}
         for name in writes:
             before.update(readers.pop(name, ()))
@@ -88,10 +91,8 @@ def drop_dead(program: Program) -> Program:
 def _tellers(program: Program) -> set[str]:
     """Results that tell a size which no argument tells."""
     late = late_symbols(program)
-    if not late:
-        return set()
-    shaped = {b.name for b in program.buffers if any(not late.isdisjoint(as_index(n).variables) for n in b.shape)}
-    return shaped | late
+    calls = (step for step in program.steps if isinstance(step, Extern) and not late.isdisjoint(step.tells))
+    return {name for step in calls for name in step.writes}
 
 
 def _has_effect(step: Step) -> bool:

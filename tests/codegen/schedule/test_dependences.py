@@ -5,7 +5,7 @@ import pytest
 from dcompile.codegen.schedule.dependences import drop_dead, edges, respects, touches
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, IndexOf, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 
@@ -52,6 +52,16 @@ def test_collectives_keep_their_order_and_hold_their_buffers():
     one, two = (Collective("all_reduce", f"b{n}", "ddp", (f"g{n}",)) for n in (0, 1))
     steps = [loop("a", "x", ["g0"]), loop("b", "x", ["g1"]), one, two, Wait("b0", ("g0",)), Wait("b1", ("g1",))]
     assert [sorted(e) for e in edges(steps)] == [[], [], [0], [1, 2], [2], [3]]
+
+
+def test_what_uses_a_size_follows_the_call_that_tells_it():
+    """A loop over a late size may read nothing of what told it."""
+    u0 = var("u0")
+    count = Loop("count", (u0,), (), (IndexOf(I0, "int64"),), (Store("n", I0, 0),))
+    taken = Extern("aten.odd.default", (u0,), (), ("t",), "alloc")
+    steps = [loop("a", "x", "a"), call("f", "a", effect=True, tells=("u0",)), count, taken]
+    assert [sorted(e) for e in edges(steps)] == [[], [0], [1], [1]]
+    assert respects([steps[0], steps[1], taken, count], steps) and not respects([count, *steps[:2], taken], steps)
 
 
 def test_calls_with_effects_keep_their_order():

@@ -5,7 +5,8 @@ A guard would follow from asking, and the plan would depend on the sizes that ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,8 @@ from dcompile.ir.index import (
 )
 
 Shape: TypeAlias = "tuple[Size, ...]"
+Fact: TypeAlias = "tuple[Any, int | None, int]"
+"""A size symbol, the least value that it may have, and what torch has guarded to divide it."""
 
 
 class Inexpressible(DcompileError):
@@ -38,7 +41,26 @@ def size_of(value: Any) -> Size:
     """A size as torch has it, an int or a SymInt. Raises Inexpressible."""
     if isinstance(value, int):
         return value
-    return as_size(_Reader(value.node.shape_env).read(compat.sizes.size_expression(value)))
+    return _read(value, strides=False)
+
+
+def _read(value: Any, strides: bool) -> Size:
+    expression, shape_env = compat.sizes.size_expression(value), value.node.shape_env
+    symbols = _symbols_in(expression)
+    facts = tuple(
+        (s, compat.sizes.least_value(shape_env, s), compat.sizes.known_divisor(shape_env, s)) for s in symbols
+    )
+    return _known(expression, strides, facts)
+
+
+@lru_cache(maxsize=1 << 14)
+def _symbols_in(expression: Any) -> tuple[Any, ...]:
+    return tuple(sorted(expression.free_symbols, key=str))
+
+
+@lru_cache(maxsize=1 << 14)  # every tensor of a layer has the same few sizes, which may be pages long
+def _known(expression: Any, strides: bool, facts: tuple[Fact, ...]) -> Size:
+    return as_size(_Reader({fact[0]: _as_multiple(*fact) for fact in facts}, strides).read(expression))
 
 
 def shape_of(value: torch.Tensor) -> Shape:
@@ -55,7 +77,7 @@ def _stride(value: Any) -> Size:
     """A stride; torch's `Max(1, size)` differs from the size for tensors without elements only."""
     if isinstance(value, int):
         return value
-    return as_size(_Reader(value.node.shape_env, strides=True).read(compat.sizes.size_expression(value)))
+    return _read(value, strides=True)
 
 
 def numbers(shape: Shape, what: str) -> tuple[int, ...]:
@@ -91,12 +113,8 @@ def estimate(value: Any) -> int:
         return TYPICAL
 
 
-def symbol_name(symbol: Any, shape_env: Any) -> str:
+def _named(least: int | None, name: str) -> str:
     """Our name of a size symbol: the first letter says how small it may be (`ir.polynomial.Var`)."""
-    return _named(symbol, compat.sizes.least_value(shape_env, symbol), str(symbol))
-
-
-def _named(symbol: Any, least: int | None, name: str) -> str:
     letter = "s" if least is not None and least >= 2 else "u" if least is not None and least >= 0 else "z"
     return name if name[0] == letter else f"{letter}_{name}"
 
@@ -107,11 +125,15 @@ def _symbol(symbol: Any, shape_env: Any) -> tuple[str, int]:
     Where torch has guarded that a number divides the size, sizes made of the size and of its parts become products of
     one variable, and are seen to be equal.
     """
-    divisor = compat.sizes.known_divisor(shape_env, symbol)
+    return _as_multiple(
+        symbol, compat.sizes.least_value(shape_env, symbol), compat.sizes.known_divisor(shape_env, symbol)
+    )
+
+
+def _as_multiple(symbol: Any, least: int | None, divisor: int) -> tuple[str, int]:
     if divisor == 1:
-        return symbol_name(symbol, shape_env), 1
-    least = compat.sizes.least_value(shape_env, symbol)
-    return _named(symbol, None if least is None else -(-least // divisor), f"{symbol}_{divisor}"), divisor
+        return _named(least, str(symbol)), 1
+    return _named(None if least is None else -(-least // divisor), f"{symbol}_{divisor}"), divisor
 
 
 def traced_sizes(gm: Any) -> dict[str, int]:
@@ -137,14 +159,14 @@ def is_symbolic(value: Any) -> bool:
 class _Reader:
     """Reads one expression, by the name of its head: sympy itself is not imported."""
 
-    def __init__(self, shape_env: Any, strides: bool = False) -> None:
-        self.shape_env, self.strides = shape_env, strides
+    def __init__(self, symbols: Mapping[Any, tuple[str, int]], strides: bool) -> None:
+        self.symbols, self.strides = symbols, strides
 
     def read(self, expression: Any) -> Index:
         if expression.is_Integer:
             return as_index(int(expression))
         if expression.is_Symbol:
-            name, number = _symbol(expression, self.shape_env)
+            name, number = self.symbols[expression]
             return var(name) * number
         head, args = type(expression).__name__, expression.args
         match head:

@@ -5,6 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile import compat
+from dcompile.codegen.lower import sizes
 from dcompile.codegen.lower.sizes import Inexpressible, shape_of, size_of, strides_of, traced_sizes
 from dcompile.ir.index import as_index, evaluate
 
@@ -77,3 +78,16 @@ def test_a_division_of_what_may_be_negative_is_not_read(monkeypatch):
     monkeypatch.setattr(compat.sizes, "least_value", lambda *_: None)
     with pytest.raises(Inexpressible, match="may be negative"):
         shape_of(value)
+
+
+def test_a_size_is_read_once_until_torch_knows_more_of_its_symbols(monkeypatch):
+    """Every tensor of a layer has the same few sizes: reading those of Swin's windows anew took minutes."""
+    value, _, _ = shapes(lambda x: x.new_empty(((x.shape[0] + 3) // 4 + 5) // 6, x.shape[1]), torch.zeros(7, 9))
+    heads, read = [], sizes._Reader.read
+    monkeypatch.setattr(sizes._Reader, "read", lambda self, e: heads.append(type(e).__name__) or read(self, e))
+    first = size_of(value.shape[0])
+    heads.clear()
+    assert size_of(value.shape[0]) == first and not heads
+    (symbol,) = value.shape[0].node.expr.free_symbols
+    monkeypatch.setattr(compat.sizes, "known_divisor", lambda _, s: 12 if s == symbol else 1)
+    assert size_of(value.shape[0]) != first and "FloorDiv" in heads

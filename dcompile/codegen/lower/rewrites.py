@@ -18,6 +18,7 @@ def table() -> dict[Any, Callable[..., Any]]:
     return {
         aten.channel_shuffle.default: channel_shuffle,
         aten.native_channel_shuffle.default: channel_shuffle,
+        aten.pixel_shuffle.default: pixel_shuffle,
         aten.pixel_unshuffle.default: pixel_unshuffle,
         aten.put.default: put,
         aten.take.default: take,
@@ -38,6 +39,16 @@ def channel_shuffle(x: Tensor, groups: int) -> Tensor:
         return x.clone()
     split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     return split.transpose(1, 2).reshape(x.shape).clone(memory_format=compat.aot.suggest_memory_format(x))
+
+
+def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
+    """Channels become squares of `factor` x `factor`; laid out as in eager: like `x` on the CPU, row-major on GPUs."""
+    *lead, channels, height, width = x.shape
+    n, kept = len(lead), channels // factor**2
+    split = x.reshape(*lead, kept, factor, factor, height, width)
+    moved = split.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
+    layout = compat.aot.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+    return moved.reshape(*lead, kept, height * factor, width * factor).clone(memory_format=layout)
 
 
 def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:

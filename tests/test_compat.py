@@ -158,3 +158,8 @@ def test_what_torch_simplifies_is_simplified_once(monkeypatch):
     assert found.subs(size, 10**6) == 2 * nested.subs(size, 10**6) and counted < 200
     sympy.simplify(2 * nested)  # as it was before
     assert len(calls) - counted > 2**9
+
+
+def test_a_sum_of_multiplied_summands_is_one_of_torchs_reductions():
+    found = compat.groups.multiplied_sum(0.25)
+    assert isinstance(found, torch.distributed.ReduceOp) and found == torch.distributed.ReduceOp.PREMUL_SUM

@@ -165,6 +165,13 @@ def start_scatter(group: Any, shards: list[Any], full: list[Any], op: Any, limit
     return group.reduce_scatter_tensor_coalesced(shards, full, options)
 
 
+def multiplied_sum(factor: float) -> Any:
+    """The reduction that multiplies each summand by `factor` first; torch 2.11 has no public way to make one."""
+    import torch.distributed as dist
+
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined, unused-ignore]
+
+
 def start_exchange(group: Any, received: Any, sent: Any, limit_s: float | None) -> Any:
     """Start sending rank i the i-th of equal parts of a flat tensor, and receiving such from it."""
     from torch.distributed.distributed_c10d import AllToAllOptions  # type: ignore[attr-defined, unused-ignore]

@@ -110,7 +110,7 @@ def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float |
         if factor is None:
             average = ReduceOp.SUM if ranks == 1 else ReduceOp.AVG
             return Reduction(None, None, average, average)
-        scaled = ReduceOp.AVG if factor == shards else ReduceOp.PREMUL_SUM(1 / factor)
+        scaled = ReduceOp.AVG if factor == shards else compat.groups.multiplied_sum(1 / factor)
         return Reduction(None, None, scaled, ReduceOp.SUM)
     divisor = float(ranks) if factor is None else factor
     if not small:

@@ -32,10 +32,12 @@ COMPARED = 1 << 25
 """Comparisons of a row's number with an index that are worth sparing a sort: some 10 us on a GPU."""
 
 EMPTY = 8
-"""Places for each value from which on float sums are left to a library that only touches those with values.
+"""Places for each value up to which floats are added up by kernels of ours on GPUs, whatever the size of the tensor.
 
-Ours fill, read and write each place: 10 bytes of 16 bits' tensors, where a value takes some 100 (a sort of its index).
+They fill, read and write each place, where the library sorts the positions and touches those with values alone.
 """
+SMALL = 1 << 22
+"""Elements of a tensor that is small for that: some 10 us on an H200, where a sort takes more."""
 
 REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multiply": "prod", "amax": "max",
               "amin": "min"}  # fmt: skip
@@ -58,7 +60,8 @@ def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> b
         return True
     mode, compute = REDUCTIONS[how], opmath(dtype)
     if mode == "sum" and compute in ("float32", "float64"):
-        return not low.deterministic and typical(size_product(shape)) <= EMPTY * typical(size_product(values))
+        places = typical(size_product(shape))
+        return not low.deterministic and places <= max(EMPTY * typical(size_product(values)), SMALL)
     return (mode in ("sum", "max", "min") and compute in ("int32", "int64")) or (
         mode in ("max", "min") and compute == "float32"
     )

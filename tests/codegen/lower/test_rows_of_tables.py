@@ -68,5 +68,6 @@ def test_a_table_too_large_for_that_is_added_to(deterministic):
     assert added(4000, 9000) == {"aten.index_put.default": 1}, "the library's kernel has an order"
 
 
-def test_a_table_with_few_values_is_left_to_the_library():
-    assert added(90_000, 9000) == {"aten.index_put.default": 1}
+def test_a_large_table_with_few_values_is_left_to_the_library():
+    assert added(90_000, 9000) == {}
+    assert added(scatter.SMALL + 1, 9000) == {"aten.index_put.default": 1}

@@ -26,6 +26,7 @@ test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 # Every architecture of tests/models in training, inference, bfloat16 and with symbolic sizes: about half an hour.
+# TESTS="tests/models --poison" fills with NaN, before each call, all memory that no result may depend on.
 models: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile --all-models $(if $(TESTS),$(TESTS),tests/models)
 

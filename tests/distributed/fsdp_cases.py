@@ -608,6 +608,19 @@ def moved() -> dict[str, Any]:
     return same_as_stock(steps)
 
 
+def divided(factor: float, **how: Any) -> dict[str, Any]:
+    """Gradients are divided by another number than that of the ranks."""
+
+    def steps(call: Any, module: Any) -> None:
+        module.set_gradient_divide_factor(factor)
+        for child in blocks(module):
+            child.set_gradient_divide_factor(factor)
+        for step in range(3):
+            backward(call, module, step)
+
+    return same_as_stock(steps, **how)
+
+
 def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
     """Another case, where ranks copy shards from each other's memory, however small."""
     reach = CountedReach() if device().type == "cuda" else ProcessReach()

@@ -53,6 +53,7 @@ def test_training_equals_stock_fsdp(ranks, how):
         {"of": "forwards_of_all_kinds"},
         {"of": "kept_graph"},
         {"of": "hooks_and_settings"},
+        {"of": "divided", "factor": 4.0},
     ],
     ids=lambda how: ", ".join(map(str, how.values())),
 )

@@ -24,6 +24,9 @@ EAGER_CRASHES = frozenset(
     ("nn.functional.pdist", "native_batch_norm", "_segment_reduce.offsets", "_segment_reduce.lengths")
 )
 """Entries that, in eager itself, end the process on empty inputs (torch 2.13)."""
+EAGER_WRONG = frozenset({("nn.functional.avg_pool2d", "cuda")})
+"""(entry, device) where eager's gradient of channels-last images is wrong: with a divisor_override of 2, torch 2.11 on
+an H200 is off by 5.5 from what it gives for row-major ones, and from the CPU's, which are equal."""
 SPECIAL = (float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e30, -1e30, 1e-30)
 """What every input of a case of kind `special` holds somewhere."""
 
@@ -146,7 +149,7 @@ def _variants(case: Case, number: int, given: Any) -> Iterator[Sample]:
     yield _sample(case, f"sample {number}, strided", given.noncontiguous())
     if case.entry not in EAGER_CRASHES:
         yield _emptied(replace(sample, label=f"{sample.label}, empty"))
-    if any(t.dim() == 4 for t in tensors_in(sample.args)):
+    if any(t.dim() == 4 for t in tensors_in(sample.args)) and (case.entry, device()) not in EAGER_WRONG:
         yield mapped(replace(sample, label=f"{sample.label}, channels last"), _channels_last)
 
 

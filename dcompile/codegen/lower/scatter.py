@@ -32,10 +32,8 @@ COMPARED = 1 << 25
 """Comparisons of a row's number with an index that are worth sparing a sort: some 10 us on a GPU."""
 
 EMPTY = 8
-"""Places for each value up to which floats are added up by kernels of ours on GPUs, whatever the size of the tensor.
-
-They fill, read and write each place, where the library sorts the positions and touches those with values alone.
-"""
+"""Places for each value up to which floats are added up by kernels of ours on GPUs: they fill, read and write each
+place, where the library sorts the positions and touches those with values alone."""
 SMALL = 1 << 22
 """Elements of a tensor that is small for that: some 10 us on an H200, where a sort takes more."""
 

@@ -91,17 +91,18 @@ def _compare(function: Callable[..., Any], call: Callable[..., Any], rows: int, 
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """Run cases by name, as "item" or, with symbolic sizes, "item dynamic"."""
     from tests.dynamic.interpreted import on_cpu  # late: only where Triton interprets
 
     found = {}
-    for name, function in FUNCTIONS.items():
-        for dynamic in (None, True):
-            with on_cpu() as texts:
-                text, _ = problem(function, "cpu", dynamic)
-            found[f"{name} dynamic" if dynamic else name] = {"problem": text, "texts": texts}
+    for name in names:
+        function, _, dynamic = name.partition(" ")
+        with on_cpu() as texts:
+            text, _ = problem(FUNCTIONS[function], "cpu", True if dynamic else None)
+        found[name] = {"problem": text, "texts": texts}
     sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -15,13 +15,15 @@ from dcompile.machine import triton_version
 from tests.dynamic import late_cases
 
 needs_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
-NAMES = [f"{name}{kind}" for name in late_cases.FUNCTIONS for kind in ("", " dynamic")]
+NAMES = [*late_cases.FUNCTIONS, *(pytest.param(f"{n} dynamic", marks=pytest.mark.full) for n in late_cases.FUNCTIONS)]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, object]]:
+def found(request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
     """What is wrong with each case, and its host programs, from a process in which Triton interprets."""
-    command = [sys.executable, "-m", "tests.dynamic.late_cases"]
+    names = [*late_cases.FUNCTIONS]
+    names += [f"{name} dynamic" for name in names] if request.config.getoption("--full") else []
+    command = [sys.executable, "-m", "tests.dynamic.late_cases", *names]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parents[2]

@@ -27,9 +27,8 @@ from dcompile.config import Config
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Program, View
 from dcompile.ir.symbols import sources, specialise
-from dcompile.pipeline import PASSES, Pipeline, _emit, _report
+from dcompile.pipeline import PASSES, Begun, Pipeline, Plan, _emit, _report
 from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
 
 TOLERANCE = 1e-4
@@ -52,14 +51,10 @@ def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tu
     views = tuple(View(b.name, b.shape, b.strides) for b in shown)
     program = PASSES[-1].run(replace(program, outputs=program.outputs + views), request)
     kernels = _emit(program, request.kind, pipeline._own_products())
-    built = pipeline._build(kernels, pipeline._begin(kernels, pipeline._arch(gm), cache), cache)
-    constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
-    source = host.emit(program, kernels, recycle=False)
-    device = next((b.device for b in program.buffers if b.device != "cpu"), "cpu")
-    size = program.arena_bytes if isinstance(program.arena_bytes, int) else 0
-    report = _report(program, kernels)
-    graph = CompiledGraph(source, tuple(constants), program.buckets, size, built.keys, report, (), device)
-    return program, HostProgram(request.name, Loadable(graph, built.libraries, constants)), [b.name for b in shown]
+    plan = Plan(lowered, program, kernels, _report(program, kernels))
+    building = pipeline._begin(kernels, pipeline._arch(gm), cache)
+    made, _ = pipeline.finish(Begun(plan, host.emit(program, kernels, recycle=False), building), gm, request, cache)
+    return program, HostProgram(request.name, made), [b.name for b in shown]
 
 
 class Audited:
@@ -95,15 +90,12 @@ class Audited:
     def _steps(self, known: dict[str, Any]) -> Iterator[str]:
         sizes = () if self.shown._sizes is None else self.shown._sizes([known[name] for name in self.program.inputs])
         program = specialise(self.program, dict(zip(sources(self.program), sizes, strict=True)))
-        writers: dict[str, int] = {}
-        for step in program.steps:
-            for name in step.writes:
-                writers[name] = writers.get(name, 0) + 1
+        written = frozenset().union(*(step.writes for step in program.steps))
         table = program.table
         for number, step in enumerate(program.steps):
             names = step.reads | step.writes
             lost = {n for n in names if n not in known} | step.reads & step.writes
-            lost |= {n for n in step.reads & frozenset(program.inputs) if n in writers}
+            lost |= step.reads & written & frozenset(program.inputs)
             if lost:
                 yield f"{number} {type(step).__name__}: not looked at, for {sorted(lost)}"
             elif isinstance(step, Loop):

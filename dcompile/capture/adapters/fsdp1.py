@@ -142,7 +142,7 @@ class Fsdp1Adapter(ShardedAdapter):
             reasons = compat.fsdp1.objections(root, instances)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._originals: list[Param] = []
-        self._forward = f"_dcompile_forward_{id(self)}"
+        self._kept_as = f"_dcompile_forward_{id(self)}"
         """Where each wrapper keeps its forward in compiled calls: that leads to its module, and so must not be here."""
         if not self.reasons:
             self._take_over()
@@ -157,7 +157,7 @@ class Fsdp1Adapter(ShardedAdapter):
     def _take_over(self) -> None:
         infos: list[ParamInfo] = []
         for instance in map(present, self._instances):
-            instance.__dict__[self._forward] = _forward(instance, cast=instance is not self._root())
+            instance.__dict__[self._kept_as] = _forward(instance, cast=instance is not self._root())
             if compat.fsdp1.handle_of(instance) is None:
                 continue
             flat = Flat(instance, len(self.groups))
@@ -219,7 +219,7 @@ class Fsdp1Adapter(ShardedAdapter):
                 for module, name in places:
                     module._parameters[name] = virtual
             for instance in instances:
-                instance.__dict__["forward"] = instance.__dict__[self._forward]
+                instance.__dict__["forward"] = instance.__dict__[self._kept_as]
             yield
         finally:
             for (_, places), before in zip(params, shown, strict=True):

@@ -17,6 +17,8 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.ir.ops import DTYPES
 
+OWN = ("aten", "prims")
+"""Namespaces whose operations do nothing but what they return; a collective, say, is run when the program is."""
 LIFTED = "aten.lift_fresh_copy.default"
 """A copy of what the program text says: nothing can change the constant behind it."""
 
@@ -56,7 +58,7 @@ def _worked_out(node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor | N
     """By ATen, if all that it takes is known and it does nothing else than return its result."""
     inputs = node.all_input_nodes
     target: Any = node.target
-    if not inputs or not all(given in known for given in inputs) or not hasattr(target, "_schema"):
+    if not inputs or not all(given in known for given in inputs) or getattr(target, "namespace", "") not in OWN:
         return None
     if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return None

@@ -50,6 +50,21 @@ def test_what_may_change_is_left_alone():
     assert [str(node.target) for node in found] == ["aten.lift_fresh_copy.default"]
 
 
+def test_other_libraries_operations_run_with_the_program_alone():
+    runs = []
+
+    @torch.library.custom_op("dcompile_test::exchanged", mutates_args=())
+    def exchanged(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x * 2
+
+    exchanged.register_fake(lambda x: torch.empty_like(x))
+    gm = traced(lambda x: x * torch.ops.dcompile_test.exchanged(torch.tensor(3.0)))
+    runs.clear()  # tracing looks at what constants are worth
+    found = numbers_of(gm)
+    assert [str(node.target) for node in found] == ["aten.lift_fresh_copy.default"] and not runs
+
+
 def test_a_changed_number_is_another_program():
     @torch.compile(backend="dcompile", fullgraph=True)
     def scaled(x, by):

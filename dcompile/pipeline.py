@@ -36,7 +36,7 @@ from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import draw
 from dcompile.ir.nodes import Extern, Loop, Program
-from dcompile.ir.symbols import late_symbols
+from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.machine import own_products_pay, triton_version
@@ -181,7 +181,7 @@ class Pipeline:
         written = frozenset().union(*(step.writes for step in program.steps))
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
         device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
-        late = len(late_symbols(program))
+        late = len(valued_symbols(program))
         graph = CompiledGraph(
             source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device, late
         )

@@ -64,6 +64,21 @@ def least_value(shape_env: Any, symbol: Any) -> int | None:
     return int(lower) if lower is not None and getattr(lower, "is_Integer", isinstance(lower, int)) else None
 
 
+ROUNDED = frozenset({"TruncToInt", "FloorToInt", "CeilToInt", "RoundToInt"})
+"""Whole numbers made of floats, `int(1.7 * size)` for example: sympy functions of torch's."""
+
+
+def rounded(shape_env: Any, expression: Any) -> dict[Any, int | None]:
+    """The whole numbers that an expression makes of floats -> the least each may be, as far as torch knows."""
+    if type(expression).__name__ in ROUNDED:
+        lower = shape_env.bound_sympy(expression).lower
+        return {expression: int(lower) if getattr(lower, "is_Integer", False) else None}
+    found: dict[Any, int | None] = {}
+    for arg in expression.args:
+        found |= rounded(shape_env, arg)
+    return found
+
+
 def known_divisor(shape_env: Any, symbol: Any) -> int:
     """The largest number that torch has guarded to divide a size symbol; 1 if there is none."""
     # the older name warns where there is a newer one

@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias
 from dcompile.ir.index import Index, Size, Var, as_index, is_symbol, substitute, substitute_size, var
 from dcompile.ir.nodes import Arg, Buffer, Extern, IndexOf, Load, Loop, Program, Step, Store, Value, View
 
+NUMBER = "symint"
+"""Dtype of buffers that hold a number of the host program instead of a tensor."""
 What: TypeAlias = Literal["value", "shape", "stride"]
 
 
@@ -65,6 +67,20 @@ def _facts(program: Program) -> Iterator[tuple[Index, str, What, int]]:
 def late_symbols(program: Program) -> frozenset[str]:
     """Symbols that only a library call's result tells: how many elements are not zero, for example."""
     return symbols_of(program) - sources(program).keys()
+
+
+def valued_symbols(program: Program) -> frozenset[str]:
+    """Late symbols that depend on elements of tensors. The others, `int(1.7 * size)` say, follow from other sizes."""
+    if not (late := late_symbols(program)):
+        return late
+    numbers = {buffer.name for buffer in program.buffers if buffer.dtype == NUMBER}
+    follow: set[str] = set()
+    for step in program.steps:
+        if isinstance(step, Extern) and step.reads <= numbers:
+            follow.update(step.tells)
+        else:
+            numbers -= step.writes
+    return late - follow
 
 
 def symbols_of(program: Program) -> frozenset[str]:

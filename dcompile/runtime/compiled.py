@@ -31,7 +31,7 @@ class CompiledGraph:
     device: str = "cpu"
     """The type of the devices that it runs on: where its arena lies, and what its kernels are launched by."""
     late_sizes: int = 0
-    """How many sizes only a library call tells. A recording would hold those of one call for ever."""
+    """How many sizes depend on elements of tensors. A recording would hold those of one call for ever."""
 
 
 @dataclass(frozen=True, slots=True)

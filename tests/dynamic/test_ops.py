@@ -210,6 +210,19 @@ def test_sizes_that_a_guard_divides():
     assert receipt.kernels and receipt.graphs == 1 and not receipt.fallbacks
 
 
+def test_sizes_that_are_made_of_floats():
+    """No form of the index algebra: the graph's own node tells each, and kernels are given it; in the backward too."""
+
+    def function(x, images):
+        wider = F.interpolate(x.relu(), scale_factor=1.7, mode="linear") * 2
+        side = int((x.shape[2] * 5) ** 0.5)
+        return wider.tanh(), x[:, :, :side].exp().sum(-1), F.interpolate(images, scale_factor=0.7).sin()
+
+    calls = [(grad(2, 3, n), grad(2, 3, n, n + 3)) for n in (12, 17)]
+    receipt, _ = check(function, *calls)
+    assert not receipt.fallbacks, str(receipt)
+
+
 def test_a_view_of_columns_whose_sizes_are_equal_by_a_guard():
     def function(x):
         a, b, c, d = x.shape

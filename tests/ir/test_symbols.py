@@ -5,7 +5,7 @@ from dcompile.errors import VerifyError
 from dcompile.ir.index import as_index, contiguous_strides, extreme, floordiv, var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Buffer, Const, Extern, Load, Loop, Program, Store, View
-from dcompile.ir.symbols import late_symbols, sources, specialise, symbols_of
+from dcompile.ir.symbols import NUMBER, late_symbols, sources, specialise, symbols_of, valued_symbols
 from dcompile.ir.verify import verify
 
 S0, S1 = var("s0"), var("s1")
@@ -45,7 +45,20 @@ def test_what_no_argument_tells_is_late():
     step = Extern("aten.nonzero.default", (View("x", (S0,), (1,)),), (), ("y",), "alloc")
     program = Program("p", ("x",), (View("y", (u0, 1), (1, 1)),), (buffer("x", (S0,)), buffer("y", (u0, 1))), (step,))
     assert symbols_of(program) == {"s0", "u0"} and late_symbols(program) == {"u0"}
+    assert valued_symbols(program) == {"u0"}
     verify(program)
+
+
+def test_a_late_size_that_follows_from_sizes_depends_on_no_value():
+    numbers = (View("half", (), ()), View("k", (), ()))
+    half = Extern("operator.mul", (S0, 0.5), (), ("half",), "alloc")
+    follows = Extern("math.trunc", numbers[:1], (), ("k",), "alloc", tells=("u_k",))
+    counts = Extern("aten.item.default", (View("x", (S0,), (1,)),), (), ("n",), "alloc")
+    depends = Extern("operator.add", (*numbers[1:], View("n", (), ())), (), ("m",), "alloc", tells=("u_m",))
+    named = tuple(Buffer(name, NUMBER, (), ()) for name in ("half", "k", "n", "m"))
+    outputs = (View("k", (), ()), var("u_k"), var("u_m"))
+    program = Program("p", ("x",), outputs, (buffer("x", (S0,)), *named), (half, follows, counts, depends))
+    assert late_symbols(program) == {"u_k", "u_m"} and valued_symbols(program) == {"u_m"}
 
 
 @pytest.mark.parametrize("rows", [2, 5])

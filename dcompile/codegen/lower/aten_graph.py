@@ -20,11 +20,12 @@ from dcompile.codegen.lower.extern import (
     returns_one_in_a_tuple,
     written_arguments,
 )
-from dcompile.codegen.lower.graph import NUMBER, dtype_name, literal_text
+from dcompile.codegen.lower.graph import dtype_name, literal_text
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.sizes import opaque_shape
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Program, View
+from dcompile.ir.symbols import NUMBER
 
 
 def lower(

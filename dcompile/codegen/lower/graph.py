@@ -20,9 +20,7 @@ from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as, r
 from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
-
-NUMBER = "symint"
-"""Dtype of buffers that hold a number of the host program instead of a tensor."""
+from dcompile.ir.symbols import NUMBER
 
 
 class Lowering:

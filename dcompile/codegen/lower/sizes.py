@@ -5,8 +5,10 @@ A guard would follow from asking, and the plan would depend on the sizes that ha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +32,8 @@ from dcompile.ir.index import (
 
 Shape: TypeAlias = "tuple[Size, ...]"
 Fact: TypeAlias = "tuple[Any, int | None, int]"
-"""A size symbol, the least value that it may have, and what torch has guarded to divide it."""
+"""A size symbol, the least value that it may have, and what torch has guarded to divide it. Or a number made of floats,
+`int(1.7 * size)`, where the index algebra has no form for it: a symbol too, whose value the graph's own node tells."""
 
 
 class Inexpressible(DcompileError):
@@ -50,7 +53,12 @@ def _read(value: Any, strides: bool) -> Size:
     facts = tuple(
         (s, compat.sizes.least_value(shape_env, s), compat.sizes.known_divisor(shape_env, s)) for s in symbols
     )
-    return _known(expression, strides, facts)
+    try:
+        return _known(expression, strides, facts)
+    except Inexpressible:
+        if not (rounded := compat.sizes.rounded(shape_env, expression)):
+            raise
+    return _known(expression, strides, (*facts, *((number, least, 1) for number, least in rounded.items())))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -115,6 +123,8 @@ def estimate(value: Any) -> int:
 
 def _named(least: int | None, name: str) -> str:
     """Our name of a size symbol: the first letter says how small it may be (`ir.polynomial.Var`)."""
+    if not name.isidentifier():  # a number made of floats: its text, told apart from others of the same letters
+        name = re.sub(r"\W+", "_", name).strip("_")[:40] + "_" + sha256(name.encode()).hexdigest()[:8]
     letter = "s" if least is not None and least >= 2 else "u" if least is not None and least >= 0 else "z"
     return name if name[0] == letter else f"{letter}_{name}"
 
@@ -163,6 +173,14 @@ class _Reader:
         self.symbols, self.strides = symbols, strides
 
     def read(self, expression: Any) -> Index:
+        try:
+            return self._expressed(expression)
+        except Inexpressible:
+            if expression not in self.symbols:
+                raise
+        return var(self.symbols[expression][0])
+
+    def _expressed(self, expression: Any) -> Index:
         if expression.is_Integer:
             return as_index(int(expression))
         if expression.is_Symbol:

@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dcompile import compat
 from dcompile.codegen.lower import sizes
 from dcompile.codegen.lower.sizes import Inexpressible, shape_of, size_of, strides_of, traced_sizes
-from dcompile.ir.index import as_index, evaluate
+from dcompile.ir.index import as_index, evaluate, var
 
 
 def shapes(function, *args):
@@ -62,15 +62,22 @@ def test_a_size_that_torch_knows_to_be_even_is_twice_a_variable():
     assert compat.sizes.known_divisor(environment, value.shape[3].node.expr) == 6
 
 
-@pytest.mark.parametrize("factor", [2.0, 1.5, 0.25, 0.3])
+@pytest.mark.parametrize("factor", [2.0, 1.5, 0.25])
 def test_a_size_times_a_float_is_read_if_it_is_exact(factor):
     value, known, _ = shapes(lambda x: x.new_empty(torch.sym_int(x.shape[0] * factor), 2), torch.zeros(7, 9))
-    if factor == 0.3:
-        with pytest.raises(Inexpressible, match="the size"):
-            shape_of(value)
-    else:
-        (size, _) = shape_of(value)
-        assert not isinstance(size, int) and evaluate(size, known) == int(7 * factor)
+    (size, _) = shape_of(value)
+    assert not isinstance(size, int) and evaluate(size, known) == int(7 * factor)
+
+
+def test_other_numbers_made_of_floats_are_symbols_of_their_own():
+    def function(x):
+        return x.new_empty(torch.sym_int(x.shape[0] * 0.3), torch.sym_int(x.shape[0] * 0.3) + x.shape[1], 2)
+
+    value, known, _ = shapes(function, torch.zeros(7, 9))
+    part, more, _ = shape_of(value)
+    (name,) = part.variables
+    assert part == var(name) and name[0] == "u" and name not in known  # of 2 and more, at least 0
+    assert evaluate(more, {**known, name: 2}) == 2 + 9
 
 
 def test_a_division_of_what_may_be_negative_is_not_read(monkeypatch):

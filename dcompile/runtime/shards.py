@@ -243,6 +243,8 @@ class Exchange:
         if self._waited == len(self.buckets):
             for pulls in self._pulls.values():
                 pulls.finish()
+            # they know this exchange, which knows them: a recording would take what both hold for the caller's
+            self._pulls.clear()
 
     def _senders(self, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
         """The ranks that a bucket is gathered from, and what this one of them sends."""

@@ -27,6 +27,7 @@ from dcompile.figures import table_figures
 from dcompile.runtime.driver import CudaReach
 from dcompile.runtime.exchange import Flight
 from dcompile.runtime.parcels import in_order
+from dcompile.runtime.shards import Exchange
 from tests.distributed import models
 from tests.distributed.cases import ATEN, device, largest_difference
 from tests.distributed.models import batch, loss_of
@@ -471,8 +472,18 @@ class RecordedOnce:
 
 def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
     """Two steps, of which the second is recorded; or one step of two backwards."""
+    left: list[Exchange] = []
 
     def steps(call: Any, module: Any) -> None:
+        gc.collect()
+        gc.disable()  # what is left in a circle holds results of the recording, which the caller then seems to keep
+        try:
+            run(call, module)
+            left.extend(o for o in gc.get_objects() if issubclass(type(o), Exchange))
+        finally:
+            gc.enable()
+
+    def run(call: Any, module: Any) -> None:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         for step in range(2):
             module.set_requires_gradient_sync(step == 1 or not accumulate)
@@ -485,7 +496,21 @@ def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
         unittest.mock.patch("dcompile.compiler.gpus", lambda gm: {"cpu"}),
         unittest.mock.patch("dcompile.runtime.cuda_graphs.CudaRecorder", RecordedOnce),
     ):
-        return same_as_stock(steps, options=ATEN | {"triton.cudagraphs": True}, **how)
+        return same_as_stock(steps, options=ATEN | {"triton.cudagraphs": True}, **how) | {"left": len(left)}
+
+
+def settled(**how: Any) -> dict[str, Any]:
+    """Twelve steps of training on a GPU, all but the first of which are the replay of one recording each."""
+
+    def steps(call: Any, module: Any) -> None:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        for step in range(12):
+            backward(call, module, step)
+            optimizer.step()
+            if step < 11:
+                optimizer.zero_grad()
+
+    return same_as_stock(steps, options={"triton.cudagraphs": True}, **how)
 
 
 def checkpoints(folder: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_recorded_steps_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "recorded", **how):
         receipt = found["receipt"]
         assert (receipt.recordings, receipt.replays) == (2, 2) and not receipt.notes
-        assert (found["grad"], found["param"]) == (0, 0)
+        assert (found["grad"], found["param"], found["left"]) == (0, 0, 0)
 
 
 def test_what_is_added_to_kept_gradients_is_not_recorded(ranks):
@@ -86,6 +86,7 @@ def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
         assert found["copied"] > 0
         assert (found["grad"], found["param"]) == (0, 0)
         assert found.get("loss", 0) == found.get("after loading", 0) == found.get("result", 0) == 0
+        assert found.get("left", 0) == 0
 
 
 def test_shards_that_one_rank_cannot_reach_are_gathered_by_collectives_on_all(ranks):

@@ -65,6 +65,14 @@ def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
         assert max(found.get("loss", 0), found["grad"]) <= (1e-5 if "llama" in how.values() else 0)
 
 
+@pytest.mark.parametrize("case", ["settled", "copied"])
+def test_training_settles_in_one_recording_of_each_program(ranks, case):
+    for found in ranks.run(CASES + case, 150, name="llama", **({"of": "settled"} if case == "copied" else {})):
+        receipt = found["receipt"]
+        assert (receipt.recordings, receipt.replays) == (2, 22), str(receipt)
+        assert found["grad"] <= 1e-5
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with poisoned():
         yield
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test starts with `sys.executable` is born with everything imported."""
+    from tests import nursery  # behind pytest_configure: it loads torch
+
+    monkeypatch.setattr(sys, "executable", nursery.python())
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import psutil
 ROOT = Path(__file__).parent.parent
 
 
-def torchrun(ranks: int, *command: str, restarts: int = 0) -> list[str]:
+def torchrun(ranks: int, *command: str, restarts: int = 0, python: str = sys.executable) -> list[str]:
     """The command line that runs a script on this machine's CPU."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    launcher = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return [*launcher, "--max-restarts", str(restarts), *command]
 
 

@@ -8,11 +8,18 @@ nothing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
+import shlex
+import sys
+import tempfile
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,3 +52,27 @@ def born(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+
+
+@functools.cache
+def python() -> str:
+    """A command to use in place of `sys.executable`: what it starts is a fork, too."""
+    if context().get_start_method() == "spawn" or not hasattr(os, "pidfd_open"):
+        return sys.executable
+    from tests import nursery_python  # imports this module
+
+    folder = tempfile.TemporaryDirectory(prefix="nursery")
+    address, command = f"{folder.name}/server", Path(folder.name) / "python"
+    client = Path(__file__).parent / "nursery_client.py"
+    words = [sys.executable, "-IS", str(client), address, str(command), sys.executable]
+    command.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    command.chmod(0o700)
+    here, there = context().Pipe()
+    server: Any = context().Process(target=nursery_python.serve, args=(address, there), daemon=True)
+    with starting():
+        server.start()
+    there.close()
+    here.recv()  # it listens
+    atexit.register(folder.cleanup)
+    atexit.register(here.close)  # ends the server
+    return str(command)

@@ -7,6 +7,8 @@ from torch import nn
 
 for name in (
     "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.run",
     "dcompile.api",
     "dcompile.backend",
     "dcompile.compiler",

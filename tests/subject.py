@@ -37,7 +37,9 @@ def run(*command: str, timeout: int = 120, **environment: str) -> subprocess.Com
     return subprocess.run(command, cwd=ROOT, env=variables, timeout=timeout, capture_output=True, text=True)
 
 
-def torchrun(ranks: int, *command: str, timeout: int = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    ranks: int, *command: str, timeout: int = 120, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script under torchrun on this machine's CPU."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    launcher = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return run(*launcher, *command, timeout=timeout, **environment)

@@ -1,12 +1,12 @@
 """The benchmark measures what it says: every line is right under a compiler, and failures are in the result."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 from benchmarks import first_light
+from tests.nursery import python
 from tests.subject import BACKEND, IS_DCOMPILE, run
 
 
@@ -64,7 +64,7 @@ def test_ratios_say_how_many_times_faster_dcompile_is():
 @pytest.mark.skipif(not IS_DCOMPILE, reason="runs dcompile itself")
 def test_the_command_ends_with_one_line_of_json():
     arguments = ("--only", "softmax", "--seconds", "0.3", "--no-cold", "--json")
-    result = run(sys.executable, "-m", "benchmarks.first_light", "--threads", "1", *arguments, timeout=200)
+    result = run(python(), "-m", "benchmarks.first_light", "--threads", "1", *arguments, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     data = json.loads(result.stdout.splitlines()[-1])
     assert data["complete"] and data["geomean_over_inductor"] > 0

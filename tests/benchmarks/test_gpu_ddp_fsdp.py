@@ -10,7 +10,7 @@ from benchmarks.ranks import run_job
 
 
 @pytest.mark.timeout(280)
-def test_every_line_runs_on_two_ranks(tmp_path):
+def test_every_line_runs_on_two_ranks(tmp_path, forks):
     out = tmp_path / "out.json"
     arguments = ["--only", "tiny-ddp,tiny-fsdp2", "--peers", "eager,dcompile", "--device", "cpu", "--quiet"]
     arguments += ["--rounds", "2", "--steps", "1", "--out", str(out), "--timelines", str(tmp_path)]
@@ -30,7 +30,7 @@ def test_every_line_runs_on_two_ranks(tmp_path):
     )
 
 
-def test_a_failing_rank_ends_the_job_and_says_why(tmp_path):
+def test_a_failing_rank_ends_the_job_and_says_why(forks):
     failed = run_job(gpu_ddp_fsdp.MODULE, ["--only", "nonsense"], 2, 100)
     assert "rank 0 ended with 2" in failed and "nonsense: not one of 160M-ddp" in failed
 

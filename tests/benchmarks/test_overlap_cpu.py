@@ -10,7 +10,7 @@ from benchmarks.overlap_cpu import Sample, show, summary
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_end_with_one_line_of_json(tmp_path, capsys):
+def test_two_ranks_end_with_one_line_of_json(tmp_path, capsys, forks):
     picture = tmp_path / "x.svg"
     arguments = ["--config", "llama_debug", "--length", "32", "--rounds", "2", "--peers", "stock,dcompile"]
     arguments += ["--bucket-cap-mb", "0.1", "--timeline", str(picture), "--json"]

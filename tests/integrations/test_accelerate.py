@@ -10,6 +10,7 @@ from accelerate.utils import DynamoBackend
 
 from dcompile.config import Config
 from dcompile.integrations.accelerate import DcompilePlugin
+from tests.nursery import python
 from tests.subject import BACKEND, IS_DCOMPILE, run, torchrun
 
 SCRIPT = "tests/integrations/accelerate_script.py"
@@ -67,7 +68,7 @@ def test_without_accelerate_the_error_names_the_extra():
 
 
 def result_of(backend: str, folder) -> dict:
-    process = torchrun(2, SCRIPT, "--backend", backend, "--folder", str(folder))
+    process = torchrun(2, SCRIPT, "--backend", backend, "--folder", str(folder), python=python())
     assert process.returncode == 0, process.stderr
     line = next(line for line in process.stdout.splitlines() if line.startswith("RESULT "))
     return json.loads(line.removeprefix("RESULT "))

@@ -10,6 +10,7 @@ from generate import Checks, Generated, Sampling, check, generate, sample
 from tensor_parallel import shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.nursery import python
 from tests.subject import BACKEND, IS_DCOMPILE, torchrun
 
 TINY = {
@@ -39,14 +40,16 @@ def test_two_ranks_generate_what_one_process_does():
 @pytest.mark.timeout(200)
 def test_one_rank_samples_the_same_tokens_compiled_prefill_and_all():
     arguments = ("--temperature", "0.8", "--top-k", "20", "--compile-prefill", "--max-new-tokens", "8")
-    result = torchrun(1, "launch/generate.py", "--backend", BACKEND, "--device", "cpu", "--check", *arguments)
+    result = torchrun(
+        1, "launch/generate.py", "--backend", BACKEND, "--device", "cpu", "--check", *arguments, python=python()
+    )
     assert result.returncode == 0, result.stderr
     assert "1 decode graph, 0 recompiles, 0 all-reduces a decode step" in result.stdout
     assert len(tokens_of(result.stdout)) == 8
 
 
 def test_more_ranks_than_asked_for_is_an_error():
-    result = torchrun(1, "launch/generate.py", "--tp", "2", "--backend", "eager", "--device", "cpu")
+    result = torchrun(1, "launch/generate.py", "--tp", "2", "--backend", "eager", "--device", "cpu", python=python())
     assert result.returncode != 0
     assert "give torchrun --nproc-per-node 2" in result.stderr
 
@@ -113,6 +116,7 @@ def test_check_refuses_other_tokens_and_missing_all_reduces(monkeypatch):
 def test_config_files_are_llamas(tmp_path):
     path = tmp_path / "bert.json"
     path.write_text(json.dumps({"model_type": "bert"}))
-    result = torchrun(1, "launch/generate.py", "--config", str(path), "--backend", "eager", "--device", "cpu")
+    arguments = ("--config", str(path), "--backend", "eager", "--device", "cpu")
+    result = torchrun(1, "launch/generate.py", *arguments, python=python())
     assert result.returncode != 0
     assert "not a Llama config" in result.stderr

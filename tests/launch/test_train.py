@@ -19,6 +19,7 @@ from common import UserError, compile_model, load_config, parse_options
 from data import END, batch, load_text
 from report import read_metrics
 
+from tests import nursery
 from tests.job import ROOT, Job, run, torchrun
 from tests.subject import BACKEND, IS_DCOMPILE
 
@@ -45,7 +46,8 @@ def start(folder: Path, backend: str, *more: str, script: str = "launch/train.py
     folder.mkdir(exist_ok=True)
     environment = {k: v for k, v in options.items() if k.isupper()}
     command = (script, "--backend", backend, "--output-dir", str(folder), *ARGUMENTS, *more)
-    return Job(torchrun(2, *command, restarts=options.get("restarts", 0)), folder, **environment)
+    python = options.get("python") or nursery.python()
+    return Job(torchrun(2, *command, restarts=options.get("restarts", 0), python=python), folder, **environment)
 
 
 def trained(folder: Path, backend: str, *more: str, **options: Any) -> Run:
@@ -125,7 +127,8 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled:
 
 
 def test_sigterm_ends_all_processes_soon_even_in_a_collective(tmp_path: Path) -> None:
-    job = start(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="sleep")
+    python = sys.executable  # forks are no children of torchrun's: nothing would hold that they have ended
+    job = start(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="sleep", python=python)
     job.wait_for("rank 1 sleeps", 60)
     family = job.family()
     assert len(family) >= 3
@@ -147,7 +150,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: P
 
 
 def test_one_process_needs_no_torchrun_and_errors_are_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "launch/train.py", "--backend", "eager", "--output-dir", str(tmp_path), *ARGUMENTS]
+    command = [nursery.python(), "launch/train.py", "--backend", "eager", "--output-dir", str(tmp_path), *ARGUMENTS]
     status, output = run([*command, "--steps=2", f"--data={ROOT / 'LICENSE'}"], tmp_path)
     assert status == 0 and "1 x cpu" in output, output
     status, output = run([*command, "--data=/no/such/text"], tmp_path)

@@ -1,22 +1,20 @@
-"""Workers that live long and are fed over pipes; one that crashes or hangs is replaced."""
+"""Workers that live long and are fed over pipes; one that crashes or hangs is replaced by another of the nursery."""
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
+from tests import nursery
 from tests.ops.cases import Case, grouped
+from tests.ops.worker import serve as serve_cases
 
-ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_S = 120
 """CPU time for each case; most groups of cases take a second together."""
 STARTED_AFTER = 60
@@ -26,10 +24,12 @@ STARTED_AFTER = 60
 class Worker:
     """One process; `ask` starts it when there is none."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
-        self.process: subprocess.Popen[str] | None = None
+    def __init__(self, environment: dict[str, str], starting: Lock) -> None:
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self.starting = starting
+        """Held while a process starts, which changes this process's environment."""
+        self.process: Any = None
+        self.pipe: Any = None
         self.asked = 0
 
     def ask(self, cases: Sequence[Case], limit: int | None, timeout: float) -> list[dict[str, Any]]:
@@ -47,48 +47,43 @@ class Worker:
             self.stop()
             self._start()
         self.asked += 1
-        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps({"cases": list(map(str, cases)), "limit": limit}) + "\n")
-            self.process.stdin.flush()
-            ready = self._wait(timeout)
-            answer = self.process.stdout.readline() if ready else ""
-        except BrokenPipeError:
-            ready, answer = True, ""
-        if answer:
-            found = json.loads(answer)
-            if isinstance(found, dict):
-                raise RuntimeError(f"the sweep cannot run here, at {cases[0]}: {found['missing']}")
-            return found  # type: ignore[no-any-return]
-        what = f"crashed with status {self.process.wait(5)}" if ready else f"took more than {timeout:.0f} s"
+            self.pipe.send((list(map(str, cases)), limit))
+            if self._wait(timeout):
+                found: list[dict[str, Any]] | str = self.pipe.recv()
+                if isinstance(found, str):
+                    raise RuntimeError(f"the sweep cannot run here, at {cases[0]}: {found}")
+                return found
+            what = f"took more than {timeout:.0f} s"
+        except (EOFError, ConnectionError):
+            self.process.join(5)
+            what = f"crashed with status {self.process.exitcode}"
         self.stop()
         return what
 
     def _wait(self, timeout: float) -> bool:
         """Whether it answers within `timeout` seconds of its own CPU time: wall time measures who else runs."""
-        assert self.process is not None
         until, begun = time.monotonic() + 8 * timeout, _cpu_seconds(self.process.pid)
         while True:
-            if select.select([self.process.stdout], [], [], 1)[0]:
+            if self.pipe.poll(1):
                 return True
             if time.monotonic() > until or _cpu_seconds(self.process.pid) - begun > timeout:
                 return False
 
     def _start(self) -> None:
         self.asked = 0
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.ops.worker"],
-            cwd=ROOT, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True,
-        )  # fmt: skip
+        context: Any = nursery.context()
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=serve_cases, args=(there, self.environment), daemon=True)
+        with self.starting, nursery.starting():
+            self.process.start()
+        there.close()
 
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            self.process.join()
+            self.pipe.close()
             self.process = None
 
 
@@ -105,11 +100,12 @@ def run_all(
     """Answers, as they come. After the time `until` (of time.monotonic) no further case is begun."""
     waiting: SimpleQueue[tuple[Case, ...] | None] = SimpleQueue()
     answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    starting = Lock()
     for group in (*grouped(cases), *[None] * jobs):
         waiting.put(group)
 
     def serve() -> None:
-        worker = Worker(environment or {})
+        worker = Worker(environment or {}, starting)
         try:
             while (group := waiting.get()) is not None and (until is None or time.monotonic() < until):
                 for answer in worker.ask(group, limit, timeout):

@@ -1,38 +1,44 @@
-"""A process that runs cases: one line of JSON in, one out. What crashes here costs one group of cases."""
+"""A process that runs cases, as they come through a pipe. What crashes here costs one group of cases."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+import warnings
+from typing import Any
 
 import torch
 
+from tests import nursery
 from tests.device import compute_exactly, device
 from tests.ops.cases import Case
 from tests.ops.check import run
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what operators print does not belong among the answers
-    torch.set_num_threads(1)
+def serve(pipe: Any, environment: dict[str, str]) -> None:
+    """Until the pipe is closed: take cases and a limit, give answers, or in one line what is missing here."""
+    nursery.born(environment)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(nowhere, output)  # what operators print
+    warnings.simplefilter("ignore")
     compute_exactly()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if os.environ.get("OPS_CRASH_AT") in request["cases"]:
-            os.abort()  # for the test of what a crash costs
+    while True:
         try:
-            if os.environ.get("OPS_MISSING_AT") in request["cases"]:
-                raise ModuleNotFoundError("No module named 'planted'")  # for the test of an incomplete environment
-            found: object = run(list(map(Case.parse, request["cases"])), request["limit"])
-            if device() == "cuda":
-                torch.cuda.synchronize()  # raises what ended the device for this process: the cases are asked anew
-        except ImportError as error:
-            found = {"missing": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+            names, limit = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(names, limit))
 
 
-if __name__ == "__main__":
-    main()
+def _answer(names: list[str], limit: int | None) -> list[dict[str, Any]] | str:
+    if os.environ.get("OPS_CRASH_AT") in names:
+        os.abort()  # for the test of what a crash costs
+    try:
+        if os.environ.get("OPS_MISSING_AT") in names:
+            raise ModuleNotFoundError("No module named 'planted'")  # for the test of an incomplete environment
+        found = run(list(map(Case.parse, names)), limit)
+        if device() == "cuda":
+            torch.cuda.synchronize()  # raises what ended the device for this process: the cases are asked anew
+        return found
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"

@@ -6,13 +6,16 @@ FUNCTIONS = r"""
 /* float functions; largest errors measured against float64 are in tests/codegen/emit/test_prelude.py; F is float, or 16
    of them (wide.py) */
 INLINE float copysign_(float x, float sign) { return __builtin_copysignf(x, sign); }
-INLINE float scale_(float r, float j) {
-  const int32 i = (int32)j, half = i >> 1;
-  return r * unbits(u32(half + 127) << 23) * unbits(u32(i - half + 127) << 23);
+/* r times 2 to the whole number in t, to which SHIFT was added, in two steps, so that results may be denormal or
+   overflow; rounded once */
+static constexpr float SHIFT = 12582912.f + 254.f;
+INLINE float scale_(float r, float t, float) {
+  const int32 i = (int32)(t - SHIFT), half = i >> 1;
+  return unbits(bits(r) + (u32(half) << 23)) * unbits(u32(i - half + 127) << 23);
 }
 template <class F> INLINE F exp_of(F a) {
   const F x = min_number_(max_number_(a, -105.f), 90.f);
-  const F j = fma_(x, 1.442695041f, 12582912.f) - 12582912.f;
+  const F t = fma_(x, 1.442695041f, SHIFT), j = t - SHIFT;
   F f = fma_(j, -6.93145752e-1f, x);
   f = fma_(j, -1.42860677e-6f, f);
   F r = fma_(f, 1.37805939e-3f, 8.37312452e-3f);
@@ -21,18 +24,18 @@ template <class F> INLINE F exp_of(F a) {
   r = fma_(r, f, 4.99999851e-1f);
   r = fma_(r, f, 1.f);
   r = fma_(r, f, 1.f);
-  return scale_(r, j);
+  return scale_(r, t, x);
 }
 template <class F> INLINE F exp2_of(F a) {
   const F x = min_number_(max_number_(a, -152.f), 130.f);
-  const F j = (x + 12582912.f) - 12582912.f, f = x - j;
+  const F t = x + SHIFT, f = x - (t - SHIFT);
   F r = fma_(f, 1.53502474e-4f, 1.33990591e-3f);
   r = fma_(r, f, 9.61844705e-3f);
   r = fma_(r, f, 5.55033041e-2f);
   r = fma_(r, f, 2.40226487e-1f);
   r = fma_(r, f, 6.93147182e-1f);
   r = fma_(r, f, 1.f);
-  return scale_(r, j);
+  return scale_(r, t, x);
 }
 #define FUNCTION(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_FUNCTION(name)
 FUNCTION(exp) FUNCTION(exp2)

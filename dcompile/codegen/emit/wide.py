@@ -1,29 +1,35 @@
-"""Loops over sixteen floats at a time, written out where g++ does not find the best instructions by itself.
+"""Loops over vectors of floats, written out where g++ does not find the best instructions by itself.
 
-These are rounding to bfloat16 (3 instructions for 5) and what multiplies by a power of two at the end, as exp does (1
-for 9): of the prelude's functions on vectors (`wide_prelude.py`). Each does to an element what the function on one
-float does, so it does not matter where in a loop an element lies. Beside it stands the plain loop: for the elements
-that are left, and for machines without these instructions. A chain of four operations in bfloat16 took 0.65 of the
-plain loop's time, a cross-entropy in float32 0.75 (one core of an AMD EPYC, Zen 4).
+These are rounding to bfloat16 and what multiplies by a power of two at the end, as exp does (3 instructions for 5 and 1
+for 9 with AVX-512): of the prelude's functions on vectors (`wide_prelude.py`). Each does to an element what the
+function on one float does, so it does not matter where in a loop an element lies. Beside it stands the plain loop: for
+the elements that are left, and for machines without these instructions. A chain of four operations in bfloat16 took
+0.65 of the plain loop's time, a cross-entropy in float32 0.75 (one core of an AMD EPYC, Zen 4).
 
-Large results are streamed past the caches, which spares reading what is overwritten.
+Large results are streamed past the caches, which spares reading what is overwritten. Reductions of little work have
+several accumulators, since g++ gives them one vector, in which each addition waits for the one before.
 """
 
 from __future__ import annotations
 
 import functools
 
-from dcompile.codegen.emit.nest import Axis, stride
+from dcompile.codegen.emit.nest import Axis, may_exceed, stride
 from dcompile.codegen.emit.scans import Scans
 from dcompile.codegen.emit.spelling import literal, watches_nan
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Index
 from dcompile.ir.nodes import Apply, Load, Ref
-from dcompile.ir.ops import REDUCTIONS
+from dcompile.ir.ops import OPS, REDUCTIONS
 
 WIDTH = 16
+"""Elements of the widest vectors; narrower ones divide it."""
 SHORT = 8 * WIDTH
 """Length up to which a row must be whole vectors: what is left of it takes as long as the vectors."""
+WAYS = 4
+"""Accumulators of a reduction of little work: an addition takes 3 to 4 cycles, and two could begin in each."""
+LIGHT = 8
+"""Work up to which a reduction waits for its accumulator, in additions for each element."""
 TYPES = {"float32": "wide", "bfloat16": "wide", "bool": "wide_int", "int32": "wide_int"}
 KEPT = {"float32": "float32", "bfloat16": "float32", "bool": "bool"}
 """How values lie that are kept from pass to pass."""
@@ -50,8 +56,9 @@ class Wide(Scans):
             return False
         needed = self._wide_values(number)
         before = {ref for ref in needed if self.kept.get(ref, number) < number}
+        gains = any(n in self.streams for n in stores) or self._ways(number, reduces, stores, last) > 1
         return (
-            (any(n in self.streams for n in stores) or any(self._gains(ref) for ref in needed if ref not in before))
+            (gains or any(self._gains(ref) for ref in needed if ref not in before))
             and all(self._has_vector(ref, number, last.name) for ref in needed)
             and all(self._reduce(ref).op in FOLDS and self._reduce(ref).dtype == "float32" for ref in reduces)
             and all(self._stores_vector(n, last.name) for n in stores)
@@ -66,6 +73,14 @@ class Wide(Scans):
         for ref in needed:
             used |= set() if ref in ends else {*operands(self.nest.body[ref])}
         return [ref for ref in needed if ref in used]
+
+    def _ways(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> int:
+        """How many accumulators each reduction of a pass has."""
+        if not reduces or stores or not may_exceed(last.size, SHORT):
+            return 1
+        values = (self.nest.body[ref] for ref in self._wide_values(number) if self.kept.get(ref, number) >= number)
+        work = sum(OPS[value.op].cost if isinstance(value, Apply) else 1 for value in values)
+        return WAYS if work <= LIGHT else 1
 
     def _gains(self, ref: Ref) -> bool:
         match self.nest.body[ref]:
@@ -139,33 +154,60 @@ class Wide(Scans):
         """Write the wide loop; returns where the plain one has to begin."""
         low, high = self._bounds(last, bounded)
         whole = isinstance(last.size, int) and last.size % WIDTH == 0
-        at = last.name if whole else f"{last.name}_at{number}"
+        ways = self._ways(number, reduces, stores, last)
+        at = f"{last.name}_at{number}" if ways > 1 or not whole else last.name
         if not whole:
             self.line(f"int64 {at} = {low};")
         self.line("#ifdef VECTORS")
         for ref in reduces:
-            identity = literal(REDUCTIONS[self._reduce(ref).op].identity("float32"), "float32")
-            self.line(f"wide x{self.number(ref)} = widen({identity});")
-            if watches_nan(self._reduce(ref)):
-                self.line(f"wide_int y{self.number(ref)} = {{}};")
-        first = f"int64 {at} = {low}" if whole else ""
-        self.open(f"for ({first}; {at} + {WIDTH} <= {high}; {at} += {WIDTH})")
-        if not whole:
-            self.line(f"const int64 {last.name} = {at};")
-        if self.counted:
-            self.line(f"const wide_int place = places({last.name});")
-        self._declare_vectors(number, last.name)
-        for ref in reduces:
-            self._take_vector(ref)
-        for n in stores:
-            self._store_vector(n)
-        self.close()
+            self._open_vectors(ref, ways)
+        if ways > 1:
+            if whole:
+                self.line(f"int64 {at} = {low};")
+            self._in_ways(number, reduces, last, at, high, ways)
+        else:
+            first = f"int64 {at} = {low}" if whole else ""
+            self.open(f"for ({first}; {at} + WIDTH <= {high}; {at} += WIDTH)")
+            if not whole:
+                self.line(f"const int64 {last.name} = {at};")
+            self._vectors_at(number, last.name, reduces, stores, "")
+            self.close()
         for ref in reduces:
             self._fold(ref)
         self.line("#else" if whole else "#endif")
         if self.counted and not whole:
             self.line(f"place = {at};")
         return low if whole else at
+
+    def _open_vectors(self, ref: Ref, ways: int) -> None:
+        """The accumulators of a reduction."""
+        identity = literal(REDUCTIONS[self._reduce(ref).op].identity("float32"), "float32")
+        n, several = self.number(ref), f"[{ways}]" if ways > 1 else ""
+        self.line(f"wide x{n}[{ways}]; fill(x{n}, {identity});" if several else f"wide x{n} = widen({identity});")
+        if watches_nan(self._reduce(ref)):
+            self.line(f"wide_int y{n}{several} = {{}};")
+
+    def _in_ways(self, number: int, reduces: list[Ref], last: Axis, at: str, high: str, ways: int) -> None:
+        """One vector into each accumulator, and so on; what vectors are left into the first."""
+        self.open(f"const auto take{number} = [&](int64 {last.name}, int way) __attribute__((always_inline))")
+        self._vectors_at(number, last.name, reduces, [], "[way]")
+        self.depth -= 1
+        self.line("};")
+        self.open(f"for (; {at} + {ways} * WIDTH <= {high}; {at} += {ways} * WIDTH)")
+        for way in range(ways):
+            self.line(f"take{number}({at} + {way} * WIDTH, {way});")
+        self.close()
+        self.line(f"for (; {at} + WIDTH <= {high}; {at} += WIDTH) take{number}({at}, 0);")
+
+    def _vectors_at(self, number: int, name: str, reduces: list[Ref], stores: list[int], way: str) -> None:
+        """What becomes of the elements from `name` on."""
+        if self.counted and self.counted.positions:
+            self.line(f"const wide_int place = places({name});")
+        self._declare_vectors(number, name)
+        for ref in reduces:
+            self._take_vector(ref, way)
+        for n in stores:
+            self._store_vector(n)
 
     def _declare_vectors(self, number: int, name: str) -> None:
         place = self._row_place()
@@ -183,7 +225,7 @@ class Wide(Scans):
         if self.counted and ref in self.counted.positions:
             return "place"
         if self.counted and ref in self.counted.matches:
-            return f"place == e{self.number(self.counted.matches[ref])}"
+            return f"match({name}, e{self.number(self.counted.matches[ref])})"
         if isinstance(value, Load):
             if ref in self.pointed:
                 return f"load_{value.dtype}(&z{self.number(ref)}[{name}])"
@@ -196,15 +238,15 @@ class Wide(Scans):
         spelling = WIDE_SPELLING.get(value.op) or self.spelling(value)
         return spelling.format(*map(self.name, value.args))
 
-    def _take_vector(self, ref: Ref) -> None:
-        reduce, x, y = self._reduce(ref), f"x{self.number(ref)}", f"y{self.number(ref)}"
+    def _take_vector(self, ref: Ref, way: str) -> None:
+        reduce, x, y = self._reduce(ref), f"x{self.number(ref)}{way}", f"y{self.number(ref)}{way}"
         value = self.name(reduce.arg)
         if not self.levels.element[reduce.arg]:
             value = f"widen({value})"
         if reduce.op == "sum":
             self.line(f"{x} += {value};")
             return
-        self.line(f"{x} = {value} {'>' if reduce.op == 'max' else '<'} {x} ? {value} : {x};")
+        self.line(f"{x} = {'greater' if reduce.op == 'max' else 'lesser'}({value}, {x});")
         self.line(f"{y} |= {value} != {value};")
 
     def _fold(self, ref: Ref) -> None:

@@ -20,6 +20,7 @@ from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.pipeline import Begun, Pipeline
 from dcompile.runtime import cache as cache_module
+from tests import nursery
 from tests.distributed.harness import Ranks
 from tests.subject import ROOT
 
@@ -271,10 +272,10 @@ TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.code
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 
-def start(directory, **environment):
+def start(directory, python=sys.executable, **environment):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "DCOMPILE_CACHE_DIR": str(directory), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
+        [python, "-c", SCRIPT],
         env={**variables, "DCOMPILE_VERIFY": "0", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -307,8 +308,9 @@ def test_a_second_process_loads_no_compiler_stage_and_starts_no_compiler(tmp_pat
 
 
 def test_two_processes_on_one_cold_cache(tmp_path):
-    one, other = [result(process) for process in [start(tmp_path / "cache"), start(tmp_path / "cache")]]
-    warm = result(start(tmp_path / "cache"))
+    python = nursery.python()
+    one, other = map(result, [start(tmp_path / "cache", python), start(tmp_path / "cache", python)])
+    warm = result(start(tmp_path / "cache", python))
     assert one["results"] == other["results"] == warm["results"]
     assert warm["cached"] == 2 and not list((tmp_path / "cache").glob("tmp-*"))
 

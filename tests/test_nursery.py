@@ -1,4 +1,4 @@
-"""A command of the nursery is like Python: its arguments, input, outputs, status, signals; and torch is there already."""
+"""A command of the nursery is like Python: arguments, input, outputs, status, signals; and torch is there already."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import nursery
 from tests.job import ROOT, run
 
 TEXT = (ROOT / "README.md").read_text()
@@ -24,7 +25,6 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 ENVIRONMENT = {
     # this environment as it is: no set-up of another one
     "VENV": "",
-    "PYTHON": sys.executable,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     # the whole suite within itself would never end
     "TESTS": "tests/test_readme.py::test_commands_are_found",
@@ -64,7 +64,10 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, tmp_path: Path) -> None:
-    status, output = run(["bash", "-ec", shortened(command, tmp_path)], tmp_path, **ENVIRONMENT)
+    # what starts from nothing is torchrun's line: a training run, too, that imports what `make train` does
+    python = nursery.python() if command.startswith("make train") else sys.executable
+    environment = {**ENVIRONMENT, "PYTHON": python}
+    status, output = run(["bash", "-ec", shortened(command, tmp_path)], tmp_path, **environment)
     assert status == 0, output
     if "make train" in command or "launch/train.py" in command:
         assert "parameters equal on all ranks: yes" in output

@@ -20,6 +20,7 @@ from dcompile.errors import BuildError
 from dcompile.runtime import cache as cache_module
 from dcompile.runtime.cache import KernelCache, cache_directory
 from dcompile.runtime.libraries import kernel
+from tests import nursery
 
 ROOT = Path(__file__).parents[2]
 
@@ -267,10 +268,10 @@ print("right", built.libraries["number30"])
 """
 
 
-def start(config: Config, prefix: str = "") -> subprocess.Popen[str]:
+def start(config: Config, prefix: str = "", python: str = sys.executable) -> subprocess.Popen[str]:
     command = f'{prefix} exec "$0" -c "$1" "$2"'
     return subprocess.Popen(
-        ["bash", "-c", command, sys.executable, textwrap.dedent(PROCESS), config.cache_dir],
+        ["bash", "-c", command, python, textwrap.dedent(PROCESS), config.cache_dir],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -279,13 +280,13 @@ def start(config: Config, prefix: str = "") -> subprocess.Popen[str]:
 
 
 def test_many_writers_at_once(config):
-    processes = [start(config) for _ in range(8)]
+    processes = [start(config, python=nursery.python()) for _ in range(8)]
     for process in processes:
         out, err = process.communicate(timeout=200)
         assert out.startswith("right") and err == ""
     assert not files(config, "tmp-*")
     assert len(files(config, "*.json")) == 4
-    again = start(config)
+    again = start(config, python=nursery.python())
     out, err = again.communicate(timeout=60)
     assert out.startswith("right") and err == ""
 
@@ -294,7 +295,7 @@ def test_a_file_size_limit_is_an_error_about_space(config):
     out, _ = start(config, "ulimit -f 4;").communicate(timeout=60)
     assert out.startswith("BuildError") and config.cache_dir in out and "free space" in out
     assert not files(config, "tmp-*") and not files(config, "*.json")
-    out, err = start(config).communicate(timeout=60)
+    out, err = start(config, python=nursery.python()).communicate(timeout=60)
     assert out.startswith("right") and err == "", "and the cache is usable afterwards"
 
 
@@ -302,6 +303,6 @@ def test_a_temporary_directory_goes_with_its_process(config):
     directory = cache_directory(config)
     directory.mkdir(parents=True)
     directory.chmod(0o777)
-    out, err = start(config).communicate(timeout=60)
+    out, err = start(config, python=nursery.python()).communicate(timeout=60)
     assert out.startswith("right") and err.count("\n") == 1
     assert not Path(out.split(maxsplit=1)[1].strip()).parent.exists()

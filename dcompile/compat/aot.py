@@ -304,6 +304,13 @@ def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
     return {**core(), **decomp.get_decompositions(also)}
 
 
+def dimensions_by_stride(x: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, outermost in memory first, in the order that eager's elementwise kernels see."""
+    import torch._prims_common as prims
+
+    return list(prims.compute_elementwise_output_logical_to_physical_perm(x)[0])
+
+
 def suggest_memory_format(x: torch.Tensor) -> torch.memory_format:
     """The layout that eager's kernels give to results of `x`: channels last if its strides look so."""
     import torch._prims_common as prims

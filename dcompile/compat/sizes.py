@@ -89,6 +89,13 @@ def known_divisor(shape_env: Any, symbol: Any) -> int:
     return lcm(*(int(divisor) for base, divisor in facts if base == symbol and divisor.is_Integer))
 
 
+def invents_sizes(op: Any) -> bool:
+    """Whether tracing makes up sizes that depend on values: torch 2.11 counts how many distinct elements zeros have."""
+    import torch
+
+    return str(op) == "aten._unique.default" and torch.Tag.dynamic_output_shape not in op.tags
+
+
 def size_symbols(gm: Any) -> dict[Any, Any]:
     """Size symbols of a graph -> their shape environment."""
     import torch

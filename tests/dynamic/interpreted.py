@@ -19,7 +19,7 @@ from dcompile import pipeline
 from dcompile.codegen.emit import host
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.triton import ALIGNED
-from dcompile.codegen.emit.triton_prelude import POINTERS
+from dcompile.codegen.emit.triton_spelling import POINTERS
 from dcompile.compiler import CachingCompiler
 from dcompile.runtime import gpu, workspaces
 from dcompile.runtime.arena import copied

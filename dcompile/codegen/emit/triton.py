@@ -15,7 +15,8 @@ from dataclasses import replace
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.triton_passes import Passes
-from dcompile.codegen.emit.triton_prelude import HEADER, POINTERS, SPELLING, literal, used_functions
+from dcompile.codegen.emit.triton_prelude import HEADER, used_functions
+from dcompile.codegen.emit.triton_spelling import POINTERS, SPELLING, literal
 from dcompile.codegen.emit.triton_tiles import ceil_div, make_plan
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store

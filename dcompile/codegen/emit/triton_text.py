@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.nest import Axis, Levels, levels, may_exceed
-from dcompile.codegen.emit.triton_prelude import SPELLING, literal, register_type
+from dcompile.codegen.emit.triton_spelling import SPELLING, literal, register_type
 from dcompile.codegen.emit.triton_tiles import MULTIPROCESSORS, Dim, Plan, count, row_number
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import (

@@ -19,7 +19,7 @@ _ALSO = (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
     "nll_loss2d_forward", "nll_loss2d_backward", "linspace", "logspace", "eye", "std_mean", "nansum", "count_nonzero",
     "upsample_nearest2d", "rot90", "xlogy", "diag_embed",
-    "special_xlog1py", "erfc", "index_fill", "copysign", "dot", "mv", "addmv", "addr", "split_with_sizes_copy",
+    "special_xlog1py", "erfc", "copysign", "dot", "mv", "addmv", "addr", "split_with_sizes_copy",
     "rrelu_with_noise_backward",
     # in parts, the partitioner saves a row's largest element and sum rather than all logits once more
     "_log_softmax",

@@ -206,6 +206,8 @@ class _Walk:
         value: Any = node.meta.get("val")
         if value is None and node.users:  # what saves and restores the generator's state around a checkpointed layer
             raise Unsupported(f"dcompile: tracing did not say what {node.target} returns")
+        if compat.sizes.invents_sizes(node.target):
+            raise Unsupported(f"dcompile: tracing made up the size of what {node.target} returns")
         self.low.device = _device_of(value) or self.low.device
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return scalar(self.low, node, value, args, kwargs)

@@ -18,6 +18,8 @@ def table() -> dict[Any, Callable[..., Any]]:
     return {
         aten.channel_shuffle.default: channel_shuffle,
         aten.native_channel_shuffle.default: channel_shuffle,
+        aten.index_fill.int_Scalar: index_fill,
+        aten.index_fill.int_Tensor: index_fill,
         aten.pixel_shuffle.default: pixel_shuffle,
         aten.pixel_unshuffle.default: pixel_unshuffle,
         aten.put.default: put,
@@ -34,11 +36,31 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    """Channels of `groups` groups, dealt out in turn; laid out as `x` is."""
+    """Channels of `groups` groups, dealt out in turn; laid out as in eager: like `x` on the CPU, row-major on GPUs."""
     if compat.sizes.is_known_empty(x):
         return x.clone()
     split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-    return split.transpose(1, 2).reshape(x.shape).clone(memory_format=compat.aot.suggest_memory_format(x))
+    return split.transpose(1, 2).reshape(x.shape).clone(memory_format=_layout(x))
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    return compat.aot.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+
+
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """The slices at `index` of dimension `dim` become `value`, a number or a tensor of one; laid out as `x` is.
+
+    torch 2.11's decomposition lays the result out by a copy in place, which AOTAutograd refuses.
+    """
+    if x.dim() == 0:
+        return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0).clone()
+    dim = dim % x.dim()
+    order = compat.aot.dimensions_by_stride(x)
+    moved, at = x.permute(order), order.index(dim)
+    filled = value.to(x.dtype) if isinstance(value, Tensor) else x.new_full((), value)
+    slices = filled.expand(*moved.shape[:at], index.numel(), *moved.shape[at + 1 :])
+    result: Tensor = aten.index_copy(moved, at, index, slices)
+    return result.permute([order.index(d) for d in range(x.dim())])
 
 
 def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
@@ -47,8 +69,7 @@ def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
     n, kept = len(lead), channels // factor**2
     split = x.reshape(*lead, kept, factor, factor, height, width)
     moved = split.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
-    layout = compat.aot.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
-    return moved.reshape(*lead, kept, height * factor, width * factor).clone(memory_format=layout)
+    return moved.reshape(*lead, kept, height * factor, width * factor).clone(memory_format=_layout(x))
 
 
 def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:

@@ -73,6 +73,11 @@ def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, in
         wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
         if not np.allclose(*wide, rtol=tolerance, atol=tolerance and 1e-5, equal_nan=True):
             return f"{view} differs by up to {np.nanmax(np.abs(wide[0] - wide[1]))}"
+        if (
+            tolerance
+            and (turned := (wide[0] == 0) & (wide[1] == 0) & (np.signbit(wide[0]) != np.signbit(wide[1]))).any()
+        ):
+            return f"{view} has zeros of the other sign at {np.flatnonzero(turned)[:4]}"
     return ""
 
 

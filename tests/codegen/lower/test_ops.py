@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions import table
@@ -500,25 +499,3 @@ def test_the_sum_of_a_row_with_one_element_is_that_element() -> None:
     assert [
         value for step in program.steps if isinstance(step, Loop) for value in step.body if isinstance(value, Reduce)
     ]
-
-
-def test_pixels_that_are_none_get_a_shape_all_the_same():
-    """On the CPU eager leaves an empty tensor's shape alone, elsewhere it does not."""
-    unshuffle = table()[torch.ops.aten.pixel_unshuffle.default]
-    for device in ("cpu", "meta"):
-        x = torch.empty(0, 1, 6, 6, device=device)
-        assert unshuffle(x, 3).shape == torch.pixel_unshuffle(x, 3).shape
-
-
-def test_pixels_are_laid_out_as_eager_lays_them_out():
-    """On GPUs in row-major order, whatever the image's layout; torch's own decomposition does not ask where it is."""
-    shuffle = table()[torch.ops.aten.pixel_shuffle.default]
-    for device in ("cpu", "cuda"):
-        with FakeTensorMode():
-            for layout in (torch.contiguous_format, torch.channels_last):
-                x = torch.empty(2, 8, 3, 5, device=device).to(memory_format=layout)
-                assert shuffle(x, 2).stride() == torch.pixel_shuffle(x, 2).stride(), (device, layout)
-    for shape in ((2, 8, 3, 5), (9, 2, 2), (0, 4, 2, 3), (2, 3, 4, 1, 2)):
-        factor = 3 if shape[0] == 9 else 2
-        x = torch.randn(shape)
-        assert torch.equal(shuffle(x, factor), torch.pixel_shuffle(x, factor))

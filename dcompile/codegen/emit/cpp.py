@@ -18,6 +18,7 @@ from dcompile.codegen.emit.nest import make_nest, may_exceed
 from dcompile.codegen.emit.passes import Passes
 from dcompile.codegen.emit.spelling import SPELLING, literal, memory_type
 from dcompile.codegen.emit.statements import SPLIT
+from dcompile.codegen.emit.wide import WAYS
 from dcompile.ir.index import Size, size_product
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
@@ -166,8 +167,12 @@ class _Kernel(Passes):
             self.line("#pragma omp for schedule(static)")
         self.open(f"for (int64 b = 0; b < {blocks}; b++)")
         if axes:
-            high = f"b * {block} + {block} < {rows} ? b * {block} + {block} : {rows}"
-            self.open(f"for (int64 r = b * {block}; r < ({high}); r++)")
+            low, high = f"b * {block}", f"(b * {block} + {block} < {rows} ? b * {block} + {block} : {rows})"
+            if self._adds_up():
+                self.line(f"int64 r_at = {low};")
+                low = "r_at"
+                self._rows_together(low, high)
+            self.open(f"for (int64 r = {low}; r < {high}; r++)")
             self._decompose("r")
         self._row()
         self.close(bool(axes))
@@ -179,6 +184,31 @@ class _Kernel(Passes):
         self.close()
         for number, name in self.columns.items():
             self._collect(number, name)
+
+    def _rows_together(self, at: str, high: str) -> None:
+        """Add some rows at a time to column sums, which are read and written once for all of them."""
+        (last,) = self.nest.elements
+        sums = ", ".join(f"wide& x{n}" for n in self.columns)
+        self.line("#ifdef VECTORS")
+        self.open(f"const auto add = [&](int64 r, int64 {last.name}, {sums}) __attribute__((always_inline))")
+        self._decompose("r")
+        self._between(0)
+        self._declare_vectors(0, last.name, self._wide_values(0))
+        for n in self.columns:
+            self.line(f"x{n} += {self._as_vector(self.nest.stores[n].value)};")
+        self.depth -= 1
+        self.line("};")
+        self.open(f"for (; {at} + {WAYS} <= {high}; {at} += {WAYS})")
+        self.open(f"for (int64 {last.name} = 0; {last.name} < {last.size}; {last.name} += WIDTH)")
+        places = {n: f"&{name}[{self.index(self.nest.stores[n].index)}]" for n, name in self.columns.items()}
+        for n, place in places.items():
+            self.line(f"wide x{n} = load_float32({place});")
+        for row in range(WAYS):
+            self.line(f"add({at} + {row}, {last.name}, {', '.join(f'x{n}' for n in self.columns)});")
+        for n, place in places.items():
+            self.line(f"put_float32({place}, x{n});")
+        self.close(2)
+        self.line("#endif")
 
     def _row_blocks(self) -> tuple[str, str, str]:
         """Number of rows, rows in a block, number of blocks."""

@@ -13,13 +13,14 @@ several accumulators, since g++ gives them one vector, in which each addition wa
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 from dcompile.codegen.emit.nest import Axis, may_exceed, stride
 from dcompile.codegen.emit.scans import Scans
 from dcompile.codegen.emit.spelling import literal, watches_nan
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Index
-from dcompile.ir.nodes import Apply, Load, Ref
+from dcompile.ir.nodes import Apply, Const, Load, Ref
 from dcompile.ir.ops import OPS, REDUCTIONS
 
 WIDTH = 16
@@ -54,6 +55,8 @@ class Wide(Scans):
             return False
         if isinstance(last.size, int) and last.size % WIDTH and last.size <= SHORT:
             return False
+        if (sought := self._sought(reduces, stores, last)) is not None:
+            return all(self._has_vector(ref, number, last.name) for ref in self._needed(number, [sought]))
         needed = self._wide_values(number)
         before = {ref for ref in needed if self.kept.get(ref, number) < number}
         gains = any(n in self.streams for n in stores) or self._ways(number, reduces, stores, last) > 1
@@ -63,6 +66,45 @@ class Wide(Scans):
             and all(self._reduce(ref).op in FOLDS and self._reduce(ref).dtype == "float32" for ref in reduces)
             and all(self._stores_vector(n, last.name) for n in stores)
         )
+
+    def _adds_up(self) -> bool:
+        """Is all that the kernel does to add up columns, with little work for each element?"""
+        nest = self.nest
+        if self._passes() > 1 or self._roots(0)[0] or self.kept or nest.lane or self.turned or len(nest.elements) != 1:
+            return False
+        (last,), number = nest.elements, 0
+        if not isinstance(last.size, int) or last.size % WIDTH or len(self.columns) != len(nest.stores):
+            return False
+        same = all(store.mode == "sum" and store.index.variables == {last.name} for store in nest.stores)
+        row = (nest.body[ref] for ref in self.levels.live if not self.levels.element[ref])
+        needed = self._wide_values(number)
+        return (
+            same
+            and all(isinstance(value, Load | Const) for value in row)
+            and not any(
+                isinstance(value, Load) and value.mask is not None for value in map(nest.body.__getitem__, needed)
+            )
+            and self._work_of(needed) <= LIGHT
+            and all(self._has_vector(ref, number, last.name) for ref in needed)
+            and all(self._stores_vector(n, last.name) for n in self.columns)
+        )
+
+    def _work_of(self, refs: Iterable[Ref]) -> int:
+        """What an element takes, in additions."""
+        values = (self.nest.body[ref] for ref in refs)
+        return sum(OPS[value.op].cost if isinstance(value, Apply) else 1 for value in values)
+
+    def _sought(self, reduces: list[Ref], stores: list[int], last: Axis) -> Ref | None:
+        """The condition, if all that a pass does is look for the first place where it holds, as argmax's second."""
+        if stores or len(reduces) != 1 or not self.counted or not isinstance(last.size, int):
+            return None
+        reduce = self._reduce(reduces[0])
+        match self.nest.body[reduce.arg]:
+            case Apply("where", (hit, place, end), "int32") if reduce.op == "min" and place in self.counted.positions:
+                behind = self.nest.body[end]
+                beyond = isinstance(behind, Const) and behind.value >= last.size
+                return hit if beyond and self.levels.element[hit] else None
+        return None
 
     def _wide_values(self, number: int) -> list[Ref]:
         """The element values of a pass, without positions that are only compared."""
@@ -78,8 +120,7 @@ class Wide(Scans):
         """How many accumulators each reduction of a pass has."""
         if not reduces or stores or not may_exceed(last.size, SHORT):
             return 1
-        values = (self.nest.body[ref] for ref in self._wide_values(number) if self.kept.get(ref, number) >= number)
-        work = sum(OPS[value.op].cost if isinstance(value, Apply) else 1 for value in values)
+        work = self._work_of(ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number)
         return WAYS if work <= LIGHT else 1
 
     def _gains(self, ref: Ref) -> bool:
@@ -159,9 +200,12 @@ class Wide(Scans):
         if not whole:
             self.line(f"int64 {at} = {low};")
         self.line("#ifdef VECTORS")
-        for ref in reduces:
+        sought = self._sought(reduces, stores, last)
+        for ref in reduces if sought is None else ():
             self._open_vectors(ref, ways)
-        if ways > 1:
+        if sought is not None:
+            self._search(number, reduces[0], sought, last, "" if whole else at, (low, high))
+        elif ways > 1:
             if whole:
                 self.line(f"int64 {at} = {low};")
             self._in_ways(number, reduces, last, at, high, ways)
@@ -172,7 +216,7 @@ class Wide(Scans):
                 self.line(f"const int64 {last.name} = {at};")
             self._vectors_at(number, last.name, reduces, stores, "")
             self.close()
-        for ref in reduces:
+        for ref in reduces if sought is None else ():
             self._fold(ref)
         self.line("#else" if whole else "#endif")
         if self.counted and not whole:
@@ -186,6 +230,22 @@ class Wide(Scans):
         self.line(f"wide x{n}[{ways}]; fill(x{n}, {identity});" if several else f"wide x{n} = widen({identity});")
         if watches_nan(self._reduce(ref)):
             self.line(f"wide_int y{n}{several} = {{}};")
+
+    def _search(self, number: int, ref: Ref, sought: Ref, last: Axis, at: str, bounds: tuple[str, str]) -> None:
+        """Go on until the condition holds anywhere in a vector; `at`, if given, is where the plain loop begins."""
+        where = self.nest.body[self._reduce(ref).arg]
+        assert isinstance(where, Apply)
+        (low, high), s = bounds, f"s{self.number(ref)}"
+        self.line(f"{s} = {self.name(where.args[2])};")
+        step = at or last.name
+        self.open(f"for ({'' if at else f'int64 {step} = {low}'}; {step} + WIDTH <= {high}; {step} += WIDTH)")
+        if at:
+            self.line(f"const int64 {last.name} = {at};")
+        self._declare_vectors(number, last.name, self._needed(number, [sought]))
+        self.open(f"if (const u32 here = holding({self.name(sought)}))")
+        self.line(f"{s} = {last.name} + __builtin_ctz(here);")
+        self.line(f"{step} = {high};")
+        self.close(2)
 
     def _in_ways(self, number: int, reduces: list[Ref], last: Axis, at: str, high: str, ways: int) -> None:
         """One vector into each accumulator, and so on; what vectors are left into the first."""
@@ -203,15 +263,15 @@ class Wide(Scans):
         """What becomes of the elements from `name` on."""
         if self.counted and self.counted.positions:
             self.line(f"const wide_int place = places({name});")
-        self._declare_vectors(number, name)
+        self._declare_vectors(number, name, self._wide_values(number))
         for ref in reduces:
             self._take_vector(ref, way)
         for n in stores:
             self._store_vector(n)
 
-    def _declare_vectors(self, number: int, name: str) -> None:
+    def _declare_vectors(self, number: int, name: str, values: list[Ref]) -> None:
         place = self._row_place()
-        for ref in self._wide_values(number):
+        for ref in values:
             value, n = self.nest.body[ref], self.number(ref)
             early = self.kept.get(ref, number) < number
             text = f"load_{KEPT[value.dtype]}(&r{n}[{place}])" if early else self._vector(ref, name)
@@ -238,11 +298,12 @@ class Wide(Scans):
         spelling = WIDE_SPELLING.get(value.op) or self.spelling(value)
         return spelling.format(*map(self.name, value.args))
 
+    def _as_vector(self, ref: Ref) -> str:
+        return self.name(ref) if self.levels.element[ref] else f"widen({self.name(ref)})"
+
     def _take_vector(self, ref: Ref, way: str) -> None:
         reduce, x, y = self._reduce(ref), f"x{self.number(ref)}{way}", f"y{self.number(ref)}{way}"
-        value = self.name(reduce.arg)
-        if not self.levels.element[reduce.arg]:
-            value = f"widen({value})"
+        value = self._as_vector(reduce.arg)
         if reduce.op == "sum":
             self.line(f"{x} += {value};")
             return
@@ -258,9 +319,7 @@ class Wide(Scans):
 
     def _store_vector(self, number: int) -> None:
         store = self.nest.stores[number]
-        value, dtype = self.name(store.value), self.table[store.buffer].dtype
-        if not self.levels.element[store.value]:
-            value = f"widen({value})"
+        value, dtype = self._as_vector(store.value), self.table[store.buffer].dtype
         if store.mode == "set":
             how = "stream" if number in self.streams else "put"
             self.line(f"{how}_{dtype}(&{self.place(store.buffer, store.index)}, {value});")

@@ -42,6 +42,8 @@ INLINE void put_bool(uint8* to, wide_int mask) {
   const bytes x = __builtin_ia32_pmovdb512_mask(mask & 1, bytes{}, u16(-1));
   __builtin_memcpy(to, &x, 16);
 }
+/* a bit for each lane that is true */
+INLINE u32 holding(wide_int mask) { return __builtin_ia32_cvtd2mask512(mask); }
 INLINE void past_caches(float* to, wide x) { __builtin_ia32_movntps512(to, x); }
 INLINE void past_caches(u16* to, halves x) {
   typedef long long quarters __attribute__((vector_size(32)));
@@ -100,6 +102,7 @@ INLINE void put_bool(uint8* to, wide_int mask) {
   const bytes x = __builtin_ia32_packuswb128(packed(mask & 1), halves{});
   __builtin_memcpy(to, &x, 8);
 }
+INLINE u32 holding(wide_int mask) { return __builtin_ia32_movmskps256(unbits((wide_bits)mask)); }
 INLINE void past_caches(float* to, wide x) { __builtin_ia32_movntps256(to, x); }
 INLINE void past_caches(u16* to, halves x) {
   typedef long long eighths __attribute__((vector_size(16)));
@@ -174,11 +177,7 @@ INLINE float smallest(wide x) {
   for (int lane = 1; lane < WIDTH; lane++) least = x[lane] < least ? x[lane] : least;
   return least;
 }
-INLINE int32 any(wide_int mask) {
-  int32 found = 0;
-  for (int lane = 0; lane < WIDTH; lane++) found |= mask[lane];
-  return found;
-}
+INLINE int32 any(wide_int mask) { return holding(mask) != 0; }
 /* the same of several accumulators */
 INLINE void fill(wide (&x)[4], float value) { x[0] = x[1] = x[2] = x[3] = widen(value); }
 INLINE float total(const wide (&x)[4]) { return total((x[0] + x[1]) + (x[2] + x[3])); }

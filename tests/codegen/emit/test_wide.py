@@ -14,7 +14,7 @@ from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.wide import GAINS, STREAM_BYTES, WAYS
 from dcompile.config import Config
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
-from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Store
+from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Reduce, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import call, placed, read, store, without_vectors
 from tests.codegen.emit.loops import I0, J0, Body, program
@@ -142,6 +142,43 @@ def test_reductions_of_little_work_have_several_accumulators(dtype: str, n: int)
     finite = np.isfinite(exact)
     assert np.array_equal(sums[~finite], exact[~finite].astype(np.float32), equal_nan=True)
     assert np.all(np.abs(sums[finite] - exact[finite]) <= 1e-6 * unsure[finite])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "n"), [(3, 64), (7, 16), (130, 2048), (301, 48)])
+def test_columns_are_added_up_some_rows_at_a_time(dtype: str, rows: int, n: int) -> None:
+    b, at = Body(), I0 * n + J0
+    x, r = b.load("x", at, dtype), b.load("r", I0)
+    stores = [Store("s", J0, x, "sum"), Store("t", J0, b.op("mul", x, r), "sum")]
+    made = program(
+        b, (rows,), (n,), stores, x=(dtype, (rows, n)), r=("float32", (rows,)), s=("float32", (n,)), t=("float32", (n,))
+    )
+    assert "const auto add = " in source_of(made).text
+    rng = np.random.default_rng(rows)
+    values = rng.normal(size=(rows, n)).astype(np.float32)
+    values = from_bfloat16(to_bfloat16(values)) if dtype == "bfloat16" else values
+    given = {"x": values, "r": rng.normal(size=rows).astype(np.float32)}
+    got, want = both(made, given)
+    assert all(np.array_equal(one, other) for one, other in zip(got, want, strict=True))
+    exact = values.astype(np.float64).sum(0)
+    assert np.all(np.abs(got[0] - exact) <= 1e-6 * np.abs(values.astype(np.float64)).sum(0))
+
+
+@pytest.mark.parametrize("op", ["argmax", "argmin"])
+@pytest.mark.parametrize("n", [64, 136, 1000, 9001])
+def test_the_first_place_is_found_wherever_it_lies(op: str, n: int) -> None:
+    b = Body()
+    place = b.put(Reduce(op, b.load("x", I0 * n + J0), "int64"))
+    made = program(b, (24,), (n,), [Store("y", I0, place)], x=("float32", (24, n)), y=("int64", (24,)))
+    assert "holding(" in source_of(made).text
+    values = np.random.default_rng(n).integers(-2, 3, (24, n)).astype(np.float32)
+    for row, at in enumerate((0, 1, n // 2, n - 1)):
+        values[row] = -5 if op == "argmax" else 5
+        values[row, at:] = 0
+    values[4] = -np.inf if op == "argmax" else np.inf
+    values[5, n - 1], values[6, [n // 3, n // 2]] = np.nan, np.nan
+    (got,), (want,) = both(made, {"x": values})
+    assert np.array_equal(got, getattr(np, op)(values, axis=1)) and np.array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

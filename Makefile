@@ -15,15 +15,22 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test models dist-matrix ops-sweep fuzz lint format clean
+.PHONY: train test test-full models dist-matrix ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
 	$(py) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		launch/train.py --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
+# Bytecode is kept whatever the shell says: pytest rewrites nearly 300 files, in each worker, and processes share ours.
+test test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
+
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+# The same with all that a usual run has a sample of: what `models` and `dist-matrix` run, each a part, and the rest.
+test-full: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m pytest -n $(WORKERS) --dist loadfile --full $(TESTS)
 
 # Every architecture of tests/models in training, inference, bfloat16 and with symbolic sizes: about half an hour.
 # TESTS="tests/models --poison" fills with NaN, before each call, all memory that no result may depend on.

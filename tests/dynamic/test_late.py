@@ -1,4 +1,7 @@
-"""Sizes that a library call tells in the middle of a graph: on the CPU, and as for a GPU, by Triton's interpreter."""
+"""Sizes that a library call tells in the middle of a graph: on the CPU, and as for a GPU, by Triton's interpreter.
+
+Those that are symbolic from the start are interpreted by `make test-full TESTS=tests/dynamic` alone.
+"""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from dcompile.codegen.emit.nest import Axis, may_exceed, stride
 from dcompile.codegen.emit.scans import Scans
 from dcompile.codegen.emit.spelling import literal, watches_nan
-from dcompile.ir.analysis import operands
-from dcompile.ir.index import Index
-from dcompile.ir.nodes import Apply, Const, Load, Ref
+from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.index import Index, substitute, var
+from dcompile.ir.nodes import ITEMSIZE, Apply, Const, Load, Ref
 from dcompile.ir.ops import OPS, REDUCTIONS
 
 WIDTH = 16
@@ -29,6 +29,10 @@ SHORT = 8 * WIDTH
 """Length up to which a row must be whole vectors: what is left of it takes as long as the vectors."""
 WAYS = 4
 """Accumulators of a reduction of little work: an addition takes 3 to 4 cycles, and two could begin in each."""
+AHEAD_BYTES = 1 << 20
+"""Size from which the next row of a tensor is asked for while this one is worked on: smaller ones lie in caches."""
+AHEAD_ROWS = 384 << 10
+"""Bytes of a row of all of them, and of the next: less than a second level cache has."""
 LIGHT = 8
 """Work up to which a reduction waits for its accumulator, in additions for each element."""
 TYPES = {"float32": "wide", "bfloat16": "wide", "bool": "wide_int", "int32": "wide_int"}
@@ -60,6 +64,7 @@ class Wide(Scans):
         needed = self._wide_values(number)
         before = {ref for ref in needed if self.kept.get(ref, number) < number}
         gains = any(n in self.streams for n in stores) or self._ways(number, reduces, stores, last) > 1
+        gains = gains or number == self.asking
         return (
             (gains or any(self._gains(ref) for ref in needed if ref not in before))
             and all(self._has_vector(ref, number, last.name) for ref in needed)
@@ -189,6 +194,36 @@ class Wide(Scans):
             if isinstance(size := self._bytes(store.buffer), int) and size >= STREAM_BYTES
         )
 
+    @functools.cached_property
+    def ahead(self) -> tuple[str, ...]:
+        """Addresses in the next row of what rows are read from, where later passes find this one's in the caches.
+
+        Memory is idle there otherwise: a cross-entropy's forward took 0.7 of the time so, RMSNorm 0.65 (16 MB, Zen 3).
+        """
+        nest = self.nest
+        if self._passes() < 2 or nest.lane or not nest.rows or nest.rows[-1].tile > 1:
+            return ()
+        row, last = nest.rows[-1].name, nest.elements[-1].name
+        found, size = dict[str, None](), 0
+        for ref in self._needed(0, self._targets(0)):
+            value = nest.body[ref]
+            if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
+                continue
+            nbytes, distance = self._bytes(value.buffer), stride(value.index, row)
+            if not isinstance(nbytes, int) or not isinstance(distance, int) or distance <= 0:
+                continue
+            if nbytes >= AHEAD_BYTES and stride(value.index, last) == 1:
+                found[self.place(value.buffer, substitute(value.index, {row: var(row) + 1}, {}))] = None
+                size += distance * ITEMSIZE[value.dtype]
+        return tuple(found) if 2 * size <= AHEAD_ROWS else ()
+
+    @functools.cached_property
+    def asking(self) -> int | None:
+        """The pass that asks for the next row: the one with most work, for which memory need not hurry."""
+        later = range(1, self._passes())
+        works = {n: self._work_of(r for r in self._wide_values(n) if self.kept.get(r, n) >= n) for n in later}
+        return max(works, key=lambda n: (works[n], n)) if self.ahead else None
+
     # --- text ---
 
     def _wide_loop(self, number: int, reduces: list[Ref], stores: list[int], last: Axis, bounded: bool) -> str:
@@ -261,6 +296,8 @@ class Wide(Scans):
 
     def _vectors_at(self, number: int, name: str, reduces: list[Ref], stores: list[int], way: str) -> None:
         """What becomes of the elements from `name` on."""
+        for place in self.ahead if number == self.asking else ():
+            self.line(f"__builtin_prefetch(&{place});")
         if self.counted and self.counted.positions:
             self.line(f"const wide_int place = places({name});")
         self._declare_vectors(number, name, self._wide_values(number))

@@ -181,6 +181,15 @@ def test_the_first_place_is_found_wherever_it_lies(op: str, n: int) -> None:
     assert np.array_equal(got, getattr(np, op)(values, axis=1)) and np.array_equal(got, want)
 
 
+def test_the_next_row_is_asked_for_where_the_work_is() -> None:
+    text = source_of(loops.softmax(256, 1024)).text
+    before, asking = text[: text.index("__builtin_prefetch")], text[text.index("__builtin_prefetch") :]
+    assert text.count("__builtin_prefetch(&a0[j0 + i0*1024 + 1024]);") == 1
+    assert "fill(" in before and "exp_(" not in before and "exp_(" in asking
+    for small in (loops.softmax(64, 1024), loops.softmax(4, 1 << 18)):  # in caches anyway; more than they hold
+        assert "prefetch" not in source_of(small).text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shift", [0, 4])
 def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int) -> None:

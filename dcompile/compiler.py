@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ from dcompile.artifacts import log
 from dcompile.collectives.params import Executable, Foreseen, Request
 from dcompile.compat.sizes import guard_count, known_facts
 from dcompile.config import Config
+from dcompile.garbage import without_collecting
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import Loadable
 from dcompile.runtime.graph_key import (
@@ -181,7 +180,7 @@ class CachingCompiler:
         self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
     ) -> HostProgram:
         guards, pipeline = guard_count(gm), self._pipeline()
-        with _without_collecting():
+        with without_collecting():
             begun = self._begun.pop((request.name, key), None) or pipeline.begin(gm, request, cache)
             if begun.waits and foreseen is not None and not self._compiles_anew():
                 self._begin(cache, foreseen())
@@ -212,18 +211,3 @@ class CachingCompiler:
         if key is not None and cache.find_graph(key) is None:
             with contextlib.suppress(Exception):
                 self._begun[request.name, key] = self._pipeline().begin(gm, request, cache)
-
-
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Keep the cyclic garbage collector off: compiling makes hardly a cycle, and torch's graphs are many objects.
-
-    Looking through them took 0.7 of 2.4 s of a backward of 32 Llama layers (benchmarks/compile_time.py, llama_32).
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

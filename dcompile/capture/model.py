@@ -19,6 +19,7 @@ from dcompile.capture.eligibility import outside_use
 from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import Peers, ShardedParameters, Toolbox
 from dcompile.config import Config
+from dcompile.garbage import without_collecting
 
 if TYPE_CHECKING:
     from dcompile.capture.graph import Graph
@@ -98,7 +99,7 @@ class CompiledModel:
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         try:
             settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm)
-            with self.peers.busy("capturing"), settings:
+            with self.peers.busy("capturing"), settings, without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began

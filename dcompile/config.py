@@ -73,6 +73,11 @@ class Config:
         in_key=False,  # what ranks came to is
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")
+    layers_once: bool = setting(
+        True,
+        "Trace a few of the layers that repeat, and copy what comes of them for the others. Off, each is traced.",
+        in_key=False,  # the graph is the same
+    )
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,6 +30,7 @@ from dcompile.capture.joint import (
     take_token,
 )
 from dcompile.capture.keys import hand_out_keys
+from dcompile.capture.layers import repeated_layers, shortened
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
@@ -45,6 +47,7 @@ from dcompile.capture.tangents import (
     zeros_for,
 )
 from dcompile.capture.toolbox import GradientBuckets
+from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
 from dcompile.figures import Group
 
@@ -111,19 +114,30 @@ class Graph:
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)
             self.notes += share_repeated_heads(gm, self.gpu)
+        layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
+
+        def complete(module: Any) -> None:
+            if layers is not None:
+                unfold(module, gm, layers)
+
+        def check() -> None:
+            if layers is not None:
+                check_inputs(layers)
 
         def found(cut: Cut) -> None:
             self.training = True
             self._cut = cut
             self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
 
-        def parted(*args: Any, **keywords: Any) -> tuple[Any, Any]:
-            pair = partition(*args, **keywords)
+        def parted(joint: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
+            complete(joint)
+            pair = partition(joint, *args, **keywords)
             self._parted = pair[1]
             self._shapes_kept = shapes_of(pair[1], tangents(pair[1])) if self._may_lack else ()
             return pair
 
         def forward(module: Any, _inputs: Any) -> Any:
+            check()
             if self._needs_parameters():
                 return _boxed(_never)
             self._own_results = compat.aot.own_results()
@@ -135,6 +149,8 @@ class Graph:
             return _boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
 
         def inference(module: Any, _inputs: Any) -> Any:
+            check()
+            complete(module)
             hand_out_keys(module)
             self._find_shards(module)
             if self._needs_parameters():
@@ -151,15 +167,21 @@ class Graph:
             config.activation_memory_budget,
             config.recompute == "memory",
         )
-        compiled = compat.aot.aot_compile(
-            gm,
-            example_inputs,
+        trace = partial(
+            compat.aot.aot_compile,
+            example_inputs=example_inputs,
             forward=forward,
             backward=backward,
             inference=inference,
             partition=parted,
             decompositions=compiler.decompositions(),
         )
+        try:
+            compiled = trace(gm if layers is None else shortened(gm, layers))
+        except NotTheSame as reason:
+            self.notes.append(f"layers that repeat are traced each by itself: {reason}")
+            layers = None
+            compiled = trace(gm)
         return compat.dynamo.no_dynamo(self._leaving_absent(self._checked(compiled)), "a compiled graph")
 
     def _prepare(self, joint: Any) -> None:

@@ -260,3 +260,10 @@ def is_optimized_module(thing: Any) -> bool:
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(thing, OptimizedModule)
+
+
+def holds_graphs(target: Any) -> bool:
+    """Whether what a node calls is an operator on graphs (a checkpointed region, a condition)."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(target, HigherOrderOperator)

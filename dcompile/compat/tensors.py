@@ -261,3 +261,28 @@ def quick_look() -> Callable[..., torch.Tensor]:
 def direct_call(overload: Any) -> Any:
     """What an OpOverload calls: its own `__call__`, in Python, takes 0.3 us."""
     return getattr(overload, "_op", overload)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class of its own that holds plain ones (a DTensor)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def fake_memory(nbytes: int) -> Any:
+    """Memory for fake tensors, of this many bytes. Not inside a mode of fake tensors."""
+    import torch
+
+    return torch.empty_strided((nbytes,), (1,), dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def fake_like(fake: Any, storage: Any) -> Any:
+    """A fake tensor like `fake`, in other memory. Not inside a mode of fake tensors; their operators take longer."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    made = torch.empty_strided((0,), (1,), dtype=fake.dtype, device="meta")
+    with in_kernel_invocation_manager(fake.fake_mode):
+        made.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
+    return FakeTensor(fake.fake_mode, made, fake.device)

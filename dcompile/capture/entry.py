@@ -66,7 +66,7 @@ class Entry:
         assert self._compiled is not None, "called before it was compiled"
         call = self.model.begin(inside_ddp)
         try:
-            result = self._compiled(*args, **kwargs)
+            result = self._compiled(_hooked(self.root), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
@@ -147,19 +147,27 @@ class Entry:
 
 
 def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
-    """A function with a code object of its own that calls `target`.
+    """A function with a code object of its own that calls `target`; its first argument is what `_hooked` says.
 
     Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
     function is traced whole, with the module's hooks; a bound `_call_impl`, which Module.compile() uses, is not, and
     for bare torch.nn classes would not be traced at all.
     """
 
-    def entry(*args: Any, **kwargs: Any) -> Any:
+    def entry(hooked: str, *args: Any, **kwargs: Any) -> Any:
+        if hooked:  # a guard on it: of hooks, Dynamo guards on each that it has traced, and never on there being none
+            return target(*args, **kwargs)
         return target(*args, **kwargs)
 
     name = f"dcompile_entry_{next(_SERIAL)}"
     code = entry.__code__.replace(co_name=name)
     return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
+
+
+def _hooked(root: Module | None) -> str:
+    """The kinds of hooks that the compiled module has now. Those of modules inside it are as Dynamo found them."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return "" if root is None else " ".join(kind for kind in kinds if getattr(root, kind))
 
 
 def unwrapped(module: Any) -> Any:

@@ -84,6 +84,20 @@ def test_hooks_of_the_root_are_compiled_too(compilers):
     assert any("mul" in str(node.target) for node in forward.graph.nodes)
 
 
+@pytest.mark.parametrize("door", [dcompile.compile, lambda module: torch.compile(module, backend="dcompile")])
+def test_a_hook_of_the_root_counts_from_when_it_is_registered(door):
+    module, x = Net(), torch.randn(3, 4)
+    call = door(module)
+    expected = call(x)
+    hook = module.register_forward_hook(lambda _m, _i, out: out * 3)
+    assert torch.equal(call(x), expected * 3)
+    before = module.register_forward_pre_hook(lambda _m, args: (args[0] * 0,))
+    assert torch.equal(call(x), module._call_impl(x))
+    before.remove()
+    hook.remove()
+    assert torch.equal(call(x), expected)
+
+
 def test_functions_get_a_wrapper():
     def double(x):
         """Twice."""

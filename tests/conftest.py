@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
+LONGEST = (
+    "launch/test_train.py", "test_readme.py", "distributed/test_matrix.py", "models/test_models.py",
+    "distributed/test_ddp.py", "faults/test_rank_faults.py", "ops/test_sample.py", "launch/test_generate.py",
+    "test_compiler.py", "codegen/emit/test_triton.py", "benchmarks/test_gpu_ddp_fsdp.py", "distributed/test_fsdp2.py",
+    "dynamic/test_models.py", "benchmarks/test_first_light.py", "dynamic/test_late.py", "models/test_vision.py",
+    "integrations/test_transformers.py", "simulate/test_simulate.py", "benchmarks/test_overlap_cpu.py",
+    "models/test_encoders.py", "models/test_decoders.py", "integrations/test_accelerate.py",
+)  # fmt: skip
+"""Files that take ten seconds or more. They come first: begun last, one would leave the other workers idle."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `make test-full` is for."""
+    """Leave out what `make test-full` is for; the longest files first."""
+    root = Path(__file__).parent
+    places = {root / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
     if config.getoption("--all-models"):
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
@@ -92,6 +105,9 @@ def compiled_anew() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see default settings, with the verifier on, whatever DCOMPILE_... the shell exports."""
     gc.disable()  # until all is imported
+    settings.register_profile("tests", deadline=None)  # Hypothesis's 200 ms an example: a busy machine takes longer
+    settings.load_profile("tests")
+    config.option.loadscopereorder = False  # files in the order above, not by their numbers of tests
     for name in [name for name in os.environ if name.startswith("DCOMPILE_")]:
         del os.environ[name]
     os.environ["DCOMPILE_VERIFY"] = "1"

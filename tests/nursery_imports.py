@@ -30,4 +30,5 @@ model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
 torch.compile(model, backend="aot_eager")(torch.ones(2, 4))  # no backward: nothing is to start a thread
 torch._dynamo.reset()
 gc.freeze()  # collecting garbage in a fork would copy every page of what is imported here
+gc.set_threshold(700, 10, 50)  # as in tests/conftest.py
 gc.enable()

@@ -1,16 +1,13 @@
-"""One Dynamo graph of a compiled model: its programs, and what runs around them in forward and backward."""
+"""From one Dynamo graph to its programs: what is done to it before, while and after AOTAutograd traces it."""
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
@@ -21,88 +18,23 @@ from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
 from dcompile.capture.fingerprint import compare_capture
 from dcompile.capture.grouped import share_repeated_heads
-from dcompile.capture.joint import (
-    Cut,
-    donated_positions,
-    looks_returned,
-    partitioner,
-    recompute_views,
-    take_token,
-)
+from dcompile.capture.joint import Cut, looks_returned, partitioner, recompute_views
 from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layers import repeated_layers, shortened
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import save_no_images, shorten_positions
-from dcompile.capture.tangents import (
-    can_be_absent,
-    fixed,
-    following,
-    shapes_of,
-    take_out,
-    tangents,
-    unlikely,
-    without,
-    zeros_for,
-)
-from dcompile.capture.toolbox import GradientBuckets
+from dcompile.capture.programs import Programs, boxed
+from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
-from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
-from dcompile.figures import Group
-
-Boxed = Callable[[list[Any]], list[Any]]
-WHOLE = "whole_backward"
-"""The program of a backward that takes every gradient, where the first one could do without some."""
 
 
-class Graph:
-    """Forward, backward or inference program of one Dynamo graph."""
+class Graph(Programs):
+    """One Dynamo graph of a compiled model."""
 
     gpu = "cuda"
     """The kind of device whose kernels decide what is rewritten for GPUs."""
-
-    def __init__(self, model: CompiledModel, example_inputs: Sequence[Any]) -> None:
-        self.model = model
-        self.number = len(model.graphs)
-        self.training = False
-        self.executables: dict[str, Executable] = {}
-        self.buckets: GradientBuckets | None = None
-        self.adapter = model.adapter
-        # Dynamo hands over the parameters themselves
-        self.params: dict[int, int] = {}
-        """Position among the graph's inputs -> the parameter's number."""
-        for position, value in enumerate(example_inputs):
-            number = self.adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
-            if number is not None:
-                self.params[position] = number
-        self.grads: tuple[tuple[int, int], ...] = ()
-        """(position among the backward's outputs, parameter number)."""
-        devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
-        self.device = min(devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu"))
-        """What the graph runs on: a GPU if any input is on one."""
-        self.notes: list[str] = []
-        """What was done to the graph before AOTAutograd saw it, for people."""
-        self._own: dict[str, list[str]] = {}
-        """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
-        self._agreed: set[str] = set()
-        """Kinds of programs whose collectives were compared between ranks."""
-        self._sharded: dict[str, int] = {}
-        """Name of a placeholder -> number of the sharded parameter that it stands for."""
-        self._together = model.is_first_call()
-        self._may_lack = False
-        """Whether the backward may be left without gradients of results that nothing was computed with."""
-        self._shapes_kept: tuple[int, ...] = ()
-        """Results of symbolic sizes, whose shapes a backward asks for where it gets no gradient of them."""
-        self._own_results: tuple[int, ...] = ()
-        self._lacks: frozenset[int] | None = None
-        """Positions of the gradients that the backward's program does without, once it is compiled."""
-        self._follows: dict[frozenset[int], tuple[int, ...]] = {}
-        """Absent gradients -> positions of the backward's results that are absent, too."""
-        self._cut = Cut(())
-        self._parted: Any = None
-        """The backward as partitioning left it, until the forward is compiled."""
-        model.graphs.append(self)
 
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
@@ -139,14 +71,14 @@ class Graph:
         def forward(module: Any, _inputs: Any) -> Any:
             check()
             if self._needs_parameters():
-                return _boxed(_never)
+                return boxed(_never)
             self._own_results = compat.aot.own_results()
-            return _boxed(self._forward(module, tokens))
+            return boxed(self._forward(module, tokens))
 
         def backward(module: Any, _inputs: Any) -> Any:
             compat.aot.no_donation()
-            runner = _boxed(self._backward(module))
-            return _boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
+            runner = boxed(self._backward(module))
+            return boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
 
         def inference(module: Any, _inputs: Any) -> Any:
             check()
@@ -154,9 +86,9 @@ class Graph:
             hand_out_keys(module)
             self._find_shards(module)
             if self._needs_parameters():
-                return _boxed(_never)
+                return boxed(_never)
             self._lay_out(module)
-            return _boxed(self._inference(module))
+            return boxed(self._inference(module))
 
         config = self.model.settings.config
         partition = partitioner(
@@ -258,262 +190,6 @@ class Graph:
 
         return leaving
 
-    def _build(
-        self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
-    ) -> Executable:
-        self._own[WHOLE if whole else kind] = list(own_collectives(gm))
-        request = self._request(gm, kind, whole, **more)
-        executable = self.model.toolbox.compiler.compile_graph(gm, request, foreseen)
-        self.executables[WHOLE if whole else kind] = executable
-        return executable
-
-    def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
-        if self._sharded:
-            more = self._shards(gm, kind) | more
-        empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
-        donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
-        if self.model.settings.config.triton_cudagraphs and self.device.type != "cpu":
-            donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
-        return Request(
-            name=f"{WHOLE if whole else kind}{self.number}",
-            kind=kind,
-            donated=donated,
-            together=self._together and not whole,
-            **self._machine(),
-            **more,
-        )
-
-    def _foreseen(self) -> tuple[Any, Request] | None:
-        """The backward that most likely follows: it is planned while the forward's kernels are compiled.
-
-        Not where ranks have to agree on it first.
-        """
-        backward, self._parted = self._parted, None
-        if backward is None or self.adapter.carries_sync or self.adapter.communicators():
-            return None
-        likely = without(backward, unlikely(backward) if self._may_lack else ())
-        return likely, self._request(likely, "backward", **self._reduces())
-
-    def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
-        """What a program has to gather and to reduce."""
-        infos = self.adapter.param_infos()
-        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        held = [(position, self._sharded[name]) for position, name in enumerate(names) if name in self._sharded]
-        # what the forward has kept arrives in the backward as it was gathered
-        gathers = tuple(entry for entry in held if kind != "backward" or _reshards(infos[entry[1]]))
-        grads = self.grads if kind == "backward" else ()
-        used = sorted({number for _, number in (*gathers, *grads)})
-        return {"gathers": gathers, "grads": grads, "params": tuple(infos[number] for number in used)}
-
-    def _gathering(self, run: Executable) -> Boxed:
-        """A forward or inference program, with what it gathers through."""
-        adapter, shards = self.adapter, self.model.shards
-        kind = "inference" if not self.training else "forward"
-        if isinstance(adapter, DdpAdapter) and self._own[kind]:
-
-            def agreeing(args: list[Any]) -> list[Any]:
-                self._agree(kind)
-                return run(args)
-
-            return agreeing
-        if not self._sharded or not run.buckets:
-            return run
-        assert isinstance(adapter, ShardedAdapter) and shards is not None, "only sharded parameters are gathered"
-        phase: Phase = "forward" if self.training else "inference"
-
-        def gathering(args: list[Any]) -> list[Any]:
-            self._agree(kind)
-            return run(args, buckets=shards.source(run.buckets, phase))
-
-        return gathering
-
-    def _machine(self) -> dict[str, Any]:
-        """What the cost model is told."""
-        found, replicas = self.adapter.communicators(), self.adapter.replicas()
-        lanes: dict[int, str] = {}
-        for name, group in found.items():
-            lanes.setdefault(id(group), name)
-        copied = self._copied(found)
-        config = self.model.settings.config
-        return {
-            "figures": self.model.toolbox.figures(self.device, next(iter(found.values()), None)),
-            "groups": tuple(
-                (name, Group(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
-                for name, group in found.items()
-            ),
-            "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
-        }
-
-    def _copied(self, names: Iterable[str]) -> set[str]:
-        """Groups whose gathers are copies from the other ranks' memory; a note says why others' are not."""
-        if self.model.shards is None:
-            return set()
-        found = {name: self.model.shards.copied(name) for name in names}
-        reasons = dict.fromkeys(reason for _, reason in found.values() if reason)
-        self.notes += [f"shards are gathered by collectives, not copied: {reason}" for reason in reasons]
-        return {name for name, (copies, _) in found.items() if copies}
-
-    def _inference(self, gm: Any) -> Boxed:
-        run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
-        gathering = self._gathering(run)
-
-        def inference(args: list[Any]) -> list[Any]:
-            model.ran(self)
-            return gathering(args)
-
-        return inference
-
-    def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Boxed:
-        position = take_token(gm)
-        run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
-        model = self.model
-        gathering = self._gathering(run)
-
-        def forward(args: list[Any]) -> list[Any]:
-            sync = model.ran(self)
-            results = list(gathering(args))
-            if position is not None:
-                results.insert(position, tokens[sync])
-            return results
-
-        return forward
-
-    def _backward(self, gm: Any) -> Boxed:
-        """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
-        position = take_token(gm)
-        places = tangents(gm) if self._may_lack else ()
-
-        def backward(args: list[Any]) -> list[Any]:
-            sync = bool(args.pop(position)) if position is not None else False
-            self.model.before_backward()
-            absent = frozenset(place for place in places if args[place] is None)
-            kind = self._backward_for(gm, absent)
-            lacks = self._lacks if self._lacks is not None and kind == "backward" else frozenset[int]()
-            for place in absent - lacks:
-                args[place] = zeros_for(gm, place)
-            take_out(args, lacks)
-            results = self._run_backward(kind, args, sync)
-            return self._without_what_follows(results, gm, absent) if absent else results
-
-        return backward
-
-    def _without_what_follows(self, results: list[Any], gm: Any, absent: frozenset[int]) -> list[Any]:
-        """None for gradients that are zeros because what they follow from is absent; what ranks exchange stays."""
-        if absent not in self._follows:
-            exchanged = {place for place, _ in self.grads}
-            self._follows[absent] = tuple(place for place in following(gm, absent) if place not in exchanged)
-        for place in self._follows[absent]:
-            results[place] = None
-        return results
-
-    def _backward_for(self, gm: Any, absent: frozenset[int]) -> str:
-        """Which program to run where these gradients are absent.
-
-        The first backward's absent ones are left out of its program, and most models never see others. Where one of
-        them is there after all, a program that takes all serves this and every such call.
-        """
-        if self._lacks is None:
-            lacks = fixed(gm, absent)
-            with self.model.peers.busy("compiling"):
-                self._build_backward(without(gm, lacks))
-            self._lacks = lacks
-        if self._lacks <= absent:
-            return "backward"
-        if WHOLE not in self.executables:
-            began = time.perf_counter()
-            with self.model.peers.busy("compiling"):
-                self._build_whole_backward(gm)
-            self.model.compile_seconds += time.perf_counter() - began
-        return WHOLE
-
-    def _build_backward(self, gm: Any) -> None:
-        began = time.perf_counter()
-        adapter = self.adapter
-        executable = self._build(gm, "backward", **self._reduces())
-        if self.grads and adapter.bucket_rule() is not None:
-            assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-            self.buckets = self.model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group)
-        self.model.compile_seconds += time.perf_counter() - began
-
-    def _build_whole_backward(self, gm: Any) -> None:
-        """The backward that takes every gradient, of which the first one lacked some: its buckets are the same."""
-        first = self.executables["backward"]
-        whole = self._build(gm, "backward", whole=True, **self._reduces())
-        if self.buckets is not None and whole.buckets:  # none, if DDP reduces by now
-            same = {b.name: b for b in whole.buckets} == {b.name: b for b in first.buckets}
-            assert same, "buckets follow from parameters alone"
-
-    def _reduces(self) -> dict[str, Any]:
-        """What a backward's program has to put into buckets, if DDP's gradients are reduced in it."""
-        rule = self.adapter.bucket_rule() if self.grads else None
-        if rule is None:
-            return {}
-        numbers = {number for _, number in self.grads}
-        params = tuple(info for info in self.adapter.param_infos() if info.number in numbers)
-        return {"grads": self.grads, "params": params, "rule": rule}
-
-    def _run_backward(self, kind: str, args: list[Any], sync: bool) -> list[Any]:
-        run, buckets, adapter = self.executables[kind], self.buckets, self.adapter
-        if isinstance(adapter, ShardedAdapter) and run.buckets:
-            return self._run_sharded_backward(run, adapter, args)
-        if buckets is None:
-            return run(args)
-        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-        accumulates = adapter.accumulates(number for _, number in self.grads)
-        sync = sync and adapter.eligible and accumulates
-        if sync:
-            self._agree("backward")
-            buckets.begin()
-            self.model.begin_sync(self)
-        elif accumulates:
-            adapter.unreduced.update(number for _, number in self.grads)
-        return run(args, buckets=buckets, sync=sync)
-
-    def _run_sharded_backward(self, run: Executable, adapter: ShardedAdapter, args: list[Any]) -> list[Any]:
-        shards = self.model.shards
-        assert shards is not None, "only sharded parameters are reduced to shards"
-        accumulates = any(compat.tensors.will_accumulate(adapter.virtual(number)) for _, number in self.grads)
-        self._agree("backward")
-        if accumulates:
-            self.model.flush_after_backward()
-        return run(args, buckets=shards.source(run.buckets, "backward", accumulates))
-
-    def _agree(self, kind: str) -> None:
-        """Before a program's first collective: see that every rank is about to run the same ones.
-
-        A plan that was compared before is not compared again: one rank may compile anew alone (another batch size).
-        """
-        if kind in self._agreed:
-            return
-        self._agreed.add(kind)
-        adapter, plan = self.adapter, self.plan(kind)
-        assert isinstance(adapter, DdpAdapter | ShardedAdapter), "only what was taken over has collectives"
-        subject = adapter.subject_of(tuple(plan))
-        if subject is not None:
-            for number, group in enumerate(adapter.process_groups()):
-                about = f"{subject}.{number}" if number else subject
-                self.model.toolbox.agree(group, about, plan)
-
-    def plan(self, kind: str = "backward") -> list[str]:
-        """The collectives of a program, one line each, the same on every rank that runs the same program."""
-        infos = {info.number: info for info in self.adapter.param_infos()}
-        lines = []
-        for bucket in self.executables[kind].buckets:
-            names = ", ".join(f"{infos[n].fqn}[{prod(infos[n].shape)}]" for n in bucket.params)
-            what = f"{bucket.dtype} as {bucket.wire}" if bucket.wire else bucket.dtype
-            exchange = f"{bucket.kind} {bucket.name} {what} {bucket.numel} elements of {bucket.group}"
-            lines.append(f"{exchange}: {names}")
-        return lines + self._own[kind]
-
-
-def own_collectives(gm: Any) -> Iterator[str]:
-    """Collectives that are operations of a graph, one line each; not how much they exchange, as batches may differ."""
-    for node in gm.graph.nodes:
-        op = str(node.target)
-        if node.op == "call_function" and op.startswith("_c10d_functional.") and "wait_tensor" not in op:
-            *how, group = [arg for arg in node.args if isinstance(arg, str)]
-            yield f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
-
 
 class Backend:
     """What Dynamo calls with each graph of one compiled model. Dynamo never drops it, so it holds the model weakly."""
@@ -532,13 +208,3 @@ class Backend:
 
 def _never(args: list[Any]) -> list[Any]:
     raise AssertionError("a graph ran that was refused when it was compiled")
-
-
-def _reshards(info: ParamInfo) -> bool:
-    return info.shard is not None and info.shard.reshard
-
-
-def _boxed(function: Any) -> Any:
-    """Mark a function that takes one list and empties it."""
-    function._boxed_call = True
-    return function

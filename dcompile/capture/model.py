@@ -22,7 +22,7 @@ from dcompile.config import Config
 from dcompile.garbage import without_collecting
 
 if TYPE_CHECKING:
-    from dcompile.capture.graph import Graph
+    from dcompile.capture.programs import Programs
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CompiledModel:
         self.peers: Peers = toolbox.meet(None)
         self.number = 0
         """Of the models that run in the adapter's process group, the same on every rank."""
-        self.graphs: list[Graph] = []
+        self.graphs: list[Programs] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
         self.variants: dict[tuple[int, ...], Variant] = {}
@@ -75,7 +75,7 @@ class CompiledModel:
         self.graph_breaks = 0
         self.compile_seconds = 0.0
         self._calls = threading.local()
-        self._synced: dict[int, list[Graph]] = {}
+        self._synced: dict[int, list[Programs]] = {}
         self._flushing: set[int] = set()
         self._refusal: str | None = None
         self._reported: set[bool] = set()
@@ -152,7 +152,7 @@ class CompiledModel:
         inside = stack[-1].inside_ddp or not isinstance(self.adapter, DdpAdapter)
         return inside and torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
 
-    def ran(self, graph: Graph) -> bool:
+    def ran(self, graph: Programs) -> bool:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce gradients."""
         stack = self._stack()
         if not stack:  # as a plain backend: nobody calls through us, and each graph is a call of its own
@@ -235,7 +235,7 @@ class CompiledModel:
         who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
         self.toolbox.agree(adapter.group, f"gradients of model {self.number}", [who])
 
-    def begin_sync(self, graph: Graph) -> None:
+    def begin_sync(self, graph: Programs) -> None:
         """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through."""
         task = compat.tensors.backward_task()
         if task not in self._synced:
@@ -260,7 +260,7 @@ class CompiledModel:
         adapter = self.adapter
         if not isinstance(adapter, DdpAdapter) or not adapter.eligible:
             return
-        sources: dict[int, Graph | None] = {}
+        sources: dict[int, Programs | None] = {}
         addresses: dict[int, int] = {}
         for graph in graphs:
             assert graph.buckets is not None, "a graph reduced gradients without buckets"

@@ -286,3 +286,10 @@ def fake_like(fake: Any, storage: Any) -> Any:
     with in_kernel_invocation_manager(fake.fake_mode):
         made.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
     return FakeTensor(fake.fake_mode, made, fake.device)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is kept as numbers in the program text are: a tensor of no dimensions on the CPU."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu"

@@ -135,7 +135,7 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             raise NotCacheable(f"it holds a {type(value).__name__}")
         yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
-        if node.op == "get_attr" and type(value) is torch.Tensor and not value.dim() and value.device.type == "cpu":
+        if node.op == "get_attr" and type(value) is torch.Tensor and compat.tensors.is_number(value):
             with compat.tensors.real_tensors():
                 number = value.item()
             yield repr(number)  # kernels may be made for it

@@ -41,9 +41,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.dim() or value.device.type != "cpu":
-        return False
-    return str(value.dtype).removeprefix("torch.") in DTYPES
+    return compat.tensors.is_number(value) and str(value.dtype).removeprefix("torch.") in DTYPES
 
 
 def _lifted(gm: GraphModule, node: Node) -> torch.Tensor | None:

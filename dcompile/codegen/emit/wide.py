@@ -63,14 +63,29 @@ class Wide(Scans):
             return all(self._has_vector(ref, number, last.name) for ref in self._needed(number, [sought]))
         needed = self._wide_values(number)
         before = {ref for ref in needed if self.kept.get(ref, number) < number}
-        gains = any(n in self.streams for n in stores) or self._ways(number, reduces, stores, last) > 1
-        gains = gains or number == self.asking
         return (
-            (gains or any(self._gains(ref) for ref in needed if ref not in before))
+            (
+                self._gains_anyway(number, reduces, stores, last)
+                or any(self._gains(r) for r in needed if r not in before)
+            )
             and all(self._has_vector(ref, number, last.name) for ref in needed)
             and all(self._reduce(ref).op in FOLDS and self._reduce(ref).dtype == "float32" for ref in reduces)
             and all(self._stores_vector(n, last.name) for n in stores)
         )
+
+    def _gains_anyway(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> bool:
+        """Is the pass faster in vectors for another reason than what it computes?"""
+        several = self._ways(number, reduces, stores, last) > 1
+        return several or any(n in self.streams for n in stores) or number == self.asking
+
+    def _guard(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
+        """On which machines. AVX2 rounds no faster than g++'s loop, which takes two vectors at a time (AdamW 0.87)."""
+        computed = {ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number}
+        values = [self.nest.body[ref] for ref in computed]
+        functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)
+        sought = self._sought(reduces, stores, last) is not None
+        everywhere = functions or sought or self._gains_anyway(number, reduces, stores, last)
+        return "VECTORS" if everywhere else "VECTORS_ROUND"
 
     def _adds_up(self) -> bool:
         """Is all that the kernel does to add up columns, with little work for each element?"""
@@ -234,7 +249,7 @@ class Wide(Scans):
         at = f"{last.name}_at{number}" if ways > 1 or not whole else last.name
         if not whole:
             self.line(f"int64 {at} = {low};")
-        self.line("#ifdef VECTORS")
+        self.line(f"#ifdef {self._guard(number, reduces, stores, last)}")
         sought = self._sought(reduces, stores, last)
         for ref in reduces if sought is None else ():
             self._open_vectors(ref, ways)

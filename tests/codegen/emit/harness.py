@@ -90,7 +90,7 @@ def run(program: Program, inputs: dict[str, np.ndarray], functions: dict[str, ob
 
 def without_vectors(text: str) -> str:
     """The text of a kernel as it is compiled where the prelude defines no vectors."""
-    return re.sub(r"#ifdef VECTORS\n.*?#(else|endif)\n", "", text, flags=re.DOTALL)
+    return re.sub(r"#ifdef VECTORS(_ROUND)?\n.*?#(else|endif)\n", "", text, flags=re.DOTALL)
 
 
 def program_of(loop: Loop, buffers: dict[str, Buffer], inputs: list[str]) -> Program:

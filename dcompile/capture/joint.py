@@ -54,6 +54,7 @@ def partitioner(
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         hand_out_keys(joint)
+        keep_old_values(joint)
         prepare(joint)
         forward, backward = compat.aot.min_cut_partition(
             joint,
@@ -71,6 +72,59 @@ def partitioner(
         return forward, backward
 
     return partition
+
+
+def keep_old_values(joint: Any) -> None:
+    """Have the forward copy what it changes and what the backward computes with: an input, as it was before.
+
+    torch's partitioners save such an input itself, which the backward then finds changed (torch 2.11 to 2.13: a counter
+    in a buffer, `self.n += 1; return x * self.n`, has its gradients off by one step, with aot_eager as with inductor).
+    """
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    backward = set(filter(compat.aot.is_tangent, placeholders))
+    for node in joint.graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    changed = {node.args[0] for node in joint.graph.nodes if str(node.target) == "aten.copy_.default"}
+    changed |= compat.aot.changed_behind(joint)
+    for old in placeholders:
+        if old in changed and _is_read_in(old, backward):
+            compat.aot.never_recompute(_only_copy(old) or _read_a_copy(joint, old, placeholders[-1]))
+
+
+def _is_read_in(node: Any, backward: set[Any]) -> bool:
+    """Whether the backward computes with a node, or with what the forward makes of it."""
+    seen, left = {node}, [node]
+    while left:
+        for user in left.pop().users:
+            if user in backward:
+                return True
+            if user.op == "call_function" and user not in seen:
+                seen.add(user)
+                left.append(user)
+    return False
+
+
+def _only_copy(old: Any) -> Any | None:
+    """The copy of an input through which all else reads it; AOTAutograd makes one of some."""
+    readers = [user for user in old.users if user.op == "call_function" and str(user.target) != "aten.copy_.default"]
+    return readers[0] if [str(reader.target) for reader in readers] == ["aten.clone.default"] else None
+
+
+def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
+    """Put a copy of an input in its place, but for where it is changed and returned."""
+    value = old.meta["val"]
+    with joint.graph.inserting_after(last):
+        copy = joint.graph.call_function(torch.ops.aten.clone.default, (old,))
+    copy.meta |= {key: old.meta[key] for key in ("stack_trace", "nn_module_stack") if key in old.meta}
+    with compat.aot.detect_fake_mode([value]):
+        copy.meta["val"] = value.clone()
+
+    def reads(user: Any) -> bool:
+        return user is not copy and user.op != "output" and str(user.target) != "aten.copy_.default"
+
+    old.replace_all_uses_with(copy, delete_user_cb=reads)
+    return copy
 
 
 VIEWS = frozenset(

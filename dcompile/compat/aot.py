@@ -199,6 +199,15 @@ def primal_index(node: Any) -> int | None:
     return node.grad_of.idx
 
 
+def changed_behind(joint: Any) -> frozenset[Any]:
+    """Placeholders of a joint graph whose tensors AOTAutograd changes, once the forward has run, to what it returns."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    described = joint.graph.output_node().meta.get("desc", ())
+    changed = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
+    return frozenset(node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed)
+
+
 def input_index(placeholder: Any) -> int | None:
     """Position among the Dynamo graph's inputs that a placeholder of AOTAutograd's graphs stands for, or None."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
@@ -276,6 +285,13 @@ def always_recompute(node: Any) -> None:
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = 1 << 30
+
+
+def never_recompute(node: Any) -> None:
+    """Have the partitioner save this node where the backward needs it, or what the forward makes of it."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def detect_fake_mode(values: Any) -> Any:

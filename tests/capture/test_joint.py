@@ -1,9 +1,13 @@
 """The sync token: where it travels, and that compiled programs never see it."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import dcompile
 from dcompile.capture.joint import TOKEN, add_token, take_token
 
 
@@ -91,3 +95,49 @@ def test_what_is_saved_can_be_less_and_is_computed_again(options, part):
     assert less <= part * usual
     for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Counting(nn.Module):
+    """Its counter changes before it is used; what a backward needs of it is not what lies there by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(3))
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        before = self.n.clone() * self.weight
+        self.n += 1
+        return (x.sin() * self.n + before).tanh()
+
+
+def pushed_on(x, weight):
+    """An argument that is read, and then changed."""
+    y = (x * 2).tanh() * weight
+    x.add_(1)
+    return y
+
+
+def test_the_backward_computes_with_inputs_as_they_were_before_the_forward_changed_them():
+    module = Counting()
+    stock, compiled = copy.deepcopy(module), dcompile.compile(module, options={"receipt": False})
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        results = []
+        for call in (stock, compiled):
+            given = x.clone().requires_grad_()
+            call(given).square().sum().backward()
+            results.append((given.grad, call.weight.grad, call.n.clone()))
+            call.weight.grad = None
+        torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_an_argument_that_is_changed_behind_its_use_has_eagers_gradients(is_leaf):
+    x, weight, results = torch.randn(3, requires_grad=not is_leaf), torch.randn(3, requires_grad=True), []
+    for call in (pushed_on, dcompile.compile(pushed_on, options={"receipt": False})):
+        given = x.clone()
+        wanted = (weight,) if is_leaf else (weight, x)
+        results.append((given, *torch.autograd.grad(call(given, weight).sum(), wanted)))
+    torch.testing.assert_close([t.detach() for t in results[1]], [t.detach() for t in results[0]])

@@ -110,6 +110,7 @@ def _run(arguments: list[str]) -> None:
     sys.path[:] = [str(folder), *filter(None, given), *(path for path in sys.path if path not in own)]
     if first == "-m":
         sys.argv = rest
+        sys.modules.pop(rest[0], None)  # runpy warns of what is imported already
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]

@@ -74,19 +74,25 @@ def partitioner(
     return partition
 
 
+CHANGES = "aten.copy_.default"
+"""How a graph changes an input: AOTAutograd leaves no other operation in place."""
+
+
 def keep_old_values(joint: Any) -> None:
     """Have the forward copy what it changes and what the backward computes with: an input, as it was before.
 
     torch's partitioners save such an input itself, which the backward then finds changed (torch 2.11 to 2.13: a counter
     in a buffer, `self.n += 1; return x * self.n`, has its gradients off by one step, with aot_eager as with inductor).
     """
+    changed = {node.args[0] for node in joint.graph.nodes if str(node.target) == CHANGES}
+    changed |= compat.aot.changed_behind(joint)
+    if not changed:
+        return
     placeholders = joint.graph.find_nodes(op="placeholder")
     backward = set(filter(compat.aot.is_tangent, placeholders))
     for node in joint.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
-    changed = {node.args[0] for node in joint.graph.nodes if str(node.target) == "aten.copy_.default"}
-    changed |= compat.aot.changed_behind(joint)
     for old in placeholders:
         if old in changed and _is_read_in(old, backward):
             compat.aot.never_recompute(_only_copy(old) or _read_a_copy(joint, old, placeholders[-1]))
@@ -107,7 +113,7 @@ def _is_read_in(node: Any, backward: set[Any]) -> bool:
 
 def _only_copy(old: Any) -> Any | None:
     """The copy of an input through which all else reads it; AOTAutograd makes one of some."""
-    readers = [user for user in old.users if user.op == "call_function" and str(user.target) != "aten.copy_.default"]
+    readers = [user for user in old.users if user.op == "call_function" and str(user.target) != CHANGES]
     return readers[0] if [str(reader.target) for reader in readers] == ["aten.clone.default"] else None
 
 
@@ -121,7 +127,7 @@ def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
         copy.meta["val"] = value.clone()
 
     def reads(user: Any) -> bool:
-        return user is not copy and user.op != "output" and str(user.target) != "aten.copy_.default"
+        return user is not copy and user.op != "output" and str(user.target) != CHANGES
 
     old.replace_all_uses_with(copy, delete_user_cb=reads)
     return copy

@@ -289,7 +289,7 @@ class Pipeline:
 
     def _inspect(self, name: str, program: Program, before: Program | None, sizes: Mapping[str, int]) -> None:
         if self.config.verify:
-            verify(program, sizes)
+            verify(program, sizes, before)
         if self.config.dump:
             text = show(program)
             dump(self.config, f"{program.name}/{name}.txt", text)

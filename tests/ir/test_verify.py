@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dcompile.errors import VerifyError
+from dcompile.ir import verify as verify_module
 from dcompile.ir.index import ZERO, Index, bounds, flatten, floordiv, modulo, var
 from dcompile.ir.nodes import (
     Apply,
@@ -59,6 +60,48 @@ def rejects(broken, words):
 
 def test_a_good_program():
     verify(program(double("x", "t"), double("t", "y")))
+
+
+def test_what_was_verified_before_is_not_gone_through_again(monkeypatch):
+    asked = []
+    own = verify_module.check_loop
+    monkeypatch.setattr(verify_module, "check_loop", lambda loop, *rest: (asked.append(loop), own(loop, *rest)))
+    first, second, third = double("x", "t"), double("t", "y"), double("t", "z")
+    before = program(first, second)
+    verify(before)
+    verify(program(first, second, third, outputs=("y", "z")), before=before)
+    assert asked == [first, second, third]
+    verify(replace(before, name="q"), before=before)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (lambda p: replace(p, buffers=tuple(replace(b, shape=(4, 7)) for b in p.buffers)), "outside x"),
+        (lambda p: replace(p, buffers=tuple(replace(b, dtype="int32") for b in p.buffers)), "loads x, int32"),
+        (lambda p: replace(p, steps=p.steps[::-1]), "t is read before it is written"),
+        (lambda p: replace(p, buffers=p.buffers[1:]), "x"),
+        (lambda p: replace(p, outputs=(view("z"),)), "unknown buffer z"),
+    ],
+)
+def test_what_becomes_wrong_around_a_step_is_noticed(after, words):
+    """Though the step itself is as it was when it was verified."""
+    before = program(double("x", "t"), double("t", "y"))
+    verify(before)
+    with pytest.raises(VerifyError, match=words):
+        verify(after(before), before=before)
+
+
+def test_sizes_that_are_known_no_longer_are_noticed():
+    rows = buffer("t", shape=(var("s0"), 8))
+    step = loop([Load("x", AT, "float32")], Store("t", AT, 0), outer=(var("s0"),))
+    whole = View("t", (var("s0"), 8), (8, 1))
+    before = replace(program(step, buffers=[rows, buffer("x", shape=(var("s0"), 8))]), outputs=(whole,))
+    verify(before)
+    fixed = tuple(replace(b, shape=(4, 8)) if b.name == "x" else b for b in before.buffers)
+    with pytest.raises(VerifyError, match="unknown symbol"):
+        verify(replace(before, buffers=fixed), before=before)
 
 
 def test_the_message_shows_the_step_and_its_neighbours():

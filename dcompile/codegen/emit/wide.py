@@ -55,7 +55,7 @@ class Wide(Scans):
 
     def _is_wide(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> bool:
         """Can the pass be written in vectors, and is it faster then?"""
-        if self.nest.lane or self.turned:
+        if self.nest.lane:
             return False
         if isinstance(last.size, int) and last.size % WIDTH and last.size <= SHORT:
             return False
@@ -162,6 +162,8 @@ class Wide(Scans):
         if self.counted and (ref in self.counted.positions or ref in self.counted.matches):
             return True
         match value:
+            case Load(_, _, dtype, _) if self.turned and ref in self.turned.loads:
+                return dtype in ("float32", "bfloat16")
             case Load(_, index, dtype, mask):
                 readable = dtype in ("float32", "bfloat16", "bool") and (mask is None or ref in self.pointed)
                 return readable and self._steps(index, name) in (0, 1)
@@ -188,12 +190,17 @@ class Wide(Scans):
     def _stores_vector(self, number: int, name: str) -> bool:
         store = self.nest.stores[number]
         dtype, value = self.table[store.buffer].dtype, self.nest.body[store.value]
-        if self._steps(store.index, name) != 1 or value.dtype != dtype:
+        in_order = self._is_turned(number) or self._steps(store.index, name) == 1
+        if not in_order or value.dtype != dtype:
             return False
         if store.mode == "sum":
             return dtype == "float32"
         floats = dtype in ("float32", "bfloat16")
         return store.mode == "set" and (floats or (dtype == "bool" and self.levels.element[store.value]))
+
+    def _is_turned(self, number: int) -> bool:
+        """Does a store go through a tile that is turned afterwards?"""
+        return self.turned is not None and number in self.turned.stores
 
     @functools.cached_property
     def streams(self) -> frozenset[int]:
@@ -204,7 +211,8 @@ class Wide(Scans):
         return frozenset(
             n
             for n, store in enumerate(self.nest.stores)
-            if store.mode == "set" and store.buffer not in read and not self.nest.row_stores[n]
+            if store.mode == "set" and store.buffer not in read
+            if not self.nest.row_stores[n] and not self._is_turned(n)
             if self.table[store.buffer].dtype in ("float32", "bfloat16")
             if isinstance(size := self._bytes(store.buffer), int) and size >= STREAM_BYTES
         )
@@ -339,6 +347,8 @@ class Wide(Scans):
         if self.counted and ref in self.counted.matches:
             return f"match({name}, e{self.number(self.counted.matches[ref])})"
         if isinstance(value, Load):
+            if self.turned and ref in self.turned.loads:
+                return f"load_{value.dtype}(&x{self.number(ref)}[{self.turned.place}])"
             if ref in self.pointed:
                 return f"load_{value.dtype}(&z{self.number(ref)}[{name}])"
             if self._steps(value.index, name) == 1:
@@ -374,7 +384,9 @@ class Wide(Scans):
         value, dtype = self._as_vector(store.value), self.table[store.buffer].dtype
         if store.mode == "set":
             how = "stream" if number in self.streams else "put"
-            self.line(f"{how}_{dtype}(&{self.place(store.buffer, store.index)}, {value});")
+            turned = self.turned if self._is_turned(number) else None
+            place = f"y{number}[{turned.place}]" if turned else self.place(store.buffer, store.index)
+            self.line(f"{how}_{dtype}(&{place}, {value});")
         else:
             place = f"&{self.columns[number]}[{self.index(store.index)}]"
             self.line(f"put_float32({place}, load_float32({place}) + {value});")

@@ -1,10 +1,12 @@
 """Transposing loops are turned tile by tile, on either side, whatever the sizes, and give the interpreter's bits."""
 
+import functools
+
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.nest import TILE, make_nest
+from dcompile.codegen.emit import cpp, wide
+from dcompile.codegen.emit.nest import TILE, WIDE_TILE, make_nest
 from dcompile.codegen.emit.tiles import find_turned
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
@@ -13,7 +15,8 @@ from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
 from tests.codegen.emit.harness import run
 
-SIZES = [(2 * TILE, 3 * TILE), (2 * TILE + 3, 2 * TILE + 5), (2 * TILE + 8, 4 * TILE + 1)]
+SMALL = [(2 * TILE, 3 * TILE), (2 * TILE + 3, 2 * TILE + 5), (2 * TILE + 8, 4 * TILE + 1)]
+SIZES = [*SMALL, (2 * WIDE_TILE, WIDE_TILE), (WIDE_TILE + 3, 2 * WIDE_TILE + 21), (2 * TILE, 3 * WIDE_TILE + 8)]
 
 
 def add_transposed(rows: int, n: int) -> Program:
@@ -52,7 +55,32 @@ def test_the_result_is_turned_where_most_operands_are_in_order(rows, n):
         assert np.array_equal(want, got)
 
 
+BFLOAT16 = functools.partial(loops.transpose, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("rows", "n"), [(4 * TILE, 2 * TILE), (2 * WIDE_TILE + 21, 2 * WIDE_TILE + 3)])
+@pytest.mark.parametrize("make", [add_transposed, loops.transpose, BFLOAT16])
+def test_large_results_are_streamed_behind_the_turn(rows, n, make, monkeypatch):
+    program = make(rows, n)
+    (before,) = (cpp.emit(step, program.table).text for step in program.steps)
+    monkeypatch.setattr(wide, "STREAM_BYTES", 0)
+    (text,) = (cpp.emit(step, program.table).text for step in program.steps)
+    if turned(program)[1]:
+        assert text == before  # a result that is turned itself is written by tiles
+    else:
+        assert " stream_" in text and " stream_" not in before
+    inputs = random_inputs(program)
+    for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
+        assert np.array_equal(want, got)
+
+
 def test_tiles_that_are_all_complete_have_fixed_sizes():
-    whole, ragged = (cpp.emit(p.steps[0], p.table).text for p in (loops.transpose(*s) for s in SIZES[:2]))
+    whole, ragged = (cpp.emit(p.steps[0], p.table).text for p in (loops.transpose(*s) for s in SMALL[:2]))
     assert f"{TILE}, {TILE});" in whole and "_high - i0_low" not in whole
     assert "_high - i0_low" in ragged
+
+
+def test_tiles_of_four_bytes_are_large_where_there_is_room():
+    for dtype, side in (("float32", WIDE_TILE), ("bfloat16", TILE), ("float64", TILE)):
+        (loop,) = loops.transpose(2 * WIDE_TILE, WIDE_TILE, dtype).steps
+        assert {row.tile for row in make_nest(loop).rows} == {side}

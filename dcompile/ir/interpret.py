@@ -45,7 +45,8 @@ from dcompile.ir.symbols import sources
 
 Array = np.ndarray[Any, Any]
 Externs = Mapping[str, Callable[..., Any]]
-GARBAGE = 0xA5
+GARBAGE = 0xFF
+"""Of every byte that nobody has written: NaN in all floating-point dtypes, so that it is near no result."""
 
 
 def interpret(

@@ -16,7 +16,7 @@ from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.reorient import reorient_columns
-from dcompile.ir.interpret import interpret
+from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
 from dcompile.ir.symbols import sources, specialise
@@ -43,7 +43,7 @@ def run_cpp(cases: Sequence[Case]) -> list[Outputs]:
 def _run_one(program: Program, inputs: Inputs, functions: dict[str, object]) -> Outputs:
     table, sizes = program.table, numbers_of(program, inputs)
     fixed = specialise(program, sizes)
-    arena = np.full(fixed.arena_bytes + 64, 0xA5, np.uint8)
+    arena = np.full(fixed.arena_bytes + 64, GARBAGE, np.uint8)
     memory = {b.name: placed(b, inputs.get(b.name)) for b in fixed.buffers if b.storage != "arena"}
     own = dict(memory)
     memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in fixed.buffers if b.name not in memory}
@@ -51,7 +51,7 @@ def _run_one(program: Program, inputs: Inputs, functions: dict[str, object]) -> 
         code = call(cpp.emit(step, table), functions, memory, sizes)
         assert code == 0, f"{step.name} returned {code}"
     for name, flat in (*own.items(), ("the arena", arena)):
-        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+        assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
     return [read(fixed.table[view.buffer], view, memory[view.buffer]) for view in fixed.outputs]
 
 

@@ -1,4 +1,4 @@
-"""The Triton target: a loop becomes one kernel, or one and a second that fills what atomic stores add to.
+"""The Triton target: a loop becomes one kernel, or one and a second that fills what it adds to before.
 
 A program of a kernel works on a tile, and a tile's values are tensors: over rows `x`, over elements `r`, over both, or
 scalars. Row programs keep a row in registers from its first pass to its last, and read longer rows again in every pass.
@@ -17,7 +17,7 @@ from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.triton_passes import Passes
 from dcompile.codegen.emit.triton_prelude import HEADER, used_functions
 from dcompile.codegen.emit.triton_spelling import POINTERS, SPELLING, literal
-from dcompile.codegen.emit.triton_tiles import ceil_div, make_plan
+from dcompile.codegen.emit.triton_tiles import ceil_div, leaves_gaps, make_plan
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
 from dcompile.ir.ops import REDUCTIONS
@@ -36,13 +36,17 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
     start while that ends, and read them. If none can be, it may still start then; with None it may not.
     """
     plan = make_plan(loop)
-    writer = Passes(plan, table, None if plan.atomic else constant)
+    filled = [
+        store
+        for store in plan.nest.stores
+        if store.mode != "set" and (plan.atomic or leaves_gaps(plan, store, table[store.buffer].extent))
+    ]
+    writer = Passes(plan, table, None if filled else constant)
     writer.run()
     arguments = tuple(writer.arguments)
-    combining = [store for store in loop.stores if plan.atomic and store.mode != "set"]
-    for store in combining:
+    for store in filled:
         writer.size(writer.extent(store.buffer))  # every function takes all symbols
-    fills = [_fill(writer, store) for store in combining]
+    fills = [_fill(writer, store) for store in filled]
     sizes, numbers = tuple(writer.symbols), tuple(writer.draws)
     named = (*writer.arguments.values(), *writer.symbols.values(), *writer.draws.values())
     parts = [_function("kernel", named, writer.lines)]

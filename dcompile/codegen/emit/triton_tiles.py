@@ -343,6 +343,15 @@ def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], r
     return chunk
 
 
+def leaves_gaps(plan: Plan, store: Store, extent: Size) -> bool:
+    """Whether a column reduction may leave places of its buffer unwritten: these hold what a sum of nothing is.
+
+    So a gradient of an embedding of which one row alone is used: the others are in no part of the sum.
+    """
+    spread = store.index.variables & plan.nest.element_names
+    return size_product((plan.parts, count(plan.nest.elements) if spread else 1)) != extent
+
+
 def row_number(rows: tuple[Axis, ...]) -> Index:
     """Position of a row among all rows."""
     numbers = [Index((((Var(axis.name),), 1),)) for axis in rows]

@@ -21,7 +21,7 @@ from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
-from dcompile.ir.interpret import from_bfloat16, interpret, to_bfloat16
+from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
 from dcompile.runtime.cache import KernelCache
 
@@ -44,7 +44,7 @@ def raw(values: np.ndarray, dtype: str) -> np.ndarray:
 def placed(buffer: Buffer, values: np.ndarray | None) -> np.ndarray:
     """Flat memory of a buffer, filled with values or with garbage; 64 elements of guard behind."""
     kind = np.dtype("uint16" if buffer.dtype == "bfloat16" else buffer.dtype)
-    flat = np.full((buffer.nbytes // ITEMSIZE[buffer.dtype] + 64) * kind.itemsize, 0xA5, np.uint8).view(kind)
+    flat = np.full((buffer.nbytes // ITEMSIZE[buffer.dtype] + 64) * kind.itemsize, GARBAGE, np.uint8).view(kind)
     if values is not None and buffer.nbytes:
         strides = tuple(s * kind.itemsize for s in buffer.strides)
         np.lib.stride_tricks.as_strided(flat, buffer.shape, strides)[...] = raw(values, buffer.dtype)
@@ -84,7 +84,7 @@ def run(program: Program, inputs: dict[str, np.ndarray], functions: dict[str, ob
     for step in program.steps:
         assert call(cpp.emit(step, table), functions, memory) == 0
     for name, flat in memory.items():
-        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+        assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]
 
 

@@ -23,7 +23,7 @@ from dcompile.codegen.emit import triton as emitter
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.triton_joint import joined
 from dcompile.ir.index import as_index, evaluate
-from dcompile.ir.interpret import from_bfloat16, to_bfloat16
+from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.symbols import specialise
 from tests.codegen.emit.harness import NONE, placed, read
@@ -184,5 +184,5 @@ def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int
     for source in joined(symbolic, [emitter.emit(loop, symbolic.table) for loop in loops]):
         call(source, memory, table, sizes)
     for name, flat in memory.items():
-        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+        assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]

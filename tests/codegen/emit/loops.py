@@ -176,6 +176,13 @@ def embedding_backward(rows: int, n: int, vocabulary: int) -> Program:
     )
 
 
+def one_token_backward(rows: int, n: int, vocabulary: int) -> Program:
+    """Of an embedding of one token alone: the other rows of its gradient are 0."""
+    b = Body()
+    stores = [Store("dw", as_index(n) + J0, b.load("g", I0 * n + J0), "sum")]
+    return program(b, (rows,), (n,), stores, g=("float32", (rows, n)), dw=("float32", (vocabulary, n)))
+
+
 def put_at(heads: int, length: int, n: int) -> Program:
     """What a cache of `length` places takes at one of them."""
     b = Body()

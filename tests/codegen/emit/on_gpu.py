@@ -13,6 +13,7 @@ from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.schedule.spread import spread_columns, spread_rows
 from dcompile.config import Config
 from dcompile.ir.index import as_index, evaluate
+from dcompile.ir.interpret import GARBAGE
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
 from dcompile.runtime import gpu, libraries
@@ -65,5 +66,5 @@ def run(
     torch.cuda.synchronize()
     for name, flat in memory.items():
         flat.view(np.uint8)[...] = there[name].cpu().numpy()
-        assert (flat[-GUARD:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+        assert (flat[-GUARD:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]

@@ -13,7 +13,7 @@ from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.wide import GAINS, STREAM_BYTES, WAYS
 from dcompile.config import Config
-from dcompile.ir.interpret import from_bfloat16, to_bfloat16
+from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Reduce, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import call, placed, read, store, without_vectors
@@ -32,7 +32,7 @@ def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray]) 
     memory = {b.name: placed(b, inputs.get(b.name)) for b in made.buffers}
     assert call(source, {source.name: getattr(ctypes.CDLL(str(path)), source.name)}, memory) == 0
     for name, flat in memory.items():
-        assert (flat[-64:].view(np.uint8) == 0xA5).all(), f"{name}: written past its end"
+        assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
     return [read(made.table[view.buffer], view, memory[view.buffer]) for view in made.outputs]
 
 

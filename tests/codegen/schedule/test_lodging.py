@@ -16,7 +16,7 @@ from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.placing import Block, place
 from dcompile.errors import VerifyError
 from dcompile.ir.index import var
-from dcompile.ir.interpret import interpret
+from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import LODGED, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
 from dcompile.ir.verify import verify
 from tests.codegen.emit.harness import call, compiled, placed, read
@@ -137,7 +137,7 @@ def test_compiled_kernels_bear_it(small):
     functions = compiled([program for program, _ in programs])
     lodged = 0
     for program, inputs in programs:
-        arena = np.full(program.arena_bytes, 0xA5, np.uint8)
+        arena = np.full(program.arena_bytes, GARBAGE, np.uint8)
         within = {
             b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if LODGED in (b.storage or "")
         }

@@ -9,7 +9,7 @@ from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.codegen.schedule.placing import ALIGNMENT, Block, place, place_symbolic
 from dcompile.ir.index import as_index, contiguous_strides, evaluate, flatten, var
-from dcompile.ir.interpret import interpret
+from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import (
     Apply,
     Bucket,
@@ -112,7 +112,7 @@ def test_compiled_kernels_bear_sharing_memory():
     functions = compiled([program for program, _ in programs])
     shared = 0
     for program, inputs in programs:
-        arena = np.full(program.arena_bytes, 0xA5, np.uint8)
+        arena = np.full(program.arena_bytes, GARBAGE, np.uint8)
         memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers if b.storage != "arena"}
         inside = [b for b in program.buffers if b.storage == "arena"]
         memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in inside}

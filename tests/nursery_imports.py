@@ -4,7 +4,6 @@ import gc
 import importlib
 
 import torch
-from torch import nn
 
 gc.disable()
 for name in (
@@ -13,9 +12,12 @@ for name in (
     "torch.distributed.run",
     "dcompile.api",
     "dcompile.backend",
+    "dcompile.codegen.lower.decompositions",
+    "dcompile.codegen.lower.fusible",
     "dcompile.compiler",
     "dcompile.explain.report",
     "dcompile.pipeline",
+    "dcompile.runtime.quick",
     "tests.distributed.cases",
     "tests.distributed.fsdp1_cases",
     "tests.distributed.fsdp_cases",
@@ -26,8 +28,9 @@ for name in (
     importlib.import_module(name)
 
 torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
-torch.compile(model, backend="aot_eager")(torch.ones(2, 4))  # no backward: nothing is to start a thread
+llama = importlib.import_module("tests.models.zoo").llama()
+ids = torch.zeros(2, 8, dtype=torch.long)
+torch.compile(llama, backend="aot_eager")(input_ids=ids, labels=ids)  # traces forward and backward, and runs no backward
 torch._dynamo.reset()
 gc.freeze()  # collecting garbage in a fork would copy every page of what is imported here
 gc.set_threshold(700, 10, 50)  # as in tests/conftest.py

@@ -30,7 +30,7 @@ for name in (
 torch.set_num_threads(1)
 llama = importlib.import_module("tests.models.zoo").llama()
 ids = torch.zeros(2, 8, dtype=torch.long)
-torch.compile(llama, backend="aot_eager")(input_ids=ids, labels=ids)  # traces forward and backward, and runs no backward
+torch.compile(llama, backend="aot_eager")(input_ids=ids, labels=ids)  # traces its backward as well, and runs none
 torch._dynamo.reset()
 gc.freeze()  # collecting garbage in a fork would copy every page of what is imported here
 gc.set_threshold(700, 10, 50)  # as in tests/conftest.py

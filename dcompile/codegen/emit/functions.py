@@ -8,7 +8,6 @@ FUNCTIONS = r"""
 INLINE float copysign_(float x, float sign) { return __builtin_copysignf(x, sign); }
 /* r times 2 to the whole number in t, to which SHIFT was added, in two steps, so that results may be denormal or
    overflow; rounded once */
-static constexpr float SHIFT = 12582912.f + 254.f;
 INLINE float scale_(float r, float t, float) {
   const int32 i = (int32)(t - SHIFT), half = i >> 1;
   return unbits(bits(r) + (u32(half) << 23)) * unbits(u32(i - half + 127) << 23);

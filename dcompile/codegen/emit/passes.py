@@ -9,7 +9,7 @@ from dcompile.codegen.emit.nest import LANES, Axis, may_exceed
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import LOCAL, store_refs
-from dcompile.codegen.emit.wide import Wide
+from dcompile.codegen.emit.vectors import Vectors
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute
 from dcompile.ir.nodes import Const, Load, Reduce, Ref, Scan
@@ -21,7 +21,7 @@ BLOCKS = 1024
 """Blocks at most that threads take of one long row."""
 
 
-class Passes(Wide):
+class Passes(Vectors):
     """Writes what happens within a row, or within `LANES` rows side by side."""
 
     def _row(self) -> None:

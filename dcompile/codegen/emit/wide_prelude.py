@@ -6,6 +6,11 @@ defined, and loops are g++'s to vectorise. With VECTORS_ROUND vectors are rounde
 
 from __future__ import annotations
 
+_SHIFT = r"""
+/* added to a small float, it rounds that to a whole number, plus 254, in the lowest bits */
+static constexpr float SHIFT = 12582912.f + 254.f;
+"""
+
 _AVX512 = r"""
 #if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512DQ__ && !defined __clang__
 #define VECTORS
@@ -18,7 +23,7 @@ INLINE wide_bits bits(wide x) { return (wide_bits)x; }
 INLINE wide unbits(wide_bits u) { return (wide)u; }
 INLINE wide fused(wide a, wide b, wide c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, u16(-1), 4); }
 INLINE wide scale_(wide r, wide t, wide) {
-  return __builtin_ia32_scalefps512_mask(r, t - (12582912.f + 254.f), r, u16(-1), 4);
+  return __builtin_ia32_scalefps512_mask(r, t - SHIFT, r, u16(-1), 4);
 }
 INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps512_mask(x, x, u16(-1), 4); }
 INLINE wide lesser(wide a, wide b) { return __builtin_ia32_minps512_mask(a, b, a, u16(-1), 4); }
@@ -49,18 +54,6 @@ INLINE void past_caches(float* to, wide x) { __builtin_ia32_movntps512(to, x); }
 INLINE void past_caches(u16* to, halves x) {
   typedef long long quarters __attribute__((vector_size(32)));
   __builtin_ia32_movntdq256((quarters*)to, (quarters)x);
-}
-
-/* the sum of the upper half's last bit, 0x7fff and the float's bits by one multiplication of 16-bit halves with 1: 3
-   instructions in place of 5. (vcvtneps2bf16 would be one, but takes denormal numbers for zero.) */
-INLINE wide nearest_bfloat16(wide x) {
-#ifdef __AVX512VNNI__
-  const wide_bits added = (bits(x) & 0x10000u) | 0x7fffu, ones = wide_bits{} + 0x10001u;
-  const wide_int sum = __builtin_ia32_vpdpwssd_v16si((wide_int)x, (wide_int)added, (wide_int)ones);
-  return unbits((wide_bits)sum & 0xffff0000u);
-#else
-  return unbits((bits(x) + (0x7fffu + (bits(x) >> 16 & 1u))) & 0xffff0000u);
-#endif
 }
 """
 
@@ -109,9 +102,6 @@ INLINE void past_caches(u16* to, halves x) {
   typedef long long eighths __attribute__((vector_size(16)));
   __builtin_ia32_movntdq((eighths*)to, (eighths)x);
 }
-INLINE wide nearest_bfloat16(wide x) {
-  return unbits((bits(x) + (0x7fffu + (bits(x) >> 16 & 1u))) & 0xffff0000u);
-}
 """
 
 _BOTH = r"""
@@ -151,6 +141,17 @@ INLINE void stream_bfloat16(u16* to, wide x) {
   if (u64(to) % sizeof(halves)) put_bfloat16(to, x); else past_caches(to, narrowed(x));
 }
 INLINE void finish_streams() { __builtin_ia32_sfence(); }
+/* with VNNI: the sum of the upper half's last bit, 0x7fff and the float's bits by one multiplication of 16-bit halves
+   with 1, 3 instructions in place of 5. (vcvtneps2bf16 would be one, but takes denormal numbers for zero.) */
+INLINE wide nearest_bfloat16(wide x) {
+#if WIDTH == 16 && defined __AVX512VNNI__
+  const wide_bits added = (bits(x) & 0x10000u) | 0x7fffu, ones = wide_bits{} + 0x10001u;
+  const wide_int sum = __builtin_ia32_vpdpwssd_v16si((wide_int)x, (wide_int)added, (wide_int)ones);
+  return unbits((wide_bits)sum & 0xffff0000u);
+#else
+  return unbits((bits(x) + (0x7fffu + (bits(x) >> 16 & 1u))) & 0xffff0000u);
+#endif
+}
 INLINE wide_int load_bool(const bool* from) { return load_bool((const uint8*)from); }
 INLINE void put_bool(bool* to, wide_int mask) { put_bool((uint8*)to, mask); }
 INLINE wide round_bfloat16(wide x) {
@@ -189,11 +190,75 @@ INLINE float smallest(const wide (&x)[4]) {
   return smallest(lesser(lesser(x[0], x[1]), lesser(x[2], x[3])));
 }
 INLINE int32 any(const wide_int (&x)[4]) { return any(x[0] | x[1] | x[2] | x[3]); }
-#define VECTOR_FUNCTION(name) INLINE wide name##_(wide x) { return name##_of(x); }
+"""
+
+_PAIRS = r"""
+/* what lies in memory as bfloat16, as many as fill a vector there. With AVX2, elements of even and of odd places are
+   vectors of their own: that takes an instruction each, where neighbours are moved apart and together again. */
+#if WIDTH == 16
+#define PAIR WIDTH
+typedef wide pair; typedef wide_int pair_int;
+template <class T> INLINE pair both(T x) { return widen(x); }
+INLINE pair load_pair(const u16* from) { return load_bfloat16(from); }
+INLINE void put_pair(u16* to, pair x) { put_bfloat16(to, x); }
+INLINE void stream_pair(u16* to, pair x) { stream_bfloat16(to, x); }
+INLINE pair_int match_pair(int32 first, int32 place) { return match(first, place); }
+#define PAIR_FUNCTION(name)
+#else
+#define PAIR (2 * WIDTH)
+struct pair { wide even, odd; };
+struct pair_int { wide_int even, odd; };
+INLINE pair both(float x) { return {widen(x), widen(x)}; }
+INLINE pair both(pair x) { return x; }
+INLINE pair load_pair(const u16* from) {
+  wide_bits x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return {unbits(x << 16), unbits(x & 0xffff0000u)};
+}
+INLINE wide joined(pair x) { return unbits(bits(x.even) >> 16 | (bits(x.odd) & 0xffff0000u)); }
+INLINE void put_pair(u16* to, pair x) { const wide y = joined(x); __builtin_memcpy(to, &y, sizeof y); }
+INLINE void stream_pair(u16* to, pair x) {
+  if (u64(to) % sizeof(wide)) put_pair(to, x); else past_caches((float*)to, joined(x));
+}
+INLINE pair_int match_pair(int32 first, int32 place) {
+  const wide_int even = places(0) * 2 + first;
+  return __builtin_expect(u32(place) - u32(first) < PAIR, 0) ? pair_int{even == place, even + 1 == place} : pair_int{};
+}
+#define PAIR_OPERATOR(kind, op) \
+  INLINE kind operator op(pair a, pair b) { return {a.even op b.even, a.odd op b.odd}; } \
+  INLINE kind operator op(pair a, float b) { return {a.even op b, a.odd op b}; } \
+  INLINE kind operator op(float a, pair b) { return {a op b.even, a op b.odd}; }
+PAIR_OPERATOR(pair, +) PAIR_OPERATOR(pair, -) PAIR_OPERATOR(pair, *) PAIR_OPERATOR(pair, /)
+PAIR_OPERATOR(pair_int, ==) PAIR_OPERATOR(pair_int, !=) PAIR_OPERATOR(pair_int, <) PAIR_OPERATOR(pair_int, <=)
+PAIR_OPERATOR(pair_int, >) PAIR_OPERATOR(pair_int, >=)
+INLINE pair operator-(pair x) { return {-x.even, -x.odd}; }
+#define PAIR_LOGIC(op) \
+  INLINE pair_int operator op(pair_int a, pair_int b) { return {a.even op b.even, a.odd op b.odd}; }
+PAIR_LOGIC(&) PAIR_LOGIC(|) PAIR_LOGIC(^)
+#define PAIR_CALL(kind, name, given) INLINE kind name(given x) { return {name(x.even), name(x.odd)}; }
+PAIR_CALL(pair, abs_, pair) PAIR_CALL(pair, sqrt_, pair) PAIR_CALL(pair, nearest_bfloat16, pair)
+PAIR_CALL(pair, to_bfloat16, pair) PAIR_CALL(pair, to_float32, pair_int) PAIR_CALL(pair_int, not_, pair_int)
+#define PAIR_CALL_2(name) \
+  INLINE pair name(pair a, pair b) { return {name(a.even, b.even), name(a.odd, b.odd)}; } \
+  INLINE pair name(pair a, float b) { return {name(a.even, b), name(a.odd, b)}; } \
+  INLINE pair name(float a, pair b) { return {name(a, b.even), name(a, b.odd)}; }
+PAIR_CALL_2(min_) PAIR_CALL_2(max_)
+INLINE pair min_number_(pair a, float b) { return {min_number_(a.even, b), min_number_(a.odd, b)}; }
+INLINE pair max_number_(pair a, float b) { return {max_number_(a.even, b), max_number_(a.odd, b)}; }
+template <class A, class B> INLINE pair select_(pair_int mask, A a, B b) {
+  const pair x = both(a), y = both(b);
+  return {select_(mask.even, x.even, y.even), select_(mask.odd, x.odd, y.odd)};
+}
+INLINE pair select_(bool mask, pair a, pair b) { return mask ? a : b; }
+INLINE pair select_(bool mask, pair a, float b) { return mask ? a : both(b); }
+INLINE pair select_(bool mask, float a, pair b) { return mask ? both(a) : b; }
+#define PAIR_FUNCTION(name) PAIR_CALL(pair, name##_, pair)
+#endif
+#define VECTOR_FUNCTION(name) INLINE wide name##_(wide x) { return name##_of(x); } PAIR_FUNCTION(name)
 #else
 #define VECTOR_FUNCTION(name)
 INLINE void finish_streams() {}
 #endif
 """
 
-WIDE = _AVX512 + _AVX2 + _BOTH
+WIDE = _SHIFT + _AVX512 + _AVX2 + _BOTH + _PAIRS

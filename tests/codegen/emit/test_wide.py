@@ -40,7 +40,7 @@ def both(made: Program, inputs: dict[str, np.ndarray]) -> tuple[list[np.ndarray]
     """Results with vectors, and of the same kernel without."""
     source = source_of(made)
     text = without_vectors(source.text).replace("#endif\n", "\n")
-    assert "#ifdef VECTORS" in source.text and "wide" not in text
+    assert "#ifdef VECTORS" in source.text and "wide" not in text and "pair" not in text
     plain = replace(source, name=source.name + "p", text=text.replace(source.name, source.name + "p"))
     return execute(made, source, inputs), execute(made, plain, inputs)
 
@@ -111,6 +111,58 @@ def test_rows_of_every_length_are_what_the_plain_loop_makes_of_them(n: int) -> N
     for name, one, other in zip(names, got, want, strict=True):
         close = np.allclose(one, other, rtol=2e-6) if name == "s" else np.array_equal(one, other)
         assert close, name
+
+
+def paired(n: int, rows: int = 6) -> Program:
+    """What pairs of vectors know: all in memory is bfloat16, or a value of the row."""
+    b, at = Body(), I0 * n + J0
+    x, w, r = b.load("x", at, "bfloat16"), b.load("w", J0, "bfloat16"), b.load("r", I0)
+    hit = b.put(Apply("eq", (b.put(Load("t", I0, "int64")), b.put(IndexOf(J0, "int64"))), "bool"))
+    row = b.op("gt", r, b.const(0.0), dtype="bool")
+
+    def short(value: int) -> int:
+        return b.op("cast", b.narrow(value, "bfloat16"))
+
+    total = short(b.op("add", short(b.op("mul", x, w)), b.op("sub", b.const(0.5), r)))
+    low = b.op("and", b.op("lt", total, w, dtype="bool"), b.op("not", hit, dtype="bool"), dtype="bool")
+    odd = b.op("xor", b.op("or", low, b.op("isnan", x, dtype="bool"), dtype="bool"), hit, dtype="bool")
+    parts = [
+        b.op("where", low, b.op("min", total, b.const(2.0)), r), b.op("where", row, total, b.const(1.0)),
+        b.op("where", row, r, w), b.op("max", b.op("neg", total), w), b.op("max", total, b.const(-1.0)),
+        b.op("rsqrt", b.op("add", b.op("abs", x), b.const(0.25))), b.op("reciprocal", b.op("exp", w)),
+        b.op("div", b.op("tanh", x), b.op("sigmoid", total)), b.op("cast", odd), b.op("where", hit, r, b.const(0.0)),
+    ]  # fmt: skip
+    y = parts[0]
+    for part in parts[1:]:
+        y = short(b.op("add", y, part))
+    stores = [Store("y", at, b.narrow(y, "bfloat16")), Store("z", at, b.narrow(r, "bfloat16"))]
+    return program(
+        b, (rows,), (n,), stores, x=("bfloat16", (rows, n)), w=("bfloat16", (n,)), r=("float32", (rows,)),
+        t=("int64", (rows,)), y=("bfloat16", (rows, n)), z=("bfloat16", (rows, n)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [16, 64, 130, 1000, 9001])
+@pytest.mark.parametrize("streams", [False, True])
+def test_pairs_of_vectors_are_what_the_plain_loop_makes(n: int, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if streams:
+        monkeypatch.setattr("dcompile.codegen.emit.wide.STREAM_BYTES", 0)
+    made, rng = paired(n), np.random.default_rng(n)
+    assert "PAIR" in source_of(made).text and ("stream_pair" in source_of(made).text) == streams
+
+    def some(*shape: int) -> np.ndarray:
+        return from_bfloat16(to_bfloat16(rng.normal(size=shape).astype(np.float32)))
+
+    inputs = {"x": some(6, n), "w": some(n), "r": rng.normal(size=6).astype(np.float32)}
+    inputs["x"][2, n // 2], inputs["x"][3, n - 1], inputs["w"][n // 3] = np.nan, -np.inf, -0.0
+    inputs["t"] = np.array([0, n - 1, n, -1, 2**32, 5], np.int64)
+    got, want = both(made, inputs)
+    assert all(np.array_equal(bits(one), bits(other)) for one, other in zip(got, want, strict=True))
+
+
+def test_what_is_not_all_bfloat16_has_no_pairs() -> None:
+    assert "PAIR" not in source_of(mixture(6, 64)).text
+    assert "PAIR" not in source_of(loops.softmax(4, 128)).text
 
 
 def test_a_nan_is_seen_in_any_lane() -> None:

@@ -1,0 +1,170 @@
+"""The text of loops over vectors of floats; which loops are written so, `wide.py` decides."""
+
+from __future__ import annotations
+
+from dcompile.codegen.emit.nest import Axis
+from dcompile.codegen.emit.spelling import literal, watches_nan
+from dcompile.codegen.emit.wide import KEPT, WIDTH, Wide
+from dcompile.ir.nodes import Apply, Load, Ref
+from dcompile.ir.ops import REDUCTIONS
+
+TYPES = {"float32": "wide", "bfloat16": "wide", "bool": "wide_int", "int32": "wide_int"}
+PAIRS = {"float32": "pair", "bfloat16": "pair", "bool": "pair_int"}
+SPELLING = {"where": "select_({0}, {1}, {2})", "rsqrt": "1.f / sqrt_({0})", "reciprocal": "1.f / {0}"}
+FOLDS = {"max": "largest", "min": "smallest", "sum": "total"}
+
+
+class Vectors(Wide):
+    """Writes the wide loop of a pass."""
+
+    paired = False
+    """Whether the loop that is being written goes by pairs of vectors."""
+
+    def _wide_loop(self, number: int, reduces: list[Ref], stores: list[int], last: Axis, bounded: bool) -> str:
+        """Write the wide loop; returns where the plain one has to begin."""
+        low, high = self._bounds(last, bounded)
+        whole = isinstance(last.size, int) and last.size % WIDTH == 0
+        ways = self._ways(number, reduces, stores, last)
+        at = f"{last.name}_at{number}" if ways > 1 or not whole else last.name
+        if not whole:
+            self.line(f"int64 {at} = {low};")
+        self.line(f"#ifdef {self._guard(number, reduces, stores, last)}")
+        sought = self._sought(reduces, stores, last)
+        for ref in reduces if sought is None else ():
+            self._open_vectors(ref, ways)
+        if sought is not None:
+            self._search(number, reduces[0], sought, last, "" if whole else at, (low, high))
+        elif ways > 1:
+            if whole:
+                self.line(f"int64 {at} = {low};")
+            self._in_ways(number, reduces, last, at, high, ways)
+        else:
+            first = f"int64 {at} = {low}" if whole else ""
+            self.paired = self._is_paired(number, reduces, stores, last)
+            width = "PAIR" if self.paired else "WIDTH"
+            self.open(f"for ({first}; {at} + {width} <= {high}; {at} += {width})")
+            if not whole:
+                self.line(f"const int64 {last.name} = {at};")
+            self._vectors_at(number, last.name, reduces, stores, "")
+            self.close()
+            self.paired = False
+        for ref in reduces if sought is None else ():
+            self._fold(ref)
+        self.line("#else" if whole else "#endif")
+        if self.counted and not whole:
+            self.line(f"place = {at};")
+        return low if whole else at
+
+    def _open_vectors(self, ref: Ref, ways: int) -> None:
+        """The accumulators of a reduction."""
+        identity = literal(REDUCTIONS[self._reduce(ref).op].identity("float32"), "float32")
+        n, several = self.number(ref), f"[{ways}]" if ways > 1 else ""
+        self.line(f"wide x{n}[{ways}]; fill(x{n}, {identity});" if several else f"wide x{n} = widen({identity});")
+        if watches_nan(self._reduce(ref)):
+            self.line(f"wide_int y{n}{several} = {{}};")
+
+    def _search(self, number: int, ref: Ref, sought: Ref, last: Axis, at: str, bounds: tuple[str, str]) -> None:
+        """Go on until the condition holds anywhere in a vector; `at`, if given, is where the plain loop begins."""
+        where = self.nest.body[self._reduce(ref).arg]
+        assert isinstance(where, Apply)
+        (low, high), s = bounds, f"s{self.number(ref)}"
+        self.line(f"{s} = {self.name(where.args[2])};")
+        step = at or last.name
+        self.open(f"for ({'' if at else f'int64 {step} = {low}'}; {step} + WIDTH <= {high}; {step} += WIDTH)")
+        if at:
+            self.line(f"const int64 {last.name} = {at};")
+        self._declare_vectors(number, last.name, self._needed(number, [sought]))
+        self.open(f"if (const u32 here = holding({self.name(sought)}))")
+        self.line(f"{s} = {last.name} + __builtin_ctz(here);")
+        self.line(f"{step} = {high};")
+        self.close(2)
+
+    def _in_ways(self, number: int, reduces: list[Ref], last: Axis, at: str, high: str, ways: int) -> None:
+        """One vector into each accumulator, and so on; what vectors are left into the first."""
+        self.open(f"const auto take{number} = [&](int64 {last.name}, int way) __attribute__((always_inline))")
+        self._vectors_at(number, last.name, reduces, [], "[way]")
+        self.depth -= 1
+        self.line("};")
+        self.open(f"for (; {at} + {ways} * WIDTH <= {high}; {at} += {ways} * WIDTH)")
+        for way in range(ways):
+            self.line(f"take{number}({at} + {way} * WIDTH, {way});")
+        self.close()
+        self.line(f"for (; {at} + WIDTH <= {high}; {at} += WIDTH) take{number}({at}, 0);")
+
+    def _vectors_at(self, number: int, name: str, reduces: list[Ref], stores: list[int], way: str) -> None:
+        """What becomes of the elements from `name` on."""
+        for place in self.ahead if number == self.asking else ():
+            self.line(f"__builtin_prefetch(&{place});")
+        if self.counted and self.counted.positions:
+            self.line(f"const wide_int place = places({name});")
+        self._declare_vectors(number, name, self._wide_values(number))
+        for ref in reduces:
+            self._take_vector(ref, way)
+        for n in stores:
+            self._store_vector(n)
+
+    def _declare_vectors(self, number: int, name: str, values: list[Ref]) -> None:
+        place = self._row_place()
+        for ref in values:
+            value, n = self.nest.body[ref], self.number(ref)
+            early = self.kept.get(ref, number) < number
+            text = f"load_{KEPT[value.dtype]}(&r{n}[{place}])" if early else self._vector(ref, name)
+            self.line(f"const {(PAIRS if self.paired else TYPES)[value.dtype]} {self.name(ref)} = {text};")
+            if ref in self.kept and not early:
+                self.line(f"put_{KEPT[value.dtype]}(&r{n}[{place}], {self.name(ref)});")
+
+    def _vector(self, ref: Ref, name: str) -> str:
+        """The right-hand side of an element value's declaration."""
+        value = self.nest.body[ref]
+        if self.counted and ref in self.counted.positions:
+            return "place"
+        if self.counted and ref in self.counted.matches:
+            return f"match{'_pair' if self.paired else ''}({name}, e{self.number(self.counted.matches[ref])})"
+        if isinstance(value, Load):
+            if self.turned and ref in self.turned.loads:
+                return f"load_{value.dtype}(&x{self.number(ref)}[{self.turned.place}])"
+            how = "pair" if self.paired else value.dtype
+            if ref in self.pointed:
+                return f"load_{how}(&z{self.number(ref)}[{name}])"
+            if self._steps(value.index, name) == 1:
+                return f"load_{how}(&{self.place(value.buffer, value.index)})"
+            return f"{self._widen()}({self.expression(value)})"
+        assert isinstance(value, Apply), "no other value is a vector"
+        if value.op == "cast" or (value.op == "where" and self._is_zero_anyway(*value.args)):
+            return self.expression(value)
+        spelling = SPELLING.get(value.op) or self.spelling(value)
+        return spelling.format(*map(self.name, value.args))
+
+    def _as_vector(self, ref: Ref) -> str:
+        return self.name(ref) if self.levels.element[ref] else f"{self._widen()}({self.name(ref)})"
+
+    def _widen(self) -> str:
+        return "both" if self.paired else "widen"
+
+    def _take_vector(self, ref: Ref, way: str) -> None:
+        reduce, x, y = self._reduce(ref), f"x{self.number(ref)}{way}", f"y{self.number(ref)}{way}"
+        value = self._as_vector(reduce.arg)
+        if reduce.op == "sum":
+            self.line(f"{x} += {value};")
+            return
+        self.line(f"{x} = {'greater' if reduce.op == 'max' else 'lesser'}({value}, {x});")
+        self.line(f"{y} |= {value} != {value};")
+
+    def _fold(self, ref: Ref) -> None:
+        """Take what the lanes hold into the accumulator."""
+        n, op = self.number(ref), self._reduce(ref).op
+        self._combine_partial(ref, f"{FOLDS[op]}(x{n})")
+        if watches_nan(self._reduce(ref)):
+            self.line(f"n{n} |= any(y{n});")
+
+    def _store_vector(self, number: int) -> None:
+        store = self.nest.stores[number]
+        value, dtype = self._as_vector(store.value), self.table[store.buffer].dtype
+        if store.mode == "set":
+            how = "stream" if number in self.streams else "put"
+            turned = self.turned if self._is_turned(number) else None
+            place = f"y{number}[{turned.place}]" if turned else self.place(store.buffer, store.index)
+            self.line(f"{how}_{'pair' if self.paired else dtype}(&{place}, {value});")
+        else:
+            place = f"&{self.columns[number]}[{self.index(store.index)}]"
+            self.line(f"put_float32({place}, load_float32({place}) + {value});")

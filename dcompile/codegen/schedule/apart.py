@@ -27,7 +27,7 @@ WORTH = 16384
 PRICE = 262144
 """An allocation more must save this part of the peak: kilobytes of gigabytes, for a microsecond of the host's time."""
 
-LEAST = 1 << 17
+LEAST = 1 << 16
 """Bytes that each block must save that lies apart although it is small."""
 FEW = 12
 """Blocks that are tried for that, one after another; the planner's time goes with their number."""

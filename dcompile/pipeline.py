@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from dcompile.artifacts import dump, log
-from dcompile.codegen.emit import build, cpp, host, triton, triton_build
+from dcompile.codegen.emit import build, cpp, host, triton, triton_build, triton_groups
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
 from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
@@ -346,7 +346,7 @@ def _emit(program: Program, kind: str, own_products: bool) -> Kernels:
                 single[number] = triton.emit(loops[number], table, constant)
         early = joined(program, single)
         calls = early if first_launch(early) == first else calls
-    return Kernels(calls)
+    return Kernels(calls, triton_groups.products(program))
 
 
 def _report(program: Program, kernels: Kernels) -> Report:

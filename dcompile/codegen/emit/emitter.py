@@ -48,14 +48,15 @@ class KernelSource:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product by a kernel of ours. `views` are left, right, result and what is added (or None).
+    """A library call that a kernel of ours does instead: a matrix product, or on a GPU what no loop says.
 
-    `sizes` is what the kernel is told beside addresses.
+    `views` of a product are left, right, result and what is added (or None), `sizes` what it is told beside addresses.
+    A GPU's kernel names its buffers itself, as those of loops do.
     """
 
     kernel: KernelSource
-    views: tuple[View, View, View, View | None]
-    sizes: tuple[Size, ...]
+    views: tuple[View | None, ...] = ()
+    sizes: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,11 +71,12 @@ class _Host(Values):
         self.learnt: set[str] = set(self.early)
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
         self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
+        self.in_kernels |= {name for product in self.products.values() for name in product.kernel.arguments}
         self.waiting: list[tuple[KernelSource, list[str]]] = []
         """GPU kernels to be launched together, each with what its arguments are called."""
         self.dying: list[str] = []
         """Tensors to be released behind that launch."""
-        self.on_gpu = any(kernel.launches for kernel in self.calls)
+        self.on_gpu = any(kernel.launches for kernel in kernels.sources)
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
@@ -129,7 +130,8 @@ class _Host(Values):
         for name, position in self.last.items():
             dying.setdefault(position, []).append(name)
         for position, step in enumerate(self.program.steps):
-            if not isinstance(step, Loop):
+            product = self.products.get(position)
+            if not isinstance(step, Loop) and not (product and product.kernel.launches):
                 self._launch()
             if position in self.products:
                 self._product(step, self.products[position])
@@ -256,9 +258,7 @@ class _Host(Values):
         for name in sorted(loop.writes):
             self._ensure(name)
         if kernel.launches:
-            given = [self._place(name) for name in kernel.arguments]
-            given += [self._prepared_size(symbol) for symbol in kernel.sizes]
-            self.waiting.append((kernel, given + [f"run.number({number})" for number in kernel.numbers]))
+            self._wait_for_launch(kernel)
             return
         pointers = [self._pointer(name) for name in kernel.arguments]
         sizes = [self.name(symbol) for symbol in kernel.sizes]
@@ -272,10 +272,19 @@ class _Host(Values):
         else:
             self.lines.append(call)
 
+    def _wait_for_launch(self, kernel: KernelSource) -> None:
+        """A GPU's kernel, to be started with its neighbours."""
+        given = [self._place(name) for name in kernel.arguments]
+        given += [self._prepared_size(symbol) for symbol in kernel.sizes]
+        self.waiting.append((kernel, given + [f"run.number({number})" for number in kernel.numbers]))
+
     def _product(self, step: Step, product: Product) -> None:
-        """A matrix product by a kernel of ours, which takes sizes and strides as numbers in memory."""
+        """A call that a kernel of ours does; a matrix product takes sizes and strides as numbers in memory."""
         for name in sorted(step.writes):
             self._ensure(name)
+        if product.kernel.launches:
+            self._wait_for_launch(product.kernel)
+            return
         sizes = self._prepared(f"run.numbers({', '.join(map(self._index, product.sizes))})", "n", product.sizes)
         pointers = [sizes, *(self._address(view) if view else "None" for view in product.views)]
         function = self.once(f"run.kernel({product.kernel.name!r}, {len(pointers)})", "k")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dcompile.codegen.lower import (
     creation,
+    embedding,
     indexing,
     pointwise,
     pooling,
@@ -29,6 +30,7 @@ RULES: dict[str, Rule] = {
     **shapes.RULES,
     **indexing.RULES,
     **scatter.RULES,
+    **embedding.RULES,
     **pooling.RULES,
     **products.RULES,
     **windows.RULES,

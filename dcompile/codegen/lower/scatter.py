@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.body import Body, Coords
-from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.graph import Lowering, dtype_name
 from dcompile.codegen.lower.indexing import IndexedSpace, checked, indexed_space, position
 from dcompile.codegen.lower.indices import Shape, contiguous, ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
@@ -267,7 +267,7 @@ def _index_reduce(
     return reshape(result, given)
 
 
-# --- index_put and embeddings -----------------------------------------------------------------------------------------
+# --- index_put --------------------------------------------------------------------------------------------------------
 
 
 def _index_put(
@@ -344,48 +344,6 @@ def _put_where(x: T, indices: Sequence[T | None], values: T, accumulate: bool) -
     return computed(x.shape, dtype, at, (x, mask, flat), ops=2)
 
 
-def _embedding_backward(
-    low: Lowering, value: torch.Tensor, /, grad: T, indices: T, rows: int, padding: int, by_frequency: bool
-) -> Result:
-    """The sum of the gradients of every row. The forward has checked the indices: one outside would add nothing."""
-    shape, dtype = shape_of(value), dtype_name(value.dtype)
-    if by_frequency:
-        return NotImplemented
-    if 0 in grad.shape or 0 in shape:
-        return constant(0, shape, dtype)
-    compute = opmath(dtype)
-    rank = len(indices.shape)
-    if not ordered(low) and few_rows(shape, indices):
-        return _rounded(collected_by_rows(low, shape, indices, grad, padding), dtype)
-    if not meets(low, dtype, "sum", shape, grad.shape):
-        return NotImplemented
-
-    def row(body: Body, coords: Coords) -> Ref:
-        return body.cast(body.trace(indices, coords[:rank]), "int64")
-
-    def place(body: Body, coords: Coords) -> Coords:
-        low_, high = body.const(0, "int64"), body.const(rows - 1, "int64")
-        return body.as_index(body.apply("min", body.apply("max", row(body, coords), low_), high), rows), coords[-1]
-
-    def element(body: Body, coords: Coords) -> Ref:
-        at = row(body, coords)
-        inside = body.apply("and", body.apply("ge", at, body.const(0, "int64")),
-                            body.apply("lt", at, body.const(rows, "int64")))  # fmt: skip
-        if padding >= 0:
-            inside = body.apply("and", inside, body.apply("ne", at, body.const(padding, "int64")))
-        given = body.cast(body.trace(grad, coords), compute)
-        return body.apply("where", inside, given, body.const(0, compute))
-
-    return _rounded(collected(low, shape, compute, "sum", IndexedSpace(grad.shape, place), element), dtype)
-
-
-def _rounded(total: T, dtype: str) -> T:
-    """A sum in the dtype of its result."""
-    if total.dtype == dtype:
-        return total
-    return computed(total.shape, dtype, lambda body, coords: to_dtype(body, body.trace(total, coords), dtype), (total,))
-
-
 RULES: dict[str, Rule] = {
     "aten.scatter.value": Rule(_one_a_line(_replace, scatter)),
     "aten.scatter.src": Rule(_one_a_line(_replace, scatter)),
@@ -396,5 +354,4 @@ RULES: dict[str, Rule] = {
     "aten.index_reduce.default": Rule(_index_reduce),
     "aten.index_put.default": Rule(_index_put),
     "aten._unsafe_index_put.default": Rule(_index_put),
-    "aten.embedding_dense_backward.default": Rule(_embedding_backward),
 }

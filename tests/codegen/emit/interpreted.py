@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from dcompile.codegen.emit import triton as emitter
+from dcompile.codegen.emit import triton_groups
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.triton_joint import joined
 from dcompile.ir.index import as_index, evaluate
@@ -175,13 +176,16 @@ def call(
 
 
 def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int] = NONE) -> list[np.ndarray]:
-    """Outputs of a program of loops, by Triton's interpreter; its kernels are made without knowing `sizes`."""
+    """Outputs of a program of kernels, by Triton's interpreter; they are made without knowing `sizes`."""
     symbolic, program = program, specialise(program, sizes)
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
     loops = [step for step in symbolic.steps if isinstance(step, Loop)]
-    assert len(loops) == len(program.steps)
-    for source in joined(symbolic, [emitter.emit(loop, symbolic.table) for loop in loops]):
+    products = triton_groups.products(symbolic)
+    assert len(loops) + len(products) == len(program.steps)
+    kernels = iter(joined(symbolic, [emitter.emit(loop, symbolic.table) for loop in loops]))
+    for position in range(len(program.steps)):
+        source = products[position].kernel if position in products else next(kernels)
         call(source, memory, table, sizes)
     for name, flat in memory.items():
         assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"

@@ -16,7 +16,7 @@ from dcompile.codegen.schedule import spread
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
-from tests.codegen.emit import cases, interpreted, loops
+from tests.codegen.emit import cases, groups, interpreted, loops
 from tests.fuzz.checks import numbers_of
 from tests.ir.fuzz import random_program
 
@@ -46,6 +46,8 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
         yield name, program, cases.operands(program, name.split()[0]), 2e-6
     for source, target in cases.CASTS:
         yield f"cast {source} {target}", cases.cast(source, target), cases.cast_inputs(source, target), 0
+    for name in groups.CASES:
+        yield f"groups {name}", *groups.case(name), 1.6e-2 if "16" in name else 2e-6
     for seed in range(24):
         yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
     for seed in range(500, 510):
@@ -69,7 +71,7 @@ def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, in
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-400:]}"
     program = specialise(program, sizes)
-    for view, want, got in zip(program.outputs, interpret(program, inputs), results, strict=True):
+    for view, want, got in zip(program.outputs, interpret(program, inputs, groups.MEANINGS), results, strict=True):
         wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
         if not np.allclose(*wide, rtol=tolerance, atol=tolerance and 1e-5, equal_nan=True):
             return f"{view} differs by up to {np.nanmax(np.abs(wide[0] - wide[1]))}"

@@ -28,7 +28,7 @@ from dcompile.ir.ops import OPS
 from dcompile.machine import triton_version
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.gpu import read_archive
-from tests.codegen.emit import cases, loops
+from tests.codegen.emit import cases, groups, loops
 from tests.codegen.emit.harness import store
 
 pytestmark = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -94,6 +94,11 @@ def test_random_programs_agree_with_the_interpreter(kind, interpreted):
     found = {name: wrong for name, wrong in interpreted.items() if name.split()[0] == kind}
     assert len(found) >= 10
     assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("name", groups.CASES)
+def test_rows_are_summed_by_group(name, interpreted):
+    assert interpreted[f"groups {name}"] == ""
 
 
 def test_operations_and_casts_agree_with_their_meaning(interpreted):

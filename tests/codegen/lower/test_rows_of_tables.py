@@ -5,12 +5,13 @@ import torch
 from torch.nn import functional as F
 
 import dcompile
-from dcompile.codegen.lower import scatter
+from dcompile.codegen.lower import embedding, scatter
 
 
 @pytest.fixture(autouse=True)
 def in_no_order(monkeypatch):
-    monkeypatch.setattr(scatter, "ordered", lambda low: False)
+    for module in (scatter, embedding):
+        monkeypatch.setattr(module, "ordered", lambda low: False)
     torch.compiler.reset()
 
 

@@ -135,6 +135,22 @@ def _scan_impl(self, tensors):
 interpreter.ScanOps.apply_impl = _scan_impl
 
 
+# --- functions that kernels call --------------------------------------------------------------------------------------
+
+
+_call = interpreter.InterpretedFunction.__call__
+
+
+def _device_call(self, *args, **keywords):
+    """What our modules see of the language stands for NumPy already while a kernel of theirs runs: not once more."""
+    if isinstance(self.fn.__globals__.get("libdevice"), Libdevice):
+        return self.rewrite()(*args, **keywords)
+    return _call(self, *args, **keywords)
+
+
+interpreter.InterpretedFunction.__call__ = _device_call
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 

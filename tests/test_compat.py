@@ -20,6 +20,7 @@ def test_settings_while_tracing_are_put_back():
         with compat.dynamo.tracing_settings(dynamic):
             assert config.assume_static_by_default == by_default
             assert config.automatic_dynamic_shapes or not dynamic
+            assert config.fake_tensor_cache_enabled != dynamic
         assert config.save_config() == before
 
 
@@ -158,6 +159,22 @@ def test_what_torch_simplifies_is_simplified_once(monkeypatch):
     assert found.subs(size, 10**6) == 2 * nested.subs(size, 10**6) and counted < 200
     sympy.simplify(2 * nested)  # as it was before
     assert len(calls) - counted > 2**9
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_of_operators_are_remembered_where_sizes_are_numbers(dynamic):
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC])
+    fake = mode.from_tensor(torch.ones(4), symbolic_context=context)
+    assert isinstance(fake.shape[0], torch.SymInt) == dynamic and mode.cache_enabled
+    with compat.sizes.remembering_numbers_alone([torch.nn.Parameter(torch.ones(2)), fake]):
+        assert mode.cache_enabled != dynamic
+    assert mode.cache_enabled
+    with compat.sizes.remembering_numbers_alone([torch.ones(2), 3]):
+        pass  # nothing is traced
 
 
 def test_a_sum_of_multiplied_summands_is_one_of_torchs_reductions():

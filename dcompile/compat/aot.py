@@ -8,7 +8,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.sizes import simplifying_once
+from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 from dcompile.compat.unread import no_unread_graphs
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def aot_compile(
     if hasattr(config, "graphsafe_rng_functionalization"):
         settings["graphsafe_rng_functionalization"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
-    with known, tangents_as_results(), simplifying_once(), no_unread_graphs():
+    remembering = remembering_numbers_alone(example_inputs)
+    with known, tangents_as_results(), simplifying_once(), remembering, no_unread_graphs():
         return aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,

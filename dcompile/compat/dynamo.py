@@ -111,6 +111,8 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
     settings: dict[str, Any] = {"optimize_ddp": False, "ignore_logging_functions": ignored}
     if dynamic is not None:
         settings["assume_static_by_default"] = not dynamic
+    if dynamic:
+        settings["fake_tensor_cache_enabled"] = False  # see sizes.remembering_numbers_alone
     if dynamic is False:
         settings["automatic_dynamic_shapes"] = False
     if hasattr(config, "skip_fsdp_guards"):

@@ -9,7 +9,7 @@ from dcompile.codegen.emit.narrow import Counted, round_values, short_nans
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
 from dcompile.codegen.emit.tiles import Turned, find_turned
-from dcompile.ir.analysis import operands
+from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
@@ -63,6 +63,9 @@ class Statements:
         """What the loop that is being written counts in an int32 of its own, `place`."""
         self.opened: set[str] = set()
         """Variables of scans that the row has already."""
+        loads = [value.index for value in nest.body if isinstance(value, Load)]
+        self.places = {r for index in (*loads, *(s.index for s in nest.stores)) for r in runtime_refs(index)}
+        """Values that say where to read or write."""
         self._plan_kept()
 
     # --- decisions ---
@@ -237,7 +240,8 @@ class Statements:
     def _atom(self, atom: Atom) -> str:
         match atom:
             case Var(name) if name[0] == "v":
-                return f"position({self.name(int(name[1:]))})"
+                ref = int(name[1:])
+                return self.name(ref) if self._is_fixed_in_row(ref) else f"position({self.name(ref)})"
             case Var(name):
                 return self.symbol(name) if is_symbol(name) else name
             case Extreme(kind, left, right):
@@ -324,7 +328,17 @@ class Statements:
             text = self.expression(value)
         else:
             return
+        if ref in self.places and self._is_fixed_in_row(ref):
+            text = f"position({text})"
         self.line(f"const {c_type(value.dtype)} {self.name(ref)} = {text};")
+
+    def _is_fixed_in_row(self, ref: Ref) -> bool:
+        """Is an index that a value gives the same for a whole row? Then `position` stands before the loop over the row.
+
+        Loops that have it inside are not vectorised: embeddings took 1.7 times as long, sums into rows 3.3 times.
+        """
+        value = self.nest.body[ref]
+        return self.nest.lane is None and not self.levels.element[ref] and not isinstance(value, Const | Reduce)
 
     def store(self, number: int) -> None:
         """Write one store's value to its place."""

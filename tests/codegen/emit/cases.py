@@ -36,6 +36,7 @@ HAND = {
     "argmin f64": loops.argmax(9, 100, "float64", "argmin"),
     "column sum": loops.column_reduce(50, 300),
     "column argmax": loops.column_reduce(50, 300, "argmax"),
+    "embedding": loops.embedding(40, 48, 8),
     "embedding_backward": loops.embedding_backward(40, 16, 8),
     "embedding_backward of one token": loops.one_token_backward(150, 16, 8),
     "a place of a cache": loops.put_at(3, 7, 24),

@@ -166,6 +166,14 @@ def column_reduce(rows: int, n: int, op: str = "sum", dtype: str = "float32") ->
     return program(b, (n,), (rows,), stores, x=(dtype, (rows, n)), y=(out, (n,)))
 
 
+def embedding(rows: int, n: int, vocabulary: int) -> Program:
+    b, i1 = Body(), var("i1")
+    token = b.put(Load("t", I0, "int64"))
+    stores = [Store("y", I0 * n + i1, b.load("w", var(f"v{token}") * n + i1))]
+    table = ("float32", (vocabulary, n))
+    return program(b, (rows, n), (), stores, t=("int64", (rows,)), w=table, y=("float32", (rows, n)))
+
+
 def embedding_backward(rows: int, n: int, vocabulary: int) -> Program:
     b = Body()
     token = b.put(Load("t", I0, "int64"))

@@ -270,6 +270,12 @@ def test_one_long_row_is_shared_among_threads_with_one_result(op):
         torch.set_num_threads(threads)
 
 
+def test_a_place_that_is_the_same_for_a_row_is_made_opaque_before_the_loop_over_the_row():
+    for program in (loops.embedding(40, 48, 8), loops.embedding_backward(40, 16, 8)):
+        (line,) = re.findall(r".*position\(.*", text(program))
+        assert re.fullmatch(r" *const int64 t0 = position\(a\d\[i0\]\);", line)
+
+
 def test_the_gradient_of_a_large_embedding_is_shared_by_columns():
     program = loops.embedding_backward(300, 192, 2000)
     assert "j0_low = c * width" in text(program)

@@ -36,6 +36,8 @@ HAND = {
     "argmin f64": loops.argmax(9, 100, "float64", "argmin"),
     "column sum": loops.column_reduce(50, 300),
     "column argmax": loops.column_reduce(50, 300, "argmax"),
+    "concatenated": loops.concatenated(5, 40, 1, 100),
+    "many concatenated": loops.concatenated(3, *range(1, 12)),
     "embedding": loops.embedding(40, 48, 8),
     "embedding_backward": loops.embedding_backward(40, 16, 8),
     "embedding_backward of one token": loops.one_token_backward(150, 16, 8),

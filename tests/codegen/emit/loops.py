@@ -174,6 +174,20 @@ def embedding(rows: int, n: int, vocabulary: int) -> Program:
     return program(b, (rows, n), (), stores, t=("int64", (rows,)), w=table, y=("float32", (rows, n)))
 
 
+def concatenated(rows: int, *widths: int) -> Program:
+    """Tensors put together in rows of one, as cat does."""
+    b, i1, n, at = Body(), var("i1"), sum(widths), 0
+    place, value = b.put(IndexOf(i1, "int64")), b.const(0.0)
+    for number, width in enumerate(widths):
+        before = b.op("lt", place, b.const(at, "int64"), dtype="bool")
+        inside = b.op("lt", place, b.const(at + width, "int64"), dtype="bool")
+        mask = b.op("and", b.op("not", before, dtype="bool"), inside, dtype="bool")
+        x = b.load(f"x{number}", I0 * width + i1 - at, mask=mask)
+        value, at = b.op("where", mask, x, value), at + width
+    parts = {f"x{number}": ("float32", (rows, width)) for number, width in enumerate(widths)}
+    return program(b, (rows, n), (), [Store("y", I0 * n + i1, value)], **parts, y=("float32", (rows, n)))
+
+
 def embedding_backward(rows: int, n: int, vocabulary: int) -> Program:
     b = Body()
     token = b.put(Load("t", I0, "int64"))

@@ -276,6 +276,12 @@ def test_a_place_that_is_the_same_for_a_row_is_made_opaque_before_the_loop_over_
         assert re.fullmatch(r" *const int64 t0 = position\(a\d\[i0\]\);", line)
 
 
+def test_what_is_put_side_by_side_is_written_in_a_loop_for_each():
+    found = re.findall(r"for \(int64 i1 = (\d+); i1 < (\d+); i1\+\+\)", text(loops.concatenated(5, 40, 1, 100)))
+    assert found == [("0", "40"), ("40", "41"), ("41", "141")]
+    assert text(loops.concatenated(3, *range(1, 12))).count("for (int64 i1") == 1, "not in any number of loops"
+
+
 def test_the_gradient_of_a_large_embedding_is_shared_by_columns():
     program = loops.embedding_backward(300, 192, 2000)
     assert "j0_low = c * width" in text(program)

@@ -186,7 +186,7 @@ class Passes(Vectors):
                 case Apply("lt", (left, right), _):
                     place, end = body[left], body[right]
                     if isinstance(place, IndexOf) and isinstance(end, Const):
-                        cut = as_index(end.value) - place.index + var(axis.name)
+                        cut = as_index(int(end.value)) - place.index + var(axis.name)
                         cuts |= {cut.constant} if isinstance(cut.constant, int) else set()
         inside = sorted(cut for cut in cuts if 0 < cut < axis.size)
         if not inside or len(inside) >= PIECES:

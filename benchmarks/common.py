@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,12 @@ def _first_line(*command: str) -> str:
 def geomean(values: Sequence[float]) -> float | None:
     """The mean for ratios; None of nothing."""
     return math.exp(statistics.fmean(map(math.log, values))) if values else None
+
+
+def worst_of(differences: Iterable[float]) -> float:
+    """The largest, infinite if any is NaN: `max` would pass over that, as NaN is larger than nothing."""
+    found = [0.0, *differences]
+    return math.inf if any(map(math.isnan, found)) else max(found)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

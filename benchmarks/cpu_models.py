@@ -64,7 +64,7 @@ def difference(actual: Sequence[Any], expected: Sequence[Any]) -> float:
     error, norm = (
         sum(float(t.square().sum()) for t in ts) ** 0.5 for ts in ([a - b for a, b in pairs], [b for _, b in pairs])
     )
-    return max(loss, error / norm)
+    return common.worst_of((loss, error / norm))
 
 
 def tolerance(name: str) -> float:

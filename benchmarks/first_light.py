@@ -173,7 +173,9 @@ def largest_difference(actual: Any, expected: Any) -> float:
     import torch
 
     pairs = zip(_tensors(actual), _tensors(expected), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)) for a, b in pairs)
+    return common.worst_of(
+        float((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)) for a, b in pairs
+    )
 
 
 def _tensors(value: Any) -> list[Any]:

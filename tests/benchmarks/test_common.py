@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import time
 
 import pytest
@@ -40,6 +41,11 @@ def test_geomean():
 def test_table_lines_up():
     text = common.table(["name", "ms"], [["a", "10.0"], ["long name", "1.0"]])
     assert text.splitlines() == ["name         ms", "---------  ----", "a          10.0", "long name   1.0"]
+
+
+def test_nan_is_the_worst_difference_wherever_it_comes():
+    assert common.worst_of(iter((0.1, 0.3, 0.2))) == 0.3 and common.worst_of(()) == 0
+    assert all(common.worst_of(numbers) == math.inf for numbers in ((math.nan, 0.1), (0.1, math.nan), (math.inf,)))
 
 
 def test_a_failing_child_is_an_error_with_its_last_line():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import worst_of
 from tests.distributed.models import batch, loss_of
 
 
@@ -98,8 +99,8 @@ def compare(stock: Training, ours: Training, group: Any = None, steps: int = 3) 
         training.run(1, first=10)
     pairs = list(zip(stock.losses, ours.losses, strict=True))
     return found | {
-        "loss": max(abs(a - b) for a, b in pairs),
-        "relative": max(abs(a - b) / abs(a) for a, b in pairs),
+        "loss": worst_of(abs(a - b) for a, b in pairs),
+        "relative": worst_of(abs(a - b) / abs(a) for a, b in pairs),
         "after loading": largest_difference(stock.parameters(), ours.parameters()),
         "ranks": across_ranks(ours.parameters(), group),
         "keys": same_keys,
@@ -113,7 +114,7 @@ def apart(trainings: Iterable[Training], steps: int = 3) -> float:
         training.run(steps)
         training.run(1, first=10)
         losses.append(training.losses)
-    return max(abs(a - b) / abs(a) for other in losses[1:] for a, b in zip(losses[0], other, strict=True))
+    return worst_of(abs(a - b) / abs(a) for other in losses[1:] for a, b in zip(losses[0], other, strict=True))
 
 
 def keys(value: Any, prefix: str = "") -> list[str]:
@@ -135,21 +136,21 @@ def _through_a_file(state: dict[str, Any]) -> Any:
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     """Largest absolute difference; of tensors with values above 1, relative to the largest of them."""
     assert a.keys() == b.keys()
-    worst = 0.0
+    found = []
     for name, value in a.items():
         other = b[name]
         assert (value is None) == (other is None), f"{name}: only one of the two has a gradient"
         if value is not None and value.numel():
-            worst = max(worst, (value.double() - other.double()).abs().max().item() / max(1, value.abs().max().item()))
-    return worst
+            found.append((value.double() - other.double()).abs().max().item() / max(1, value.abs().max().item()))
+    return worst_of(found)
 
 
 def across_ranks(values: dict[str, Any], group: Any = None) -> float:
     """Largest difference between this rank's values and those of its group's first rank."""
-    worst = 0.0
+    found = []
     for value in values.values():
         if value is not None and value.is_floating_point():
             other = value.clone()
             dist.broadcast(other, group=group, group_src=0)
-            worst = max(worst, (other - value).abs().max().item())
-    return worst
+            found.append((other - value).abs().max().item())
+    return worst_of(found)

@@ -62,7 +62,10 @@ def _laid_out_otherwise(their: Any, our: Any) -> str | None:
 
 def _far(their: Any, our: Any, right: Any, repeatable: bool) -> str | None:
     if not isinstance(their, torch.Tensor):
-        return None if our == their or our != our or not repeatable else f"{our} where eager has {their}"
+        if isinstance(our, torch.Tensor):
+            return f"a tensor where eager has {their}"
+        same = our == their or (our != our and their != their)
+        return None if same or not repeatable else f"{our} where eager has {their}"
     if not isinstance(our, torch.Tensor):
         return f"a {type(our).__name__}"
     if (our.dtype, our.shape, our.layout) != (their.dtype, their.shape, their.layout):

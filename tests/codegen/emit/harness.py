@@ -23,9 +23,13 @@ from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
+from dcompile.ir.ops import DTYPES
 from dcompile.runtime.cache import KernelCache
 
 NONE: Mapping[str, int] = MappingProxyType({})
+UNWRITTEN = (77, -77)
+"""Integers that nobody has written, in turns, so that they show in maxima as in minima: bytes of `GARBAGE` would be -1,
+which programs say for "none"."""
 
 
 @cache
@@ -45,6 +49,8 @@ def placed(buffer: Buffer, values: np.ndarray | None) -> np.ndarray:
     """Flat memory of a buffer, filled with values or with garbage; 64 elements of guard behind."""
     kind = np.dtype("uint16" if buffer.dtype == "bfloat16" else buffer.dtype)
     flat = np.full((buffer.nbytes // ITEMSIZE[buffer.dtype] + 64) * kind.itemsize, GARBAGE, np.uint8).view(kind)
+    if DTYPES[buffer.dtype] == "int":
+        flat[:-64] = np.resize(UNWRITTEN, len(flat) - 64).astype(kind)
     if values is not None and buffer.nbytes:
         strides = tuple(s * kind.itemsize for s in buffer.strides)
         np.lib.stride_tricks.as_strided(flat, buffer.shape, strides)[...] = raw(values, buffer.dtype)

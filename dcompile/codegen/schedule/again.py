@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcompile.codegen.schedule.fuse import drop_internal
-from dcompile.codegen.schedule.merge import MAX_BUFFERS, MAX_VALUES, moved, put
+from dcompile.codegen.schedule.merge import MAX_BUFFERS, MAX_VALUES, masked, moved, put
 from dcompile.codegen.schedule.space import divisions, solve
 from dcompile.codegen.schedule.spread import on_gpu
 from dcompile.ir.analysis import behind, ranges, runtime_refs
-from dcompile.ir.index import substitute, typical
+from dcompile.ir.index import Index, Ranges, substitute, typical, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
     Apply,
@@ -39,6 +39,7 @@ NEAR = 8
 """Steps between writing and reading: what is read again has to live on that long."""
 COST = 48
 """Additions that an element may cost: about what a GPU does while it reads or writes eight bytes more."""
+UNLIMITED = 1 << 62
 SHARE = 0.75
 """Of the traffic that may be left."""
 
@@ -164,20 +165,68 @@ def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _Offer]) -> Loop | 
         if not isinstance(value, Load) or value.buffer not in offers:
             refs[old] = put(body, known, moved(value, refs, {}, body, known))
             continue
-        offer = offers[value.buffer]
-        places = solve(offer.store.index, own, value.index, bounds)
-        if places is None or value.mask is not None or runtime_refs(value.index):
+        offer, mask = offers[value.buffer], value.mask
+        places = None if runtime_refs(value.index) else _places(reader, value, offer.store.index, own, bounds)
+        if places is None:
             return None
         again: dict[Ref, Ref] = {}
         for ref in offer.refs:
             made = maker.body[ref]
             if isinstance(made, Load | IndexOf):
                 made = replace(made, index=substitute(made.index, places, bounds))
-            again[ref] = put(body, known, moved(made, again, {}, body, known))
-        refs[old] = again[offer.store.value]
+            copy = moved(made, again, {}, body, known)
+            if isinstance(copy, Load) and mask is not None:
+                copy = replace(copy, mask=refs[mask])
+            again[ref] = put(body, known, copy)
+        found = again[offer.store.value]
+        refs[old] = found if mask is None else put(body, known, masked(found, refs[mask], value.dtype, body, known))
     stores = tuple(replace(store, value=refs[store.value]) for store in reader.stores)
     if any(runtime_refs(store.index) for store in stores):
         return None
     told = replace(reader, body=tuple(body), stores=stores)
     fits = len(body) <= MAX_VALUES and len(told.reads | told.writes) <= MAX_BUFFERS
     return told if fits and divisions(told) <= divisions(reader) else None
+
+
+def _places(reader: Loop, load: Load, index: Index, own: Ranges, bounds: Ranges) -> dict[str, Index] | None:
+    """Where the loop that stores at `index`, with ranges `own`, is when it makes what `load` reads; None if unclear.
+
+    A load under a mask reads within what is stored only where the mask holds: variables span what it leaves of them.
+    """
+    left = {name: span for name, span in _spans(reader.body, load.mask, bounds).items() if span[0] < span[1]}
+    within = {**bounds, **{name: high - low for name, (low, high) in left.items()}}
+    target = substitute(load.index, {name: var(name) + low for name, (low, _) in left.items()}, within)
+    places = solve(index, own, target, within)
+    back = {name: var(name) - low for name, (low, _) in left.items()}
+    return None if places is None else {name: substitute(place, back, bounds) for name, place in places.items()}
+
+
+def _spans(body: Sequence[Value], mask: Ref | None, bounds: Ranges) -> dict[str, tuple[int, int]]:
+    """What a mask leaves of each variable: from the first to before the second, as far as its comparisons tell."""
+    found = {name: (0, size) for name, size in bounds.items() if isinstance(size, int)}
+    for name, low, high in () if mask is None else _limits(body, mask, True):
+        if name in found:
+            first, behind_last = found[name]
+            found[name] = max(first, low), min(behind_last, high)
+    return {name: span for name, span in found.items() if span != (0, bounds[name])}
+
+
+def _limits(body: Sequence[Value], ref: Ref, holds: bool) -> Iterator[tuple[str, int, int]]:
+    """(variable, least, one above the largest) of each comparison with a number that must hold, or must not."""
+    match body[ref]:
+        case Apply("not", (arg,), _):
+            yield from _limits(body, arg, not holds)
+        case Apply("and" | "or" as op, args, _) if (op == "and") == holds:
+            for arg in args:
+                yield from _limits(body, arg, holds)
+        case Apply("lt" | "le" | "gt" | "ge" as op, (left, right), _):
+            place, number = body[left], body[right]
+            if not (isinstance(place, IndexOf) and isinstance(number, Const) and len(place.index.variables) == 1):
+                return
+            (name,) = place.index.variables
+            offset = (place.index - var(name)).constant
+            if offset is None:
+                return
+            above = int(number.value) - offset + (op in ("le", "gt"))  # below this, or from this on
+            below = (op in ("lt", "le")) == holds
+            yield (name, -UNLIMITED, above) if below else (name, above, UNLIMITED)

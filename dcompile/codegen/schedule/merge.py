@@ -176,14 +176,14 @@ def moved(
                 return replace(value, index=_renumbered(value.index, refs), mask=mask)
             if mask is None:
                 return stored[value.buffer]
-            return _masked(stored[value.buffer], mask, value.dtype, body, known)
+            return masked(stored[value.buffer], mask, value.dtype, body, known)
         case Apply():
             return replace(value, args=tuple(refs[arg] for arg in value.args))
         case Reduce() | Scan():
             return replace(value, arg=refs[value.arg])
 
 
-def _masked(value: Ref, mask: Ref, dtype: str, body: list[Value], known: dict[Value, Ref]) -> Value:
+def masked(value: Ref, mask: Ref, dtype: str, body: list[Value], known: dict[Value, Ref]) -> Value:
     """The value, or 0 where the mask is false: of 16 bits, in which loops do not compute, by way of float32."""
     wide = dtype if dtype in COMPUTE_DTYPES else "float32"
     if wide != dtype:

@@ -13,7 +13,7 @@ from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Extern, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import Apply, Buffer, Const, Extern, IndexOf, Load, Loop, Program, Store, View
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 
@@ -131,6 +131,64 @@ def test_what_the_library_reads_is_kept():
     call = Extern("aten.clone.default", (View("p", (R, C), (C, 1)),), (), ("q",), "alloc")
     program = replace(program, buffers=(*program.buffers, buffer("q", F, R, C)), steps=(*program.steps, call))
     assert "p" in names(compute_again(replace(program, outputs=(*program.outputs, View("q", (R, C), (C, 1))))))
+
+
+BEHIND = {
+    "not below": [IndexOf(I1 - 8, "int64"), Const(0, "int64"), Apply("lt", (0, 1), "bool"), Apply("not", (2,), "bool")],
+    "from": [IndexOf(I1, "int64"), Const(8, "int64"), Apply("ge", (0, 1), "bool")],
+    "not up to": [IndexOf(I1 + 1, "int64"), Const(8, "int64"), Apply("le", (0, 1), "bool"), Apply("not", (2,), "bool")],
+    "above": [IndexOf(I1, "int64"), Const(7, "int64"), Apply("gt", (0, 1), "bool")],
+    "between": [
+        IndexOf(I1, "int64"), Const(8, "int64"), Apply("ge", (0, 1), "bool"), Const(15, "int64"),
+        Apply("lt", (0, 3), "bool"), Apply("and", (2, 4), "bool"),
+    ],
+    "not outside": [
+        IndexOf(I1, "int64"), Const(8, "int64"), Apply("lt", (0, 1), "bool"), Const(15, "int64"),
+        Apply("ge", (0, 3), "bool"), Apply("or", (2, 4), "bool"), Apply("not", (5,), "bool"),
+    ],
+}  # fmt: skip
+
+
+def turned(mask, by=8):
+    """A rotary embedding's backward: what is stored of a row's halves is read by the other half, under masks."""
+    product = [Load("dy", I0 * C + I1, H), Load("x", I0 * C + I1, H), Apply("cast", (0,), F), Apply("cast", (1,), F)]
+    product += [Apply("mul", (2, 3), F), Const(1.0, F), Apply("add", (4, 5), F), Apply("cast", (6,), H)]
+    first = Loop("product", (R, C), (), tuple(product), (Store("p", I0 * C + I1, 7),))
+    body = list(mask)
+    body += [Load("p", I0 * C + I1 - by, H, len(body) - 1), Apply("cast", (len(body),), F)]
+    behind = len(body) - 1
+    body += [IndexOf(I1, "int64"), Const(8, "int64")]
+    body.append(Apply("lt", (len(body) - 2, len(body) - 1), "bool"))
+    body += [Load("p", I0 * C + I1 + 8, H, len(body) - 1), Apply("cast", (len(body),), F)]
+    body.append(Apply("add", (behind, len(body) - 1), F))
+    body += [Load("dy", I0 * C + I1, H), Apply("cast", (len(body),), F)]
+    body.append(Apply("add", (len(body) - 3, len(body) - 1), F))
+    body.append(Apply("cast", (len(body) - 1,), H))
+    second = Loop("turned", (R, C), (), tuple(body), (Store("g", I0 * C + I1, len(body) - 1),))
+    buffers = tuple(buffer(name, H, R, C) for name in ("dy", "x", "p", "g"))
+    return Program("p", ("dy", "x"), (View("g", (R, C), (C, 1)),), buffers, (first, second))
+
+
+@pytest.mark.parametrize("mask", BEHIND.values(), ids=BEHIND)
+def test_what_is_read_under_a_mask_is_computed_under_it(mask):
+    program = turned(mask)
+    verify(program)
+    found = compute_again(program)
+    verify(found)
+    assert "p" not in names(found)
+    assert not any(
+        "/" in str(value.index) or "%" in str(value.index) for value in found.steps[0].body if isinstance(value, Load)
+    )
+    same(program, found, inputs(program))
+
+
+def test_a_mask_of_values_holds_for_what_is_computed_again():
+    mask = [Load("x", I0 * C + I1, H), Apply("cast", (0,), F), Const(0.0, F), Apply("gt", (1, 2), "bool")]
+    program = turned(mask, by=0)
+    found = compute_again(program)
+    verify(found)
+    assert "p" not in names(found)
+    same(program, found, inputs(program))
 
 
 def test_random_programs_keep_every_value():

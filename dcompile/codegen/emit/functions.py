@@ -12,6 +12,8 @@ INLINE float scale_(float r, float t, float) {
   const int32 i = (int32)(t - SHIFT), half = i >> 1;
   return unbits(bits(r) + (u32(half) << 23)) * unbits(u32(i - half + 127) << 23);
 }
+/* 2 to the whole number in t, to which SHIFT - 127 was added, of -126 to 127 */
+template <class F> INLINE F power_(F t) { return unbits(bits(t) << 23); }
 template <class F> INLINE F exp_of(F a) {
   const F x = min_number_(max_number_(a, -105.f), 90.f);
   const F t = fma_(x, 1.442695041f, SHIFT), j = t - SHIFT;
@@ -82,22 +84,30 @@ template <class F> INLINE F tanh_of(F a) {
   return t < 0.55f ? r : a != a ? a : far;
 }
 template <class F> INLINE F sigmoid_of(F x) { return 1.f / (1.f + exp_of(-x)); }
+/* where t is large, 1 - erf(t) = 2^(t * polynomial), up to where erf is 1: the power needs no second step to be scaled.
+   The polynomial's first term is added apart, or its rounding would be a quarter of the result's */
 template <class F> INLINE F erf_of(F a) {
-  const F t = abs_(a), s = a * a;
-  F r = fma_(t, -1.72853470e-5f, 3.83197126e-4f);
-  r = fma_(r, s, fma_(t, -3.88396438e-3f, 2.42546219e-2f));
-  r = fma_(r, t, -1.06777877e-1f);
-  r = fma_(r, t, -6.34846687e-1f);
-  r = fma_(r, t, -1.28717512e-1f);
-  r = fma_(r, t, -t);
-  const F far = copysign_(1.f - exp_of(t > 10.f ? -100.f : r), a);
+  const F u = min_number_(abs_(a), 3.95f), s = u * u;
+  F r = fma_(u, 3.07729701e-4f, -4.63018427e-3f);
+  r = fma_(r, u, 3.29979546e-2f);
+  r = fma_(r, u, -1.51821896e-1f);
+  r = fma_(r, u, -9.17177141e-1f);
+  const F t = fma_(fma_(r, u, -1.62809312f), u, SHIFT - 127.f);
+  const F f = fma_(r, s, fma_(u, -1.62809312f, (SHIFT - 127.f) - t));
+  F p = fma_(f, 1.53533605e-4f, 1.33988750e-3f);
+  p = fma_(p, f, 9.61843319e-3f);
+  p = fma_(p, f, 5.55032939e-2f);
+  p = fma_(p, f, 2.40226269e-1f);
+  p = fma_(p, f, 6.93147182e-1f);
+  p = fma_(p, f, 1.f);
+  const F far = fma_(p, -power_(t), 1.f);
   F q = fma_(s, -5.96761703e-4f, 4.99119423e-3f);
   q = fma_(q, s, -2.67681349e-2f);
   q = fma_(q, s, 1.12819925e-1f);
   q = fma_(q, s, -3.76125336e-1f);
   q = fma_(q, s, 1.28379166e-1f);
-  q = fma_(q, a, a);
-  return a != a ? a : t > 0.927734375f ? far : q;
+  q = fma_(q, u, u);
+  return copysign_(u > 0.927734375f ? far : q, a);
 }
 FUNCTION(tanh) FUNCTION(sigmoid) FUNCTION(erf)
 #define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }

@@ -53,8 +53,9 @@ INLINE float log_(float a) {
   r = fma_(t, f, r);
   r = fma_(r, f, 0.333331972f);
   r = fma_(r, f, -0.5f);
-  r = fma_(r, s, f);
-  r = fma_(i, 0.693147182f, r);
+  // i * ln 2 without its last bits, and f, as a sum and what rounding takes from it
+  const float n = i * 0.693145752f, h = n + f;
+  r = h + fma_(i, 1.42860677e-6f, fma_(r, s, f - (h - n)));
   r = a == __builtin_inff() ? a : r;
   r = a == 0.f ? -__builtin_inff() : r;
   return a < 0.f || a != a ? __builtin_nanf("") : r;

@@ -59,7 +59,7 @@ def verify(program: Program, sizes: Mapping[str, int] | None = None, before: Pro
 
 def _kept(program: Program, before: Program | None) -> frozenset[int]:
     """Positions of steps, the very objects, that `before` has over equal buffers: they obey rules 1 to 4."""
-    if before is None or set(before.inputs) != set(program.inputs):
+    if before is None or set(before.inputs) != set(program.inputs) or before.sizes != program.sizes:
         return frozenset()
     old, new = before.table, program.table
     if not _symbols(before, old) <= _symbols(program, new):

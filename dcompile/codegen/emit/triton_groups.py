@@ -31,11 +31,14 @@ from dcompile.ir.index import contiguous_strides, exact_quotient
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Extern, Program, View
 
 OP = "dcompile.sum_groups"
+"""As `lower/embedding.py` calls it."""
 RANKED, COMPARED = 32, 128
 """Rows whose place a program finds, and with how many others it compares them at a time."""
 ENDS = 1024
 """Runs that a group may reach across which are looked at in one go."""
 WARPS = 4
+OUTSIDE = 2**31 - 1
+"""Above every index, and none of the numbers below 0 that stand for no key."""
 
 
 def products(program: Program) -> dict[int, Product]:
@@ -128,17 +131,24 @@ def _function(name: str, arguments: str, lines: list[str]) -> str:
     return f"@triton.jit\ndef {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines) + "\n"
 
 
+def _key(index: str) -> str:
+    """An index as a key; those that name no row of any table are one group, which nobody fetches."""
+    return f"tl.where(({index} >= 0) & ({index} < {OUTSIDE}), {index}, {OUTSIDE}).to(tl.int32)"
+
+
 def _rank(sizes: _Sizes) -> str:
     rows = sizes.rows
     inside = f", mask=p < {rows}" if rows % RANKED else ""
-    other = _load("index + q", _below("q", rows, COMPARED), other=str(2**31 - 1))  # above every index
+    other = _load("index + q", _below("q", rows, COMPARED), other=str(OUTSIDE))
     lines = [
         f"p = tl.program_id(0) * {RANKED} + tl.arange(0, {RANKED})",
-        f"own = {_load('index + p', _below('p', rows, RANKED))}.to(tl.int32)",
+        f"own = {_load('index + p', _below('p', rows, RANKED))}",
+        f"own = {_key('own')}",
         f"before = tl.zeros([{RANKED}, {COMPARED}], tl.int32)",
         f"for start in range(0, {rows}, {COMPARED}):",
         f"    q = start + tl.arange(0, {COMPARED})",
-        f"    other = {other}.to(tl.int32)",
+        f"    other = {other}",
+        f"    other = {_key('other')}",
         "    lower = other[None, :] < own[:, None]",
         "    equal = (other[None, :] == own[:, None]) & (q[None, :] < p[:, None])",
         "    before += (lower | equal).to(tl.int32)",

@@ -30,6 +30,11 @@ def gradient(count, rows, width, dtype=torch.float32, index=torch.int64, padding
 
 def indices(kind: str, count: int, rows: int, dtype=np.int64) -> np.ndarray:
     rng = np.random.default_rng(count)
+    if kind == "outside":  # every third names no row, some by their upper bits alone
+        inside = rng.integers(0, rows, count).astype(dtype)
+        return np.where(
+            np.arange(count) % 3 == 2, rng.choice([2**32 + rows - 1, -1, -2, rows, 2**31 - 1], count), inside
+        )
     if kind == "equal":
         return np.full(count, rows - 1, dtype)
     if kind == "few":
@@ -40,7 +45,7 @@ def indices(kind: str, count: int, rows: int, dtype=np.int64) -> np.ndarray:
 def sum_groups(values: np.ndarray, index: np.ndarray, chunk: int) -> tuple[np.ndarray, ...]:
     """Row p: the sum of the rows with the index of p, if it is the last of those."""
     sums = np.zeros_like(values)
-    for row in np.unique(index):
+    for row in np.unique(index):  # those outside of the table are fetched by nobody
         (places,) = np.nonzero(index == row)
         sums[places[-1]] = values[places].astype(np.float64).sum(0)
     room = np.zeros(len(index), np.int32)
@@ -54,8 +59,10 @@ CASES = {
     for count, rows, width, dtype, padding in (
         ((5, 8), 11, 24, "float32", -1), ((64,), 50, 32, "bfloat16", 2), ((90,), 7, 33, "float16", 0),
         ((7,), 5, 8, "float64", -1), ((1,), 3, 4, "float32", -1), ((3, 43), 100, 136, "bfloat16", -1),
+        ((100,), 9, 8, "float32", -1),
     )
-    for kind in ("different", "few", "equal")
+    for kind in ("different", "few", "equal", "outside")
+    if kind != "outside" or padding < 0
 }  # fmt: skip
 """Name -> shape of the indices, rows and width of the table, dtype, which indices, and the row that gets nothing."""
 

@@ -10,7 +10,7 @@ from tests.codegen.emit import loops
 from tests.codegen.emit.harness import run
 
 # largest error in units of the last place, measured over 7 million points of all exponents
-LARGEST_ULP = {"exp": 1, "exp2": 1.1, "expm1": 2.8, "log": 0.6, "log1p": 2.6, "tanh": 2, "sigmoid": 2.5, "erf": 1}
+LARGEST_ULP = {"exp": 1, "exp2": 1.1, "expm1": 2.8, "log": 0.9, "log1p": 2.6, "tanh": 2, "sigmoid": 2.5, "erf": 1}
 SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 1e-45, -1e-45, 3e38, -3e38, 88.8, -103.9, 0.1], np.float32
 )

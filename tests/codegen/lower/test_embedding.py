@@ -17,7 +17,7 @@ def calls(program):
     return [step.op for step in program.steps if isinstance(step, Extern)]
 
 
-@pytest.mark.parametrize("name", groups.CASES)
+@pytest.mark.parametrize("name", [name for name in groups.CASES if "outside" not in name])
 def test_sums_of_groups_are_eagers_gradient(name):
     program, inputs = groups.case(name)
     verify(program)

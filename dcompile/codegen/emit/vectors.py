@@ -8,7 +8,7 @@ from dcompile.codegen.emit.wide import KEPT, WIDTH, Wide
 from dcompile.ir.nodes import Apply, Load, Ref
 from dcompile.ir.ops import REDUCTIONS
 
-TYPES = {"float32": "wide", "bfloat16": "wide", "bool": "wide_int", "int32": "wide_int"}
+TYPES = {"float32": "wide", "bfloat16": "wide", "float16": "wide", "bool": "wide_int", "int32": "wide_int"}
 PAIRS = {"float32": "pair", "bfloat16": "pair", "bool": "pair_int"}
 SPELLING = {"where": "select_({0}, {1}, {2})", "rsqrt": "1.f / sqrt_({0})", "reciprocal": "1.f / {0}"}
 FOLDS = {"max": "largest", "min": "smallest", "sum": "total"}

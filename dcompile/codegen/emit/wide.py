@@ -1,10 +1,11 @@
 """Loops over vectors of floats, written out where g++ does not find the best instructions by itself.
 
-These are rounding to bfloat16 and what multiplies by a power of two at the end, as exp does (3 instructions for 5 and 1
-for 9 with AVX-512): of the prelude's functions on vectors (`wide_prelude.py`). Each does to an element what the
-function on one float does, so it does not matter where in a loop an element lies. Beside it stands the plain loop: for
-the elements that are left, and for machines without these instructions. A chain of four operations in bfloat16 took
-0.65 of the plain loop's time, a cross-entropy in float32 0.75 (one core of an AMD EPYC, Zen 4).
+These are rounding to bfloat16, float16's conversions (F16C), and what multiplies by a power of two at the end, as exp
+does (3 instructions for 5 and 1 for 9 with AVX-512): of the prelude's functions on vectors (`wide_prelude.py`). Each
+does to an element what the function on one float does, so it does not matter where in a loop an element lies. Beside it
+stands the plain loop: for the elements that are left, and for machines without these instructions. A chain of four
+operations in bfloat16 took 0.65 of the plain loop's time, a cross-entropy in float32 0.75 (one core of an AMD EPYC,
+Zen 4); rounding to float16 0.35, SwiGLU in float16 0.45 (Zen 3).
 
 Large results are streamed past the caches, which spares reading what is overwritten. Reductions of little work have
 several accumulators, since g++ gives them one vector, in which each addition waits for the one before.
@@ -34,13 +35,14 @@ AHEAD_ROWS = 384 << 10
 """Bytes of a row of all of them, and of the next: less than a second level cache has."""
 LIGHT = 8
 """Work up to which a reduction waits for its accumulator, in additions for each element."""
-KEPT = {"float32": "float32", "bfloat16": "float32", "bool": "bool"}
+KEPT = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "bool": "bool"}
 """How values lie that are kept from pass to pass."""
 STREAM_BYTES = 12 << 20
 """Size from which a result is streamed. With 32 MB of L3, writing it and reading it again was 1.09 times as fast then,
 32 MB 1.18 times, 8 MB about as fast as without, 4 MB 0.7 times (one core of an AMD EPYC; writing alone 1.7 times)."""
 GAINS = frozenset(("exp", "exp2", "tanh", "sigmoid", "erf"))
-"""Operations that are faster on vectors of ours. So is rounding to bfloat16."""
+"""Operations that are faster on vectors of ours. So is rounding to bfloat16, and are float16's conversions."""
+FLOATS = frozenset(("float32", "bfloat16", "float16"))
 ARITHMETIC = GAINS | {"add", "sub", "mul", "div", "neg", "abs", "min", "max", "sqrt", "rsqrt", "reciprocal"}
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan"))
 LOGIC = frozenset(("and", "or", "xor", "not"))
@@ -81,6 +83,7 @@ class Wide(Scans):
         computed = {ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number}
         values = [self.nest.body[ref] for ref in computed]
         functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)
+        functions = functions or any(self._converts_half(ref) for ref in computed)
         sought = self._sought(reduces, stores, last) is not None
         everywhere = functions or sought or self._gains_anyway(number, reduces, stores, last)
         everywhere = everywhere or self._is_paired(number, reduces, stores, last)
@@ -92,6 +95,8 @@ class Wide(Scans):
         if reduces or self.turned or any(ref in self.kept for ref in needed):
             return False
         if self.counted and self.counted.positions:
+            return False
+        if any(self.nest.body[ref].dtype == "float16" for ref in needed):
             return False
         steps = [
             (v.dtype, self._steps(v.index, last.name))
@@ -161,8 +166,19 @@ class Wide(Scans):
         match self.nest.body[ref]:
             case Apply("cast", (arg,), "bfloat16"):
                 return arg not in self.round["bfloat16"]
+            case Apply("cast"):
+                return self._converts_half(ref)
             case Apply(op, _, _):
                 return op in GAINS
+        return False
+
+    def _converts_half(self, ref: Ref) -> bool:
+        """Is the value rounded to float16, or read from it? Without instructions of their own both take several."""
+        match self.nest.body[ref]:
+            case Apply("cast", (arg,), "float16"):
+                return arg not in self.round["float16"]
+            case Apply("cast", (arg,), _):
+                return isinstance(load := self.nest.body[arg], Load) and load.dtype == "float16"
         return False
 
     def _has_vector(self, ref: Ref, number: int, name: str) -> bool:
@@ -177,15 +193,15 @@ class Wide(Scans):
             return True
         match value:
             case Load(_, _, dtype, _) if self.turned and ref in self.turned.loads:
-                return dtype in ("float32", "bfloat16")
+                return dtype in FLOATS
             case Load(_, index, dtype, mask):
-                readable = dtype in ("float32", "bfloat16", "bool") and (mask is None or ref in self.pointed)
+                readable = (dtype in FLOATS or dtype == "bool") and (mask is None or ref in self.pointed)
                 return readable and self._steps(index, name) in (0, 1)
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
-                return (source, dtype) == ("bool", "float32") or {source, dtype} <= {"float32", "bfloat16"}
+                return (source, dtype) == ("bool", "float32") or {source, dtype} <= FLOATS
             case Apply("where", _, dtype):
-                return dtype in ("float32", "bfloat16")
+                return dtype in FLOATS
             case Apply(op, args, dtype) if op in LOGIC:
                 return dtype == "bool" and all(self.levels.element[arg] for arg in args)
             case Apply(op, args, _) if op in COMPARISONS:
@@ -209,8 +225,7 @@ class Wide(Scans):
             return False
         if store.mode == "sum":
             return dtype == "float32"
-        floats = dtype in ("float32", "bfloat16")
-        return store.mode == "set" and (floats or (dtype == "bool" and self.levels.element[store.value]))
+        return store.mode == "set" and (dtype in FLOATS or (dtype == "bool" and self.levels.element[store.value]))
 
     def _is_turned(self, number: int) -> bool:
         """Does a store go through a tile that is turned afterwards?"""
@@ -227,7 +242,7 @@ class Wide(Scans):
             for n, store in enumerate(self.nest.stores)
             if store.mode == "set" and store.buffer not in read
             if not self.nest.row_stores[n] and not self._is_turned(n)
-            if self.table[store.buffer].dtype in ("float32", "bfloat16")
+            if self.table[store.buffer].dtype in FLOATS
             if isinstance(size := self._bytes(store.buffer), int) and size >= STREAM_BYTES
         )
 

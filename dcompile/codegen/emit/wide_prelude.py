@@ -1,7 +1,8 @@
 """Vectors of floats, with instructions that g++ does not find by itself: the prelude's part for `wide.py`.
 
-Sixteen at a time with AVX-512, eight with AVX2. Without either, or with another compiler than g++, VECTORS is not
-defined, and loops are g++'s to vectorise. With VECTORS_ROUND vectors are rounded to bfloat16 in fewer instructions.
+Sixteen at a time with AVX-512, eight with AVX2, FMA and F16C. Without either, or with another compiler than g++,
+VECTORS is not defined, and loops are g++'s to vectorise. With VECTORS_ROUND vectors are rounded to bfloat16 in
+fewer instructions.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ INLINE wide load_bfloat16(const u16* from) {
 INLINE halves narrowed(wide x) {
   return (halves)__builtin_ia32_pmovdw512_mask((wide_int)(bits(x) >> 16), halves{}, u16(-1));
 }
+INLINE wide single(halves x) { return __builtin_ia32_vcvtph2ps512_mask(x, wide{}, u16(-1), 4); }
+INLINE halves half(wide x) { return __builtin_ia32_vcvtps2ph512_mask(x, 0, halves{}, u16(-1)); }
 INLINE wide_int load_bool(const uint8* from) {
   bytes x;
   __builtin_memcpy(&x, from, 16);
@@ -58,7 +61,7 @@ INLINE void past_caches(u16* to, halves x) {
 """
 
 _AVX2 = r"""
-#elif defined __AVX2__ && defined __FMA__ && !defined __clang__
+#elif defined __AVX2__ && defined __FMA__ && defined __F16C__ && !defined __clang__
 #define VECTORS
 #define WIDTH 8
 typedef float wide __attribute__((vector_size(32))); typedef int32 wide_int __attribute__((vector_size(32)));
@@ -87,6 +90,8 @@ INLINE halves packed(wide_int x) {
   return __builtin_ia32_packusdw128(__builtin_ia32_vextractf128_si256(x, 0), __builtin_ia32_vextractf128_si256(x, 1));
 }
 INLINE halves narrowed(wide x) { return packed((wide_int)(bits(x) >> 16)); }
+INLINE wide single(halves x) { return __builtin_ia32_vcvtph2ps256(x); }
+INLINE halves half(wide x) { return __builtin_ia32_vcvtps2ph256(x, 0); }
 INLINE wide_int load_bool(const uint8* from) {
   bytes x = {};
   __builtin_memcpy(&x, from, 8);
@@ -133,12 +138,22 @@ INLINE void put_bfloat16(u16* to, wide x) {
   const halves y = narrowed(x);
   __builtin_memcpy(to, &y, sizeof y);
 }
+/* to the nearest float16, of two the even one */
+INLINE wide load_float16(const u16* from) { halves x; __builtin_memcpy(&x, from, sizeof x); return single(x); }
+INLINE void put_float16(u16* to, wide x) {
+  const halves y = half(x);
+  __builtin_memcpy(to, &y, sizeof y);
+}
+INLINE wide to_float16(wide x) { return single(half(x)); }
 /* past the caches; before other threads may read what was written so, finish_streams */
 INLINE void stream_float32(float* to, wide x) {
   if (u64(to) % sizeof x) put_float32(to, x); else past_caches(to, x);
 }
 INLINE void stream_bfloat16(u16* to, wide x) {
   if (u64(to) % sizeof(halves)) put_bfloat16(to, x); else past_caches(to, narrowed(x));
+}
+INLINE void stream_float16(u16* to, wide x) {
+  if (u64(to) % sizeof(halves)) put_float16(to, x); else past_caches(to, half(x));
 }
 INLINE void finish_streams() { __builtin_ia32_sfence(); }
 /* with VNNI: the sum of the upper half's last bit, 0x7fff and the float's bits by one multiplication of 16-bit halves

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
@@ -73,6 +74,45 @@ def test_rounding_vectors_is_rounding_single_floats(source: str) -> None:
     )  # fmt: skip
     got, want = both(made, {"x": x})
     assert all(np.array_equal(bits(one), bits(other)) for one, other in zip(got, want, strict=True))
+
+
+HALVES = np.arange(65536, dtype=np.uint16).view(np.float16)
+
+
+@pytest.mark.parametrize("source", ["float16", "float32", "bfloat16"])
+def test_vectors_of_float16_are_single_ones(source: str) -> None:
+    """All halves, what lies between two, denormals, what is too large; read, rounded and widened."""
+    with np.errstate(all="ignore"):
+        between = [HALVES.astype(np.float32) * np.float32(1 + 2**-k) for k in (9, 11, 12, 24)]
+        x = np.concatenate([*between, HALVES.astype(np.float32), points(100_000)])
+        x = {"float16": HALVES[:-3], "float32": x, "bfloat16": from_bfloat16(to_bfloat16(x))}[source]
+    b = Body()
+    product = b.op("mul", b.narrow(b.load("x", I0, source), "float32"), b.const(1.00390625))
+    stores = [Store("y", I0, b.narrow(product, "float16")), Store("z", I0, b.narrow(product, "float32"))]
+    made = program(b, (len(x),), (), stores, x=(source, x.shape), y=("float16", x.shape), z=("float32", x.shape))
+    (got, product_got), (want, product_want) = both(made, {"x": x})
+    assert np.array_equal(bits(got.astype(np.float32)), bits(want.astype(np.float32)))
+    assert np.array_equal(bits(product_got), bits(product_want))
+    eager = torch.from_numpy(product_got).half()
+    assert np.array_equal(bits(got.astype(np.float32)), bits(eager.float().numpy()))
+
+
+@pytest.mark.parametrize("lines", [7, 3072])
+def test_float16_results_in_rows(lines: int) -> None:
+    """Of a length that is no multiple of a vector, and streamed."""
+    n = 2056 if lines == 7 else 2048
+    b, at = Body(), I0 * n + J0
+    rounded = b.narrow(b.op("mul", b.load("x", at), b.load("w", J0, "float16")), "float16")
+    made = program(
+        b, (lines,), (n,), [Store("y", at, rounded)], x=("float32", (lines, n)), w=("float16", (n,)),
+        y=("float16", (lines, n)),
+    )  # fmt: skip
+    assert ("stream_float16" in source_of(made).text) == (lines == 3072)
+    x = np.random.default_rng(1).normal(size=(lines, n)).astype(np.float32)
+    w = np.random.default_rng(2).normal(size=n).astype(np.float16)
+    (got,), (want,) = both(made, {"x": x, "w": w})
+    assert np.array_equal(got, want)
+    assert np.array_equal(got, (x * w.astype(np.float32)).astype(np.float16))
 
 
 def mixture(rows: int, n: int) -> Program:

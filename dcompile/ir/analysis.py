@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from dcompile.ir.index import Index, Size
+from dcompile.ir.index import Index, Size, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
     Apply,
@@ -65,6 +65,15 @@ def operands(value: Value) -> tuple[Ref, ...]:
             return (arg,)
         case _:
             return ()
+
+
+def turning_point(place: Value, number: Value) -> tuple[str, int] | None:
+    """(variable, what it is there) where a position, which is a variable and a number, reaches `number`; else None."""
+    if not (isinstance(place, IndexOf) and isinstance(number, Const) and len(place.index.variables) == 1):
+        return None
+    (name,) = place.index.variables
+    offset = (place.index - var(name)).constant
+    return None if offset is None else (name, int(number.value) - offset)
 
 
 def store_operands(store: Store) -> tuple[Ref, ...]:

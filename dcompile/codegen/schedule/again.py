@@ -14,7 +14,7 @@ from dcompile.codegen.schedule.fuse import drop_internal
 from dcompile.codegen.schedule.merge import MAX_BUFFERS, MAX_VALUES, masked, moved, put
 from dcompile.codegen.schedule.space import divisions, solve
 from dcompile.codegen.schedule.spread import on_gpu
-from dcompile.ir.analysis import behind, ranges, runtime_refs
+from dcompile.ir.analysis import behind, ranges, runtime_refs, turning_point
 from dcompile.ir.index import Index, Ranges, substitute, typical, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -39,9 +39,10 @@ NEAR = 8
 """Steps between writing and reading: what is read again has to live on that long."""
 COST = 48
 """Additions that an element may cost: about what a GPU does while it reads or writes eight bytes more."""
-UNLIMITED = 1 << 62
 SHARE = 0.75
 """Of the traffic that may be left."""
+UNLIMITED = 1 << 62
+"""The end of a span that a comparison leaves open."""
 
 
 def compute_again(program: Program) -> Program:
@@ -220,13 +221,9 @@ def _limits(body: Sequence[Value], ref: Ref, holds: bool) -> Iterator[tuple[str,
             for arg in args:
                 yield from _limits(body, arg, holds)
         case Apply("lt" | "le" | "gt" | "ge" as op, (left, right), _):
-            place, number = body[left], body[right]
-            if not (isinstance(place, IndexOf) and isinstance(number, Const) and len(place.index.variables) == 1):
+            found = turning_point(body[left], body[right])
+            if found is None:
                 return
-            (name,) = place.index.variables
-            offset = (place.index - var(name)).constant
-            if offset is None:
-                return
-            above = int(number.value) - offset + (op in ("le", "gt"))  # below this, or from this on
+            name, above = found[0], found[1] + (op in ("le", "gt"))  # below this, or from this on
             below = (op in ("lt", "le")) == holds
             yield (name, -UNLIMITED, above) if below else (name, above, UNLIMITED)

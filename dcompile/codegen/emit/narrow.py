@@ -9,7 +9,7 @@ import numpy as np
 
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import var
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import DTYPES
 
 _KEEPING = frozenset(
@@ -19,8 +19,8 @@ _KEEPING = frozenset(
 """Operations whose NaN is that of an argument or the processor's own: arithmetic, and functions of the prelude."""
 
 
-def short_nans(body: tuple[Value, ...]) -> frozenset[Ref]:
-    """Float values whose NaNs, if they are any, have no bits that bfloat16 has not.
+def short_nans(body: tuple[Value, ...], made: frozenset[Ref] = frozenset()) -> frozenset[Ref]:
+    """Float values whose NaNs, if they are any, have no bits that bfloat16 has not: those of `made` have been made so.
 
     Those of bfloat16 in memory, those that arithmetic makes, and what arithmetic hands on. Rounding adds to the lower
     half and carries; without bits there nothing can be carried, and a NaN needs no care: 5 instructions rather than 8.
@@ -29,7 +29,7 @@ def short_nans(body: tuple[Value, ...]) -> frozenset[Ref]:
     for ref, value in enumerate(body):
         match value:
             case Load(_, _, dtype, _):
-                known = dtype == "bfloat16" or DTYPES[dtype] != "float"
+                known = ref in made or dtype == "bfloat16" or DTYPES[dtype] != "float"
             case Apply("cast", (arg,), dtype):
                 known = arg in short or dtype == "bfloat16" or DTYPES[body[arg].dtype] != "float"
             case Apply(op, args, _):
@@ -41,6 +41,26 @@ def short_nans(body: tuple[Value, ...]) -> frozenset[Ref]:
         if known:
             short.add(ref)
     return frozenset(short)
+
+
+def to_shorten(body: tuple[Value, ...], element: tuple[bool, ...], stores: Iterable[Store]) -> frozenset[Ref]:
+    """Floats read once for many elements whose NaN is to be made short there: with it, what is rounded needs no care.
+
+    None that is stored as it is.
+    """
+    stored = {store.value for store in stores}
+    read = frozenset(
+        ref
+        for ref, value in enumerate(body)
+        if isinstance(value, Load) and value.dtype == "float32" and not element[ref] and ref not in stored
+    )
+    gained = short_nans(body, read) - short_nans(body) if read else frozenset[Ref]()
+    rounded = (
+        value.args[0]
+        for ref, value in enumerate(body)
+        if element[ref] and isinstance(value, Apply) and (value.op, value.dtype) == ("cast", "bfloat16")
+    )
+    return read if any(arg in gained for arg in rounded) else frozenset()
 
 
 _CHOOSING = frozenset(("neg", "abs", "min", "max", "floor", "ceil", "trunc", "round", "sign"))

@@ -115,6 +115,8 @@ INLINE float nearest_bfloat16(float x) {
   const u32 u = bits(x);
   return unbits((u + (0x7fff + (u >> 16 & 1))) & 0xffff0000u);
 }
+/* as it is, but a NaN without bits that bfloat16 has not */
+INLINE float short_nan(float x) { return x != x ? __builtin_nanf("") : x; }
 INLINE float round_float16(float x) {
   const u32 sign = bits(x) & 0x80000000u, u = bits(x) & 0x7fffffff;
   const u32 normal = (u + 0xfff + (u >> 13 & 1)) & 0xffffe000u;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isnan
 
-from dcompile.codegen.emit.narrow import Counted, round_values, short_nans
+from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_shorten
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
 from dcompile.codegen.emit.tiles import Turned, find_turned
@@ -56,7 +56,8 @@ class Statements:
         self.turned: Turned | None = find_turned(nest, table)
         self.pointed: set[Ref] = set()
         """Loads that read through a pointer of their row: to the row, or to zeros where the row's mask is false."""
-        self.short_nans = short_nans(nest.body)
+        self.shortened = to_shorten(nest.body, self.levels.element, nest.stores) if not nest.lane else frozenset[Ref]()
+        self.short_nans = short_nans(nest.body, self.shortened)
         self.round = {narrow: round_values(nest.body, narrow) for narrow in ("bfloat16", "float16")}
         """Values that these hold as they are."""
         self.counted: Counted | None = None
@@ -325,7 +326,7 @@ class Statements:
         elif self.counted and ref in self.counted.matches:
             text = f"place == e{self.number(self.counted.matches[ref])}"
         elif not isinstance(value, Const):
-            text = self.expression(value)
+            text = f"short_nan({self.expression(value)})" if ref in self.shortened else self.expression(value)
         else:
             return
         if ref in self.places and self._is_fixed_in_row(ref):

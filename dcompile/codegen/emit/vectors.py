@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dcompile.codegen.emit.nest import Axis
 from dcompile.codegen.emit.spelling import literal, watches_nan
-from dcompile.codegen.emit.wide import KEPT, WIDTH, Wide
+from dcompile.codegen.emit.wide import KEPT, STEPS, Wide
 from dcompile.ir.nodes import Apply, Load, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 TYPES = {"float32": "wide", "bfloat16": "wide", "float16": "wide", "bool": "wide_int", "int32": "wide_int"}
-PAIRS = {"float32": "pair", "bfloat16": "pair", "bool": "pair_int"}
+MANY = {"float32": "{}", "bfloat16": "{}", "bool": "{}_int"}
+"""The same of `pair` and `quad`."""
 SPELLING = {"where": "select_({0}, {1}, {2})", "rsqrt": "1.f / sqrt_({0})", "reciprocal": "1.f / {0}"}
 FOLDS = {"max": "largest", "min": "smallest", "sum": "total"}
 
@@ -17,13 +18,14 @@ FOLDS = {"max": "largest", "min": "smallest", "sum": "total"}
 class Vectors(Wide):
     """Writes the wide loop of a pass."""
 
-    paired = False
-    """Whether the loop that is being written goes by pairs of vectors."""
+    many = ""
+    """Whether the loop that is being written goes by a `pair` or a `quad` of vectors."""
 
     def _wide_loop(self, number: int, reduces: list[Ref], stores: list[int], last: Axis, bounded: bool) -> str:
         """Write the wide loop; returns where the plain one has to begin."""
         low, high = self._bounds(last, bounded)
-        whole = isinstance(last.size, int) and last.size % WIDTH == 0
+        many = self._many(number, reduces, stores, last)
+        whole = isinstance(last.size, int) and last.size % STEPS[many] == 0
         ways = self._ways(number, reduces, stores, last)
         at = f"{last.name}_at{number}" if ways > 1 or not whole else last.name
         if not whole:
@@ -40,14 +42,13 @@ class Vectors(Wide):
             self._in_ways(number, reduces, last, at, high, ways)
         else:
             first = f"int64 {at} = {low}" if whole else ""
-            self.paired = self._is_paired(number, reduces, stores, last)
-            width = "PAIR" if self.paired else "WIDTH"
+            self.many, width = many, many.upper() or "WIDTH"
             self.open(f"for ({first}; {at} + {width} <= {high}; {at} += {width})")
             if not whole:
                 self.line(f"const int64 {last.name} = {at};")
             self._vectors_at(number, last.name, reduces, stores, "")
             self.close()
-            self.paired = False
+            self.many = ""
         for ref in reduces if sought is None else ():
             self._fold(ref)
         self.line("#else" if whole else "#endif")
@@ -109,7 +110,7 @@ class Vectors(Wide):
             value, n = self.nest.body[ref], self.number(ref)
             early = self.kept.get(ref, number) < number
             text = f"load_{KEPT[value.dtype]}(&r{n}[{place}])" if early else self._vector(ref, name)
-            self.line(f"const {(PAIRS if self.paired else TYPES)[value.dtype]} {self.name(ref)} = {text};")
+            self.line(f"const {self._type(value.dtype)} {self.name(ref)} = {text};")
             if ref in self.kept and not early:
                 self.line(f"put_{KEPT[value.dtype]}(&r{n}[{place}], {self.name(ref)});")
 
@@ -119,11 +120,11 @@ class Vectors(Wide):
         if self.counted and ref in self.counted.positions:
             return "place"
         if self.counted and ref in self.counted.matches:
-            return f"match{'_pair' if self.paired else ''}({name}, e{self.number(self.counted.matches[ref])})"
+            return f"match{f'_{self.many}' if self.many else ''}({name}, e{self.number(self.counted.matches[ref])})"
         if isinstance(value, Load):
             if self.turned and ref in self.turned.loads:
                 return f"load_{value.dtype}(&x{self.number(ref)}[{self.turned.place}])"
-            how = "pair" if self.paired else value.dtype
+            how = self.many or value.dtype
             if ref in self.pointed:
                 return f"load_{how}(&z{self.number(ref)}[{name}])"
             if self._steps(value.index, name) == 1:
@@ -139,7 +140,10 @@ class Vectors(Wide):
         return self.name(ref) if self.levels.element[ref] else f"{self._widen()}({self.name(ref)})"
 
     def _widen(self) -> str:
-        return "both" if self.paired else "widen"
+        return {"": "widen", "pair": "both", "quad": "twice"}[self.many]
+
+    def _type(self, dtype: str) -> str:
+        return MANY[dtype].format(self.many) if self.many else TYPES[dtype]
 
     def _take_vector(self, ref: Ref, way: str) -> None:
         reduce, x, y = self._reduce(ref), f"x{self.number(ref)}{way}", f"y{self.number(ref)}{way}"
@@ -164,7 +168,7 @@ class Vectors(Wide):
             how = "stream" if number in self.streams else "put"
             turned = self.turned if self._is_turned(number) else None
             place = f"y{number}[{turned.place}]" if turned else self.place(store.buffer, store.index)
-            self.line(f"{how}_{'pair' if self.paired else dtype}(&{place}, {value});")
+            self.line(f"{how}_{self.many or dtype}(&{place}, {value});")
         else:
             place = f"&{self.columns[number]}[{self.index(store.index)}]"
             self.line(f"put_float32({place}, load_float32({place}) + {value});")

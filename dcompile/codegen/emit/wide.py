@@ -25,6 +25,10 @@ from dcompile.ir.ops import OPS
 
 WIDTH = 16
 """Elements of the widest vectors; narrower ones divide it."""
+STEPS = {"": WIDTH, "pair": WIDTH, "quad": 2 * WIDTH}
+"""Elements of a vector, of what is bfloat16 in memory, and of twice that."""
+MOST = 64
+"""Values up to which a loop takes two pairs at a time: each of them is four vectors, and sixteen registers hold few."""
 SHORT = 8 * WIDTH
 """Length up to which a row must be whole vectors: what is left of it takes as long as the vectors."""
 WAYS = 4
@@ -105,6 +109,14 @@ class Wide(Scans):
         ]
         narrow = (self.table[self.nest.stores[n].buffer].dtype == "bfloat16" for n in stores)
         return all(dtype == "bfloat16" or (dtype == "float32" and step == 0) for dtype, step in steps) and all(narrow)
+
+    def _many(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
+        """Whether a pass takes a `pair` or a `quad` of vectors at a time."""
+        if not self._is_paired(number, reduces, stores, last):
+            return ""
+        fits = not isinstance(last.size, int) or last.size > 2 * SHORT or last.size % STEPS["quad"] == 0
+        tiled = any(row.name == last.name and 1 < row.tile < SHORT for row in self.nest.rows)
+        return "quad" if fits and not tiled and len(self._wide_values(number)) <= MOST else "pair"
 
     def _adds_up(self) -> bool:
         """Is all that the kernel does to add up columns, with little work for each element?"""

@@ -75,6 +75,27 @@ def test_float32_in_memory_is_rounded_with_care() -> None:
     assert np.isnan(got).all()
 
 
+def divided(*, stored: bool = False) -> Program:
+    """Rows of bfloat16 over a float32 of the row, which may be stored, too."""
+    b, at = Body(), I0 * 64 + J0
+    x, r = b.load("x", at, "bfloat16"), b.load("r", I0)
+    stores = [Store("y", at, b.narrow(b.op("div", x, r), "bfloat16"))]
+    stores += [Store("z", I0, r)] if stored else []
+    buffers = {"z": ("float32", (5,))} if stored else {}
+    made = {"x": ("bfloat16", (5, 64)), "r": ("float32", (5,)), "y": ("bfloat16", (5, 64))}
+    return program(b, (5,), (64,), stores, **made, **buffers)
+
+
+def test_the_nan_of_a_rows_float_is_made_short_once() -> None:
+    """Then what is made of it is rounded without care; what is stored as it is keeps its bits."""
+    assert "short_nan(" in text(divided()) and "nearest_bfloat16" in text(divided())
+    kept = text(divided(stored=True))
+    assert "short_nan(" not in kept and "to_bfloat16" in kept
+    longest = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x3F800000, 0x7FFF8000, 0x7F800000], np.uint32).view(np.float32)
+    (got,) = run(divided(), {"x": np.full((5, 64), 1.5, np.float32), "r": longest})
+    assert np.isnan(got[[0, 1, 3]]).all() and (got[2] == 1.5).all() and (got[4] == 0).all()
+
+
 @pytest.mark.parametrize("columns", [5, 100, 9000])
 def test_a_comparison_with_the_position_counts_in_32_bits(columns: int) -> None:
     """Also where the number of the row is none of its positions, in blocks of a sum, and beyond 32 bits."""

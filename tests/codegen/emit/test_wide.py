@@ -41,7 +41,7 @@ def both(made: Program, inputs: dict[str, np.ndarray]) -> tuple[list[np.ndarray]
     """Results with vectors, and of the same kernel without."""
     source = source_of(made)
     text = without_vectors(source.text).replace("#endif\n", "\n")
-    assert "#ifdef VECTORS" in source.text and "wide" not in text and "pair" not in text
+    assert "#ifdef VECTORS" in source.text and all(kind not in text for kind in ("wide", "pair", "quad"))
     plain = replace(source, name=source.name + "p", text=text.replace(source.name, source.name + "p"))
     return execute(made, source, inputs), execute(made, plain, inputs)
 
@@ -182,13 +182,17 @@ def paired(n: int, rows: int = 6) -> Program:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [16, 64, 130, 1000, 9001])
+@pytest.mark.parametrize(("n", "many"), [(16, "pair"), (64, "quad"), (130, "pair"), (1000, "quad"), (9001, "quad")])
 @pytest.mark.parametrize("streams", [False, True])
-def test_pairs_of_vectors_are_what_the_plain_loop_makes(n: int, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_vectors_are_what_the_plain_loop_makes(
+    n: int, many: str, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As are two pairs at a time, where a row is long or whole."""
     if streams:
         monkeypatch.setattr("dcompile.codegen.emit.wide.STREAM_BYTES", 0)
     made, rng = paired(n), np.random.default_rng(n)
-    assert "PAIR" in source_of(made).text and ("stream_pair" in source_of(made).text) == streams
+    text = source_of(made).text
+    assert f"+ {many.upper()} <=" in text and (f"stream_{many}" in text) == streams
 
     def some(*shape: int) -> np.ndarray:
         return from_bfloat16(to_bfloat16(rng.normal(size=shape).astype(np.float32)))
@@ -201,8 +205,14 @@ def test_pairs_of_vectors_are_what_the_plain_loop_makes(n: int, streams: bool, m
 
 
 def test_what_is_not_all_bfloat16_has_no_pairs() -> None:
-    assert "PAIR" not in source_of(mixture(6, 64)).text
-    assert "PAIR" not in source_of(loops.softmax(4, 128)).text
+    for made in (mixture(6, 64), loops.softmax(4, 128)):
+        assert "PAIR" not in source_of(made).text and "QUAD" not in source_of(made).text
+
+
+def test_a_long_body_takes_one_pair_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would not fit into registers."""
+    monkeypatch.setattr("dcompile.codegen.emit.wide.MOST", 8)
+    assert "+ PAIR <=" in source_of(paired(64)).text
 
 
 def test_a_nan_is_seen_in_any_lane() -> None:

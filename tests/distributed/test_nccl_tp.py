@@ -35,6 +35,7 @@ def test_training_with_our_kernels_stays_close(ranks, shape, recorded):
         receipt = found["receipt"]
         print(receipt)
         assert receipt.eligible and receipt.kernels > 0
+        assert receipt.replays >= 2 * recorded, str(receipt)
         assert found["ranks"] == 0 and found["relative"] <= CLOSE
 
 

@@ -125,7 +125,7 @@ def _hold(gm: Any, node: Any, name: str, value: Any) -> None:
     """Make an input a constant of the graph."""
     setattr(gm, name, value)
     with gm.graph.inserting_before(node):
-        constant = gm.graph.get_attr(name)
+        constant = gm.graph.create_node("get_attr", name)  # get_attr() warns of all but parameters and modules
     node.replace_all_uses_with(constant)
     gm.graph.erase_node(node)
 

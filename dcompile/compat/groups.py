@@ -202,6 +202,25 @@ def size_of(name: str) -> int:
     return size
 
 
+def named(name: str) -> Any:
+    """The process group that an operation of a graph names; None if there is none of that name any more."""
+    import torch.distributed.distributed_c10d as c10d
+
+    resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
+    try:
+        return resolve(name)
+    except (LookupError, RuntimeError):
+        return None
+
+
+def described(name: str) -> str:
+    """A process group for people: the dimension of a mesh that it is, if any, and its name."""
+    said = getattr(named(name), "group_desc", "") or ""
+    if said in ("", "undefined", "default_pg"):
+        return f"group {name}"
+    return f"{said.removeprefix('mesh_')} (group {name})"
+
+
 def gathered(tensor: Any, group: Any) -> Any:
     """This tensor of every rank, one behind the other along the first dimension: traced, an operation of the graph."""
     import torch.distributed._functional_collectives as functional

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.entry import find_model
@@ -22,7 +23,8 @@ from dcompile.capture.model import CompiledModel
 from dcompile.errors import NotCompiledError
 from dcompile.explain.clocks import latest_arrivals
 from dcompile.explain.timeline import Arrived, Timeline, steps_of
-from dcompile.runtime.probe import Call, Measurable, Recorder
+from dcompile.ir.functional import kind_of
+from dcompile.runtime.probe import Call, Measurable, Recorder, Statement
 
 _NEWEST: weakref.WeakKeyDictionary[CompiledModel, Timeline] = weakref.WeakKeyDictionary()
 _SERIAL = itertools.count()
@@ -105,6 +107,7 @@ class Profile:
         calls = recorder.finish()
         updates = [(name, recorder.seconds(begin), recorder.seconds(done)) for name, begin, done in self._updates]
         groups = {(program.name, bucket.name): bucket.group for program in self._programs for bucket in program.buckets}
+        groups |= {(name, found.starts): compat.groups.described(found.group) for name, found in _own(calls)}
         latest, note = self._others(calls, groups)
         begin, end = recorder.seconds(self._begin), recorder.seconds(end)
         steps = [
@@ -126,7 +129,8 @@ class Profile:
                 for program in self._programs
                 for name, resource, _, seconds_us, _ in program.report.schedule
                 if resource != "compute"
-            },
+            }
+            | dict(_foreseen(self._programs, calls)),
         )
 
     def _others(self, calls: list[Call], groups: Mapping[tuple[str, str], str]) -> tuple[list[Arrived], str]:
@@ -136,7 +140,8 @@ class Profile:
         said: dict[str, None] = {}
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps one store over restarts
         serial = next(_SERIAL)
-        for number, (group, names) in enumerate(_process_groups(self._model)):
+        named = {found.group for _, found in _own(calls)}
+        for number, (group, names) in enumerate([*_process_groups(self._model), *_own_groups(named)]):
             places = [place for place, (name, _) in enumerate(every) if name in names]
             arrivals = [(every[place][1].bucket, every[place][1].nbytes, every[place][1].arrived) for place in places]
             found, note = latest_arrivals(group, f"dcompile/{attempt}/profile/{serial}.{number}", arrivals)
@@ -195,6 +200,30 @@ def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
     for name, group in adapter.communicators().items():  # gathered and reduced over the same ranks
         found.setdefault(id(group), (group, set()))[1].add(name)
     return [(group, frozenset(names)) for group, names in found.values()]
+
+
+def _own(calls: Iterable[Call]) -> Iterator[tuple[str, Statement]]:
+    """(program, what starts it) of the model's own collectives, program by program, in order."""
+    for name, statements in {call.program: call.statements for call in calls}.items():
+        yield from ((name, found) for found in statements if found.starts)
+
+
+def _own_groups(names: set[str]) -> Iterator[tuple[Any, frozenset[str]]]:
+    """Process groups that the model's own collectives name, in the same order on all of their ranks."""
+    for name in sorted(names):
+        if (group := compat.groups.named(name)) is not None:
+            yield group, frozenset({compat.groups.described(name)})
+
+
+def _foreseen(programs: Iterable[Measurable], calls: Iterable[Call]) -> Iterator[tuple[tuple[str, str], float]]:
+    """What the cost model says of the model's own collectives, which stand in the plan in the order of their texts."""
+    started: dict[str, list[str]] = {}
+    for name, found in _own(calls):
+        started.setdefault(name, []).append(found.starts)
+    for program in programs:
+        lengths = [length for op, _, _, length, _ in program.report.schedule if kind_of(op) is not None]
+        for name, length in zip(started.get(program.name, ()), lengths, strict=False):
+            yield (program.name, name), length / 1e6
 
 
 def _programs_of(model: CompiledModel) -> list[Measurable]:

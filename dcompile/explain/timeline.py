@@ -13,6 +13,7 @@ Arrived: TypeAlias = "tuple[float, int] | None"
 Lane = Literal["compute", "optimizer", "wait", "communication"]
 HIDDEN = 0.005
 """Of the step: a collective that is exposed for less does not need advice."""
+OWN = "waited for where the model's own plan has it: fewer parallel ranks, or layouts that change less often"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Exchange:
     latest: float | None = None
     """When the last rank arrived; None if the other ranks did not say."""
     latest_rank: int | None = None
+    own: bool = False
+    """The model's own."""
     free: float = float("-inf")
     """When the collective before it on the same group had ended."""
 
@@ -142,6 +145,8 @@ class Collective:
     latest_rank: int | None
     advice: str
     predicted: float | None = None
+    own: bool = False
+    """The model's own, which stands in its graph with its wait: tensor parallelism's, SyncBatchNorm's."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,7 @@ def _summaries(steps: Sequence[Step], predicted: Mapping[tuple[str, str], float]
             latest_rank=statistics.mode(ranks) if ranks else None,
             advice="",
             predicted=predicted.get((first.program, first.bucket)),
+            own=first.own,
         )
         yield replace(made, advice=advise(made, length))
 
@@ -222,6 +228,8 @@ def advise(found: Collective, step: float) -> str:
         return "hidden: nothing waits for it"
     if found.exposed_skew > found.exposed / 2:
         return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"
+    if found.own:
+        return OWN
     small, ddp = found.nbytes < 1 << 20, found.kind == "all_reduce"
     if found.queued > found.seconds:
         return (
@@ -309,7 +317,7 @@ def label(name: str, origin: Sequence[str]) -> str:
     modules = list(dict.fromkeys(text.partition(": ")[0] if ": " in text else "" for text in origin))
     shown = [module for module in modules if module]
     if not shown:
-        shown = [text.partition(" ")[0] for text in origin[:1]] or [name]
+        shown = [text.partition(" (")[0] for text in origin[:1]] or [name]
     return ", ".join(shown[:2]) + (", ..." if len(shown) > 2 else "")
 
 
@@ -326,13 +334,13 @@ def _exchanges(
         if found.wait_end is None:
             continue
         ended = found.wait_end if found.ended is None else found.ended
-        group = groups.get((call.program, found.bucket), "")
+        group = groups.get((call.program, found.bucket), found.group)
         last = None if latest is None else latest[number]
         made.append(
             Exchange(
                 call.program, found.kind, found.bucket, group, found.nbytes, found.arrived, found.started, ended,
                 found.wait_begin, found.wait_end, _producer(call, found), _consumer(call, found),
-                None if last is None else last[0], None if last is None else last[1],
+                None if last is None else last[0], None if last is None else last[1], bool(found.group),
                 free.get(group, float("-inf")),
             )
         )  # fmt: skip
@@ -344,7 +352,7 @@ def _exchanges(
 def _producer(call: Any, found: Any) -> str:
     """The last step before the start that touches the bucket."""
     bucket = found.bucket.replace(".", "_")
-    if found.kind == "all_gather":
+    if found.kind == "all_gather" and not found.group:
         return "nothing: shards are there from the start"
     order = [number for number, *_ in call.spans]
     upto = order[: order.index(found.after) + 1] if found.after >= 0 else []

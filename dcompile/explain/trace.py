@@ -180,13 +180,7 @@ class _Planner(CachingCompiler):
             return self.adapter.whole(number)
         assert isinstance(self.adapter, Fsdp2Adapter), "only sharded parameters are gathered"
         unit: Any = self.adapter.units[number]
-        like = self.adapter.virtual(number)
-        found: torch.Tensor = unit.param.sharded_param.detach().full_tensor().to(like.device, like.dtype)
-        if found.shape != like.shape:
-            raise ValueError(
-                f"dcompile: explain cannot run {unit.name} eagerly, sharded over several dimensions of a mesh; "
-                "dcompile.receipt and dcompile.profile tell of such a model once it has run"
-            )
+        found: torch.Tensor = compat.fsdp2.gathered(unit.param, self.adapter.virtual(number))
         return found
 
 

@@ -13,12 +13,13 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from dcompile.collectives.params import Report
+from dcompile.ir.functional import is_wait, kind_of
 from dcompile.ir.nodes import Bucket
 
 _WORK = re.compile(r"_(k|op|launch|fn)\d+")
@@ -36,6 +37,12 @@ class Statement:
     origin: tuple[str, ...]
     buckets: frozenset[str]
     """With every character that no name may have written as an underscore, as in the text."""
+    starts: str = ""
+    """The result's name, of a collective of the model's own."""
+    group: str = ""
+    """Name of the process group that it runs in."""
+    waits: str = ""
+    """Which of these it waits for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +62,8 @@ class Exchange:
     wait_end: Any = None
     before: int = -1
     """The statement that ran last before it was waited for."""
+    group: str = ""
+    """Of a collective of the model's own: the process group's name."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,9 +95,10 @@ def instrument(source: str) -> tuple[str, tuple[Statement, ...]]:
             after[last] = ["_call = _probe.call(buckets)", "_now, _ran = _probe.now, _call.spans.append"]
             after[last].append("buckets = _probe.buckets(buckets, _call)")
         elif _works(node):
-            after[last] = [f"_ran(({len(statements)}, _begin, _now()))"]
+            found = _own_collective(node, _statement(node, lines), {s.starts for s in statements})
+            after[last] = [_stamp(len(statements), found, node)]
             before[node.lineno] = ["_begin = _now()"]
-            statements.append(_statement(node, lines))
+            statements.append(found)
         elif isinstance(node, ast.Return):
             before[node.lineno] = ["_probe.end(_call)"]
     text: list[str] = []
@@ -135,6 +145,28 @@ def _statement(node: ast.stmt, lines: list[str]) -> Statement:
     names = {leaf.id for leaf in ast.walk(value) if isinstance(leaf, ast.Name)}
     buckets = frozenset(m[1] for name_ in names if (m := _MEMORY.fullmatch(name_)))
     return Statement(name, origin, buckets)
+
+
+def _own_collective(node: Any, found: Statement, started: set[str]) -> Statement:
+    """The same statement; of the model's own collectives, with what it starts or waits for."""
+    value: Any = getattr(node, "value", None)
+    arguments = value.args if isinstance(value, ast.Call) else []
+    if kind_of(found.name) is not None and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        texts = [leaf.value for leaf in arguments if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
+        return replace(found, starts=node.targets[0].id, group=texts[-1] if texts else "")
+    if is_wait(found.name):
+        names = {leaf.id for argument in arguments for leaf in ast.walk(argument) if isinstance(leaf, ast.Name)}
+        return replace(found, waits=next(iter(names & started - {""}), ""))
+    return found
+
+
+def _stamp(number: int, found: Statement, node: Any) -> str:
+    """What a measured program runs behind a statement."""
+    if found.starts:
+        return f"_probe.started(_call, {number}, _begin, {found.starts}, {ast.unparse(node.value.args[0])})"
+    if found.waits:
+        return f"_probe.waited(_call, {number}, _begin)"
+    return f"_ran(({number}, _begin, _now()))"
 
 
 def _launched(lines: list[str]) -> tuple[str, tuple[str, ...]]:
@@ -261,9 +293,29 @@ class Probe:
         """A call ends."""
         call.end = self.now()
 
+    def started(self, call: Call, number: int, begin: Any, result: Any, sent: Any) -> None:
+        """One of the model's own collectives has been handed over. When it ends is seen by its wait, which is next."""
+        found = self._statements[number]
+        nbytes = max(tensor.numel() * tensor.element_size() for tensor in (result, sent))
+        kind = kind_of(found.name) or found.name
+        call.exchanges.append(
+            Exchange(kind, found.starts, nbytes, _reached(call), begin, self.now(), group=found.group)
+        )
+
+    def waited(self, call: Call, number: int, begin: Any) -> None:
+        """It has been waited for."""
+        name = self._statements[number].waits
+        exchange = next(exchange for exchange in reversed(call.exchanges) if exchange.bucket == name)
+        exchange.before, exchange.wait_begin, exchange.wait_end = _reached(call), begin, self.now()
+
     def buckets(self, buckets: Any, call: Call) -> Any:
         """The bucket source, its collectives measured."""
         return None if buckets is None else _Measured(buckets, call, self._recorder)
+
+
+def _reached(call: Call) -> int:
+    """The statement that ran last."""
+    return call.spans[-1][0] if call.spans else -1
 
 
 class _Measured:
@@ -295,12 +347,9 @@ class _Measured:
     def wait_scatter(self, bucket: str) -> None:
         self._wait("wait_scatter", bucket)
 
-    def _reached(self) -> int:
-        return self._call.spans[-1][0] if self._call.spans else -1
-
     def _start(self, method: str, kind: str, bucket: str, given: Any, sent: list[Any]) -> None:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        exchange = Exchange(kind, bucket, nbytes, self._reached(), self._recorder.now())
+        exchange = Exchange(kind, bucket, nbytes, _reached(self._call), self._recorder.now())
         self._open[bucket] = exchange
         self._call.exchanges.append(exchange)
         getattr(self._inner, method)(bucket, given)
@@ -311,6 +360,6 @@ class _Measured:
 
     def _wait(self, method: str, bucket: str, *given: Any) -> None:
         exchange = self._open.pop(bucket)
-        exchange.before, exchange.wait_begin = self._reached(), self._recorder.now()
+        exchange.before, exchange.wait_begin = _reached(self._call), self._recorder.now()
         getattr(self._inner, method)(bucket, *given)
         exchange.wait_end = self._recorder.now()

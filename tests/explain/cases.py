@@ -105,6 +105,34 @@ def sharded():
     }
 
 
+def parallel():
+    """FSDP2 over tensor parallelism along the sequence, on a mesh of its own."""
+    from tests.distributed import tp_cases
+
+    model = tp_cases.make("sequence", (1, 2))
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+    report = dcompile.explain(model, tokens)
+    dcompile.compile(model, options={"receipt": False})
+
+    def step():
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        return [p.grad.to_local().clone() for p in model.parameters()]
+
+    expected = step()
+    with dcompile.profile(model) as measured:
+        same = all(torch.equal(a, b) for _ in range(3) for a, b in zip(step(), expected, strict=True))
+    forward = next(graph for graph in report.graphs if graph.name == "forward0")
+    own = [found for found in measured.timeline.collectives if found.own]
+    return {
+        "explained": [(e.kind, e.group, e.parameters, e.seconds) for e in forward.exchanges],
+        "own": [(found.kind, found.program, found.nbytes) for found in own],
+        "measured": [(found.exposed, found.skew, found.predicted, found.advice) for found in own],
+        "same": same,
+        "notes": measured.timeline.notes,
+    }
+
+
 def machines():
     """Ranks that take one another for other machines compare their clocks."""
     real, rank = clocks.machine, dist.get_rank()

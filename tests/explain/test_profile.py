@@ -51,6 +51,28 @@ def test_gathers_and_reductions_of_shards(ranks):
         assert all(seconds >= 0 for seconds in found["seconds"])
 
 
+@pytest.mark.timeout(240)
+def test_collectives_of_tensor_parallelism_are_told_of_too(ranks):
+    for found in ranks.run(CASES + "parallel", 200):
+        # embed's and b's results spread along the sequence, a's and head's inputs and head's result put together
+        kinds = ["reduce_scatter"] * 2 + ["all_gather"] * 3
+        assert sorted(kind for kind, program, _ in found["own"] if program == "forward0") == sorted(kinds)
+        assert {size for _, program, size in found["own"] if program == "forward0"} == {2 * 8 * 16 * 4, 2 * 8 * 32 * 4}
+        assert sorted(kind for kind, group, _, _ in found["explained"] if group.startswith(("tp", "group"))) == sorted(
+            kinds
+        )
+        own = [entry for entry in found["explained"] if entry[1].startswith(("tp", "group"))]
+        assert all(parameters == () and seconds > 0 for _, _, parameters, seconds in own)
+        assert found["measured"] and all(
+            exposed > 0
+            and skew is not None
+            and predicted > 0
+            and ("model's own plan" in advice or advice.startswith(("hidden", "rank ")))
+            for exposed, skew, predicted, advice in found["measured"]
+        )
+        assert found["same"] and found["notes"] == ()
+
+
 def test_fsdp1_is_explained_as_it_will_be_compiled(ranks):
     for found in ranks.run("tests.explain.cases:explained_fsdp1", 100):
         assert (found["adapter"], found["untouched"], found["eligible"]) == ("fsdp1", True, True)

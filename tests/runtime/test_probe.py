@@ -5,7 +5,7 @@ from torch import nn
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.runtime.probe import Recorder, instrument
+from dcompile.runtime.probe import Probe, Recorder, instrument
 
 SOURCE = '''"""2 kernel calls, 1 library calls, arena of 0 bytes."""
 
@@ -40,6 +40,47 @@ def make(run):
 
     return call
 '''
+
+
+OWN = """
+
+def make(run):
+    _op1 = entry(torch.ops._c10d_functional.all_reduce.default)
+    _op2 = entry(torch.ops._c10d_functional.wait_tensor.default)
+    _op3 = torch.ops.aten.relu.default
+
+    def call(args, buckets=None, sync=False):
+        x, = args
+        args.clear()
+        # norm: _c10d_functional.all_reduce.default (m.py:1)
+        all_reduce = _op1(x, 'sum', '7')
+        y = _op3(x)
+        # norm: _c10d_functional.wait_tensor.default (m.py:1)
+        wait_tensor = _op2(all_reduce)
+        z = _op2(y)
+        return [wait_tensor, z]
+
+    return call
+"""
+
+
+def test_the_models_own_collectives_are_exchanges():
+    text, statements = instrument(OWN)
+    assert [(s.starts, s.group, s.waits) for s in statements] == [
+        ("all_reduce", "7", ""), ("", "", ""), ("", "", "all_reduce"), ("", "", ""),
+    ]  # fmt: skip
+    assert "_probe.started(_call, 0, _begin, all_reduce, x)" in text and "_probe.waited(_call, 2, _begin)" in text
+    recorder = Recorder(None)
+    names = {"torch": torch, "entry": lambda op: lambda tensor, *_: tensor * 2, "_probe": None}
+    names["_probe"] = Probe("forward0", statements, recorder)
+    exec(compile(text, "measured", "exec"), names)
+    names["make"](None)([torch.ones(3)])
+    (call,) = recorder.finish()
+    (found,) = call.exchanges
+    assert (found.kind, found.bucket, found.group, found.nbytes) == ("all_reduce", "all_reduce", "7", 12)
+    assert (found.after, found.before) == (-1, 1), "behind nothing; relu ran before the wait"
+    assert found.arrived <= found.started <= found.wait_begin <= found.wait_end and found.ended is None
+    assert [number for number, *_ in call.spans] == [1, 3]
 
 
 def test_each_step_is_stamped_and_known_by_its_text():

@@ -11,6 +11,7 @@ from math import prod
 
 from dcompile.codegen.schedule.timeline import copied
 from dcompile.figures import Figures, Group, collective_seconds, copying_seconds
+from dcompile.ir import functional
 from dcompile.ir.analysis import operands, row_values, sizes
 from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.nodes import (
@@ -83,6 +84,9 @@ def step_seconds(
             moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
             done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
             return max(moved, done) + figures.kernel_us * 1e-6
+        case Extern() if (kind := functional.kind_of(step.op)) is not None:
+            ranks = functional.ranks_of(step) or groups.get(functional.group_of(step), Group()).ranks
+            return collective_seconds(figures, kind, functional.whole_bytes(step, table), ranks)
         case Extern():
             return extern_seconds(step, table, figures, on_gpu)
         case Collective():
@@ -147,7 +151,7 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     views = list(_arguments(step))
     moved = sum(_view_bytes(view, table) for view in views)
     moved += sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in step.writes if name in table)
-    if _is_view(step):
+    if _is_view(step) or functional.is_wait(step.op):
         return 0.0
     flops = extern_flops(step, table, padded=on_gpu)
     if not flops:

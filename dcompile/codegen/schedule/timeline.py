@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dcompile.figures import Group
-from dcompile.ir.nodes import Collective, Step, Wait
+from dcompile.ir.functional import kind_of
+from dcompile.ir.nodes import Collective, Extern, Step, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ def timeline(
                         end = _crowded(span.start + span.duration, now, took, crowding)
                         spans[at] = Span(span.step, span.resource, start, end - start, span.held_up)
                 now += took
+                if isinstance(step, Extern) and kind_of(step.op) is not None:
+                    exposed += took  # the model's own collective, whose wait follows it
     return Timeline(tuple(spans), now, exposed)
 
 

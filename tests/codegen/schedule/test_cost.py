@@ -9,6 +9,7 @@ from dcompile.codegen.schedule.cost import (
     loop_operations,
     step_seconds,
 )
+from dcompile.codegen.schedule.timeline import timeline
 from dcompile.figures import TABLE, Group
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import (
@@ -156,3 +157,16 @@ def test_a_programs_durations():
     assert step_seconds(steps[1], table, H200, {}) == pytest.approx(
         (26 + 2 * 1.9) * 1e-6 + (2 << 20) / 260e9
     )  # two ranks
+
+
+def test_the_models_own_collectives_take_what_others_take():
+    table = buffers(x=(1 << 20,), y=(8 << 20,))
+    gather = Extern(
+        "_c10d_functional.all_gather_into_tensor.default", (view("x", 1 << 20), 8, "3"), (), ("y",), "alloc"
+    )
+    like = Collective("all_gather", "b", "tp", ("y",))
+    assert step_seconds(gather, table, H200, {}) == step_seconds(like, table, H200, {"tp": Group(8)})
+    wait = Extern("_c10d_functional.wait_tensor.default", (view("y", 8 << 20),), (), ("y",), "alloc")
+    assert step_seconds(wait, table, H200, {}) == 0
+    found = timeline((gather, wait), [1e-3, 0.0], {})
+    assert (found.total, found.exposed) == (1e-3, 1e-3), "its wait comes next"

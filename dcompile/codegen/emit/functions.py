@@ -5,6 +5,10 @@ from __future__ import annotations
 FUNCTIONS = r"""
 /* float functions; largest errors measured against float64 are in tests/codegen/emit/test_prelude.py; F is float, or 16
    of them (wide.py) */
+INLINE float select_(bool mask, float a, float b) { return mask ? a : b; }
+/* whole numbers in all bits of a float, and back */
+INLINE float as_number(u32 u) { return (float)(int32)u; }
+INLINE u32 as_integer(float x) { return u32((int32)x); }
 INLINE float copysign_(float x, float sign) { return __builtin_copysignf(x, sign); }
 /* r times 2 to the whole number in t, to which SHIFT was added, in two steps, so that results may be denormal or
    overflow; rounded once */
@@ -14,18 +18,21 @@ INLINE float scale_(float r, float t, float) {
 }
 /* 2 to the whole number in t, to which SHIFT - 127 was added, of -126 to 127 */
 template <class F> INLINE F power_(F t) { return unbits(bits(t) << 23); }
-template <class F> INLINE F exp_of(F a) {
-  const F x = min_number_(max_number_(a, -105.f), 90.f);
-  const F t = fma_(x, 1.442695041f, SHIFT), j = t - SHIFT;
-  F f = fma_(j, -6.93145752e-1f, x);
-  f = fma_(j, -1.42860677e-6f, f);
+/* for f from -log(2) / 2 to log(2) / 2 */
+template <class F> INLINE F exp_near(F f) {
   F r = fma_(f, 1.37805939e-3f, 8.37312452e-3f);
   r = fma_(r, f, 4.16695364e-2f);
   r = fma_(r, f, 1.66664720e-1f);
   r = fma_(r, f, 4.99999851e-1f);
   r = fma_(r, f, 1.f);
-  r = fma_(r, f, 1.f);
-  return scale_(r, t, x);
+  return fma_(r, f, 1.f);
+}
+template <class F> INLINE F exp_of(F a) {
+  const F x = min_number_(max_number_(a, -105.f), 90.f);
+  const F t = fma_(x, 1.442695041f, SHIFT), j = t - SHIFT;
+  F f = fma_(j, -6.93145752e-1f, x);
+  f = fma_(j, -1.42860677e-6f, f);
+  return scale_(exp_near(f), t, x);
 }
 template <class F> INLINE F exp2_of(F a) {
   const F x = min_number_(max_number_(a, -152.f), 130.f);
@@ -39,6 +46,7 @@ template <class F> INLINE F exp2_of(F a) {
   return scale_(r, t, x);
 }
 #define FUNCTION(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_FUNCTION(name)
+#define FUNCTION_2(name) INLINE float name##_(float a, float b) { return name##_of(a, b); } VECTOR_FUNCTION_2(name)
 FUNCTION(exp) FUNCTION(exp2)
 INLINE float log_(float a) {
   const bool tiny = a < 1.17549435e-38f;
@@ -111,17 +119,89 @@ template <class F> INLINE F erf_of(F a) {
   return copysign_(u > 0.927734375f ? far : q, a);
 }
 FUNCTION(tanh) FUNCTION(sigmoid) FUNCTION(erf)
+#if defined __FMA__ || defined VECTORS
+/* sin(x + turns * pi / 2). What is left of x when quarter turns are taken off, d, is within half a quarter, in two
+   floats: the first step is exact. Up to there sine and cosine of d are polynomials; which is the result, and its sign,
+   the number of quarters says */
+template <class F> INLINE F sine_of(F x, u32 turns) {
+  const F t = fma_(x, 0.636619772f, SHIFT), j = t - SHIFT;
+  const F first = fma_(j, -1.57079625f, x), more = j * 7.54978942e-8f, d = first - more, s = d * d;
+  const F low = fma_(j, -5.39030253e-15f, ((first - d) - more) - fma_(j, 7.54978942e-8f, -more));
+  F p = fma_(s, -1.95114568e-4f, 8.33213329e-3f);
+  p = fma_(p, s, -1.66666538e-1f);
+  const F sine = d + fma_(p, s * d, low), half = fma_(s, -0.5f, 1.f);
+  F q = fma_(s, 2.44287858e-5f, -1.3887278e-3f);
+  q = fma_(q, s, 4.16666456e-2f);
+  const F cosine = half + fma_(d, -low, fma_(q, s * s, fma_(s, -0.5f, 1.f - half)));
+  const auto quarters = bits(t) + (turns - 254u);
+  const F near = select_((quarters & 1u) != 0u, cosine, sine);
+  return unbits(bits(near) ^ (quarters << 30 & 0x80000000u));
+}
+/* what lies too far from 0 for that is left to the library, alone among its neighbours */
+INLINE float beyond_(float x, float near, float (*library)(float)) { return abs_(x) > 100000.f ? library(x) : near; }
+static float library_sin(float x) { return __builtin_sinf(x); }
+static float library_cos(float x) { return __builtin_cosf(x); }
+template <class F> INLINE F sin_of(F x) { return beyond_(x, select_(x == 0.f, x, sine_of(x, 0)), library_sin); }
+template <class F> INLINE F cos_of(F x) { return beyond_(x, sine_of(x, 1), library_cos); }
+FUNCTION(sin) FUNCTION(cos)
+#endif
+#if defined __FMA__ || defined VECTORS
+/* a^b = exp(b log(a)), the logarithm and its product with b in two floats each */
+template <class F> INLINE F pow_of(F a, F b) {
+  const F x = abs_(a), given = select_(x < 1.17549435e-38f, x * 8388608.f, x);
+  const auto e = (bits(given) - 0x3f3504f3u) & 0xff800000u;
+  const F i = fma_(as_number(e), 1.19209290e-7f, select_(x < 1.17549435e-38f, -23.f, F{}));
+  const F m = unbits(bits(given) - e) - 1.f, part = 1.f / (m + 2.f);
+  /* q = m / (m + 2), and log(1 + m) = 2 atanh(q) */
+  const F q = part * m, q_low = part * fma_(q, -m, fma_(q, -2.f, m)), s = q * q;
+  F r = fma_(s, 1.170929e-1f, 1.4273566e-1f);
+  r = fma_(r, s, 2.00000763e-1f);
+  const F s_low = fma_(q, q_low + q_low, fma_(q, q, -s)), cube = s * q;
+  const F cube_low = fma_(s, q_low, fma_(s_low, q, fma_(s, q, -cube)));
+  const F third = cube * 0.333333343f, third_low = fma_(cube, 0.333333343f, -third), main = q + third;
+  const F more = fma_(fma_(r, s, -9.93410776e-9f), cube, fma_(cube_low, 0.333333343f, q_low + third_low));
+  const F rest = ((q - main) + third) + more, twice = main + main;
+  const F sum = fma_(i, 6.93147182e-1f, twice), taken = fma_(i, -6.93147182e-1f, sum);
+  const F sum_low = fma_(i, -1.90465421e-9f, fma_(rest, 2.f, twice - taken));
+  F log = sum + sum_low;
+  const F log_low = (sum - log) + sum_low;
+  log = select_(x < __builtin_inff(), select_(x == 0.f, -__builtin_inff(), log), x);
+  const F by = min_number_(max_number_(b, -3e38f), 3e38f), p = log * by;
+  const F p_low = select_(abs_(p) < 200.f, fma_(log_low, by, fma_(log, by, -p)), F{});
+  const F y = min_number_(max_number_(p, -105.f), 90.f), t = fma_(y, 1.442695041f, SHIFT), j = t - SHIFT;
+  const F f = fma_(j, -1.42860677e-6f, fma_(j, -6.93145752e-1f, y)) + p_low;
+  const F power = scale_(exp_near(f), t, y);
+  /* what a negative number's power is: b may be odd, even (also beyond 2^24), or no whole number */
+  const F small = min_number_(max_number_(b, -16777216.f), 16777216.f);
+  const auto n = as_integer(small);
+  const auto whole = as_number(n) == small;
+  const F turned = select_(whole, unbits(bits(power) ^ (bits(a) & n << 31)), power);
+  const F defined = select_(a < 0.f & not_(whole) & x < __builtin_inff(), __builtin_nanf(""), turned);
+  return select_(b == 0.f | a == 1.f, 1.f, defined);
+}
+FUNCTION_2(pow)
+#endif
 #define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
 LIBM(exp, exp) LIBM(exp2, exp2) LIBM(expm1, expm1) LIBM(log, log) LIBM(log1p, log1p) LIBM(tanh, tanh) LIBM(erf, erf)
 INLINE double sigmoid_(double x) { return 1. / (1. + __builtin_exp(-x)); }
 #define LIBM2(name, builtin) LIBM(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
-LIBM2(log2, log2) LIBM2(log10, log10) LIBM2(sin, sin) LIBM2(cos, cos) LIBM2(tan, tan)
+#if defined __FMA__ || defined VECTORS
+LIBM(sin, sin) LIBM(cos, cos)
+#else
+LIBM2(sin, sin) LIBM2(cos, cos)
+#endif
+LIBM2(log2, log2) LIBM2(log10, log10) LIBM2(tan, tan)
 LIBM2(erfc, erfc) LIBM2(lgamma, lgamma) LIBM2(asin, asin) LIBM2(acos, acos) LIBM2(sinh, sinh) LIBM2(cosh, cosh)
 LIBM2(asinh, asinh) LIBM2(acosh, acosh) LIBM2(atanh, atanh)
 #define LIBM_PAIR(name) \
   INLINE float name##_(float a, float b) { return __builtin_##name##f(a, b); } \
   INLINE double name##_(double a, double b) { return __builtin_##name(a, b); }
-LIBM_PAIR(pow) LIBM_PAIR(atan2) LIBM_PAIR(hypot) LIBM_PAIR(nextafter)
+#if defined __FMA__ || defined VECTORS
+INLINE double pow_(double a, double b) { return __builtin_pow(a, b); }
+#else
+LIBM_PAIR(pow)
+#endif
+LIBM_PAIR(atan2) LIBM_PAIR(hypot) LIBM_PAIR(nextafter)
 template <class F> INLINE F logaddexp_(F a, F b) {
   const F low = min_(a, b), high = max_(a, b);
   return low == high && low - low != 0 ? high : high + log1p_(exp_(low - high));

@@ -131,6 +131,8 @@ INLINE wide_int match(int32 first, int32 place) {
 }
 INLINE wide to_float32(wide_int mask) { return mask ? 1.f : 0.f; }
 INLINE wide_int not_(wide_int mask) { return ~mask; }
+INLINE wide as_number(wide_bits u) { return __builtin_convertvector((wide_int)u, wide); }
+INLINE wide_bits as_integer(wide x) { return (wide_bits)__builtin_convertvector(x, wide_int); }
 
 INLINE wide load_float32(const float* from) { wide x; __builtin_memcpy(&x, from, sizeof x); return x; }
 INLINE void put_float32(float* to, wide x) { __builtin_memcpy(to, &x, sizeof x); }
@@ -195,6 +197,14 @@ INLINE float smallest(wide x) {
   return least;
 }
 INLINE int32 any(wide_int mask) { return holding(mask) != 0; }
+static __attribute__((noinline)) wide by_library(wide x, wide near, u32 lanes, float (*library)(float)) {
+  for (; lanes; lanes &= lanes - 1) near[__builtin_ctz(lanes)] = library(x[__builtin_ctz(lanes)]);
+  return near;
+}
+INLINE wide beyond_(wide x, wide near, float (*library)(float)) {
+  const u32 lanes = holding(abs_(x) > 100000.f);
+  return __builtin_expect(lanes != 0, 0) ? by_library(x, near, lanes, library) : near;
+}
 /* the same of several accumulators */
 INLINE void fill(wide (&x)[4], float value) { x[0] = x[1] = x[2] = x[3] = widen(value); }
 INLINE float total(const wide (&x)[4]) { return total((x[0] + x[1]) + (x[2] + x[3])); }
@@ -219,6 +229,7 @@ INLINE void put_pair(u16* to, pair x) { put_bfloat16(to, x); }
 INLINE void stream_pair(u16* to, pair x) { stream_bfloat16(to, x); }
 INLINE pair_int match_pair(int32 first, int32 place) { return match(first, place); }
 #define PAIR_FUNCTION(name)
+#define PAIR_FUNCTION_2(name)
 #else
 #define PAIR (2 * WIDTH)
 struct pair { wide even, odd; };
@@ -268,6 +279,7 @@ INLINE pair select_(bool mask, pair a, pair b) { return mask ? a : b; }
 INLINE pair select_(bool mask, pair a, float b) { return mask ? a : both(b); }
 INLINE pair select_(bool mask, float a, pair b) { return mask ? both(a) : b; }
 #define PAIR_FUNCTION(name) PAIR_CALL(pair, name##_, pair)
+#define PAIR_FUNCTION_2(name) PAIR_CALL_2(name##_)
 #endif
 """
 
@@ -314,8 +326,13 @@ INLINE quad select_(bool mask, quad a, float b) { return mask ? a : twice(b); }
 INLINE quad select_(bool mask, float a, quad b) { return mask ? twice(a) : b; }
 #define VECTOR_FUNCTION(name) \
   INLINE wide name##_(wide x) { return name##_of(x); } PAIR_FUNCTION(name) QUAD_CALL(quad, name##_, quad)
+#define VECTOR_FUNCTION_2(name) \
+  INLINE wide name##_(wide a, wide b) { return name##_of(a, b); } \
+  INLINE wide name##_(wide a, float b) { return name##_of(a, widen(b)); } \
+  INLINE wide name##_(float a, wide b) { return name##_of(widen(a), b); } PAIR_FUNCTION_2(name) QUAD_CALL_2(name##_)
 #else
 #define VECTOR_FUNCTION(name)
+#define VECTOR_FUNCTION_2(name)
 INLINE void finish_streams() {}
 #endif
 """

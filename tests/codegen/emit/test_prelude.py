@@ -10,7 +10,10 @@ from tests.codegen.emit import loops
 from tests.codegen.emit.harness import run
 
 # largest error in units of the last place, measured over 7 million points of all exponents
-LARGEST_ULP = {"exp": 1, "exp2": 1.1, "expm1": 2.8, "log": 0.9, "log1p": 2.6, "tanh": 2, "sigmoid": 2.5, "erf": 1}
+LARGEST_ULP = {
+    "exp": 1, "exp2": 1.1, "expm1": 2.8, "log": 0.9, "log1p": 2.6, "tanh": 2, "sigmoid": 2.5, "erf": 1, "sin": 0.9,
+    "cos": 0.9,
+}  # fmt: skip
 SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 1e-45, -1e-45, 3e38, -3e38, 88.8, -103.9, 0.1], np.float32
 )
@@ -38,6 +41,53 @@ def test_float_functions_are_within_their_measured_error(op):
     assert np.array_equal(got[unbounded], nearest[unbounded])
     tiny = np.abs(nearest) < np.finfo(np.float32).tiny
     assert np.all(np.abs(got[tiny] - want[tiny]) <= 3e-39), "denormal results may lose precision, not their size"
+
+
+@pytest.mark.parametrize("op", ["sin", "cos"])
+def test_sines_near_their_zeros_and_of_large_numbers(op):
+    """Where nearly all of an argument is quarter turns, up to where the library takes over, and beyond."""
+    zeros = (np.arange(70_000) * (np.pi / 2)).astype(np.float32)
+    x = np.concatenate([np.nextafter(zeros, np.float32(at)) for at in (0, np.inf)] + [zeros, -zeros, 2.0**40 * zeros])
+    x = x.astype(np.float32)
+    (got,) = run(loops.unary(op, len(x)), {"x": x})
+    want = getattr(torch, op)(torch.from_numpy(x).double()).numpy()
+    assert np.all(np.abs(got - want) <= 0.9 * np.spacing(np.abs(want.astype(np.float32))).astype(np.float64))
+    assert np.abs(got).max() <= 1 and got[0] == (op == "cos") and np.signbit(got[3 * len(zeros)]) == (op == "sin")
+
+
+NUMBERS = np.array(
+    [0, -0.0, 1, -1, 2, -2, 0.5, -0.5, 3, -3, 2.5, -2.5, 5, -7, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1e-40, 3e38,
+     -3e38, 16777215, 16777217, 33554430, 2147483648, 1e9, 0.99999994, 1.0000001], np.float32,
+)  # fmt: skip
+
+
+def test_powers_are_within_their_measured_error():
+    """Of numbers of all sizes, of numbers close to 1, and at the edges of what a float holds."""
+    rng = np.random.default_rng(0)
+    a = np.exp(np.concatenate([rng.uniform(-85, 85, 50_000), rng.uniform(-0.4, 0.4, 50_000)])).astype(np.float32)
+    b = np.concatenate([(rng.uniform(-89, 89, len(a)) / np.log(a.astype(np.float64))), rng.uniform(-5, 5, len(a))])
+    a, b = np.concatenate([a, a, points(100_000)]), np.concatenate([b.astype(np.float32), points(100_000)[::-1]])
+    b = b.astype(np.float32)
+    (got,) = run(loops.binary("pow", len(a)), {"x": a, "z": b})
+    want = torch.pow(torch.from_numpy(a).double(), torch.from_numpy(b).double()).numpy()
+    with np.errstate(over="ignore"):
+        nearest = want.astype(np.float32)
+    assert np.array_equal(np.isnan(got), np.isnan(nearest)) and np.array_equal(np.isinf(got), np.isinf(nearest))
+    usual = np.isfinite(nearest) & (np.abs(nearest) >= np.finfo(np.float32).tiny)
+    ulp = np.abs(got[usual] - want[usual]) / np.spacing(np.abs(nearest[usual])).astype(np.float64)
+    assert ulp.max() <= 1.1, (a[usual][ulp.argmax()], b[usual][ulp.argmax()])
+    tiny = np.abs(nearest) < np.finfo(np.float32).tiny
+    assert np.all(np.abs(got[tiny].astype(np.float64) - want[tiny]) <= 3e-45)
+
+
+def test_powers_of_special_numbers_are_eagers():
+    pairs = np.array([(a, b) for a in NUMBERS for b in NUMBERS], np.float32)
+    a, b = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+    (got,) = run(loops.binary("pow", len(a)), {"x": a, "z": b})
+    want = torch.pow(torch.from_numpy(a), torch.from_numpy(b)).numpy()
+    assert np.allclose(got, want, rtol=1.2e-7, atol=3e-45, equal_nan=True)
+    known = ~np.isnan(want)
+    assert np.array_equal(np.signbit(got[known]), np.signbit(want[known]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

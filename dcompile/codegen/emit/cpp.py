@@ -16,8 +16,9 @@ from dcompile.codegen.emit import gemm
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource
 from dcompile.codegen.emit.nest import make_nest, may_exceed
 from dcompile.codegen.emit.passes import Passes
-from dcompile.codegen.emit.spelling import SPELLING, literal, memory_type
+from dcompile.codegen.emit.spelling import SPELLING, c_type, literal, memory_type
 from dcompile.codegen.emit.statements import SPLIT
+from dcompile.codegen.emit.tables import computation
 from dcompile.codegen.emit.wide import WAYS
 from dcompile.ir.index import Size, size_product
 from dcompile.ir.nodes import Buffer, Loop, Program
@@ -57,12 +58,26 @@ class _Kernel(Passes):
     """Writes a whole function: rows, threads, and column reductions."""
 
     def function(self) -> None:
+        if self.tables:
+            self._make_tables()
         for number, name in self.columns.items():
             self._open_column(number, name)
         if self.columns and not self.in_place:
             self._column_region()
         else:
             self._rows(self.parallel and not self.columns)
+
+    def _make_tables(self) -> None:
+        """Compute what is the same in every row, for all threads."""
+        (axis,) = self.nest.elements
+        for ref in self.tables:
+            self.line(f"alignas(64) {c_type(self.nest.body[ref].dtype)} r{self.number(ref)}[{axis.size}];")
+        self.open(f"for (int64 {axis.name} = 0; {axis.name} < {axis.size}; {axis.name}++)")
+        for ref in computation(self.nest, self.tables):
+            self.declare(ref)
+        for ref in self.tables:
+            self.line(f"r{self.number(ref)}[{axis.name}] = {self.name(ref)};")
+        self.close()
 
     def _rows(self, parallel: bool) -> None:
         """The loop over all rows, shared among threads."""

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 from dcompile.codegen.emit.narrow import count_in_int32
-from dcompile.codegen.emit.nest import LANES, Axis, may_exceed
+from dcompile.codegen.emit.nest import LANES, Axis, Nest, may_exceed
+from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
-from dcompile.codegen.emit.statements import LOCAL, store_refs
+from dcompile.codegen.emit.statements import BEFORE, LOCAL, store_refs
 from dcompile.codegen.emit.vectors import Vectors
-from dcompile.ir.analysis import operands, turning_point
+from dcompile.ir.analysis import operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute
-from dcompile.ir.nodes import Apply, Const, Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import Const, Load, Reduce, Ref, Scan
 from dcompile.ir.ops import REDUCTIONS
 
 PARTIAL = 4096
 """Longest run of float additions into one vector of accumulators; runs are added up in float64."""
-PIECES = 8
-"""Parts at most that a loop is written in."""
 BLOCKS = 1024
 """Blocks at most that threads take of one long row."""
 
@@ -29,7 +27,7 @@ class Passes(Vectors):
 
     def _row(self) -> None:
         """All passes over one row (over `LANES` rows, if there is a lane)."""
-        for ref in self.kept:
+        for ref in (ref for ref, number in self.kept.items() if number > BEFORE):
             value = self.nest.body[ref]
             count = size_product(axis.size for axis in self.nest.elements)
             self._open_kept(c_type(value.dtype), f"r{self.number(ref)}", count)
@@ -145,7 +143,9 @@ class Passes(Vectors):
         low, high = self._bounds(last, blocked)
         whole = reduces or scalars or counts or wide or blocked or not simd or rounds.held
         at = f"{last.name} - {last.name}_low" if blocked else last.name
-        for begin, end in [(start or low, high)] if whole else self._pieces(number, last):
+        nest = self.nest
+        for begin, end, told in [(start or low, high, nest)] if whole else self._pieces(number, last):
+            self.nest = told
             self._simd_pragma(reduces, scalars, simd)
             self.open(f"for (int64 {last.name} = {begin}; {last.name} < {end}; {last.name}++)")
             self._values(number, self._targets(number), rounds, ready, at)
@@ -157,6 +157,7 @@ class Passes(Vectors):
                 self.line("place++;")
                 self.counted = None
             self.close()
+        self.nest = nest
         if wide and start == self._bounds(last, blocked)[0]:
             self.line("#endif")
         self.close(int(counts))
@@ -171,23 +172,16 @@ class Passes(Vectors):
         for ref in sorted(partial):
             self.line(f"const float64 s{self.number(ref)} = w{self.number(ref)};")
 
-    def _pieces(self, number: int, axis: Axis) -> list[tuple[str, str]]:
-        """A loop over a whole axis in parts within which comparisons of positions with numbers have one result.
-
-        What is put side by side (cat, pad) is then read where it is, and not looked for at each element: two rows of 2
-        to 3 KB took 0.45 to 0.67 of the time, images with a frame 0.85.
-        """
+    def _pieces(self, number: int, axis: Axis) -> list[tuple[str, str, Nest]]:
+        """A loop over a whole axis in parts: where each begins and ends, and what the nest is there."""
         low, high = self._bounds(axis, False)
         if not isinstance(axis.size, int) or high != str(axis.size):
-            return [(low, high)]
-        body = self.nest.body
-        values = (body[ref] for ref in self._needed(number, self._targets(number)))
-        comparisons = (value.args for value in values if isinstance(value, Apply) and value.op == "lt")
-        points = (turning_point(body[left], body[right]) for left, right in comparisons)
-        inside = sorted({at for name, at in filter(None, points) if name == axis.name and 0 < at < axis.size})
-        if not inside or len(inside) >= PIECES:
-            return [(low, high)]
-        return [(str(a), str(b)) for a, b in itertools.pairwise((0, *inside, axis.size))]
+            return [(low, high, self.nest)]
+        stores = [self.nest.stores[n] for n in self._roots(number)[1]]
+        parts = pieces(self.nest, axis, self._needed(number, self._targets(number)), stores)
+        if len(parts) == 1:
+            return [(low, high, self.nest)]
+        return [(str(a), str(b), within(self.nest, axis, a, b)) for a, b in parts]
 
     def _open_counter(self, number: int, axis: Axis, blocked: bool) -> bool:
         """Begin to count in an int32, where that stands for a value of the pass."""

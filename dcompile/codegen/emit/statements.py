@@ -8,6 +8,7 @@ from math import isnan
 from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_shorten
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
+from dcompile.codegen.emit.tables import find_tables
 from dcompile.codegen.emit.tiles import Turned, find_turned
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
@@ -27,6 +28,8 @@ ZEROS_BYTES = 16384
 """Length of the prelude's `zeros`: rows up to it are read from there where their mask is false."""
 SPLIT = 64
 """Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
+BEFORE = -1
+"""The pass in which tables are made."""
 SCRATCH_BYTES = 1 << 20
 """Largest column reduction that each thread does in memory of its own."""
 
@@ -67,6 +70,8 @@ class Statements:
         loads = [value.index for value in nest.body if isinstance(value, Load)]
         self.places = {r for index in (*loads, *(s.index for s in nest.stores)) for r in runtime_refs(index)}
         """Values that say where to read or write."""
+        self.tables = find_tables(nest, self.levels)
+        """Values that are read from arrays of the whole kernel."""
         self._plan_kept()
 
     # --- decisions ---
@@ -105,6 +110,8 @@ class Statements:
     def _plan_kept(self) -> None:
         """Which element values are kept from the pass that computes them to later ones."""
         count = size_product(axis.size for axis in self.nest.elements)
+        for ref in self.tables:
+            self.kept[ref] = self.computed[ref] = BEFORE
         for number in range(self._passes()):
             stack, seen = self._targets(number), set[Ref]()
             while stack:

@@ -38,6 +38,8 @@ HAND = {
     "column argmax": loops.column_reduce(50, 300, "argmax"),
     "concatenated": loops.concatenated(5, 40, 1, 100),
     "many concatenated": loops.concatenated(3, *range(1, 12)),
+    "rolled": loops.rolled(5, 70, 3),
+    "stretched": loops.stretched(20, 24),
     "embedding": loops.embedding(40, 48, 8),
     "embedding_backward": loops.embedding_backward(40, 16, 8),
     "embedding_backward of one token": loops.one_token_backward(150, 16, 8),

@@ -188,6 +188,33 @@ def concatenated(rows: int, *widths: int) -> Program:
     return program(b, (rows, n), (), [Store("y", I0 * n + i1, value)], **parts, y=("float32", (rows, n)))
 
 
+def rolled(rows: int, n: int, shift: int) -> Program:
+    """Rows turned around: what is pushed out at the end comes in at the beginning."""
+    b, i1 = Body(), var("i1")
+    place = modulo(i1 + (n - shift), n, {"i1": n})
+    return program(
+        b, (rows, n), (), [Store("y", I0 * n + i1, b.load("x", I0 * n + place))], x=("float32", (rows, n)),
+        y=("float32", (rows, n)),
+    )  # fmt: skip
+
+
+def stretched(rows: int, n: int) -> Program:
+    """Rows of twice the length, between neighbours: where to read and with which weights is the same in every row."""
+    b, i1 = Body(), var("i1")
+    middle = b.op("add", b.op("cast", b.put(IndexOf(i1, "int64"))), b.const(0.5))
+    at = b.op("max", b.op("sub", b.op("mul", middle, b.const(0.5)), b.const(0.5)), b.const(0.0))
+    left = b.op("cast", at, dtype="int64")
+    end = b.const(n - 1, "int64")
+    right = b.op("min", b.op("add", left, b.const(1, "int64"), dtype="int64"), end, dtype="int64")
+    weight = b.op("sub", at, b.op("cast", left))
+    first, second = (b.load("x", I0 * n + var(f"v{place}")) for place in (left, right))
+    value = b.op("add", first, b.op("mul", b.op("sub", second, first), weight))
+    return program(
+        b, (rows, 2 * n), (), [Store("y", I0 * (2 * n) + i1, value)], x=("float32", (rows, n)),
+        y=("float32", (rows, 2 * n)),
+    )  # fmt: skip
+
+
 def embedding_backward(rows: int, n: int, vocabulary: int) -> Program:
     b = Body()
     token = b.put(Load("t", I0, "int64"))

@@ -138,13 +138,13 @@ def indexed_space(low: Lowering, x: T, indices: Sequence[T | None], *, check: bo
     return IndexedSpace((*others[:start], *common, *others[start:]), place)
 
 
-def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None]) -> Result:
+def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None], check: bool = True) -> Result:
     if any(index is not None and (DTYPES[index.dtype] != "int" or index.dtype == "uint8") for index in indices):
         return NotImplemented
     shape = shape_of(value)
     if 0 in shape:
         return constant(0, shape, x.dtype)
-    space = indexed_space(low, x, indices)
+    space = indexed_space(low, x, indices, check=check)
     read = tuple(index for index in indices if index is not None)
     few = picks_few(low, x, size_product(shape))
 
@@ -157,10 +157,15 @@ def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | No
     return replace(picked, reads=picked.sources) if few else picked
 
 
+def _unsafe_index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None]) -> Result:
+    """What decompositions read by positions that they have computed: the name says that nobody needs to check them."""
+    return _index(low, value, x, indices, check=False)
+
+
 RULES: dict[str, Rule] = {
     "aten.embedding.default": Rule(_embedding),
     "aten.gather.default": Rule(_gather),
     "aten.index_select.default": Rule(_index_select),
     "aten.index.Tensor": Rule(_index),
-    "aten._unsafe_index.Tensor": Rule(_index),
+    "aten._unsafe_index.Tensor": Rule(_unsafe_index),
 }

@@ -46,8 +46,9 @@ template <class F> INLINE F exp2_of(F a) {
   return scale_(r, t, x);
 }
 #define FUNCTION(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_FUNCTION(name)
+#define WOVEN(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_WOVEN(name)
 #define FUNCTION_2(name) INLINE float name##_(float a, float b) { return name##_of(a, b); } VECTOR_FUNCTION_2(name)
-FUNCTION(exp) FUNCTION(exp2)
+WOVEN(exp) WOVEN(exp2)
 INLINE float log_(float a) {
   const bool tiny = a < 1.17549435e-38f;
   const float x = tiny ? a * 8388608.f : a;
@@ -90,7 +91,7 @@ template <class F> INLINE F tanh_of(F a) {
   r = fma_(r, s, -3.33327681e-1f);
   r = fma_(r * s, a, a);
   const F far = copysign_(1.f - 2.f / (1.f + exp_of(2.f * t)), a);
-  return t < 0.55f ? r : a != a ? a : far;
+  return select_(t < 0.55f, r, select_(a != a, a, far));
 }
 template <class F> INLINE F sigmoid_of(F x) { return 1.f / (1.f + exp_of(-x)); }
 /* where t is large, 1 - erf(t) = 2^(t * polynomial), up to where erf is 1: the power needs no second step to be scaled.
@@ -116,9 +117,9 @@ template <class F> INLINE F erf_of(F a) {
   q = fma_(q, s, -3.76125336e-1f);
   q = fma_(q, s, 1.28379166e-1f);
   q = fma_(q, u, u);
-  return copysign_(u > 0.927734375f ? far : q, a);
+  return copysign_(select_(u > 0.927734375f, far, q), a);
 }
-FUNCTION(tanh) FUNCTION(sigmoid) FUNCTION(erf)
+WOVEN(tanh) WOVEN(sigmoid) WOVEN(erf)
 #if defined __FMA__ || defined VECTORS
 /* sin(x + turns * pi / 2). What is left of x when quarter turns are taken off, d, is within half a quarter, in two
    floats: the first step is exact. Up to there sine and cosine of d are polynomials; which is the result, and its sign,

@@ -8,9 +8,9 @@ from dcompile.codegen.emit.wide import KEPT, STEPS, Wide
 from dcompile.ir.nodes import Apply, Load, Ref
 from dcompile.ir.ops import REDUCTIONS
 
-TYPES = {"float32": "wide", "bfloat16": "wide", "float16": "wide", "bool": "wide_int", "int32": "wide_int"}
-MANY = {"float32": "{}", "bfloat16": "{}", "bool": "{}_int"}
-"""The same of `pair` and `quad`."""
+KINDS = {"": "wide", "pair": "pair", "two": "pair", "quad": "quad"}
+"""What holds the floats of a step."""
+INTS = frozenset(("bool", "int32"))
 SPELLING = {"where": "select_({0}, {1}, {2})", "rsqrt": "1.f / sqrt_({0})", "reciprocal": "1.f / {0}"}
 FOLDS = {"max": "largest", "min": "smallest", "sum": "total"}
 
@@ -19,19 +19,18 @@ class Vectors(Wide):
     """Writes the wide loop of a pass."""
 
     many = ""
-    """Whether the loop that is being written goes by a `pair` or a `quad` of vectors."""
+    """By what the loop goes that is being written, if not by single vectors (STEPS)."""
 
     def _wide_loop(self, number: int, reduces: list[Ref], stores: list[int], last: Axis, bounded: bool) -> str:
         """Write the wide loop; returns where the plain one has to begin."""
         low, high = self._bounds(last, bounded)
-        many = self._many(number, reduces, stores, last)
-        whole = isinstance(last.size, int) and last.size % STEPS[many] == 0
-        ways = self._ways(number, reduces, stores, last)
+        ways, sought = self._ways(number, reduces, stores, last), self._sought(reduces, stores, last)
+        self.many = self._many(number, reduces, stores, last) if ways == 1 and sought is None else ""
+        whole = isinstance(last.size, int) and last.size % STEPS[self.many] == 0
         at = f"{last.name}_at{number}" if ways > 1 or not whole else last.name
         if not whole:
             self.line(f"int64 {at} = {low};")
         self.line(f"#ifdef {self._guard(number, reduces, stores, last)}")
-        sought = self._sought(reduces, stores, last)
         for ref in reduces if sought is None else ():
             self._open_vectors(ref, ways)
         if sought is not None:
@@ -42,13 +41,13 @@ class Vectors(Wide):
             self._in_ways(number, reduces, last, at, high, ways)
         else:
             first = f"int64 {at} = {low}" if whole else ""
-            self.many, width = many, many.upper() or "WIDTH"
+            width = KINDS[self.many].upper() if self.many else "WIDTH"
             self.open(f"for ({first}; {at} + {width} <= {high}; {at} += {width})")
             if not whole:
                 self.line(f"const int64 {last.name} = {at};")
             self._vectors_at(number, last.name, reduces, stores, "")
             self.close()
-            self.many = ""
+        self.many = ""
         for ref in reduces if sought is None else ():
             self._fold(ref)
         self.line("#else" if whole else "#endif")
@@ -60,9 +59,10 @@ class Vectors(Wide):
         """The accumulators of a reduction."""
         identity = literal(REDUCTIONS[self._reduce(ref).op].identity("float32"), "float32")
         n, several = self.number(ref), f"[{ways}]" if ways > 1 else ""
-        self.line(f"wide x{n}[{ways}]; fill(x{n}, {identity});" if several else f"wide x{n} = widen({identity});")
+        one = f"{self._type('float32')} x{n} = {self._widen()}({identity});"
+        self.line(f"wide x{n}[{ways}]; fill(x{n}, {identity});" if several else one)
         if watches_nan(self._reduce(ref)):
-            self.line(f"wide_int y{n}{several} = {{}};")
+            self.line(f"{self._type('bool')} y{n}{several} = {{}};")
 
     def _search(self, number: int, ref: Ref, sought: Ref, last: Axis, at: str, bounds: tuple[str, str]) -> None:
         """Go on until the condition holds anywhere in a vector; `at`, if given, is where the plain loop begins."""
@@ -97,7 +97,7 @@ class Vectors(Wide):
         for place in self.ahead if number == self.asking else ():
             self.line(f"__builtin_prefetch(&{place});")
         if self.counted and self.counted.positions:
-            self.line(f"const wide_int place = places({name});")
+            self.line(f"const {self._type('int32')} place = places{'_two' if self.many else ''}({name});")
         self._declare_vectors(number, name, self._wide_values(number))
         for ref in reduces:
             self._take_vector(ref, way)
@@ -109,10 +109,11 @@ class Vectors(Wide):
         for ref in values:
             value, n = self.nest.body[ref], self.number(ref)
             early = self.kept.get(ref, number) < number
-            text = f"load_{KEPT[value.dtype]}(&r{n}[{place}])" if early else self._vector(ref, name)
+            kept = self._moved(KEPT[value.dtype]) if ref in self.kept else ""
+            text = f"load_{kept}(&r{n}[{place}])" if early else self._vector(ref, name)
             self.line(f"const {self._type(value.dtype)} {self.name(ref)} = {text};")
-            if ref in self.kept and not early:
-                self.line(f"put_{KEPT[value.dtype]}(&r{n}[{place}], {self.name(ref)});")
+            if kept and not early:
+                self.line(f"put_{kept}(&r{n}[{place}], {self.name(ref)});")
 
     def _vector(self, ref: Ref, name: str) -> str:
         """The right-hand side of an element value's declaration."""
@@ -123,8 +124,8 @@ class Vectors(Wide):
             return f"match{f'_{self.many}' if self.many else ''}({name}, e{self.number(self.counted.matches[ref])})"
         if isinstance(value, Load):
             if self.turned and ref in self.turned.loads:
-                return f"load_{value.dtype}(&x{self.number(ref)}[{self.turned.place}])"
-            how = self.many or value.dtype
+                return f"load_{self._moved(value.dtype)}(&x{self.number(ref)}[{self.turned.place}])"
+            how = self._moved(value.dtype)
             if ref in self.pointed:
                 return f"load_{how}(&z{self.number(ref)}[{name}])"
             if self._steps(value.index, name) == 1:
@@ -140,10 +141,14 @@ class Vectors(Wide):
         return self.name(ref) if self.levels.element[ref] else f"{self._widen()}({self.name(ref)})"
 
     def _widen(self) -> str:
-        return {"": "widen", "pair": "both", "quad": "twice"}[self.many]
+        return {"wide": "widen", "pair": "both", "quad": "twice"}[KINDS[self.many]]
 
     def _type(self, dtype: str) -> str:
-        return MANY[dtype].format(self.many) if self.many else TYPES[dtype]
+        return KINDS[self.many] + ("_int" if dtype in INTS else "")
+
+    def _moved(self, dtype: str) -> str:
+        """What functions are called that move elements of a dtype between memory and registers, behind load_."""
+        return {"": dtype, "two": f"two_{dtype}"}.get(self.many, self.many)
 
     def _take_vector(self, ref: Ref, way: str) -> None:
         reduce, x, y = self._reduce(ref), f"x{self.number(ref)}{way}", f"y{self.number(ref)}{way}"
@@ -168,7 +173,8 @@ class Vectors(Wide):
             how = "stream" if number in self.streams else "put"
             turned = self.turned if self._is_turned(number) else None
             place = f"y{number}[{turned.place}]" if turned else self.place(store.buffer, store.index)
-            self.line(f"{how}_{self.many or dtype}(&{place}, {value});")
+            self.line(f"{how}_{self._moved(dtype)}(&{place}, {value});")
         else:
             place = f"&{self.columns[number]}[{self.index(store.index)}]"
-            self.line(f"put_float32({place}, load_float32({place}) + {value});")
+            moved = self._moved("float32")
+            self.line(f"put_{moved}({place}, load_{moved}({place}) + {value});")

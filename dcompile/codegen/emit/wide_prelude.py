@@ -230,6 +230,13 @@ INLINE void stream_pair(u16* to, pair x) { stream_bfloat16(to, x); }
 INLINE pair_int match_pair(int32 first, int32 place) { return match(first, place); }
 #define PAIR_FUNCTION(name)
 #define PAIR_FUNCTION_2(name)
+#define PAIR_WOVEN(name)
+#define TWO(type, memory, kind) \
+  INLINE kind load_two_##type(const memory* from) { return load_##type(from); } \
+  INLINE void put_two_##type(memory* to, kind x) { put_##type(to, x); }
+#define STREAM_TWO(type, memory, packed) INLINE void stream_two_##type(memory* to, pair x) { stream_##type(to, x); }
+INLINE pair_int places_two(int32 first) { return places(first); }
+INLINE pair_int match_two(int32 first, int32 place) { return match(first, place); }
 #else
 #define PAIR (2 * WIDTH)
 struct pair { wide even, odd; };
@@ -280,7 +287,39 @@ INLINE pair select_(bool mask, pair a, float b) { return mask ? a : both(b); }
 INLINE pair select_(bool mask, float a, pair b) { return mask ? both(a) : b; }
 #define PAIR_FUNCTION(name) PAIR_CALL(pair, name##_, pair)
 #define PAIR_FUNCTION_2(name) PAIR_CALL_2(name##_)
+PAIR_CALL(pair, to_float16, pair)
+#define PAIR_CALL_BOTH(name) INLINE pair name(pair a, pair b) { return {name(a.even, b.even), name(a.odd, b.odd)}; }
+PAIR_CALL_BOTH(copysign_) PAIR_CALL_BOTH(greater) PAIR_CALL_BOTH(lesser)
+INLINE void operator+=(pair& to, pair x) { to = to + x; }
+INLINE void operator|=(pair_int& to, pair_int x) { to = to | x; }
+template <class B, class C> INLINE pair fma_(pair a, B b, C c) {
+  const pair y = both(b), z = both(c);
+  return {fused(a.even, y.even, z.even), fused(a.odd, y.odd, z.odd)};
+}
+INLINE pair scale_(pair r, pair t, pair x) { return {scale_(r.even, t.even, x.even), scale_(r.odd, t.odd, x.odd)}; }
+INLINE pair power_(pair t) { return {unbits(bits(t.even) << 23), unbits(bits(t.odd) << 23)}; }
+INLINE float total(pair x) { return total(x.even + x.odd); }
+INLINE float largest(pair x) { return largest(greater(x.even, x.odd)); }
+INLINE float smallest(pair x) { return smallest(lesser(x.even, x.odd)); }
+INLINE int32 any(pair_int mask) { return any(mask.even | mask.odd); }
+/* one operation on both, then the next: a polynomial's wait for each other */
+#define PAIR_WOVEN(name) INLINE pair name##_(pair x) { return name##_of(x); }
+/* two vectors that lie one behind the other: `even` comes first */
+#define TWO(type, memory, kind) \
+  INLINE kind load_two_##type(const memory* from) { return {load_##type(from), load_##type(from + WIDTH)}; } \
+  INLINE void put_two_##type(memory* to, kind x) { put_##type(to, x.even); put_##type(to + WIDTH, x.odd); }
+#define STREAM_TWO(type, memory, packed) INLINE void stream_two_##type(memory* to, pair x) { \
+  if (u64(to) % (WIDTH * sizeof *to)) put_two_##type(to, x); \
+  else { past_caches(to, packed(x.even)); past_caches(to + WIDTH, packed(x.odd)); } }
+INLINE pair_int places_two(int32 first) { return {places(first), places(first + WIDTH)}; }
+INLINE pair_int match_two(int32 first, int32 place) {
+  return __builtin_expect(u32(place) - u32(first) < PAIR, 0)
+    ? pair_int{places(first) == place, places(first + WIDTH) == place} : pair_int{};
+}
 #endif
+TWO(float32, float, pair) TWO(bfloat16, u16, pair) TWO(float16, u16, pair) TWO(bool, uint8, pair_int)
+TWO(bool, bool, pair_int)
+STREAM_TWO(float32, float, widen) STREAM_TWO(bfloat16, u16, narrowed) STREAM_TWO(float16, u16, half)
 """
 
 _QUADS = r"""
@@ -326,6 +365,8 @@ INLINE quad select_(bool mask, quad a, float b) { return mask ? a : twice(b); }
 INLINE quad select_(bool mask, float a, quad b) { return mask ? twice(a) : b; }
 #define VECTOR_FUNCTION(name) \
   INLINE wide name##_(wide x) { return name##_of(x); } PAIR_FUNCTION(name) QUAD_CALL(quad, name##_, quad)
+#define VECTOR_WOVEN(name) \
+  INLINE wide name##_(wide x) { return name##_of(x); } PAIR_WOVEN(name) QUAD_CALL(quad, name##_, quad)
 #define VECTOR_FUNCTION_2(name) \
   INLINE wide name##_(wide a, wide b) { return name##_of(a, b); } \
   INLINE wide name##_(wide a, float b) { return name##_of(a, widen(b)); } \
@@ -333,6 +374,7 @@ INLINE quad select_(bool mask, float a, quad b) { return mask ? twice(a) : b; }
 #else
 #define VECTOR_FUNCTION(name)
 #define VECTOR_FUNCTION_2(name)
+#define VECTOR_WOVEN(name)
 INLINE void finish_streams() {}
 #endif
 """

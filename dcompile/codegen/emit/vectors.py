@@ -25,7 +25,7 @@ class Vectors(Wide):
         """Write the wide loop; returns where the plain one has to begin."""
         low, high = self._bounds(last, bounded)
         ways, sought = self._ways(number, reduces, stores, last), self._sought(reduces, stores, last)
-        self.many = self._many(number, reduces, stores, last) if ways == 1 and sought is None else ""
+        self.many = self._many(number, reduces, stores, last) if sought is None else ""
         whole = isinstance(last.size, int) and last.size % STEPS[self.many] == 0
         at = f"{last.name}_at{number}" if ways > 1 or not whole else last.name
         if not whole:
@@ -41,7 +41,7 @@ class Vectors(Wide):
             self._in_ways(number, reduces, last, at, high, ways)
         else:
             first = f"int64 {at} = {low}" if whole else ""
-            width = KINDS[self.many].upper() if self.many else "WIDTH"
+            width = self._width()
             self.open(f"for ({first}; {at} + {width} <= {high}; {at} += {width})")
             if not whole:
                 self.line(f"const int64 {last.name} = {at};")
@@ -58,9 +58,9 @@ class Vectors(Wide):
     def _open_vectors(self, ref: Ref, ways: int) -> None:
         """The accumulators of a reduction."""
         identity = literal(REDUCTIONS[self._reduce(ref).op].identity("float32"), "float32")
-        n, several = self.number(ref), f"[{ways}]" if ways > 1 else ""
+        n, several = self.number(ref), f"[{'PAIR_WAYS' if self.many else ways}]" if ways > 1 else ""
         one = f"{self._type('float32')} x{n} = {self._widen()}({identity});"
-        self.line(f"wide x{n}[{ways}]; fill(x{n}, {identity});" if several else one)
+        self.line(f"{self._type('float32')} x{n}{several}; fill(x{n}, {identity});" if several else one)
         if watches_nan(self._reduce(ref)):
             self.line(f"{self._type('bool')} y{n}{several} = {{}};")
 
@@ -86,11 +86,13 @@ class Vectors(Wide):
         self._vectors_at(number, last.name, reduces, [], "[way]")
         self.depth -= 1
         self.line("};")
-        self.open(f"for (; {at} + {ways} * WIDTH <= {high}; {at} += {ways} * WIDTH)")
+        width, count = self._width(), "PAIR_WAYS" if self.many else str(ways)
+        self.open(f"for (; {at} + {count} * {width} <= {high}; {at} += {count} * {width})")
         for way in range(ways):
-            self.line(f"take{number}({at} + {way} * WIDTH, {way});")
+            there = f"if ({count} > {way}) " if self.many else ""
+            self.line(f"{there}take{number}({at} + {way} * {width}, {way});")
         self.close()
-        self.line(f"for (; {at} + WIDTH <= {high}; {at} += WIDTH) take{number}({at}, 0);")
+        self.line(f"for (; {at} + {width} <= {high}; {at} += {width}) take{number}({at}, 0);")
 
     def _vectors_at(self, number: int, name: str, reduces: list[Ref], stores: list[int], way: str) -> None:
         """What becomes of the elements from `name` on."""
@@ -142,6 +144,10 @@ class Vectors(Wide):
 
     def _widen(self) -> str:
         return {"wide": "widen", "pair": "both", "quad": "twice"}[KINDS[self.many]]
+
+    def _width(self) -> str:
+        """Elements of a step."""
+        return KINDS[self.many].upper() if self.many else "WIDTH"
 
     def _type(self, dtype: str) -> str:
         return KINDS[self.many] + ("_int" if dtype in INTS else "")

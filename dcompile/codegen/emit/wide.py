@@ -97,8 +97,13 @@ class Wide(Scans):
 
     def _is_paired(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> bool:
         """Is all that the pass reads and writes bfloat16 in memory, or the same for all elements of a vector?"""
+        narrow = (self.table[self.nest.stores[n].buffer].dtype == "bfloat16" for n in stores)
+        return self._reads_pairs(number, last) and all(narrow)
+
+    def _reads_pairs(self, number: int, last: Axis) -> bool:
+        """The same of what it reads."""
         needed = self._wide_values(number)
-        if reduces or self.turned or any(ref in self.kept for ref in needed):
+        if self.turned or any(ref in self.kept for ref in needed):
             return False
         if self.counted and self.counted.positions:
             return False
@@ -109,14 +114,16 @@ class Wide(Scans):
             for v in map(self.nest.body.__getitem__, needed)
             if isinstance(v, Load)
         ]
-        narrow = (self.table[self.nest.stores[n].buffer].dtype == "bfloat16" for n in stores)
-        return all(dtype == "bfloat16" or (dtype == "float32" and step == 0) for dtype, step in steps) and all(narrow)
+        return all(dtype == "bfloat16" or (dtype == "float32" and step == 0) for dtype, step in steps)
 
     def _many(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
         """By how many vectors at a time a pass goes, and how elements lie in them (STEPS)."""
         if not self._is_paired(number, reduces, stores, last):
             computed = (self.nest.body[r] for r in self._wide_values(number) if self.kept.get(r, number) >= number)
-            return "two" if any(isinstance(value, Apply) and value.op in GAINS for value in computed) else ""
+            functions = any(isinstance(value, Apply) and value.op in GAINS for value in computed)
+            return "two" if functions and self._ways(number, reduces, stores, last) == 1 else ""
+        if reduces:
+            return "pair"
         fits = not isinstance(last.size, int) or last.size > 2 * SHORT or last.size % STEPS["quad"] == 0
         tiled = any(row.name == last.name and 1 < row.tile < SHORT for row in self.nest.rows)
         return "quad" if fits and not tiled and len(self._wide_values(number)) <= MOST else "pair"

@@ -222,6 +222,7 @@ _PAIRS = r"""
    vectors of their own: that takes an instruction each, where neighbours are moved apart and together again. */
 #if WIDTH == 16
 #define PAIR WIDTH
+#define PAIR_WAYS 4
 typedef wide pair; typedef wide_int pair_int;
 template <class T> INLINE pair both(T x) { return widen(x); }
 INLINE pair load_pair(const u16* from) { return load_bfloat16(from); }
@@ -239,6 +240,7 @@ INLINE pair_int places_two(int32 first) { return places(first); }
 INLINE pair_int match_two(int32 first, int32 place) { return match(first, place); }
 #else
 #define PAIR (2 * WIDTH)
+#define PAIR_WAYS 2
 struct pair { wide even, odd; };
 struct pair_int { wide_int even, odd; };
 INLINE pair both(float x) { return {widen(x), widen(x)}; }
@@ -302,6 +304,11 @@ INLINE float total(pair x) { return total(x.even + x.odd); }
 INLINE float largest(pair x) { return largest(greater(x.even, x.odd)); }
 INLINE float smallest(pair x) { return smallest(lesser(x.even, x.odd)); }
 INLINE int32 any(pair_int mask) { return any(mask.even | mask.odd); }
+INLINE void fill(pair (&x)[2], float value) { x[0] = x[1] = both(value); }
+INLINE float total(const pair (&x)[2]) { return total(x[0] + x[1]); }
+INLINE float largest(const pair (&x)[2]) { return largest(greater(x[0], x[1])); }
+INLINE float smallest(const pair (&x)[2]) { return smallest(lesser(x[0], x[1])); }
+INLINE int32 any(const pair_int (&x)[2]) { return any(x[0] | x[1]); }
 /* one operation on both, then the next: a polynomial's wait for each other */
 #define PAIR_WOVEN(name) INLINE pair name##_(pair x) { return name##_of(x); }
 /* two vectors that lie one behind the other: `even` comes first */

@@ -212,7 +212,7 @@ def test_polynomials_go_by_two_vectors_one_behind_the_other_unless_all_is_bfloat
     for made in (mixture(6, 64), loops.softmax(4, 128), loops.unary("erf", 4096)):
         assert "load_two_" in source_of(made).text and "load_pair" not in source_of(made).text
     assert "load_two_" not in source_of(paired(64)).text
-    assert "PAIR" not in source_of(loops.row_sum(4, 4096)).text  # other ways keep the additions apart
+    assert "PAIR" not in source_of(loops.row_sum(4, 4096)).text  # four accumulators keep the additions apart
 
 
 def test_a_long_body_takes_one_pair_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,8 @@ def test_reductions_of_little_work_have_several_accumulators(dtype: str, n: int)
     made = program(
         b, (5,), (n,), stores, x=(dtype, (5, n)), s=("float32", (5,)), h=("float32", (5,)), l=("float32", (5,))
     )
-    assert f"[{WAYS}]; fill(" in source_of(made).text
+    kind = "pair x0[PAIR_WAYS]" if dtype == "bfloat16" else f"wide x0[{WAYS}]"
+    assert f"{kind}; fill(" in source_of(made).text
     values = np.random.default_rng(n).normal(size=(5, n)).astype(np.float32)
     values[1], values[2, n // 3], values[3, n - 1] = -np.inf, np.nan, np.nan
     values = from_bfloat16(to_bfloat16(values)) if dtype == "bfloat16" else values

@@ -1,17 +1,21 @@
 """Runs Triton kernels in Triton's interpreter, on NumPy memory. Import only where TRITON_INTERPRET=1 is set.
 
 The interpreter (3.6 and 3.7) truncates where it should round to bfloat16, knows nothing of `libdevice`, and takes
-reductions by a function of the kernel element by element: all three are put right here.
+reductions by a function of the kernel element by element: all three are put right here. It also spends most of its time
+on what is the same each time, or is not looked at: that is done once, or not at all.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import math
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -135,20 +139,67 @@ def _scan_impl(self, tensors):
 interpreter.ScanOps.apply_impl = _scan_impl
 
 
-# --- functions that kernels call --------------------------------------------------------------------------------------
+# --- what is done once ------------------------------------------------------------------------------------------------
+
+_number = cache(interpreter._get_np_dtype)
+_address = np.dtype(np.uint64)
 
 
-_call = interpreter.InterpretedFunction.__call__
+def _get_np_dtype(kind):
+    return _address if isinstance(kind.scalar, tl.pointer_type) else _number(kind.scalar)
 
 
-def _device_call(self, *args, **keywords):
-    """What our modules see of the language stands for NumPy already while a kernel of theirs runs: not once more."""
-    if isinstance(self.fn.__globals__.get("libdevice"), Libdevice):
-        return self.rewrite()(*args, **keywords)
-    return _call(self, *args, **keywords)
+interpreter._get_np_dtype = _get_np_dtype
+# Whether a sum of 32 bits overflows is worked out for an assertion, which is made with `debug` alone.
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
-interpreter.InterpretedFunction.__call__ = _device_call
+class _Kept:
+    """The language as kernels see it stands for NumPy from the first kernel on, and until this process ends."""
+
+    def restore(self):
+        pass
+
+
+_patch_language = interpreter._patch_lang
+
+
+@cache
+def _patched(*modules):
+    _patch_language(type("F", (), {"__globals__": dict(enumerate(modules))}))
+    return _Kept()
+
+
+def _patch_lang(function):
+    return _patched(*(value for value in function.__globals__.values() if value in (tl, tl.core)))
+
+
+interpreter._patch_lang = _patch_lang
+
+
+@cache
+def _code(text: str):
+    """A function as the interpreter rewrites it; many kernels bring the same ones."""
+    tree = interpreter.ASTTransformer().visit(ast.parse(text))
+    return compile(ast.fix_missing_locations(tree), "<a function of kernels>", "exec")
+
+
+_rewrite = interpreter.FunctionRewriter.rewrite_ast
+
+
+def _rewrite_ast(self):
+    code, names = self.fn.__code__, self.fn.__globals__
+    if not code.co_filename.startswith(_folder().name):
+        return _rewrite(self)
+    lines = Path(code.co_filename).read_text().splitlines()[code.co_firstlineno :]
+    first, *rest = dropwhile(lambda line: not line.startswith("def "), lines)
+    names.setdefault("interpreter_semantic", interpreter.interpreter_semantic)
+    found = dict(self.kwargs)
+    exec(_code("\n".join([first, *takewhile(lambda line: not line or line[0] == " ", rest)])), names, found)
+    return found[self.fn.__name__]
+
+
+interpreter.FunctionRewriter.rewrite_ast = _rewrite_ast
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

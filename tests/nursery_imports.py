@@ -18,6 +18,8 @@ for name in (
     "dcompile.explain.report",
     "dcompile.pipeline",
     "dcompile.runtime.quick",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
     "tests.distributed.cases",
     "tests.distributed.fsdp1_cases",
     "tests.distributed.fsdp_cases",

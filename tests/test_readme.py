@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -35,6 +36,13 @@ ENVIRONMENT = {
 }
 
 
+def one_layer(folder: Path) -> Path:
+    config = json.loads((ROOT / "launch/configs/llama_debug.json").read_text()) | {"num_hidden_layers": 1}
+    path = folder / "model.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
 def shortened(command: str, folder: Path) -> str:
     """The command with a tiny model, few steps, and its output elsewhere."""
     command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
@@ -47,7 +55,8 @@ def shortened(command: str, folder: Path) -> str:
         backend = "BACKEND=eager" if given else ""  # what matters there is how arguments reach the script
         return f'{rest} {backend} STEPS=2 ARGS="{given[1] if given else ""} {small}"'
     if first.endswith("torchrun"):
-        return f"{command} --steps 2 {small}"
+        # of one layer, for what is traced starts from nothing here
+        return f"{command} --steps 2 {small.replace('llama_debug', str(one_layer(folder)))}"
     if first.endswith("pytest"):
         return f"{command} $TESTS"
     if "pip install" in command:

@@ -29,7 +29,8 @@ def tokens_of(output: str) -> list[int]:
 
 @pytest.mark.timeout(200)
 def test_two_ranks_generate_what_one_process_does():
-    result = torchrun(2, "launch/generate.py", "--tp", "2", "--backend", BACKEND, "--device", "cpu", "--check")
+    arguments = ("--tp", "2", "--backend", BACKEND, "--device", "cpu", "--check")
+    result = torchrun(2, "launch/generate.py", *arguments, python=python())
     assert result.returncode == 0, result.stderr
     assert "1 decode graph, 0 recompiles, 4 all-reduces a decode step" in result.stdout
     assert len(set(tokens_of(result.stdout))) > 10, "a model that repeats itself would prove little"
@@ -40,9 +41,8 @@ def test_two_ranks_generate_what_one_process_does():
 @pytest.mark.timeout(200)
 def test_one_rank_samples_the_same_tokens_compiled_prefill_and_all():
     arguments = ("--temperature", "0.8", "--top-k", "20", "--compile-prefill", "--max-new-tokens", "8")
-    result = torchrun(
-        1, "launch/generate.py", "--backend", BACKEND, "--device", "cpu", "--check", *arguments, python=python()
-    )
+    # this one starts from nothing: the script imports what it needs
+    result = torchrun(1, "launch/generate.py", "--backend", BACKEND, "--device", "cpu", "--check", *arguments)
     assert result.returncode == 0, result.stderr
     assert "1 decode graph, 0 recompiles, 0 all-reduces a decode step" in result.stdout
     assert len(tokens_of(result.stdout)) == 8

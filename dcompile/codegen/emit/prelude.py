@@ -141,13 +141,21 @@ template <class T> INLINE T sign_(T x) { return T((0 < x) - (x < 0)); }
 template <class T> INLINE T divisor_(T b) { if (b == 0) division_by_zero = 1; return b == 0 ? T(1) : b; }
 template <class T> INLINE T truncdiv_(T a, T b) { b = divisor_(b); return b == T(-1) ? T(-a) : T(a / b); }
 template <class T> INLINE T fmod_(T a, T b) { b = divisor_(b); return b == T(-1) ? T(0) : T(a % b); }
+/* towards -inf, by a positive number: ~(~a / b) where a is negative. 64 bits take longer than 32 */
+template <class T> INLINE T floor_by(T a, T b) {
+  const T sign = a < 0 ? T(-1) : T(0), rest = T(a ^ sign);
+  if (sizeof(T) == 8 && !__builtin_constant_p(b) && (u64(rest) | u64(b)) >> 32 == 0) return T(u32(rest) / u32(b)) ^ sign;
+  return T(T(rest / b) ^ sign);
+}
 template <class T> INLINE T mod_(T a, T b) {
+  if (b > 0) return T(a - floor_by(a, b) * b);
   const T r = fmod_(a, b);
-  return r != 0 && (r < 0) != (b < 0) ? T(r + b) : r;
+  return r > 0 ? T(r + b) : r;
 }
 template <class T> INLINE T floordiv_(T a, T b) {
+  if (b > 0) return floor_by(a, b);
   const T q = truncdiv_(a, b), r = fmod_(a, b);
-  return T(q - (r != 0 && (r < 0) != (b < 0)));
+  return T(q - (r > 0));
 }
 template <class T> INLINE T pow_(T a, T b) {
   if (b < 0) return a == T(1) ? T(1) : a == T(-1) ? (b % 2 ? T(-1) : T(1)) : T(0);

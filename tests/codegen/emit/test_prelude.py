@@ -139,6 +139,31 @@ def test_integer_arithmetic_wraps_and_rounds_as_eager(op, torch_op, dtype):
     assert np.array_equal(got, torch_op(torch.from_numpy(a), torch.from_numpy(b)).numpy())
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "int64"])
+@pytest.mark.parametrize(("op", "torch_op"), [
+    ("floordiv", lambda a, b: torch.div(a, b, rounding_mode="floor")), ("mod", torch.remainder),
+])  # fmt: skip
+def test_integers_of_all_sizes_are_divided_by_each_other_and_by_numbers(op, torch_op, dtype):
+    """64 bits take a way of their own where both fit into 32, numbers are divided by without a division."""
+    info, rng = np.iinfo(dtype), np.random.default_rng(0)
+    sizes = [int(info.max) >> k for k in range(0, info.bits - 1, 5)]
+    a = np.concatenate([rng.integers(-m if info.min else 0, m, 2000, dtype, endpoint=True) for m in sizes])
+    b = rng.permutation(a)
+    b[b == 0] = 1
+    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b})
+    assert np.array_equal(got, torch_op(torch.from_numpy(a), torch.from_numpy(b)).numpy())
+    a[:2] = info.min, info.max
+    for number in {1, 7, 64, int(info.max), *((-1, -7, int(info.min)) if info.min else ())}:
+        x = a[1:] if number == -1 else a
+        body = loops.Body()
+        value = body.op(op, body.load("x", loops.I0, dtype), body.const(number, dtype), dtype=dtype)
+        made = loops.program(
+            body, x.shape, (), [loops.Store("y", loops.I0, value)], x=(dtype, x.shape), y=(dtype, x.shape)
+        )
+        want = torch_op(torch.from_numpy(x), torch.tensor(number, dtype=getattr(torch, dtype))).numpy()
+        assert np.array_equal(run(made, {"x": x})[0], want), number
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("op", "torch_op"), [
     ("floordiv", lambda a, b: torch.div(a, b, rounding_mode="floor")), ("mod", torch.remainder), ("fmod", torch.fmod),

@@ -118,6 +118,13 @@ def _sign(x: Any) -> Any:
     return np.greater(x, 0).astype(x.dtype) - np.less(x, 0).astype(x.dtype)
 
 
+def _within(x: Any, low: Any, high: Any) -> Any:
+    """A position as it is, if it is one."""
+    if np.any((np.asarray(x) < low) | (np.asarray(x) >= high)):
+        raise IndexError(f"positions from {np.min(x)} to {np.max(x)}, outside of {np.min(low)} to {np.max(high) - 1}")
+    return x
+
+
 def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
@@ -191,6 +198,8 @@ OPS: Mapping[str, Op] = {
         Op("shr", 2, "same", frozenset(("int",)), np.right_shift),
         # (key, position, draw): 32 random bits, see ir/philox.py; int64 arguments
         Op("philox", 3, "int32", frozenset(("int",)), philox, 40),
+        # (position, low, high): the position, on CPUs; the program fails unless low <= position < high
+        Op("within", 3, "same", frozenset(("int",)), _within, 2),
         Op("where", 3, "given", _ANY, np.where),  # (bool, a, b): a and b of the result's dtype
         Op("cast", 1, "given", _ANY, lambda x: x),  # rounds to nearest even; float to int truncates; x != 0 for bool
     )

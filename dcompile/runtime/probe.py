@@ -120,9 +120,15 @@ def _is_clear(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and ast.unparse(node) == "args.clear()"
 
 
+def _value_of(node: ast.stmt) -> Any:
+    """What a statement calls, perhaps to test what it returns."""
+    value = node.test if isinstance(node, ast.If) else getattr(node, "value", None)
+    return value.value if isinstance(value, ast.NamedExpr) else value
+
+
 def _works(node: ast.stmt) -> bool:
     """Whether a statement computes: a call of what `make` has prepared, its result kept, dropped or tested."""
-    value = node.test if isinstance(node, ast.If) else getattr(node, "value", None)
+    value = _value_of(node)
     if not isinstance(node, ast.Expr | ast.Assign | ast.If) or not isinstance(value, ast.Call):
         return False
     return isinstance(value.func, ast.Name) and _WORK.fullmatch(value.func.id) is not None
@@ -130,7 +136,7 @@ def _works(node: ast.stmt) -> bool:
 
 def _statement(node: ast.stmt, lines: list[str]) -> Statement:
     """What a statement's text tells. The comment before it says where it came from."""
-    value: Any = node.test if isinstance(node, ast.If) else getattr(node, "value", None)
+    value: Any = _value_of(node)
     callee = value.func.id
     prepared = re.compile(rf"^    {callee} = (.*)$")
     at, found = next((n, m[1]) for n, line in enumerate(lines) if (m := prepared.match(line)))

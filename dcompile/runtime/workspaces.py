@@ -245,6 +245,8 @@ class Run:
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
     @staticmethod
-    def division_by_zero() -> None:
-        """What eager says after an integer division by zero."""
-        raise RuntimeError("ZeroDivisionError")
+    def failed(status: int) -> None:
+        """What eager says after an integer division by zero, or where a position lies outside."""
+        if status == 1:
+            raise RuntimeError("ZeroDivisionError")
+        raise IndexError(f"index {status >> 2} is out of bounds")

@@ -88,6 +88,19 @@ def test_an_unmasked_load_outside_is_an_error():
         run(body, Store("y0", AT, 1), outs=[(4, 5)], inputs={"x": X, "n": np.array([0, 1, 2, 5])})
 
 
+def test_positions_within_are_themselves_and_others_an_error():
+    body = [
+        load(name="n", index=I0, dtype="int64"), Const(0, "int64"), Const(4, "int64"),
+        Apply("within", (0, 1, 2), "int64"), load(J0 + 5 * var("v3")),
+    ]  # fmt: skip
+    n = np.array([2, 0, 3, 1])
+    (y,) = run(body, Store("y0", AT, 4), outs=[(4, 5)], inputs={"x": X, "n": n})
+    np.testing.assert_array_equal(y, X[n])
+    for wrong in (4, -1):
+        with pytest.raises(IndexError, match="outside of 0 to 3"):
+            run(body, Store("y0", AT, 4), outs=[(4, 5)], inputs={"x": X, "n": np.array([2, 0, wrong, 1])})
+
+
 def test_gather_and_scatter_at_run_time():
     n = np.array([2, 0, 2, 1])
     gather = [load(name="n", index=I0, dtype="int64"), load(J0 + 5 * var("v0"))]

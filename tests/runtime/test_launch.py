@@ -224,6 +224,16 @@ def test_integer_division_by_zero_raises_as_eager_does():
     assert executable([x, torch.tensor([1, 2, 3])])[0].tolist() == [7, 4, 3], "and works afterwards"
 
 
+def test_positions_outside_raise_index_errors():
+    executable = load(plan_memory(loops.picked(2, 3)))
+    x = torch.arange(6.0).view(2, 3)
+    assert executable([torch.tensor([[2, 0, -1], [0, 1, -3]]), x])[0].tolist() == [[2, 0, 2], [3, 4, 3]]
+    for wrong in (3, -4, 2**40):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of bounds"):
+            executable([torch.tensor([[2, 0, 1], [0, wrong, 1]]), x])
+    assert executable([torch.zeros(2, 3, dtype=torch.int64), x])[0].tolist() == [[0, 0, 0], [3, 3, 3]]
+
+
 def test_library_calls_write_where_they_are_told_or_allocate():
     x = Buffer("x", "float32", (4, 6), (6, 1), storage="input")
     m = Buffer("m", "float32", (4, 4), (4, 1), storage="arena", offset=64)

@@ -30,8 +30,8 @@ def make(run):
         _bucket_b_0 = buckets.acquire('b.0')
         _p_bucket_b_0 = _bucket_b_0.flat.data_ptr()
         # layers.0: aten.neg.default (m.py:4)
-        if _k1(x.data_ptr(), _p_bucket_b_0 + 64):
-            run.division_by_zero()
+        if failed := _k1(x.data_ptr(), _p_bucket_b_0 + 64):
+            run.failed(failed)
         _op2(x, _v4, out=run.bucket_view(_bucket_b_0, 'g', (2,), (1,), 0))
         _launch3(stream, x)
         if sync:

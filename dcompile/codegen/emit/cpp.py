@@ -37,7 +37,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     )
     sizes = [f"int64 {short}" for short in writer.symbols.values()]
     arguments = ", ".join([arguments, *sizes])
-    text = f"({arguments}) {{\n{body}\n  return {'take_division_by_zero()' if writer.checked else '0'};\n}}\n"
+    text = f"({arguments}) {{\n{body}\n  return {'take_failure()' if writer.checked else '0'};\n}}\n"
     name = "k" + hashlib.sha256(text.encode()).hexdigest()[:24]
     text = f'extern "C" int64 {name}{text}'
     cost = len(loop.body) + 4

@@ -30,8 +30,8 @@ class KernelSource:
 
     `arguments` are the buffers to pass, in order, and after them the size symbols in `sizes`, as 64-bit integers.
     A GPU kernel has the integers `numbers` behind those.
-    `checked` kernels return non-zero after an integer division by zero. `launches` is what runs it on a GPU, in order;
-    a C++ kernel is called and has none.
+    `checked` kernels return non-zero after an integer division by zero, or where a position lay outside.
+    `launches` is what runs it on a GPU, in order; a C++ kernel is called and has none.
     """
 
     name: str

@@ -268,7 +268,7 @@ class _Host(Values):
         if loop.origin:
             self.lines.append(f"# {', '.join(loop.origin)}")
         if kernel.checked:
-            self.lines += [f"if {call}:", "    run.division_by_zero()"]
+            self.lines += [f"if failed := {call}:", "    run.failed(failed)"]
         else:
             self.lines.append(call)
 

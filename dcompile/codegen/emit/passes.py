@@ -148,6 +148,8 @@ class Passes(Vectors):
             self.nest = told
             self._simd_pragma(reduces, scalars, simd)
             self.open(f"for (int64 {last.name} = {begin}; {last.name} < {end}; {last.name}++)")
+            for place in self._picked_ahead(number, last):
+                self.line(f"__builtin_prefetch(&{place});")
             self._values(number, self._targets(number), rounds, ready, at)
             self._combine_elements(reduces, [n for n in stores if n not in scalars])
             for n in scalars:

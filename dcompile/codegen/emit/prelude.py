@@ -22,8 +22,9 @@ extern "C" int omp_get_max_threads() noexcept;
 extern "C" int omp_get_thread_num() noexcept;
 extern "C" void* aligned_alloc(u64, u64) noexcept;
 extern "C" void free(void*) noexcept;
-static int division_by_zero;
-static int64 take_division_by_zero() { const int was = division_by_zero; division_by_zero = 0; return was; }
+/* what a kernel returns: 0, or 1 after an integer division by zero, or 4 * position + 2 of a position that is none */
+static int64 failure;
+static int64 take_failure() { const int64 was = failure; failure = 0; return was; }
 
 INLINE u32 bits(float x) { u32 u; __builtin_memcpy(&u, &x, 4); return u; }
 INLINE float unbits(u32 u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
@@ -78,6 +79,12 @@ alignas(64) static const uint8 zeros[16384] = {};
 INLINE int64 position(int64 x) { __asm__("" : "+r"(x)); return x; }
 /* a number that is compared with positions below 2^31 */
 INLINE int32 as_place(int64 x) { return x == int64(int32(x)) ? int32(x) : -1; }
+/* a position from low (below which nothing is read) to high; any that is none fails the kernel, and reads the first */
+template <class T> INLINE T within_(T x, T low, T high) {
+  if (__builtin_expect(u64(x) - u64(low) < u64(high) - u64(low), 1)) return x;
+  failure = int64(x) * 4 + 2;
+  return T(0);
+}
 INLINE bool load_bool(uint8 x) { return x != 0; }
 INLINE float load_bfloat16(u16 x) { return unbits(u32(x) << 16); }
 INLINE u16 store_bfloat16(float x) { return u16(bits(x) >> 16); }
@@ -138,14 +145,14 @@ INLINE uint8 abs_(uint8 x) { return x; }
 INLINE float abs_(float x) { return __builtin_fabsf(x); }
 INLINE double abs_(double x) { return __builtin_fabs(x); }
 template <class T> INLINE T sign_(T x) { return T((0 < x) - (x < 0)); }
-template <class T> INLINE T divisor_(T b) { if (b == 0) division_by_zero = 1; return b == 0 ? T(1) : b; }
+template <class T> INLINE T divisor_(T b) { if (b == 0) failure = 1; return b == 0 ? T(1) : b; }
 template <class T> INLINE T truncdiv_(T a, T b) { b = divisor_(b); return b == T(-1) ? T(-a) : T(a / b); }
 template <class T> INLINE T fmod_(T a, T b) { b = divisor_(b); return b == T(-1) ? T(0) : T(a % b); }
 /* towards -inf, by a positive number: ~(~a / b) where a is negative. 64 bits take longer than 32 */
 template <class T> INLINE T floor_by(T a, T b) {
   const T sign = a < 0 ? T(-1) : T(0), rest = T(a ^ sign);
-  if (sizeof(T) == 8 && !__builtin_constant_p(b) && (u64(rest) | u64(b)) >> 32 == 0) return T(u32(rest) / u32(b)) ^ sign;
-  return T(T(rest / b) ^ sign);
+  const bool small = sizeof(T) == 8 && !__builtin_constant_p(b) && (u64(rest) | u64(b)) >> 32 == 0;
+  return T((small ? T(u32(rest) / u32(b)) : T(rest / b)) ^ sign);
 }
 template <class T> INLINE T mod_(T a, T b) {
   if (b > 0) return T(a - floor_by(a, b) * b);

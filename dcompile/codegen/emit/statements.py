@@ -308,7 +308,7 @@ class Statements:
     def apply(self, op: str, args: tuple[Ref, ...], dtype: str) -> str:
         kind = DTYPES[self.nest.body[args[0]].dtype]
         names = [self.name(arg) for arg in args]
-        if kind == "int" and op in ("floordiv", "truncdiv", "mod", "fmod"):
+        if kind == "int" and op in ("floordiv", "truncdiv", "mod", "fmod", "within"):
             self.checked = True
         text = self.spelling(Apply(op, args, dtype)).format(*names, dtype=dtype)
         return f"{dtype}({text})" if dtype in ("int8", "int16", "uint8") else text

@@ -273,6 +273,12 @@ def not_(a):
 
 
 @triton.jit
+def within_(x, low, high):
+    # a library call before has found what lies outside (lower/indexing.py)
+    return tl.where((x >= low) & (x < high), x, 0)
+
+
+@triton.jit
 def shl_(a, b):
     inside = (b >= 0) & (b < a.dtype.primitive_bitwidth)
     return tl.where(inside, a << tl.where(inside, b, 0), 0).to(a.dtype)

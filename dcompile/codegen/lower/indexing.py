@@ -1,4 +1,8 @@
-"""Rules that read or write at positions computed at run time. Positions are checked before anything is read."""
+"""Rules that read or write at positions computed at run time.
+
+Loops on the CPU check the positions that they read by, each as it is used. On GPUs, and where something is written or
+the size is not known, all of them are checked before, in a pass of its own.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +48,40 @@ def checked(low: Lowering, positions: T, size: Size, *, wrap: bool) -> T:
     return low.checked[key]
 
 
-def position(body: Body, positions: T, coords: Coords, size: Size, *, wrap: bool) -> Index:
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where to read: positions along a dimension of `size` elements; with `wrap`, negative ones count from the end.
+
+    With `check`, they may lie outside, and the loop that reads has to see to it.
+    """
+
+    positions: T
+    size: Size
+    wrap: bool
+    check: bool
+
+    def at(self, body: Body, coords: Coords) -> Index:
+        """The run-time index at `coords`."""
+        return position(body, self.positions, coords, self.size, wrap=self.wrap, check=self.check)
+
+
+def places(low: Lowering, positions: T, size: Size, *, wrap: bool) -> Places:
+    """Positions to read by. A pass of its own over 2 million of them, which copies them, took as long as reading."""
+    lowest = as_size(size * -1) if wrap else 0
+    in_loop = low.device == "cpu" and isinstance(size, int) and size > 0 and 0 not in positions.shape
+    if in_loop and not is_within(positions, lowest, size):
+        return Places(positions, size, wrap, check=True)
+    return Places(checked(low, positions, size, wrap=wrap), size, wrap, check=False)
+
+
+def position(body: Body, positions: T, coords: Coords, size: Size, *, wrap: bool, check: bool = False) -> Index:
     """The run-time index at `coords`; negative ones count from the end if they may."""
     ref = body.cast(body.trace(positions, coords), "int64")
+    if check:
+        if body.mask is not None:  # what is not read need not be anywhere
+            ref = body.apply("where", body.mask, ref, body.const(0, "int64"))
+        lowest = as_size(size * -1) if wrap else 0
+        ref = body.apply("within", ref, body.const(lowest, "int64"), body.const(size, "int64"))
     if wrap and not is_within(positions, 0, size):
         negative = body.apply("lt", ref, body.const(0, "int64"))
         ref = body.apply("where", negative, body.apply("add", ref, body.const(size, "int64")), ref)
@@ -62,31 +97,28 @@ def picks_few(low: Lowering, x: T, count: Size) -> bool:
 
 
 def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_: Any) -> T:
-    size = weight.shape[0]
-    seen = checked(low, indices, size, wrap=False)
+    seen = places(low, indices, weight.shape[0], wrap=False)
 
     def at(body: Body, coords: Coords) -> Ref:
-        row = position(body, seen, coords[:-1], size, wrap=False)
-        return body.trace(weight, (row, coords[-1]))
+        return body.trace(weight, (seen.at(body, coords[:-1]), coords[-1]))
 
-    return computed(shape_of(value), weight.dtype, at, (weight, seen), ops=0)
+    return computed(shape_of(value), weight.dtype, at, (weight, seen.positions), ops=0)
 
 
 def _gather(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, **_: Any) -> Result:
     shape = index.shape
     x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
-    size = x.shape[dim]
-    seen = checked(low, index, size, wrap=False)
+    seen = places(low, index, x.shape[dim], wrap=False)
 
     few = picks_few(low, x, index.numel)
 
     def at(body: Body, coords: Coords) -> Ref:
-        where = position(body, seen, coords, size, wrap=False)
+        where = seen.at(body, coords)
         with body.computing_anew(few):
             return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
 
-    picked = computed(index.shape, x.dtype, at, (x, seen), ops=0)
+    picked = computed(index.shape, x.dtype, at, (x, seen.positions), ops=0)
     return reshape(replace(picked, reads=picked.sources) if few else picked, shape)
 
 
@@ -94,15 +126,14 @@ def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: 
     shape = shape_of(value)
     x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
-    size = x.shape[dim]
-    seen = checked(low, index, size, wrap=False)
+    seen = places(low, index, x.shape[dim], wrap=False)
 
     def at(body: Body, coords: Coords) -> Ref:
-        where = position(body, seen, (coords[dim],), size, wrap=False)
+        where = seen.at(body, (coords[dim],))
         return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
 
     chosen = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
-    return reshape(computed(chosen, x.dtype, at, (x, seen), ops=0), shape)
+    return reshape(computed(chosen, x.dtype, at, (x, seen.positions), ops=0), shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +144,13 @@ class IndexedSpace:
     place: Callable[[Body, Coords], Coords]
 
 
-def indexed_space(low: Lowering, x: T, indices: Sequence[T | None], *, check: bool = True) -> IndexedSpace:
+def indexed_space(
+    low: Lowering, x: T, indices: Sequence[T | None], *, check: bool = True, reading: bool = False
+) -> IndexedSpace:
     """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours.
 
-    Without `check`, who reads or writes there sees to it that no position lies outside.
+    Without `check`, who reads or writes there sees to it that no position lies outside. Who is `reading` may find out
+    on the way.
     """
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     dims = [dim for dim, _ in given]
@@ -125,15 +159,18 @@ def indexed_space(low: Lowering, x: T, indices: Sequence[T | None], *, check: bo
     start = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     others = tuple(size for dim, size in enumerate(x.shape) if dim not in dims)
     rank = len(common)
-    inside = {dim: checked(low, index, x.shape[dim], wrap=True) if check else index for dim, index in given}
-    seen = {dim: broadcast(index, common) for dim, index in inside.items()}
+    seen: dict[int, Places] = {}
+    for dim, index in given:
+        found = Places(index, x.shape[dim], wrap=True, check=False)
+        if check and reading:
+            found = places(low, index, x.shape[dim], wrap=True)
+        elif check:
+            found = replace(found, positions=checked(low, index, x.shape[dim], wrap=True))
+        seen[dim] = replace(found, positions=broadcast(found.positions, common))
 
     def place(body: Body, coords: Coords) -> Coords:
         middle, rest = coords[start : start + rank], iter((*coords[:start], *coords[start + rank :]))
-        return tuple(
-            position(body, seen[dim], middle, size, wrap=True) if dim in seen else next(rest)
-            for dim, size in enumerate(x.shape)
-        )
+        return tuple(seen[dim].at(body, middle) if dim in seen else next(rest) for dim in range(len(x.shape)))
 
     return IndexedSpace((*others[:start], *common, *others[start:]), place)
 
@@ -144,7 +181,7 @@ def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | No
     shape = shape_of(value)
     if 0 in shape:
         return constant(0, shape, x.dtype)
-    space = indexed_space(low, x, indices, check=check)
+    space = indexed_space(low, x, indices, check=check, reading=True)
     read = tuple(index for index in indices if index is not None)
     few = picks_few(low, x, size_product(shape))
 

@@ -215,6 +215,18 @@ def stretched(rows: int, n: int) -> Program:
     )  # fmt: skip
 
 
+def picked(rows: int, n: int) -> Program:
+    """Elements of each row, in any order; negative positions count from its end."""
+    b, i1 = Body(), var("i1")
+    at = b.put(Load("at", I0 * n + i1, "int64"))
+    at = b.op("within", at, b.const(-n, "int64"), b.const(n, "int64"), dtype="int64")
+    below = b.op("lt", at, b.const(0, "int64"), dtype="bool")
+    at = b.op("where", below, b.op("add", at, b.const(n, "int64"), dtype="int64"), at, dtype="int64")
+    stores = [Store("y", I0 * n + i1, b.load("x", I0 * n + var(f"v{at}")))]
+    shape = ("float32", (rows, n))
+    return program(b, (rows, n), (), stores, at=("int64", (rows, n)), x=shape, y=shape)
+
+
 def embedding_backward(rows: int, n: int, vocabulary: int) -> Program:
     b = Body()
     token = b.put(Load("t", I0, "int64"))

@@ -17,7 +17,7 @@ from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import HAND, random_inputs
-from tests.codegen.emit.harness import call, compiled, placed, run, without_vectors
+from tests.codegen.emit.harness import call, compiled, placed, read, run, without_vectors
 from tests.ir.fuzz import random_program
 
 
@@ -147,6 +147,29 @@ def test_integer_division_by_zero_is_reported_and_harmless():
         memory = {b.name: placed(b, values.get(b.name)) for b in program.buffers}
         assert call(source, functions, memory) == expected
         assert memory["y"][0] == 5 and memory["y"][2] == 2
+
+
+@pytest.mark.parametrize("wrong", [200, 70, -71, -(2**40), 2**40])
+def test_a_position_outside_is_reported_and_nothing_is_read_there(wrong):
+    program = loops.picked(6, 70)
+    (loop,) = program.steps
+    source = cpp.emit(loop, program.table)
+    assert source.checked
+    x, at = np.random.default_rng(0).normal(size=(6, 70)).astype(np.float32), np.arange(420).reshape(6, 70) % 140 - 70
+    functions = compiled([program])
+    for place, expected in ((wrong, 4 * wrong + 2), (3, 0)):
+        at[4, 17] = place
+        memory = {b.name: placed(b, {"x": x, "at": at}.get(b.name)) for b in program.buffers}
+        assert call(source, functions, memory) == expected
+    got = read(program.table["y"], program.outputs[0], memory["y"])
+    assert np.array_equal(got, np.take_along_axis(x, at % 70, 1))
+
+
+def test_rows_that_elements_are_picked_from_are_asked_for_in_order():
+    text_ = text(loops.picked(600, 1024))
+    assert text_.count("__builtin_prefetch(&a0[i1 + i0*1024 + 1024]);") == 1
+    for other in (loops.picked(60, 1024), loops.picked(6000, 64), loops.embedding(600, 1024, 600)):
+        assert "prefetch" not in text(other), "in caches, in few lines, or read in order anyway"
 
 
 def test_output_may_take_the_memory_of_an_input():

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions import table
 from dcompile.codegen.lower.program import lower
-from dcompile.ir.nodes import Extern, Loop, Program, Reduce
+from dcompile.ir.nodes import Apply, Extern, Loop, Program, Reduce
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run
 
@@ -398,7 +398,16 @@ def test_positions_known_while_compiling_need_no_check() -> None:
 
 def test_positions_are_checked_once() -> None:
     program, _ = program_of(lambda x, y, r: x[r] + y[r], (tensor(5, 6), tensor(5, 6), torch.tensor([1, 2])))
-    assert sum(isinstance(step, Extern) for step in program.steps) == 1
+    (loop,) = program.steps  # by the loop that reads
+    assert isinstance(loop, Loop) and [v.op for v in loop.body if isinstance(v, Apply)].count("within") == 1
+    program, _ = program_of(lambda x, r: x.scatter(1, r, 0.0), (tensor(5, 6), torch.tensor([[1], [2]])))
+    assert sum(isinstance(step, Extern) for step in program.steps) == 1, "before anything is written"
+
+
+def test_positions_outside_of_what_a_mask_leaves_are_not_looked_at() -> None:
+    x, where = tensor(4, 6), torch.tensor([[1, 2], [3, 4], [5, 6], [1, 1]])
+    check(lambda x, w: torch.cat((x, x.gather(1, w - 1)), 1), x, where)
+    check(lambda x, w: torch.nn.functional.pad(x.gather(1, w - 1), (1, 2)), x, where)
 
 
 def test_creation() -> None:

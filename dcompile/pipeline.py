@@ -27,6 +27,7 @@ from dcompile.codegen.schedule.overlap import overlap, predicted
 from dcompile.codegen.schedule.peak import plan_frugally
 from dcompile.codegen.schedule.reorient import reorient_columns
 from dcompile.codegen.schedule.spread import fuse_sums, on_gpu, spread_columns, spread_rows
+from dcompile.codegen.schedule.together import bring_together
 from dcompile.collectives.gather import insert_gathers
 from dcompile.collectives.insert import insert_buckets
 from dcompile.collectives.pack import pack_small
@@ -85,6 +86,8 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         lambda program, request: overlap(program, request.figures, dict(request.groups), request.early_bytes), "overlap"
     ),
+    # behind all that moves collectives: it changes the order of neighbours alone
+    Pass(lambda program, _: bring_together(program), "bring_together", needs_loops=True),
     Pass(lambda program, request: plan_frugally(program, request.kind == "forward"), "plan_memory", required=True),
 )
 

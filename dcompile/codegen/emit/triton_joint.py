@@ -18,6 +18,10 @@ from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
 
 MOST = 8
 """Loops in one launch."""
+MOST_EQUAL = 64
+"""Equal ones in one: their statements are there once."""
+MOST_ADDRESSES = 448
+"""Of buffers in one launch: a kernel takes 4 KiB of arguments."""
 MOST_BYTES = 1 << 28
 """Of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
 TINY_BYTES = 1 << 22
@@ -42,7 +46,9 @@ def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSourc
         loops[number] = step
         if not _is_small(step, calls[number], table):
             _close(group, loops, found)
-        elif all(_may_join(loops[n], calls[n], step, calls[number], table) for n in group) and len(group) < MOST:
+        elif _is_room(group, number, calls) and all(
+            _may_join(loops[n], calls[n], step, calls[number], table) for n in group
+        ):
             group.append(number)
         else:
             _close(group, loops, found)
@@ -85,6 +91,24 @@ def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource
     group.clear()
 
 
+def _is_room(group: Sequence[int], number: int, calls: Sequence[KernelSource]) -> bool:
+    """May a launch of these loops have one more?"""
+    if len(group) < MOST:
+        return True
+    members = [calls[n] for n in (*group, number)]
+    return (
+        len(members) <= MOST_EQUAL
+        and _are_equal(members)
+        and sum(len(kernel.arguments) for kernel in members) <= MOST_ADDRESSES
+    )
+
+
+def _are_equal(kernels: Sequence[KernelSource]) -> bool:
+    """Do these differ in their buffers alone?"""
+    first = kernels[0]
+    return all(kernel.text == first.text and kernel.launches == first.launches for kernel in kernels[1:])
+
+
 def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> bool:
     """One launch that is told nothing but addresses, of buffers that are not large?"""
     if len(kernel.launches) != 1 or kernel.numbers or kernel.sizes:
@@ -121,30 +145,66 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
     buffers = tuple(dict.fromkeys(name for kernel in kernels for name in kernel.arguments))
     names = {buffer: f"a{n}" for n, buffer in enumerate(buffers)}
     types: dict[str, str] = {}
-    functions: dict[str, str] = {}
-    lines, first = [f"    pid = {PID}"], 0
-    for place, kernel in enumerate(kernels):
+    for kernel in kernels:
         (launch,) = kernel.launches
-        assert isinstance(launch.grid, int), "only kernels of known size are joined"
         types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
-        body = kernel.text[kernel.text.index(f"def {launch.function}(") :].split("):\n", 1)[1]
-        head = ", ".join(("pid", *(f"a{n}" for n in range(len(kernel.arguments)))))
-        part = functions.setdefault(f"({head}):\n{body.replace(PID, 'pid')}", f"part{len(functions)}")
-        test = f"{'elif' if place else 'if'} pid < {first + launch.grid}"
-        lines.append(f"    {'else' if place == len(kernels) - 1 else test}:")
-        given = ", ".join((f"pid - {first}" if first else "pid", *(names[name] for name in kernel.arguments)))
-        lines.append(f"        {part}({given})")
-        first += launch.grid
+    functions, lines = (_chosen if len(kernels) > 2 and _are_equal(kernels) else _branches)(kernels, names)
     parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
     parts.append(f"@triton.jit\ndef kernel({', '.join(names.values())}):\n" + "\n".join(lines) + "\n")
     text = "\n\n".join(parts)
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     kinds = tuple(types[name] for name in buffers)
-    warps = kernels[0].launches[0].warps
-    digest = hashlib.sha256(f"{text}\n{(first, warps, kinds)}".encode()).hexdigest()[:24]
+    grid, warps = sum(_grid(kernel) for kernel in kernels), kernels[0].launches[0].warps
+    digest = hashlib.sha256(f"{text}\n{(grid, warps, kinds)}".encode()).hexdigest()[:24]
     entry = f"dcompile_joint_{digest[:8]}"
-    launch = Launch(entry, first, warps, tuple(range(len(buffers))), kinds)
+    launch = Launch(entry, grid, warps, tuple(range(len(buffers))), kinds)
     origin = tuple(dict.fromkeys(line for kernel in kernels for line in kernel.origin))
     cost = sum(kernel.cost for kernel in kernels)
     text = text.replace("def kernel(", f"def {entry}(")
     return KernelSource(f"k{digest}", text, buffers, cost, False, origin, launches=(launch,))
+
+
+def _grid(kernel: KernelSource) -> int:
+    grid = kernel.launches[0].grid
+    assert isinstance(grid, int), "only kernels of known size are joined"
+    return grid
+
+
+def _statements(kernel: KernelSource) -> str:
+    """A kernel as a function of a program's number and the addresses, from its parenthesis on."""
+    body = kernel.text[kernel.text.index(f"def {kernel.launches[0].function}(") :].split("):\n", 1)[1]
+    head = ", ".join(("pid", *(f"a{n}" for n in range(len(kernel.arguments)))))
+    return f"({head}):\n{body.replace(PID, 'pid')}"
+
+
+def _branches(kernels: Sequence[KernelSource], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Functions, and statements by which each program takes the branch of its kernel."""
+    functions: dict[str, str] = {}
+    lines, first = [f"    pid = {PID}"], 0
+    for place, kernel in enumerate(kernels):
+        part = functions.setdefault(_statements(kernel), f"part{len(functions)}")
+        test = f"{'elif' if place else 'if'} pid < {first + _grid(kernel)}"
+        lines.append(f"    {'else' if place == len(kernels) - 1 else test}:")
+        given = ", ".join((f"pid - {first}" if first else "pid", *(names[name] for name in kernel.arguments)))
+        lines.append(f"        {part}({given})")
+        first += _grid(kernel)
+    return functions, lines
+
+
+def _chosen(kernels: Sequence[KernelSource], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The function of equal kernels, and statements that give it the addresses of the one a program belongs to.
+
+    An address that differs is chosen among the arguments, one by one: of one that came from a table in memory nothing
+    would be known, and what is known to be a multiple of 16 is read 16 bytes at a time.
+    """
+    grid = _grid(kernels[0])
+    lines, given = [f"    pid = {PID}", f"    number = pid // {grid}"], [f"pid % {grid}"]
+    for place in range(len(kernels[0].arguments)):
+        first, *others = (names[kernel.arguments[place]] for kernel in kernels)
+        if set(others) == {first}:
+            given.append(first)
+            continue
+        lines.append(f"    b{place} = {first}")
+        lines += [f"    b{place} = tl.where(number == {n}, {name}, b{place})" for n, name in enumerate(others, 1)]
+        given.append(f"b{place}")
+    return {_statements(kernels[0]): "part0"}, [*lines, f"    part0({', '.join(given)})"]

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from dcompile.codegen.emit import triton_groups
-from dcompile.codegen.schedule import spread
+from dcompile.codegen.schedule import spread, together
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
@@ -42,6 +41,8 @@ def all_cases() -> Iterator[Case]:
 def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]]:
     for name, program in cases.HAND.items():
         yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
+    updates = together.bring_together(loops.on_a_gpu(loops.optimizer(loops.OPTIMIZED)))
+    yield "optimizer", updates, cases.random_inputs(updates), 1.6e-2
     yield "side by side", loops.side_by_side(), cases.random_inputs(loops.side_by_side()), 2e-6
     for name, program in cases.operations().items():
         yield name, program, cases.operands(program, name.split()[0]), 2e-6
@@ -62,8 +63,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
 
 def spread_out(program: Program) -> Program:
     """A program as it would be made for a GPU."""
-    there = replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
-    return spread.spread_rows(spread.spread_columns(there))
+    return spread.spread_rows(spread.spread_columns(loops.on_a_gpu(program)))
 
 
 def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, int], tolerance: float) -> str:

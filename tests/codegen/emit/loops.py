@@ -342,6 +342,37 @@ def _renamed(loop: Loop, names: dict[str, str]) -> Loop:
     return replace(loop, body=body, stores=tuple(replace(s, buffer=names.get(s.buffer, s.buffer)) for s in loop.stores))
 
 
+OPTIMIZED = [300] * 7 + [64] * 3 + [300] * 6
+"""Elements of parameters: sixteen counts, thirteen updates and three."""
+
+
+def on_a_gpu(program: Program) -> Program:
+    """The same with all of its memory there."""
+    return replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
+
+
+def optimizer(sizes: list[int]) -> Program:
+    """For each parameter what its count of steps will be, and an update that reads that; then the counts, in place."""
+    steps: list[Loop] = []
+    counts: list[Loop] = []
+    buffers = {"rate": Buffer("rate", "float32", (), ())}
+    for n, size in enumerate(sizes):
+        count, b = Body(), Body()
+        more = count.op("add", count.load(f"count{n}", as_index(0)), count.const(1.0))
+        for name, found in (("next", steps), ("count", counts)):
+            store = Store(f"{name}{n}", as_index(0), more)
+            found.append(Loop(f"{name}{n}", (), (), tuple(count.values), (store,)))
+            buffers[f"{name}{n}"] = Buffer(f"{name}{n}", "float32", (), ())
+        amount = b.op("div", b.load(f"g{n}", I0, "bfloat16"), b.load(f"next{n}", as_index(0)))
+        new = b.op("sub", b.load(f"p{n}", I0, "bfloat16"), b.op("mul", amount, b.load("rate", as_index(0))))
+        store = Store(f"p{n}", I0, b.narrow(new, "bfloat16"))
+        steps.append(Loop(f"update{n}", (size,), (), tuple(b.values), (store,)))
+        buffers |= {f"{name}{n}": Buffer(f"{name}{n}", "bfloat16", (size,), (1,)) for name in "pg"}
+    inputs = tuple(name for name in buffers if not name.startswith("next"))
+    outputs = tuple(View(b.name, b.shape, b.strides) for b in buffers.values() if b.name[0] in "pc")
+    return Program("optimizer", inputs, outputs, tuple(buffers.values()), (*steps, *counts))
+
+
 def scan_of_ones(rows: int, n: int) -> Program:
     """Positions as image models count them: the same in every row."""
     b = Body()

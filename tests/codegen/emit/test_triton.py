@@ -126,10 +126,10 @@ LARGE = {
 @pytest.fixture(scope="module")
 def machine_code(tmp_path_factory) -> dict[str, tuple[str, str, bytes]]:
     """Of each large kernel, for compute capability 9.0: its PTX, its target, its cubin."""
-    return {name: _compiled(source(program), 90, tmp_path_factory.mktemp("k")) for name, program in LARGE.items()}
+    return {name: compiled(source(program), 90, tmp_path_factory.mktemp("k")) for name, program in LARGE.items()}
 
 
-def _compiled(kernel: KernelSource, arch: int, folder: Path) -> tuple[str, str, bytes]:
+def compiled(kernel: KernelSource, arch: int, folder: Path) -> tuple[str, str, bytes]:
     launch = kernel.launches[-1]
     module = triton_worker.load(kernel.name, kernel.text, arch, folder)
     function = getattr(module, launch.function)
@@ -177,7 +177,7 @@ def test_a_kernel_takes_its_buffers_and_two_pointers_for_scratch(name, machine_c
 @pytest.mark.parametrize("arch", [80, 100])
 def test_other_gpus(arch, tmp_path):
     for name in ("rms_norm_backward", "cross_entropy"):
-        ptx, _, _ = _compiled(source(LARGE[name]), arch, tmp_path)
+        ptx, _, _ = compiled(source(LARGE[name]), arch, tmp_path)
         assert f".target sm_{arch}" in ptx
 
 
@@ -190,7 +190,7 @@ def test_operations_with_loops_take_a_single_number(op, place, tmp_path):
     args = [body.put(Load(f"x{k}", loops.I0 * (k != place), dtype)) for k in range(2)]
     inputs = {f"x{k}": (dtype, (96,)) for k in range(2)}
     stores = [Store("y", loops.I0, body.op(name, *args, dtype=dtype))]
-    assert _compiled(source(loops.program(body, (96,), (), stores, **inputs, y=(dtype, (96,)))), 90, tmp_path)
+    assert compiled(source(loops.program(body, (96,), (), stores, **inputs, y=(dtype, (96,)))), 90, tmp_path)
 
 
 def test_a_scan_is_over_a_whole_tile():
@@ -202,7 +202,7 @@ def test_a_scan_is_over_a_whole_tile():
 def test_places_are_not_worked_out_in_8_bits(tmp_path):
     """What ptxas made of LLVM's pairs of 16 bits read other places (Triton 3.6, Swin v2 on an H200)."""
     kernel = source(loops.shifted_windows(2, 16))
-    ptx, _, _ = _compiled(kernel, 90, tmp_path)
+    ptx, _, _ = compiled(kernel, 90, tmp_path)
     assert "remainder_(" in kernel.text and "quotient_(" in kernel.text
     assert not re.findall(r"16x2|\.s8\b|\.s16\b", ptx)
     assert "v4" in ptx or "0x10" in ptx  # rows are still read 16 bytes at a time

@@ -12,8 +12,12 @@ from dcompile.codegen.emit.emitter import Kernels
 from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
 from dcompile.codegen.emit.triton_prelude import AFTER
 from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.together import bring_together
 from dcompile.ir.nodes import Extern, Loop, Program
+from dcompile.machine import triton_version
 from tests.codegen.emit import loops
+from tests.codegen.emit.loops import OPTIMIZED, on_a_gpu
+from tests.codegen.emit.test_triton import compiled, resources
 
 
 def launched(program: Program) -> list[tuple[int, int]]:
@@ -36,6 +40,36 @@ def test_equal_loops_share_their_statements():
     program = loops.side_by_side()
     kernel = joined(program, [triton.emit(step, program.table) for step in program.steps])[2]
     assert kernel.text.count("def part") == 2 and kernel.text.count("part0(pid") == 3
+
+
+def test_many_equal_loops_are_one_launch_of_one_text():
+    """What sixteen counts will be, and thirteen updates of one size. Three others and five counts are branches."""
+    program = bring_together(on_a_gpu(loops.optimizer(OPTIMIZED)))
+    kernels = joined(program, [triton.emit(step, program.table) for step in program.steps])
+    started = [kernel for kernel in kernels if kernel.launches[0].grid]
+    assert [len(kernel.arguments) for kernel in started] == [16 * 2, 1 + 13 * 3, 1 + 3 * 3 + 5, 11]
+    assert ["if pid <" in kernel.text for kernel in started] == [False, False, True, False]
+    assert all(kernel.text.count("part0(") == 2 for kernel in started[:2])
+    assert started[1].text.count("= tl.where(number == 12,") == 3
+
+
+def test_a_launch_has_no_more_addresses_than_a_kernel_takes(monkeypatch):
+    monkeypatch.setattr(triton_joint, "MOST_ADDRESSES", 40)
+    program = bring_together(on_a_gpu(loops.optimizer([300] * 30)))
+    kernels = joined(program, [triton.emit(step, program.table) for step in program.steps])
+    given = [len(kernel.arguments) for kernel in kernels if kernel.launches[0].grid]
+    assert max(given) <= 40 and len(given) == 2 + 3 + 1, "20 of 30 next counts, 13 of 30 updates, 30 counts"
+
+
+@pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
+def test_addresses_that_are_chosen_are_known_to_be_aligned(tmp_path):
+    program = bring_together(on_a_gpu(loops.optimizer([1 << 20] * 12)))
+    kernel = joined(program, [triton.emit(step, program.table) for step in program.steps])[-13]
+    ptx, _, cubin = compiled(kernel, 90, tmp_path)
+    widths = re.findall(r"(?:ld|st)\.global[.\w]*?(v\d)?\.(?:b|u|f)(\d+)", ptx)
+    assert sum(int(many[1:]) * int(bits) == 128 for many, bits in widths if many) >= 3, "two reads and a write"
+    used = resources(cubin, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
 
 
 def test_loops_that_take_turns_with_memory_run_in_turn():
@@ -61,6 +95,7 @@ def test_loops_that_are_not_alike_are_joined_only_if_tiny(monkeypatch):
 @pytest.mark.parametrize("name", ["MOST", "MOST_BYTES"])
 def test_limits(name, monkeypatch):
     monkeypatch.setattr(triton_joint, name, 1)
+    monkeypatch.setattr(triton_joint, "MOST_EQUAL", 1)
     assert all(grid for grid, _ in launched(loops.side_by_side()))
 
 

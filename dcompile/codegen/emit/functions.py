@@ -16,6 +16,8 @@ INLINE float scale_(float r, float t, float) {
   const int32 i = (int32)(t - SHIFT), half = i >> 1;
   return unbits(bits(r) + (u32(half) << 23)) * unbits(u32(i - half + 127) << 23);
 }
+/* the same for t of at most SHIFT */
+INLINE float scale_down_(float r, float t) { return scale_(r, t, 0.f); }
 /* 2 to the whole number in t, to which SHIFT - 127 was added, of -126 to 127 */
 template <class F> INLINE F power_(F t) { return unbits(bits(t) << 23); }
 /* for f from -log(2) / 2 to log(2) / 2 */
@@ -34,6 +36,13 @@ template <class F> INLINE F exp_of(F a) {
   f = fma_(j, -1.42860677e-6f, f);
   return scale_(exp_near(f), t, x);
 }
+/* the same of what is at most 0, or NaN: x minus the largest x */
+template <class F> INLINE F exp_below_of(F a) {
+  const F x = max_number_(a, -105.f), t = fma_(x, 1.442695041f, SHIFT), j = t - SHIFT;
+  F f = fma_(j, -6.93145752e-1f, x);
+  f = fma_(j, -1.42860677e-6f, f);
+  return scale_down_(exp_near(f), t);
+}
 template <class F> INLINE F exp2_of(F a) {
   const F x = min_number_(max_number_(a, -152.f), 130.f);
   const F t = x + SHIFT, f = x - (t - SHIFT);
@@ -48,7 +57,7 @@ template <class F> INLINE F exp2_of(F a) {
 #define FUNCTION(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_FUNCTION(name)
 #define WOVEN(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_WOVEN(name)
 #define FUNCTION_2(name) INLINE float name##_(float a, float b) { return name##_of(a, b); } VECTOR_FUNCTION_2(name)
-WOVEN(exp) WOVEN(exp2)
+WOVEN(exp) WOVEN(exp_below) WOVEN(exp2)
 INLINE float log_(float a) {
   const bool tiny = a < 1.17549435e-38f;
   const float x = tiny ? a * 8388608.f : a;

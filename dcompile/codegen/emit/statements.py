@@ -315,10 +315,19 @@ class Statements:
 
     def spelling(self, value: Apply) -> str:
         """How an operation is written; beside a constant, only the other argument may be NaN."""
+        if value.op == "exp" and value.dtype == "float32" and self._is_at_most_0(value.args[0]):
+            return "exp_below_({0})"
         last = self.nest.body[value.args[-1]]
         if value.op in ("min", "max") and isinstance(last, Const) and last.dtype == "float32" and not isnan(last.value):
             return f"{value.op}_number_({{0}}, {{1}})"
         return SPELLING[value.op]
+
+    def _is_at_most_0(self, ref: Ref) -> bool:
+        """Is this an element minus the largest one (or NaN)? Softmax's exponentials need half the care then."""
+        match self.nest.body[ref]:
+            case Apply("sub", (x, top), "float32"):
+                return self.nest.body[top] == Reduce("max", x, "float32")
+        return False
 
     def declare(self, ref: Ref) -> None:
         value = self.nest.body[ref]

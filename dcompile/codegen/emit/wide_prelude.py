@@ -26,6 +26,7 @@ INLINE wide fused(wide a, wide b, wide c) { return __builtin_ia32_vfmaddps512_ma
 INLINE wide scale_(wide r, wide t, wide) {
   return __builtin_ia32_scalefps512_mask(r, t - SHIFT, r, u16(-1), 4);
 }
+INLINE wide scale_down_(wide r, wide t) { return scale_(r, t, r); }
 INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps512_mask(x, x, u16(-1), 4); }
 INLINE wide lesser(wide a, wide b) { return __builtin_ia32_minps512_mask(a, b, a, u16(-1), 4); }
 INLINE wide greater(wide a, wide b) { return __builtin_ia32_maxps512_mask(a, b, a, u16(-1), 4); }
@@ -75,6 +76,7 @@ INLINE wide scale_(wide r, wide t, wide x) {
   const wide rest = __builtin_ia32_blendvps256(wide{} + 0x1p64f, wide{} + 0x1p-64f, x);
   return r * unbits((bits(t) << 23) - bits(rest)) * rest;
 }
+INLINE wide scale_down_(wide r, wide t) { return r * unbits((bits(t) << 23) - bits(0x1p-64f)) * 0x1p-64f; }
 INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps256(x); }
 INLINE wide lesser(wide a, wide b) { return __builtin_ia32_minps256(a, b); }
 INLINE wide greater(wide a, wide b) { return __builtin_ia32_maxps256(a, b); }
@@ -299,6 +301,7 @@ template <class B, class C> INLINE pair fma_(pair a, B b, C c) {
   return {fused(a.even, y.even, z.even), fused(a.odd, y.odd, z.odd)};
 }
 INLINE pair scale_(pair r, pair t, pair x) { return {scale_(r.even, t.even, x.even), scale_(r.odd, t.odd, x.odd)}; }
+INLINE pair scale_down_(pair r, pair t) { return {scale_down_(r.even, t.even), scale_down_(r.odd, t.odd)}; }
 INLINE pair power_(pair t) { return {unbits(bits(t.even) << 23), unbits(bits(t.odd) << 23)}; }
 INLINE float total(pair x) { return total(x.even + x.odd); }
 INLINE float largest(pair x) { return largest(greater(x.even, x.odd)); }

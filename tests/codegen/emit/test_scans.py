@@ -59,7 +59,7 @@ def test_what_surrounds_a_scan_is_vectorised_and_costly_values_are_computed_once
     for want, got in zip(interpret(SOFTMAX, inputs), run(SOFTMAX, inputs, built), strict=True):
         assert np.allclose(want, got, rtol=2e-6, atol=1e-7)
     source = without_vectors(text(SOFTMAX))
-    assert source.count("exp_(") == 1
+    assert source.count("exp_below_(") == 1
     # two passes for the softmax; what the first scan takes; what the second takes; the stores
     assert source.count("omp simd") == 5
 

@@ -62,6 +62,27 @@ def test_functions_on_vectors_are_those_on_single_floats(op: str) -> None:
     assert np.array_equal(bits(got), bits(want))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_exponentials_below_the_largest_element_are_those_of_any_number(rows: int) -> None:
+    """Of 0, denormals, what is below all that has one, -inf; with a NaN all are."""
+    x = -np.abs(points(50_000))
+    x = np.resize(np.append(np.float32(0), x[~np.isnan(x)]), 50_000)
+    b, at = Body(), I0 * len(x) + J0
+    element = b.load("x", at)
+    below = b.op("exp", b.op("sub", element, b.reduce("max", element)))
+    shape = (rows, len(x))
+    made = program(b, shape[:1], shape[1:], [Store("y", at, below)], x=("float32", shape), y=("float32", shape))
+    source = source_of(made)
+    assert "exp_below_(" in source.text and " exp_(" not in source.text
+    given = np.stack([x] * rows)
+    if rows > 1:
+        given[1, 7] = np.nan
+    (got,) = execute(made, source, {"x": given})
+    plain = loops.unary("exp", len(x))
+    (want,) = execute(plain, source_of(plain), {"x": x})
+    assert np.array_equal(bits(got[0]), bits(want)) and np.isnan(got[1:]).all()
+
+
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 def test_rounding_vectors_is_rounding_single_floats(source: str) -> None:
     """With and without care for NaNs, of all bits they may have."""
@@ -294,7 +315,7 @@ def test_the_next_row_is_asked_for_where_the_work_is() -> None:
     text = source_of(loops.softmax(256, 1024)).text
     before, asking = text[: text.index("__builtin_prefetch")], text[text.index("__builtin_prefetch") :]
     assert text.count("__builtin_prefetch(&a0[j0 + i0*1024 + 1024]);") == 1
-    assert "fill(" in before and "exp_(" not in before and "exp_(" in asking
+    assert "fill(" in before and "exp_below_(" not in before and "exp_below_(" in asking
     for small in (loops.softmax(64, 1024), loops.softmax(4, 1 << 18)):  # in caches anyway; more than they hold
         assert "prefetch" not in source_of(small).text
 

@@ -19,7 +19,9 @@ from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
 MOST = 8
 """Loops in one launch."""
 MOST_EQUAL = 64
-"""Equal ones in one: their statements are there once."""
+"""Equal ones in one, if they are tiny: their statements are there once. Each thread chooses its addresses among all:
+where it has little else to do that shows. With large updates joined so, a step of a 1B model with its AdamW compiled
+took 0.9 ms longer than with torch's fused one, where it had taken 0.6 ms less (one H200)."""
 MOST_ADDRESSES = 448
 """Of buffers in one launch: a kernel takes 4 KiB of arguments."""
 MOST_BYTES = 1 << 28
@@ -46,7 +48,7 @@ def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSourc
         loops[number] = step
         if not _is_small(step, calls[number], table):
             _close(group, loops, found)
-        elif _is_room(group, number, calls) and all(
+        elif _is_room([*group, number], loops, calls, table) and all(
             _may_join(loops[n], calls[n], step, calls[number], table) for n in group
         ):
             group.append(number)
@@ -91,16 +93,16 @@ def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource
     group.clear()
 
 
-def _is_room(group: Sequence[int], number: int, calls: Sequence[KernelSource]) -> bool:
-    """May a launch of these loops have one more?"""
-    if len(group) < MOST:
+def _is_room(
+    group: Sequence[int], loops: Mapping[int, Loop], calls: Sequence[KernelSource], table: Mapping[str, Buffer]
+) -> bool:
+    """May all of these share a launch?"""
+    if len(group) <= MOST:
         return True
-    members = [calls[n] for n in (*group, number)]
-    return (
-        len(members) <= MOST_EQUAL
-        and _are_equal(members)
-        and sum(len(kernel.arguments) for kernel in members) <= MOST_ADDRESSES
-    )
+    kernels = [calls[n] for n in group]
+    if len(group) > MOST_EQUAL or sum(len(kernel.arguments) for kernel in kernels) > MOST_ADDRESSES:
+        return False
+    return _are_equal(kernels) and all(_nbytes(loops[n], table) <= TINY_BYTES for n in group)
 
 
 def _are_equal(kernels: Sequence[KernelSource]) -> bool:
@@ -148,7 +150,7 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
     for kernel in kernels:
         (launch,) = kernel.launches
         types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
-    functions, lines = (_chosen if len(kernels) > 2 and _are_equal(kernels) else _branches)(kernels, names)
+    functions, lines = (_chosen if len(kernels) > MOST else _branches)(kernels, names)
     parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
     parts.append(f"@triton.jit\ndef kernel({', '.join(names.values())}):\n" + "\n".join(lines) + "\n")
     text = "\n\n".join(parts)

@@ -61,9 +61,18 @@ def test_a_launch_has_no_more_addresses_than_a_kernel_takes(monkeypatch):
     assert max(given) <= 40 and len(given) == 2 + 3 + 1, "20 of 30 next counts, 13 of 30 updates, 30 counts"
 
 
+def test_large_loops_are_branches_of_few_however_equal():
+    """Each of their many programs would choose among all addresses."""
+    program = bring_together(on_a_gpu(loops.optimizer([1 << 22] * 12)))
+    kernels = joined(program, [triton.emit(step, program.table) for step in program.steps])
+    started = [kernel for kernel in kernels if kernel.launches[0].grid]
+    assert [len(kernel.arguments) for kernel in started] == [12 * 2, 1 + 8 * 3, 1 + 4 * 3, 12]
+    assert ["tl.where(number" in kernel.text for kernel in started] == [True, False, False, True]
+
+
 @pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
 def test_addresses_that_are_chosen_are_known_to_be_aligned(tmp_path):
-    program = bring_together(on_a_gpu(loops.optimizer([1 << 20] * 12)))
+    program = bring_together(on_a_gpu(loops.optimizer([1 << 18] * 12)))
     kernel = joined(program, [triton.emit(step, program.table) for step in program.steps])[-13]
     ptx, _, cubin = compiled(kernel, 90, tmp_path)
     widths = re.findall(r"(?:ld|st)\.global[.\w]*?(v\d)?\.(?:b|u|f)(\d+)", ptx)

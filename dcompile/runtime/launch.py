@@ -68,8 +68,9 @@ class HostProgram:
         workspace = self._workspaces.take(device)
         try:
             return workspace.call(self, sizes)(args, buckets, sync)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             name_collective(error, self.source)
+            name_kernel(error, self.source)
             raise
         finally:
             self._workspaces.give_back(workspace)
@@ -96,20 +97,35 @@ class HostProgram:
             self.make = _load(source, f"{self.name} measured", _probe=probe)["make"]
 
 
-def name_collective(error: RuntimeError, source: str) -> None:
+def name_kernel(error: Exception, source: str) -> None:
+    """Say in an error that a kernel of ours has found which operations it does, and where the user wrote them."""
+    lines, at = source.split("\n"), _line_of(error)
+    if at is None or "run.failed(" not in lines[at - 1]:
+        return
+    comment = next((line.strip() for line in reversed(lines[: at - 1]) if line.strip().startswith("# ")), "")
+    error.add_note(f"dcompile: found by a kernel that does {comment[2:]}" if comment else "dcompile: found by a kernel")
+
+
+def _line_of(error: Exception) -> int | None:
+    """The line of a host program in which an error came up."""
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<dcompile "):
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_lineno
+
+
+def name_collective(error: Exception, source: str) -> None:
     """Say in an error of this host program which of the model's own collectives it came from, if from any.
 
     Those are library calls (SyncBatchNorm's, tensor parallelism's); the others name themselves (`runtime.exchange`).
     """
-    lines, trace = source.split("\n"), error.__traceback__
-    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<dcompile "):
-        trace = trace.tb_next
-    if trace is None:
+    lines, at = source.split("\n"), _line_of(error)
+    if at is None:
         return
-    callee = re.search(r"\b(_op\d+)\(", lines[trace.tb_lineno - 1])
+    callee = re.search(r"\b(_op\d+)\(", lines[at - 1])
     found = callee and re.search(rf"^ *{callee[1]} = .*\btorch\.ops\.(_c10d_functional[\w.]+)", source, re.MULTILINE)
     if found:
-        comment = lines[trace.tb_lineno - 2].strip()
+        comment = lines[at - 2].strip()
         origin = f" ({comment[2:]})" if comment.startswith("# ") else ""
         error.add_note(
             f"dcompile: rank {dist.get_rank()} was in the model's own collective {found[1]}{origin}; "

@@ -225,12 +225,15 @@ def test_integer_division_by_zero_raises_as_eager_does():
 
 
 def test_positions_outside_raise_index_errors():
-    executable = load(plan_memory(loops.picked(2, 3)))
+    program = loops.picked(2, 3)
+    (loop,) = program.steps
+    executable = load(plan_memory(replace(program, steps=(replace(loop, origin=("table: aten.gather (m.py:7)",)),))))
     x = torch.arange(6.0).view(2, 3)
     assert executable([torch.tensor([[2, 0, -1], [0, 1, -3]]), x])[0].tolist() == [[2, 0, 2], [3, 4, 3]]
     for wrong in (3, -4, 2**40):
-        with pytest.raises(IndexError, match=f"index {wrong} is out of bounds"):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of bounds") as caught:
             executable([torch.tensor([[2, 0, 1], [0, wrong, 1]]), x])
+        assert caught.value.__notes__ == ["dcompile: found by a kernel that does table: aten.gather (m.py:7)"]
     assert executable([torch.zeros(2, 3, dtype=torch.int64), x])[0].tolist() == [[0, 0, 0], [3, 3, 3]]
 
 

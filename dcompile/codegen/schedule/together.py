@@ -35,8 +35,8 @@ def bring_together(program: Program) -> Program:
     return replace(program, steps=tuple(steps))
 
 
-def _is_update(step: Step, table: Mapping[str, Buffer], inputs: frozenset[str]) -> bool:
-    if not isinstance(step, Loop) or not on_gpu(step, dict(table)):
+def _is_update(step: Step, table: dict[str, Buffer], inputs: frozenset[str]) -> bool:
+    if not isinstance(step, Loop) or not on_gpu(step, table):
         return False
     return all((holder_of(table[name]) or name) in inputs or _is_small(table[name]) for name in step.writes)
 

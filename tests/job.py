@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,14 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
+
+
+def one_layer(folder: Path) -> Path:
+    """The smallest model with one layer, as a file of the user's own: two ranks trace it again in each run."""
+    config = json.loads((ROOT / "launch/configs/llama_debug.json").read_text()) | {"num_hidden_layers": 1}
+    path = folder / "model.json"
+    path.write_text(json.dumps(config))
+    return path
 
 
 def torchrun(ranks: int, *command: str, restarts: int = 0, python: str = sys.executable) -> list[str]:

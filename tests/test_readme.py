@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import nursery
-from tests.job import ROOT, run
+from tests.job import ROOT, one_layer, run
 
 TEXT = (ROOT / "README.md").read_text()
 
@@ -36,13 +35,6 @@ ENVIRONMENT = {
     "MAKEFLAGS": "",
     "MAKEOVERRIDES": "",
 }
-
-
-def one_layer(folder: Path) -> Path:
-    config = json.loads((ROOT / "launch/configs/llama_debug.json").read_text()) | {"num_hidden_layers": 1}
-    path = folder / "model.json"
-    path.write_text(json.dumps(config))
-    return path
 
 
 def shortened(command: str, folder: Path) -> str:

@@ -89,13 +89,15 @@ def instrument(source: str) -> tuple[str, tuple[Statement, ...]]:
     before: dict[int, list[str]] = {}
     after: dict[int, list[str]] = {}
     statements: list[Statement] = []
+    started: set[str] = set()
     for node in call.body:
         last = node.end_lineno or node.lineno
         if _is_clear(node):
             after[last] = ["_call = _probe.call(buckets)", "_now, _ran = _probe.now, _call.spans.append"]
             after[last].append("buckets = _probe.buckets(buckets, _call)")
         elif _works(node):
-            found = _own_collective(node, _statement(node, lines), {s.starts for s in statements})
+            found = _own_collective(node, _statement(node, lines), started)
+            started |= {found.starts} - {""}
             after[last] = [_stamp(len(statements), found, node)]
             before[node.lineno] = ["_begin = _now()"]
             statements.append(found)
@@ -162,7 +164,7 @@ def _own_collective(node: Any, found: Statement, started: set[str]) -> Statement
         return replace(found, starts=node.targets[0].id, group=texts[-1] if texts else "")
     if is_wait(found.name):
         names = {leaf.id for argument in arguments for leaf in ast.walk(argument) if isinstance(leaf, ast.Name)}
-        return replace(found, waits=next(iter(names & started - {""}), ""))
+        return replace(found, waits=next(iter(names & started), ""))
     return found
 
 

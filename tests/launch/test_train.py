@@ -21,7 +21,7 @@ from report import read_metrics
 
 from benchmarks.common import worst_of
 from tests import nursery
-from tests.job import ROOT, Job, run, torchrun
+from tests.job import ROOT, Job, one_layer, run, torchrun
 from tests.subject import BACKEND, IS_DCOMPILE
 
 STEPS = 12
@@ -45,17 +45,11 @@ class Run(NamedTuple):
         return {line["step"]: line["loss"] for line in read_metrics(self.folder / "metrics.jsonl") if "loss" in line}
 
 
-def one_layer(folder: Path) -> str:
-    """The smallest model with one layer, as a file of the user's own: two ranks trace it again in each run."""
-    config = json.loads((ROOT / "launch/configs/llama_debug.json").read_text()) | {"num_hidden_layers": 1}
-    (folder / "model.json").write_text(json.dumps(config))
-    return f"--config={folder / 'model.json'}"
-
-
 def start(folder: Path, backend: str, *more: str, script: str = "launch/train.py", **options: Any) -> Job:
     folder.mkdir(exist_ok=True)
     environment = {k: v for k, v in options.items() if k.isupper()}
-    command = (script, "--backend", backend, "--output-dir", str(folder), one_layer(folder), *ARGUMENTS, *more)
+    model = f"--config={one_layer(folder)}"
+    command = (script, "--backend", backend, "--output-dir", str(folder), model, *ARGUMENTS, *more)
     python = options.get("python") or nursery.python()
     return Job(torchrun(2, *command, restarts=options.get("restarts", 0), python=python), folder, **environment)
 
@@ -163,7 +157,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: P
 
 def test_one_process_needs_no_torchrun_and_errors_are_one_line(tmp_path: Path) -> None:
     command = [nursery.python(), "launch/train.py", "--backend", "eager", "--output-dir", str(tmp_path)]
-    command += [one_layer(tmp_path), *ARGUMENTS]
+    command += [f"--config={one_layer(tmp_path)}", *ARGUMENTS]
     status, output = run([*command, "--steps=2", f"--data={ROOT / 'LICENSE'}"], tmp_path)
     assert status == 0 and "1 x cpu" in output, output
     status, output = run([*command, "--data=/no/such/text"], tmp_path)

@@ -161,6 +161,19 @@ def test_what_torch_simplifies_is_simplified_once(monkeypatch):
     assert len(calls) - counted > 2**9
 
 
+@pytest.mark.parametrize("heard", [False, True])
+def test_guards_are_timed_for_those_who_listen_alone(heard, monkeypatch):
+    from torch._dynamo import guards
+
+    own, timed = guards.profile_guard_manager, []
+    monkeypatch.setattr(guards, "profile_guard_manager", lambda *given: timed.append(own(*given)) or timed[-1])
+    monkeypatch.setattr(guards.guards_log, "isEnabledFor", lambda _: heard)
+    torch._dynamo.reset()
+    with compat.dynamo.tracing_settings():
+        torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+    assert bool(timed) == heard
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_results_of_operators_are_remembered_where_sizes_are_numbers(dynamic):
     from torch._subclasses import FakeTensorMode

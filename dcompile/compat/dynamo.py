@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.sizes import simplifying_once
+from dcompile.compat.unread import no_unread_latencies
 
 if TYPE_CHECKING:
     pass
@@ -128,6 +129,7 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         _quiet_metrics(),
         _traced_instead(sync_batch_norm),
         simplifying_once(),
+        no_unread_latencies(),
     ):
         yield
 

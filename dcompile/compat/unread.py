@@ -30,12 +30,34 @@ def no_unread_graphs() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_unread_latencies() -> Iterator[None]:
+    """Have Dynamo time a frame's new guards only where somebody gets to see how long they take.
+
+    It sweeps the processor's caches before it does: 27 ms of CPU time a frame, on two busy cores 55, and whatever else
+    runs on the machine reads its memory again.
+    """
+    from torch._dynamo import guards
+
+    log = getattr(guards, "guards_log", None)
+    if not hasattr(guards, "profile_guard_manager") or log is None or log.isEnabledFor(logging.DEBUG) or _is_traced():
+        yield
+        return
+    with unittest.mock.patch.object(guards, "profile_guard_manager", lambda *_: 0.0):
+        yield
+
+
 def _is_heard(graph_compile: Any) -> bool:
+    logs = (getattr(graph_compile, name, None) for name in ("aot_joint_log", "aot_graphs_log"))
+    return any(log is None or log.isEnabledFor(logging.INFO) for log in logs) or _is_traced()
+
+
+def _is_traced() -> bool:
+    """Whether TORCH_TRACE writes down what a compilation comes to."""
     from torch._logging import _internal
 
-    logs = (getattr(graph_compile, name, None) for name in ("aot_joint_log", "aot_graphs_log"))
     trace = getattr(_internal, "trace_log", None)
-    return any(log is None or log.isEnabledFor(logging.INFO) for log in logs) or trace is None or bool(trace.handlers)
+    return trace is None or bool(trace.handlers)
 
 
 def _only_for_the_cache(own: Callable[..., Any], nothing: Any) -> Callable[..., Any]:

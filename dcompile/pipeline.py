@@ -32,6 +32,7 @@ from dcompile.collectives.gather import insert_gathers
 from dcompile.collectives.insert import insert_buckets
 from dcompile.collectives.pack import pack_small
 from dcompile.collectives.params import Report, Request
+from dcompile.collectives.scale import scale_products
 from dcompile.collectives.scatter import copied_bytes, insert_scatters
 from dcompile.config import Config
 from dcompile.errors import OptionError
@@ -75,6 +76,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: fuse_sums(program), "fuse_sums", needs_loops=True),
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
     Pass(lambda program, request: _bucketed(program, request), "insert_buckets", required=True),
+    Pass(lambda program, _: scale_products(program), "scale_products"),
     Pass(lambda program, request: insert_scatters(program, request.params), "insert_scatters", required=True),
     Pass(
         lambda program, request: insert_gathers(program, request.params, request.gathers, request.results),

@@ -143,8 +143,11 @@ class BucketSource(Protocol):
     def acquire(self, bucket: str) -> Any:
         """A `runtime.buckets.BucketMemory` that nobody outside refers to."""
 
+    def scale(self, sync: bool) -> float:
+        """What gradients of `Bucket.scaled` are multiplied by as they are written; 1 where nothing is reduced."""
+
     def start(self, bucket: str, memory: Any) -> None:
-        """Add what p.grad holds already, scale by one over the world size, and start the all-reduce."""
+        """Add what p.grad holds already, scale the rest by one over the world size, and start the all-reduce."""
 
     def wait(self, bucket: str, memory: Any) -> None:
         """Wait for the all-reduce that `start` began."""

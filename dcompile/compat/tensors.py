@@ -293,3 +293,10 @@ def is_number(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu"
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply each in place, on a GPU many in a launch."""
+    import torch
+
+    torch._foreach_mul_(tensors, factor)

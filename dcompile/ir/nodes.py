@@ -133,6 +133,10 @@ class Literally:
     text: str
 
 
+SCALE = Literally("_scale")
+"""The factor that averages gradients over ranks, by its name in the host program, which asks its `BucketSource` for it:
+plans know neither how many ranks there are nor whether a backward is going to reduce."""
+
 Arg: TypeAlias = "View | Index | Literally | bool | int | float | str | tuple[Arg, ...] | None"
 
 
@@ -314,6 +318,8 @@ class Bucket:
     gaps: tuple[int, ...] = ()
     """Under reduce_scatter: unit (its place in `units`), start and stop of each part that no gradient is written to,
     one after the other. They are zeroed, for other programs or ranks may know gradients there."""
+    scaled: tuple[int, ...] = ()
+    """Under all_reduce: parameters whose gradients are written multiplied by the factor that averaging asks for."""
     packed: tuple[int, ...] = ()
     """Under all_gather and reduce_scatter: units (places in `units`) that are copied to one message."""
 

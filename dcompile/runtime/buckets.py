@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcompile.compat.tensors import storage_use_count, will_accumulate
+from dcompile.compat.tensors import multiply_all, storage_use_count, will_accumulate
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.exchange import Flight, count_replayed, start_sum
 
@@ -53,6 +53,8 @@ class Buckets:
     _works: dict[str, Flight] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
     _scale: float = field(init=False)
+    _exact: bool = field(init=False)
+    """Whether scaling changes exponents alone, so that it may come before rounding."""
 
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
@@ -60,7 +62,8 @@ class Buckets:
             n: (b.name, offset) for b in self.buckets for n, offset in zip(b.params, b.offsets, strict=True)
         }
         self._kept = {bucket.name: [] for bucket in self.buckets}
-        self._scale = 1 / dist.get_world_size(self.group)
+        ranks = dist.get_world_size(self.group)
+        self._scale, self._exact = 1 / ranks, ranks & (ranks - 1) == 0
 
     def acquire(self, bucket: str) -> BucketMemory:
         """Memory that nobody outside refers to."""
@@ -88,19 +91,35 @@ class Buckets:
         """A synced backward starts: forget the last one."""
         self._reduced.clear()
 
+    def scale(self, sync: bool) -> float:
+        """What a program multiplies by as it writes gradients of `Bucket.scaled`."""
+        return self._scale if sync and self._exact else 1.0
+
     def start(self, bucket: str, memory: BucketMemory) -> None:
-        """Add what p.grad holds already, scale by one over the world size, and start the all-reduce.
+        """Add what p.grad holds already, scale the rest by one over the world size, and start the all-reduce.
 
         The accumulated gradient is what DDP reduces. Taking it out of p.grad makes autograd hand over the bucket's view
         as the new p.grad, where it would otherwise add to gradients that are already reduced.
         """
-        for number in self._table[bucket].params:
+        described = self._table[bucket]
+        early = described.scaled if self._exact else ()
+        for number in described.params:
             param = self._param(number)
             if param is not None and param.grad is not None and will_accumulate(param):
-                self._view(number, memory).add_(param.grad.detach())
+                self._view(number, memory).add_(param.grad.detach(), alpha=self._scale if number in early else 1)
                 param.grad = None
-        payload = scaled(memory.flat, self.group, self._scale, self._table[bucket].wire, memory.wire)
+        if early:
+            payload = memory.flat
+            if rest := self._unscaled(described, memory):
+                multiply_all(rest, self._scale)
+        else:
+            payload = scaled(memory.flat, self.group, self._scale, described.wire, memory.wire)
         self._works[bucket] = start_sum(self.group, payload, self._label(bucket))
+
+    def _unscaled(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor]:
+        """Gradients that no product has scaled."""
+        rest = (number for number in bucket.params if number not in bucket.scaled)
+        return [self._view(number, memory) for number in rest if self._param(number) is not None]
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""

@@ -76,6 +76,9 @@ class BucketCall:
     def acquire(self, bucket: str) -> Any:
         return self.memories[bucket]
 
+    def scale(self, sync: bool) -> float:
+        return self.source.scale(sync)
+
     def start(self, bucket: str, memory: Any) -> None:
         self.source.start(bucket, memory)
 

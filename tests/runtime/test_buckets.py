@@ -1,6 +1,7 @@
 """Bucket memory: what is reused, what is never overwritten, and how accumulated gradients enter the reduction."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ def group():
     dist.destroy_process_group()
 
 
-def make(*shapes, scale=1.0):
+def make(*shapes, scale=1.0, scaled=()):
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     offsets = tuple(range(0, 16 * len(params), 16))
     numbers = tuple(range(len(params)))
     bucket = Bucket("b", "float32", "cpu", "ddp", numbers, tuple("xyz"[: len(params)]), offsets, 16 * len(params))
+    bucket = replace(bucket, scaled=scaled)
     buckets = Buckets((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
     buckets._scale = scale
     return params, buckets
@@ -41,8 +43,8 @@ class Step(torch.autograd.Function):
         buckets, value, sync = ctx.rest
         memory = buckets.acquire("b")
         views = [buckets._view(number, memory) for number in buckets.buckets[0].params]
-        for view in views:
-            view.fill_(value)
+        for number, view in enumerate(views):
+            view.fill_(value * (buckets.scale(sync) if number in buckets.buckets[0].scaled else 1))
         if sync:
             buckets.begin()
             buckets.start("b", memory)
@@ -118,6 +120,17 @@ def test_two_synced_backwards_add_up_as_under_ddp():
     step(buckets, params, 8.0)  # 4
     step(buckets, params, 2.0)  # (4 + 2) / 2
     assert params[0].grad.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_gradients_written_scaled_are_the_same_as_those_scaled_later(exact):
+    params, buckets = make((2,), (2,), scale=0.5 if exact else 1 / 3, scaled=(1,))
+    buckets._exact = exact
+    assert [buckets.scale(sync) for sync in (True, False)] == [0.5 if exact else 1.0, 1.0]
+    step(buckets, params, 6.0, sync=False)
+    assert [p.grad.tolist() for p in params] == [[6.0, 6.0]] * 2
+    step(buckets, params, 18.0)
+    assert [p.grad.tolist() for p in params] == [[12.0, 12.0] if exact else [8.0, 8.0]] * 2
 
 
 def test_without_sync_gradients_accumulate_and_are_not_scaled():

@@ -262,6 +262,9 @@ class Source:
         self.kept.append(SimpleNamespace(flat=torch.zeros(4)))
         return self.kept[-1]
 
+    def scale(self, sync):
+        return 1.0
+
     def start(self, bucket, memory):
         self.log.append("start")
 

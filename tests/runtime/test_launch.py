@@ -19,6 +19,7 @@ from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.schedule.memory import plan_memory
 from dcompile.collectives.params import Report
+from dcompile.collectives.scale import scale_products
 from dcompile.compat.tensors import storage_use_count
 from dcompile.config import Config
 from dcompile.ir.index import var
@@ -320,6 +321,9 @@ class Source:
     def acquire(self, bucket: str) -> Memory:
         return self.memory
 
+    def scale(self, sync: bool) -> float:
+        return 0.5 if sync else 1.0
+
     def start(self, bucket: str, memory: Memory) -> None:
         self.log.append(("start", bucket, memory.flat.clone()))
 
@@ -355,6 +359,26 @@ def test_gradients_are_written_into_buckets_and_handed_out_as_fresh_views():
     del got, again
     source.log.clear()
     assert storage_use_count(source.memory.flat) == 1 + len(source.memory.tensors)
+
+
+def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
+    x = Buffer("x", "float32", (2, 3), (3, 1), storage="input")
+    g = Buffer("g", "float32", (3, 3), (3, 1), storage="bucket:b0", offset=0)
+    bucket = Bucket("b0", "float32", "cpu", "ddp", (0,), ("g",), (0,), 16)
+    steps = (
+        Extern("aten.mm.default", (View("x", (3, 2), (1, 3)), whole(x)), (), ("g",), "out"),
+        Collective("all_reduce", "b0", "ddp", ("g",)),
+        Wait("b0", ("g",)),
+    )
+    program = Program("backward", ("x",), (whole(g),), (x, g), steps, grads=((0, 0),), buckets=(bucket,))
+    executable = load(scale_products(program, devices=("cpu",)))
+    assert executable.buckets[0].scaled == (0,)
+    given, source = torch.randn(2, 3), Source(Memory(torch.full((16,), torch.nan)))
+    product = given.t() @ given
+    (got,) = executable([given], buckets=source, sync=False)
+    assert torch.equal(got, product)
+    executable([given], buckets=source, sync=True)
+    assert torch.equal(source.log[0][2][:9].view(3, 3), product * 0.5)
 
 
 def test_inputs_are_released_after_their_last_use():

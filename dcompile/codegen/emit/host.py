@@ -18,7 +18,7 @@ from dcompile.codegen.emit.library import function, in_torch, out_overload, retu
 from dcompile.codegen.emit.uses import all_views, known_bytes, last_uses
 from dcompile.codegen.emit.values import Values
 from dcompile.ir.index import Index, Size, as_index, var
-from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import SCALE, Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
@@ -125,6 +125,8 @@ class _Host(Values):
         for bucket in self.program.buckets:
             if bucket.kind == "all_reduce":
                 self.lines.append(f"{self._memory(bucket.name)} = buckets.acquire({bucket.name!r})")
+        if any(bucket.scaled for bucket in self.program.buckets):
+            self.lines.append(f"{SCALE.text} = buckets.scale(sync)")
         calls = iter(self.calls)
         dying: dict[int, list[str]] = {}
         for name, position in self.last.items():

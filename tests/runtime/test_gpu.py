@@ -209,6 +209,23 @@ def test_an_optimizer_step_is_a_few_kernels():
         same(p, q, 1e-5, 1e-6)
 
 
+def test_what_bfloat16_holds_is_divided_rooted_and_rounded_as_eager_does():
+    """All of it, by some of it and by numbers of 24 bits; also where shortcuts would not be right."""
+    every = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+    def function(x, y, n):
+        wide = x.float()
+        return wide / y.float(), wide / n, x / y, x.sqrt(), (wide * n).to(torch.bfloat16)
+
+    call = compiled(function)
+    for n in (0.0316069, -0.0009989, 1e-38, 3e38, 0.0, -1.0, float("inf")):
+        for shift in range(0, 1 << 16, 8209):
+            given = every, every.roll(shift), torch.tensor(n, device="cuda")
+            for want, got in zip(function(*given), call(*given), strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+                same(torch.signbit(want) | want.isnan(), torch.signbit(got) | got.isnan())
+
+
 def test_a_thread_that_has_not_used_the_gpu_before():
     """Autograd's threads are such: what runs there first may be a kernel of ours, with all its memory at hand."""
     call, x = compiled(rms_norm), randn(64, 128)

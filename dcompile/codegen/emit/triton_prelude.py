@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
+from dcompile.codegen.emit import triton_short
+
 HEADER = """\
 import triton
 import triton.language as tl
@@ -342,11 +344,6 @@ def to_float64(a):
 
 
 @triton.jit
-def to_bfloat16(a):
-    return a.to(tl.float32).to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
 def to_float16(a):
     return a.to(tl.float32).to(tl.float16).to(tl.float32)
 """
@@ -355,9 +352,8 @@ def to_float16(a):
 @lru_cache(maxsize=1)
 def functions() -> Mapping[str, str]:
     """Name -> text of each function that kernels may use."""
-    texts = [
-        f"@triton.jit{text.rstrip()}\n" for text in _FUNCTIONS.replace("ZETA", _zeta_terms()).split("@triton.jit")[1:]
-    ]
+    whole = _FUNCTIONS.replace("ZETA", _zeta_terms()) + triton_short.FUNCTIONS
+    texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 
 

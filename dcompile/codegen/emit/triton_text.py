@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.nest import Axis, Levels, levels, may_exceed
+from dcompile.codegen.emit.triton_short import is_short, roots, unnamed, written
 from dcompile.codegen.emit.triton_spelling import SPELLING, literal, register_type
 from dcompile.codegen.emit.triton_tiles import MULTIPROCESSORS, Dim, Plan, count, row_number
 from dcompile.ir.analysis import operands, runtime_refs
@@ -62,6 +63,11 @@ class Text:
         self.classes = self._classes()
         self.wide = self._is_wide()
         self.overlaps = self._overlaps()
+        self.roots = roots(self.nest.body, [ref for ref in self.levels.live if not self._is_number(ref)])
+        """Rounded roots of what bfloat16 holds -> what that is."""
+        self.written = written(self.nest.body, self.nest.stores, self.roots)
+        """Values that are rounded as they are written -> what they are before."""
+        self.unnamed = unnamed(self.nest.body, self.nest.stores, self.roots, self.written)
 
     # --- analysis ---
 
@@ -230,6 +236,8 @@ class Text:
     # --- values ---
 
     def declare(self, ref: Ref) -> None:
+        if ref in self.unnamed:
+            return
         self.line(f"{self.name(ref)} = {self.expression(ref)}")
 
     def expression(self, ref: Ref) -> str:
@@ -246,15 +254,28 @@ class Text:
             case Load() as load:
                 return self._load(load)
             case Apply("cast", (arg,), dtype):
+                if ref in self.roots:
+                    return f"root_bfloat16_({self.name(self.roots[ref])})"
                 source = self.nest.body[arg].dtype
                 exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
                 return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
+            case Apply("div", (a, b), "float32") if self._is_short_division(a, b):
+                return f"short_{'over' if self._is_number(b) else 'div'}_({self.name(a)}, {self.name(b)})"
             case Apply(op, args, dtype):
                 text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
                 # Triton computes 8 and 16 bits in 32
                 return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
             case Reduce() | Scan():
                 raise AssertionError("a reduction has no expression of its own")
+
+    def _is_number(self, ref: Ref) -> bool:
+        """Is a value a scalar to Triton?"""
+        return not self.classes[ref] - ({"x"} if self.flat_rows else frozenset())
+
+    def _is_short_division(self, a: Ref, b: Ref) -> bool:
+        """Of what bfloat16 holds, by such or by one number?"""
+        body = self.nest.body
+        return not self._is_number(a) and is_short(body, a) and (self._is_number(b) or is_short(body, b))
 
     def _load(self, load: Load) -> str:
         place = self.class_of(load.index)
@@ -269,8 +290,10 @@ class Text:
         pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
         options = f", mask={' & '.join(masks)}" if masks else ""
         options += ", other=0" if load.mask is not None else ""
-        wide = ".to(tl.float32)" if load.dtype in ("bfloat16", "float16") else ""
-        return f"tl.load({pointer}{options}){wide}"
+        text = f"tl.load({pointer}{options})"
+        if load.dtype == "bfloat16" and not any(self.nest.body[store.value] == load for store in self.nest.stores):
+            return f"from_bfloat16_({text})"
+        return f"{text}.to(tl.float32)" if load.dtype in ("bfloat16", "float16") else text
 
     def spread(self, index: Index, of: Class) -> str:
         """An index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
@@ -281,6 +304,8 @@ class Text:
 
     def packed(self, ref: Ref, dtype: str) -> str:
         """A value as it lies in memory."""
+        if ref in self.written:
+            return f"{self.name(self.written[ref])}.to(tl.float32).to(tl.bfloat16)"
         name = self.name(ref)
         return f"{name}.to(tl.{dtype})" if dtype in ("bfloat16", "float16") else name
 

@@ -31,6 +31,7 @@ from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.symbols import specialise
+from tests.codegen.emit import ptx
 from tests.codegen.emit.harness import NONE, placed, read
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
@@ -137,6 +138,27 @@ def _scan_impl(self, tensors):
 
 
 interpreter.ScanOps.apply_impl = _scan_impl
+
+
+# --- PTX --------------------------------------------------------------------------------------------------------------
+
+
+class _Asm:
+    """What PTX on elements gives."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    def get_result(self, place):
+        return self.handle
+
+
+def _inline_asm(self, text, constraints, values, types, is_pure, pack):
+    data = ptx.elementwise(text, constraints, [np.asarray(v.data) for v in values], pack)
+    return _Asm(Handle(data.view(np.float32), tl.float32))
+
+
+Builder.create_inline_asm = _inline_asm
 
 
 # --- what is done once ------------------------------------------------------------------------------------------------

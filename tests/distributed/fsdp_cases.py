@@ -61,6 +61,8 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": Checkpointed,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
+    "llama_one": lambda: models.llama(layers=1),
+    "llama_one_tied": lambda: models.llama(tied=True, layers=1),
     "llama_wide": lambda: models.llama(vocabulary=8192),
 }
 

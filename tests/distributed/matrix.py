@@ -79,9 +79,9 @@ DDP_ROWS = (
     _ddp("BatchNorm, unused parameters", name="norm", **UNUSED),
     _ddp("LoRA, no_sync", name="lora", accumulate=True),
     _ddp("LoRA, bf16 hook", name="lora", hook="bf16_compress_hook", always=False),
-    _ddp("llama"),
+    _ddp("llama", name="llama_one"),
     _ddp("llama, bf16 hook", hook="bf16_compress_hook", always=False),
-    _ddp("tied Llama, no_sync", name="llama_tied", accumulate=True),
+    _ddp("tied Llama, no_sync", name="llama_one_tied", accumulate=True),
 )
 
 
@@ -109,7 +109,7 @@ FSDP1_ROWS = (
     _fsdp1("uneven"),
     _fsdp1("LoRA", name="lora", wrap="root"),
     _fsdp1("BatchNorm, unused parameters", name="norm", wrap="root"),
-    _fsdp1("llama"),
+    _fsdp1("llama", name="llama_one"),
     _fsdp1("tied Llama, root, no_sync", name="llama_tied", wrap="root", accumulate=True, always=False),
     _fsdp1("flat parameters alone", 0, ("FullyShardedDataParallel has use_orig_params=False",), name="mlp",
            use_orig_params=False),
@@ -161,6 +161,6 @@ FSDP2_ROWS = (
            always=False),
     # the root's in two: the embedding, and the last projection with its norm
     _fsdp2("Llama, many tokens", 4, 2, 4, name="llama_wide"),
-    _fsdp2("tied Llama, no_sync", 3, 2, 3, name="llama_tied", accumulate=True),
+    _fsdp2("tied Llama, no_sync", 2, 1, 2, name="llama_one_tied", accumulate=True),
 )  # fmt: skip
 ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS, *FSDP2_ROWS)

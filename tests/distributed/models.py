@@ -149,11 +149,11 @@ class Lora(nn.Module):
         return x
 
 
-def llama(tied: bool = False, vocabulary: int = 64) -> nn.Module:
+def llama(tied: bool = False, vocabulary: int = 64, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)

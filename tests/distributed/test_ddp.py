@@ -81,7 +81,10 @@ def test_mixed_precision(ranks):
         assert found["grad"] <= 2**-8  # one rounding of bfloat16: autograd's formulas round elsewhere than eager's
 
 
-@pytest.mark.parametrize(("kernels", "rows"), [("aten", (4, 4)), ("auto", (5, 2)), ("auto", (3, 0))])
+@pytest.mark.parametrize(
+    ("kernels", "rows"),
+    [pytest.param("aten", (4, 4), marks=pytest.mark.full), ("auto", (5, 2)), ("auto", (3, 0))],
+)
 def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows):
     for found in values(ranks, "sync_norm", options={"kernels": kernels}, rows=rows):
         assert found["receipt"].eligible and found["receipt"].graphs == 1 and found["receipt"].graph_breaks == 0

@@ -44,7 +44,7 @@ def test_a_model_that_nobody_holds_is_freed(ranks, cases):
         assert found["ours"] == found["stock"] == {"reached": True, "module": False, "parameter": False}
 
 
-@pytest.mark.parametrize("how", [{}, {"name": "llama"}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"name": "llama_one"}, {"reshard_after_forward": False}], ids=str)
 def test_recorded_steps_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "recorded", **how):
         receipt = found["receipt"]
@@ -69,7 +69,7 @@ def test_units_in_one_message_equal_stock_fsdp(ranks, how):
 @pytest.mark.parametrize(
     "how",
     [
-        {"name": "llama"},
+        {"name": "llama_one"},
         {"name": "uneven", "accumulate": True},
         {"name": "mlp", "reshard_after_forward": False},
         {"of": "recorded"},

@@ -145,10 +145,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int] | None]] = {
     "each shown": (lambda: EachShown([Block() for _ in range(9)]), None),
 }
 """A model, and how often it repeats how many blocks."""
+TRAINED = ("dropout", "seven", "two kinds", "six", "tied", "each shown")
+INFERRED = ("layers", "dropout", "two kinds")
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("case", CASES)
+def usual(names: tuple[str, ...], training: bool) -> Iterator[Any]:
+    """Those that each test run has; what another of them says as well is for `make test-full`."""
+    kind = "training" if training else "inference"
+    for case in CASES:
+        yield pytest.param(case, training, id=f"{case}-{kind}", marks=() if case in names else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("case", "training"), [*usual(TRAINED, True), *usual(INFERRED, False)])
 def test_the_graph_is_that_of_all_layers(case: str, training: bool) -> None:
     make, repeats = CASES[case]
     graph, found, result, gradients = traced(make, True, training)
@@ -182,6 +190,7 @@ def test_layers_of_symbolic_sizes_are_not_looked_for() -> None:
         found.append(repeated_layers(gm))
         return found[-1]
 
-    with mock.patch.object(capture, "repeated_layers", look):
+    # without gradients there is half as much to trace
+    with mock.patch.object(capture, "repeated_layers", look), torch.no_grad():
         dcompile.compile(stack(7), dynamic=True, options={"receipt": False})(torch.randn(3, 4))
     assert found and not any(found)

@@ -263,6 +263,7 @@ receipt = dcompile.receipt(model)
 print("RESULT " + json.dumps({
     "results": [value.hex() for value in results],
     "cached": receipt.graphs_cached, "built": receipt.built, "kernels": receipt.kernels,
+    "hash": hash("a"),
     "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
 }))
 """
@@ -290,21 +291,28 @@ def result(process):
     return json.loads(output.rpartition("RESULT ")[2])
 
 
-def test_a_second_process_loads_no_compiler_stage_and_starts_no_compiler(tmp_path):
-    """Also when started as another rank."""
-    compiler = tmp_path / "g++"
-    compiler.write_text(f'#!/bin/sh\necho started >> {tmp_path}/starts\nPATH={os.environ["PATH"]} exec g++ "$@"\n')
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """(where a first process put its entries and how it was started, what it came to)."""
+    folder = tmp_path_factory.mktemp("first")
+    compiler = folder / "g++"
+    compiler.write_text(f'#!/bin/sh\necho started >> {folder}/starts\nPATH={os.environ["PATH"]} exec g++ "$@"\n')
     compiler.chmod(0o755)
     # products of ours are one kernel that both graphs share: the second would find what the first has built
     environment = {"CXX": str(compiler), "DCOMPILE_MATMUL": "aten"}
-    cold = result(start(tmp_path / "cache", **environment))
-    starts = (tmp_path / "starts").read_text()
-    warm = result(start(tmp_path / "cache", **environment, RANK="1", LOCAL_RANK="1"))
+    return folder, environment, result(start(folder / "cache", **environment, PYTHONHASHSEED="0"))
+
+
+def test_a_second_process_loads_no_compiler_stage_and_starts_no_compiler(first):
+    """Also when started as another rank."""
+    folder, environment, cold = first
+    starts = (folder / "starts").read_text()
+    warm = result(start(folder / "cache", **environment, RANK="1", LOCAL_RANK="1"))
     assert cold["cached"] == 0 and cold["built"] == cold["kernels"] > 0 and "dcompile.pipeline" in cold["stages"]
     assert warm["cached"] == 2 and warm["built"] == 0
     assert warm["stages"] == TABLE
     assert warm["results"] == cold["results"]
-    assert (tmp_path / "starts").read_text() == starts
+    assert (folder / "starts").read_text() == starts
 
 
 def test_two_processes_on_one_cold_cache(tmp_path):
@@ -315,11 +323,12 @@ def test_two_processes_on_one_cold_cache(tmp_path):
     assert warm["cached"] == 2 and not list((tmp_path / "cache").glob("tmp-*"))
 
 
-def test_two_processes_write_the_same_entries(tmp_path):
+def test_two_processes_write_the_same_entries(first, tmp_path):
     """Whatever the order in which Python goes through sets there: ranks run one program, each its own copy."""
-    folders = tmp_path / "one", tmp_path / "other"
-    for process in [start(folder, PYTHONHASHSEED=str(n)) for n, folder in enumerate(folders)]:
-        result(process)
+    folder, environment, cold = first
+    found = result(start(tmp_path / "cache", **environment, PYTHONHASHSEED="1"))
+    assert found["hash"] != cold["hash"]
+    folders = folder / "cache", tmp_path / "cache"
     one, other = ({path.name: path.read_text() for path in folder.glob("*.graph")} for folder in folders)
     assert one == other and len(one) == 2
 

@@ -41,7 +41,7 @@ def shortened(command: str, folder: Path) -> str:
     """The command with a tiny model, few steps, and its output elsewhere."""
     command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
     first, *_ = shlex.split(command)
-    small = f"--config llama_debug --seq-len 32 --output-dir {folder}"
+    small = f"--config {one_layer(folder)} --seq-len 32 --output-dir {folder}"
     if command.startswith("make train"):
         command = re.sub(r"STEPS=\d+", "", command)
         given = re.search(r'ARGS="([^"]*)"', command)
@@ -49,8 +49,7 @@ def shortened(command: str, folder: Path) -> str:
         backend = "BACKEND=eager" if given else ""  # what matters there is how arguments reach the script
         return f'{rest} {backend} STEPS=2 ARGS="{given[1] if given else ""} {small}"'
     if first.endswith("torchrun"):
-        # of one layer, for what is traced starts from nothing here
-        return f"{command} --steps 2 {small.replace('llama_debug', str(one_layer(folder)))}"
+        return f"{command} --steps 2 {small}"
     if first.endswith("pytest"):
         return f"{command} $TESTS"
     if "pip install" in command:

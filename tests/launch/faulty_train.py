@@ -28,7 +28,7 @@ def faulty_batch(tokens: Any, size: int, seq_len: int, key: tuple[int, ...]) -> 
         if fault == "die" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "sleep":
-            print("rank 1 sleeps", flush=True)
+            print(f"process {os.getpid()}, rank 1, sleeps", flush=True)
             time.sleep(1000)
     return stock_batch(tokens, size, seq_len, key)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tensor_parallel import shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.nursery import python
-from tests.subject import BACKEND, IS_DCOMPILE, torchrun
+from tests.subject import BACKEND, IS_DCOMPILE, run, torchrun
 
 TINY = {
     "vocab_size": 260,
@@ -41,8 +42,8 @@ def test_two_ranks_generate_what_one_process_does():
 @pytest.mark.timeout(200)
 def test_one_rank_samples_the_same_tokens_compiled_prefill_and_all():
     arguments = ("--temperature", "0.8", "--top-k", "20", "--compile-prefill", "--max-new-tokens", "8")
-    # this one starts from nothing: the script imports what it needs
-    result = torchrun(1, "launch/generate.py", "--backend", BACKEND, "--device", "cpu", "--check", *arguments)
+    command = ("launch/generate.py", "--backend", BACKEND, "--device", "cpu", "--check", *arguments)
+    result = torchrun(1, *command, python=python())
     assert result.returncode == 0, result.stderr
     assert "1 decode graph, 0 recompiles, 0 all-reduces a decode step" in result.stdout
     assert len(tokens_of(result.stdout)) == 8
@@ -116,7 +117,7 @@ def test_check_refuses_other_tokens_and_missing_all_reduces(monkeypatch):
 def test_config_files_are_llamas(tmp_path):
     path = tmp_path / "bert.json"
     path.write_text(json.dumps({"model_type": "bert"}))
-    arguments = ("--config", str(path), "--backend", "eager", "--device", "cpu")
-    result = torchrun(1, "launch/generate.py", *arguments, python=python())
+    # starts from nothing, without torchrun: the script imports what it needs
+    result = run(sys.executable, "launch/generate.py", "--config", str(path), "--backend", "eager", "--device", "cpu")
     assert result.returncode != 0
     assert "not a Llama config" in result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +49,8 @@ def start(folder: Path, backend: str, *more: str, script: str = "launch/train.py
     environment = {k: v for k, v in options.items() if k.isupper()}
     model = f"--config={one_layer(folder)}"
     command = (script, "--backend", backend, "--output-dir", str(folder), model, *ARGUMENTS, *more)
-    python = options.get("python") or nursery.python()
-    return Job(torchrun(2, *command, restarts=options.get("restarts", 0), python=python), folder, **environment)
+    launched = torchrun(2, *command, restarts=options.get("restarts", 0), python=nursery.python())
+    return Job(launched, folder, **environment)
 
 
 def trained(folder: Path, backend: str, *more: str, **options: Any) -> Run:
@@ -101,6 +100,7 @@ def test_compiled_losses_are_eagers(eager: Run, compiled: Run) -> None:
         assert int(receipt["collectives"]) == int(receipt["buckets"]) > 1
 
 
+@pytest.mark.full  # a usual run has the two below: one of FSDP2 goes on from the same, a killed one from its own
 def test_a_checkpoint_of_eager_is_continued_by_the_compiler(eager: Run, tmp_path: Path) -> None:
     run = trained(tmp_path, BACKEND, f"--resume={eager.folder / 'step-000005'}")
     assert run.status == 0, run.output
@@ -133,11 +133,13 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled:
 
 
 def test_sigterm_ends_all_processes_soon_even_in_a_collective(tmp_path: Path) -> None:
-    python = sys.executable  # forks are no children of torchrun's: nothing would hold that they have ended
-    job = start(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="sleep", python=python)
-    job.wait_for("rank 1 sleeps", 60)
-    family = job.family()
-    assert len(family) >= 3
+    job = start(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="sleep")
+    job.wait_for("rank 1, sleeps", 60)
+    # torchrun and its ranks may all be forks of one server: what that has started is the family, too
+    rank = psutil.Process(int(re.search(r"process (\d+), rank 1, sleeps", job.output)[1]))
+    forks = rank.parent().children(recursive=True)
+    family = [*job.family(), *(fork for fork in forks if fork not in job.family())]
+    assert rank in family and len(family) >= 3
     began = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     job.wait(30)

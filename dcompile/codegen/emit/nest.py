@@ -122,7 +122,7 @@ def make_nest(loop: Loop) -> Nest:
         slow, fast = nest.rows[-1], nest.elements[-1]
         names = nest.element_names
         often = [(index, weight) for index, weight in accesses(nest.body, nest.stores) if index.variables & names]
-        score = {axis.name: unit_strides(axis.name, often) for axis in (slow, fast)}
+        score = {axis.name: _near(axis.name, often) for axis in (slow, fast)}
         if score[slow.name] > score[fast.name] and typical(slow.size) >= 8:
             return replace(nest, rows=nest.rows[:-1], lane=slow)
     return nest
@@ -136,9 +136,7 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
     every = (False,) * len(stores)
     if not axes:
         return Nest((), (Axis("i0", 1),), None, body, stores, every)
-    scores = {
-        axis.name: unit_strides(axis.name, accesses(body, stores)) - 100 * (typical(axis.size) < 8) for axis in axes
-    }
+    scores = {axis.name: _near(axis.name, accesses(body, stores)) - 100 * (typical(axis.size) < 8) for axis in axes}
     best = max(reversed(axes), key=lambda axis: scores[axis.name])
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
@@ -175,6 +173,11 @@ def stride(index: Index, name: str) -> Size | None:
 
 def unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
     return sum(weight for index, weight in accesses if stride(index, name) == 1)
+
+
+def _near(name: str, accesses: list[tuple[Index, int]]) -> int:
+    """Also counts what neighbours share: numbers for each channel must not outvote an image."""
+    return sum(weight for index, weight in accesses if stride(index, name) in (0, 1))
 
 
 def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> set[int]:

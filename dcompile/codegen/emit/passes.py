@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from dcompile.codegen.emit.lanes import Lanes
 from dcompile.codegen.emit.narrow import count_in_int32
 from dcompile.codegen.emit.nest import LANES, Axis, Nest, may_exceed
 from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import BEFORE, LOCAL, store_refs
-from dcompile.codegen.emit.vectors import Vectors
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute
 from dcompile.ir.nodes import Const, Load, Reduce, Ref, Scan
@@ -22,7 +22,7 @@ BLOCKS = 1024
 """Blocks at most that threads take of one long row."""
 
 
-class Passes(Vectors):
+class Passes(Lanes):
     """Writes what happens within a row, or within `LANES` rows side by side."""
 
     def _row(self) -> None:
@@ -82,21 +82,6 @@ class Passes(Vectors):
         for n in stores:
             self.store(n)
         self.close()
-
-    def _open_lane(self, simd: bool) -> None:
-        lane = self.nest.lane
-        assert lane is not None
-        if simd:
-            self.line("#pragma omp simd")
-        self.open(f"for (int64 l = 0; l < {lane.name}_high - {lane.name}_low; l++)")
-        self.line(f"const int64 {lane.name} = {lane.name}_low + l;")
-
-    def _fetch(self, refs: set[Ref]) -> None:
-        """Read row values of this lane from their arrays."""
-        for ref in sorted(refs):
-            value = self.nest.body[ref]
-            if not self.levels.element[ref] and not isinstance(value, Const):
-                self.line(f"const {c_type(value.dtype)} {self.name(ref)} = l{self.number(ref)}[l];")
 
     def _pass(self, number: int) -> None:
         """One pass over the elements of the row."""
@@ -347,29 +332,3 @@ class Passes(Vectors):
         result = f'n{self.number(ref)} ? __builtin_nan("") : {s}' if watches_nan(reduce) else s
         dtype = c_type(reduce.dtype)
         self.line(f"const {dtype} {self.name(ref)} = {dtype}({result});")
-
-    def _lane_pass(self, number: int, reduces: list[Ref], stores: list[int]) -> None:
-        lane = self.nest.lane
-        assert lane is not None
-        for ref in reduces:
-            reduce = self._reduce(ref)
-            wide = reduce.op == "sum" and reduce.dtype == "float32"
-            self.line(f"alignas(64) {'float64' if wide else c_type(reduce.dtype)} s{self.number(ref)}[{LANES}];")
-            identity = literal(REDUCTIONS[reduce.op].identity(reduce.dtype), reduce.dtype)
-            self.line(f"for (int64 l = 0; l < {LANES}; l++) s{self.number(ref)}[l] = {identity};")
-        needed = self._needed(number, self._targets(number))
-        scans = self._open_lane_scans(needed)
-        for axis in self.nest.elements:
-            self._open_axis(axis)
-        self._open_lane(simd=all(self._simd(n, lane.name) for n in stores))
-        used = {ref for value in needed for ref in operands(self.nest.body[value])} | set(self._targets(number))
-        self._fetch(used)
-        for ref in needed:
-            self._advance(ref, f"u{self.number(ref)}[l]") if ref in scans else self.declare(ref)
-        for ref in reduces:
-            reduce, place = self._reduce(ref), f"s{self.number(ref)}[l]"
-            wide = reduce.op == "sum" and reduce.dtype == "float32"
-            self.line(self._combine(reduce.op, place, self.name(reduce.arg), "float64" if wide else reduce.dtype))
-        for n in stores:
-            self.store(n)
-        self.close(len(self.nest.elements) + 1)

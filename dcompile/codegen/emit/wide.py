@@ -236,7 +236,7 @@ class Wide(Scans):
 
     def _steps(self, index: Index, name: str) -> int | None:
         """Distance of neighbours along `name` in memory, if it is the same everywhere."""
-        if any(self.levels.element[int(v[1:])] for v in index.variables if v[0] == "v"):
+        if any(self.nest.lane or self.levels.element[int(v[1:])] for v in index.variables if v[0] == "v"):
             return None
         found = stride(index, name)
         return found if isinstance(found, int) else None

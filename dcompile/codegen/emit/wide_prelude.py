@@ -329,6 +329,23 @@ INLINE pair_int match_two(int32 first, int32 place) {
 #endif
 TWO(float32, float, pair) TWO(bfloat16, u16, pair) TWO(float16, u16, pair) TWO(bool, uint8, pair_int)
 TWO(bool, bool, pair_int)
+#if WIDTH == 8
+INLINE void add_float64(double* to, wide x) {
+  typedef double doubles __attribute__((vector_size(32)));
+  doubles low, high;
+  __builtin_memcpy(&low, to, sizeof low); __builtin_memcpy(&high, to + 4, sizeof high);
+  low += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 0));
+  high += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 1));
+  __builtin_memcpy(to, &low, sizeof low); __builtin_memcpy(to + 4, &high, sizeof high);
+}
+INLINE void add_two_float64(double* to, pair x) { add_float64(to, x.even); add_float64(to + WIDTH, x.odd); }
+#else
+INLINE void add_two_float64(double* to, pair x) {
+  float y[PAIR];
+  put_two_float32(y, x);
+  for (int k = 0; k < PAIR; k++) to[k] += y[k];
+}
+#endif
 STREAM_TWO(float32, float, widen) STREAM_TWO(bfloat16, u16, narrowed) STREAM_TWO(float16, u16, half)
 """
 

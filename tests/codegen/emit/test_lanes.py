@@ -1,0 +1,116 @@
+"""Rows side by side, written in vectors along the lane, against the interpreter and the plain loops."""
+
+import numpy as np
+import pytest
+
+from dcompile.codegen.emit.lanes import GROUP
+from dcompile.codegen.emit.nest import LANES, make_nest
+from dcompile.ir.index import var
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Load, Program, Store
+from tests.codegen.emit import loops
+from tests.codegen.emit.cases import random_inputs
+from tests.codegen.emit.harness import compiled, run, without_vectors
+from tests.codegen.emit.test_cpp import text
+
+I1 = var("i1")
+SIZES = [(2, 3 * GROUP, LANES), (3, GROUP + 3, 2 * LANES + 32), (2, 5, 40), (1, 2 * GROUP + 1, LANES + 13), (2, 0, 32)]
+OPS = ["sum", "prod", "max", "min"]
+
+
+def middle(sizes: tuple[int, int, int], op: str = "sum", dtype: str = "float32", heads: int = 1) -> Program:
+    """A reduction over the second of three dimensions; with `heads`, over the second and third of four."""
+    batches, n, columns = sizes
+    b = loops.Body()
+    at = loops.I0 * (n * heads * columns) + loops.J0 * (heads * columns) + var("j1") * columns + I1
+    stores = [Store("y", loops.I0 * columns + I1, b.narrow(b.reduce(op, b.load("x", at, dtype)), dtype))]
+    shape = (batches, n, heads, columns)
+    return loops.program(b, (batches, columns), (n, heads), stores, x=(dtype, shape), y=(dtype, (batches, columns)))
+
+
+def softmax(sizes: tuple[int, int, int], dtype: str = "float32") -> Program:
+    """Over the second of three dimensions, of numbers that a mask of the last two may take away."""
+    batches, n, columns = sizes
+    b = loops.Body()
+    at = loops.I0 * (n * columns) + loops.J0 * columns + I1
+    shown = b.put(Load("m", loops.J0 * columns + I1, "bool"))
+    x = b.op("where", shown, b.load("x", at, dtype), b.const(-1e30))
+    e = b.op("exp", b.op("sub", x, b.reduce("max", x)))
+    stores = [Store("y", at, b.narrow(b.op("div", e, b.reduce("sum", e)), dtype))]
+    shape = (batches, n, columns)
+    return loops.program(b, (batches, columns), (n,), stores, x=(dtype, shape), m=("bool", shape[1:]), y=(dtype, shape))
+
+
+DTYPES = ["float32", "bfloat16", "float16"]
+CASES = {
+    **{f"{op} {sizes}": middle(sizes, op) for op in OPS for sizes in SIZES if sizes[1] or op == "sum"},
+    **{f"{op} {dtype}": middle(SIZES[1], op, dtype) for op in OPS for dtype in DTYPES[1:]},
+    **{f"{op} of two dimensions": middle((2, 3, 80), op, heads=GROUP + 1) for op in OPS},
+    **{f"softmax {dtype} {sizes}": softmax(sizes, dtype) for dtype in DTYPES for sizes in SIZES if sizes[1]},
+}
+
+
+@pytest.fixture(scope="module")
+def built():
+    return compiled([*CASES.values(), middle(SIZES[0], dtype="int64")])
+
+
+def nest_of(program: Program):
+    return make_nest(program.steps[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_side_by_side_agree_with_the_interpreter(name, built):
+    program = CASES[name]
+    assert nest_of(program).lane is not None and "load_two_" in text(program)
+    inputs = random_inputs(program)
+    for want, got in zip(interpret(program, inputs), run(program, inputs, built), strict=True):
+        assert np.allclose(want, got, rtol=1.6e-2 if "16" in name else 2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("row", [0, GROUP, 2 * GROUP])
+def test_nan_and_infinities_stay_where_they_are(op, row):
+    program = middle((1, 2 * GROUP + 1, LANES + 13), op)
+    x = np.ones((1, 2 * GROUP + 1, 1, LANES + 13), np.float32)
+    x[0, row, 0, [0, 20, LANES - 1, LANES + 12]] = np.nan
+    x[0, row, 0, 30], x[0, row, 0, 31] = np.inf, -np.inf
+    (got,) = run(program, {"x": x})
+    (want,) = interpret(program, {"x": x})
+    assert np.array_equal(want, got, equal_nan=True)
+    assert np.isnan(got).sum() == 4
+
+
+def test_long_sums_are_added_up_in_float64(built):
+    n = 100_000
+    program = middle((1, n, 16))
+    x = np.full((1, n, 1, 16), 0.1, np.float32)
+    (got,) = run(program, {"x": x})
+    assert np.allclose(got, x.astype(np.float64).sum(1)[:, 0], rtol=1e-6)
+
+
+def test_integers_and_scans_go_by_plain_loops(built):
+    program = middle(SIZES[0], dtype="int64")
+    assert "load_two_" not in text(program)
+    inputs = random_inputs(program)
+    for want, got in zip(interpret(program, inputs), run(program, inputs, built), strict=True):
+        assert np.array_equal(want, got)
+
+
+def test_without_vectors_all_rows_go_by_the_plain_loop():
+    whole, ragged = (without_vectors(text(middle(sizes))) for sizes in ((2, 16, LANES), (2, 16, LANES + 13)))
+    assert "l = 0; l <" in whole and "l = l_at" in ragged and "int64 l_at = 0;" in ragged
+
+
+def test_numbers_of_each_channel_do_not_outvote_an_image():
+    """Batch norm in evaluation: four numbers a channel, read with unit stride along channels, and an image."""
+    b = loops.Body()
+    at = loops.I0 * (48 * 1024) + I1 * 1024 + var("i2")
+    value = b.load("x", at)
+    for name in ("mean", "scale", "weight", "bias"):
+        value = b.op("mul", value, b.load(name, I1))
+    shape, channel = ("float32", (3, 48, 1024)), ("float32", (48,))
+    stores = [Store("y", at, value)]
+    numbers = dict.fromkeys(("mean", "scale", "weight", "bias"), channel)
+    nest = nest_of(loops.program(b, (3, 48, 1024), (), stores, x=shape, **numbers, y=shape))
+    assert nest.elements[-1].size == 1024 and all(row.tile == 1 for row in nest.rows)

@@ -124,9 +124,10 @@ def test_kernels_say_which_modules_they_came_from_in_both_directions(tmp_path):
         shared = [lines for lines in comments if any("layers.0:" in line for line in lines)]
         assert any(any("layers.1:" in line for line in lines) for lines in shared)
         host = (folder / "host.py").read_text().splitlines()
-        calls = [number for number, line in enumerate(host) if line.strip().startswith("_k") and "(" in line]
-        inside = [number for number in calls if number > host.index("    def call(args, buckets=None, sync=False):")]
-        assert inside and all("# " in "\n".join(host[number - 3 : number]) for number in inside)
+        begin = host.index("    def call(args, buckets=None, sync=False):")
+        alone = [n for n, line in enumerate(host) if n > begin and line.strip().startswith("_k") and "(" in line]
+        together = [n for n, line in enumerate(host) if line.startswith("        ('k")]
+        assert alone + together and all("# " in "\n".join(host[n - 3 : n]) for n in alone + together)
 
 
 def test_pass_times_are_logged_on_their_channel(capfd):

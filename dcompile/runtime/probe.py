@@ -148,7 +148,7 @@ def _statement(node: ast.stmt, lines: list[str]) -> Statement:
     name = found if library is None else library[2] if library[1] else f"aten.{library[2]}"
     if kernel := re.match(r"run\.(?:kernel|function)\('([^']+)'", found):
         name = kernel[1]
-    if found.startswith("run.launches("):
+    if found.startswith(("run.launches(", "run.calls(")):
         name, origin = _launched(lines[at + 1 :])
     names = {leaf.id for leaf in ast.walk(value) if isinstance(leaf, ast.Name)}
     buckets = frozenset(m[1] for name_ in names if (m := _MEMORY.fullmatch(name_)))

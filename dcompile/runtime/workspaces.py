@@ -15,6 +15,7 @@ from dcompile.collectives.params import AnySource
 from dcompile.compat.tensors import is_only_reference
 from dcompile.runtime import checks, gpu
 from dcompile.runtime.arena import Arena, Fresh, Recycled, copied, over
+from dcompile.runtime.calls import Calls
 from dcompile.runtime.libraries import kernel, library
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
@@ -213,6 +214,10 @@ class Run:
         function = kernel(self.libraries[name], name)
         function.argtypes = [ctypes.c_void_p] * addresses + [ctypes.c_int64] * sizes
         return function
+
+    def calls(self, count: int, kernels: list[tuple[str, tuple[int, ...]]]) -> Calls:
+        """A run of compiled kernels: each its name and arguments, which are known or one of `count` given ones."""
+        return Calls(self.libraries, count, kernels)
 
     @staticmethod
     def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:

@@ -23,6 +23,11 @@ def make(run):
         ('k6', 'f', 4, (0,)),
     ])
     _v4 = run.view(torch.float32, (2,), (1,), 0)
+    _launch5 = run.calls(1, [
+        # tail: aten.neg.default (m.py:5)
+        ('k7', (0, run.at(0),)),
+        ('k8', (run.at(0), 0,)),
+    ])
 
     def call(args, buckets=None, sync=False):
         x, = args
@@ -34,6 +39,7 @@ def make(run):
             run.failed(failed)
         _op2(x, _v4, out=run.bucket_view(_bucket_b_0, 'g', (2,), (1,), 0))
         _launch3(stream, x)
+        _launch5(x.data_ptr())
         if sync:
             buckets.start('b.0', _bucket_b_0)
         return [x]
@@ -94,11 +100,12 @@ def test_each_step_is_stamped_and_known_by_its_text():
             ("head: aten.add.Tensor (m.py:1)", "tail: aten.mul.Tensor (m.py:2)", "head: aten.sum.default (m.py:3)"),
             set(),
         ),
+        ("2 kernels", ("tail: aten.neg.default (m.py:5)",), set()),
     ]
     lines = text.splitlines()
     kept = [line for line in lines if line in SOURCE.splitlines()]
     assert kept == SOURCE.splitlines(), "nothing is left out or moved"
-    assert text.count("_begin = _now()") == text.count("_begin, _now()))") == 3
+    assert text.count("_begin = _now()") == text.count("_begin, _now()))") == 4
     end = lines.index("        return [x]")
     assert lines[end - 1] == "        _probe.end(_call)"
     assert lines.index("        buckets = _probe.buckets(buckets, _call)") < lines.index(
@@ -133,6 +140,7 @@ def test_a_measured_program_computes_the_same_and_is_afterwards_as_it_was():
     assert [call.program for call in calls] == ["forward0", "backward0"]
     for call, program in zip(calls, programs, strict=True):
         assert [number for number, _, _ in call.spans] == list(range(len(call.statements)))
-        assert len(call.spans) == program.report.kernel_calls + program.report.library_calls
+        runs = [int(s.name.split()[0]) for s in call.statements if s.name.endswith(" kernels")]
+        assert len(call.spans) + sum(runs) - len(runs) == program.report.kernel_calls + program.report.library_calls
         stamps = [call.begin, *(at for _, begin, end in call.spans for at in (begin, end)), call.end]
         assert stamps == sorted(stamps)

@@ -31,15 +31,17 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     writer = _Kernel(nest, table)
     writer.function()
     body = "\n".join(writer.lines)
-    arguments = ", ".join(
-        f"{'' if name in loop.writes else 'const '}{memory_type(table[name].dtype)}* {short}"
-        for name, short in writer.arguments.items()
-    )
-    sizes = [f"int64 {short}" for short in writer.symbols.values()]
-    arguments = ", ".join([arguments, *sizes])
+    kinds = [
+        f"{'' if name in loop.writes else 'const '}{memory_type(table[name].dtype)}*" for name in writer.arguments
+    ] + ["int64"] * len(writer.symbols)
+    shorts = (*writer.arguments.values(), *writer.symbols.values())
+    arguments = ", ".join(f"{kind} {short}" for kind, short in zip(kinds, shorts, strict=True))
     text = f"({arguments}) {{\n{body}\n  return {'take_failure()' if writer.checked else '0'};\n}}\n"
     name = "k" + hashlib.sha256(text.encode()).hexdigest()[:24]
     text = f'extern "C" int64 {name}{text}'
+    if not writer.checked:  # for tables of calls (launches.py)
+        found = ", ".join(f"({kind})*a[{place}]" for place, kind in enumerate(kinds))
+        text += f'extern "C" int64 {name}_at(const int64* const* a) {{ return {name}({found}); }}\n'
     cost = len(loop.body) + 4
     return KernelSource(name, text, tuple(writer.arguments), cost, writer.checked, loop.origin, tuple(writer.symbols))
 

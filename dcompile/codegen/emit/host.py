@@ -14,18 +14,16 @@ from __future__ import annotations
 from typing import Any
 
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
+from dcompile.codegen.emit.launches import Launches
 from dcompile.codegen.emit.library import function, in_torch, out_overload, returns_one_tensor
-from dcompile.codegen.emit.uses import all_views, known_bytes, last_uses
-from dcompile.codegen.emit.values import Values
-from dcompile.ir.index import Index, Size, as_index, var
-from dcompile.ir.nodes import SCALE, Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.codegen.emit.uses import all_views, last_uses
+from dcompile.ir.index import Index, as_index, var
+from dcompile.ir.nodes import SCALE, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
 """Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
 allocation cost up to three times what a memory-bound kernel does."""
-ROOM_BYTES = 1 << 24
-"""Kernels on GPUs are started together where that does not hold this much memory longer: a start takes some 3 us."""
 
 
 _IMPORTS = (
@@ -49,15 +47,13 @@ def emit(program: Program, kernels: Kernels, *, recycle: bool = True) -> str:
     return _Host(program, kernels, recycle).text()
 
 
-class _Host(Values):
+class _Host(Launches):
     """Collects the lines of `make` and of `call`."""
 
     def __init__(self, program: Program, kernels: Kernels, recycle: bool) -> None:
-        super().__init__(program, late_symbols(program))
+        super().__init__(program, kernels, late_symbols(program))
         self.recycle = recycle
         self.calls, self.products = kernels.calls, kernels.products
-        self.allocated: set[str] = set(program.inputs)
-        self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
         self.inherited: set[str] = set()
         self.last = last_uses(program, self.calls, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
@@ -72,11 +68,6 @@ class _Host(Values):
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
         self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
         self.in_kernels |= {name for product in self.products.values() for name in product.kernel.arguments}
-        self.waiting: list[tuple[KernelSource, list[str]]] = []
-        """GPU kernels to be launched together, each with what its arguments are called."""
-        self.dying: list[str] = []
-        """Tensors to be released behind that launch."""
-        self.on_gpu = any(kernel.launches for kernel in kernels.sources)
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
@@ -172,13 +163,6 @@ class _Host(Values):
             ]
         self.lines.append("stream = run.stream()")
 
-    def _drop(self, buffers: list[str]) -> None:
-        """Release tensors after their last use, so that their memory can be used again."""
-        kept = self.outputs | self.late  # a size that a call has told is used under its own name to the end
-        held = [b for b in buffers if b in self.allocated and b not in kept and b in self.table]
-        if held:
-            self.lines.append(f"del {', '.join(map(self.name, held))}")
-
     def _step(self, step: Step, calls: Any) -> None:
         match step:
             case Loop():
@@ -239,14 +223,6 @@ class _Host(Values):
             made = f"empty_strided({shape}, {strides}, dtype=torch.{buffer.dtype}, device={buffer.device!r})"
         self.lines.append(f"{self.name(name)} = {made}")
 
-    def _make_room(self, buffer: Buffer) -> None:
-        """Before a large allocation on a GPU: start the waiting kernels if memory as large is released behind them."""
-        if not self.waiting or buffer.device == "cpu" or known_bytes(buffer) < ROOM_BYTES:
-            return
-        freed = (known_bytes(self.table[b]) for b in self.dying if b in self.allocated and b not in self.outputs)
-        if sum(freed) >= ROOM_BYTES:
-            self._launch()
-
     def _inherit(self, host: str) -> None:
         """See that others may lie in a buffer's memory from now on: nobody else must be able to see it."""
         if self.table[host].storage == "out":
@@ -259,26 +235,10 @@ class _Host(Values):
     def _loop(self, loop: Loop, kernel: KernelSource) -> None:
         for name in sorted(loop.writes):
             self._ensure(name)
-        if kernel.launches:
+        if kernel.launches or not self.on_gpu:
             self._wait_for_launch(kernel)
-            return
-        pointers = [self._pointer(name) for name in kernel.arguments]
-        sizes = [self.name(symbol) for symbol in kernel.sizes]
-        counts = ", ".join(map(str, (len(pointers), len(sizes)) if sizes else (len(pointers),)))
-        function = self.once(f"run.kernel({kernel.name!r}, {counts})", "k")
-        call = f"{function}({', '.join([*pointers, *sizes])})"
-        if loop.origin:
-            self.lines.append(f"# {', '.join(loop.origin)}")
-        if kernel.checked:
-            self.lines += [f"if failed := {call}:", "    run.failed(failed)"]
         else:
-            self.lines.append(call)
-
-    def _wait_for_launch(self, kernel: KernelSource) -> None:
-        """A GPU's kernel, to be started with its neighbours."""
-        given = [self._place(name) for name in kernel.arguments]
-        given += [self._prepared_size(symbol) for symbol in kernel.sizes]
-        self.waiting.append((kernel, given + [f"run.number({number})" for number in kernel.numbers]))
+            self._call_kernel(kernel)
 
     def _product(self, step: Step, product: Product) -> None:
         """A call that a kernel of ours does; a matrix product takes sizes and strides as numbers in memory."""
@@ -294,40 +254,6 @@ class _Host(Values):
         if origin:
             self.lines.append(f"# {', '.join(origin)}")
         self.lines.append(f"{function}({', '.join(pointers)})")
-
-    # --- launches ---
-
-    def _prepared_size(self, symbol: str) -> str:
-        """A size symbol in a launch table: a number that is known beforehand, or the name of one known at each call."""
-        return self.name(symbol) if symbol in self.late else f"run.number({self.name(symbol)})"
-
-    def _grid(self, grid: Size, slots: dict[str, str]) -> str:
-        """A number of programs in a launch table; one that only the call knows is added to what the call gives."""
-        text = self._index(grid)
-        if self.late.isdisjoint(as_index(grid).variables):
-            return text
-        return f"run.grid({slots.setdefault(text, str(len(slots)))})"
-
-    def _launch(self) -> None:
-        """Start the waiting kernels, then release what only they needed."""
-        if self.waiting:
-            given = {a: None for _, named in self.waiting for a in named if not a.startswith("run.")}
-            slots = {name: str(place) for place, name in enumerate(given)}
-            lines = []
-            for kernel, named in self.waiting:
-                lines += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
-                for launch in kernel.launches:
-                    chosen = [slots.get(named[n], named[n]) for n in launch.arguments]
-                    arguments = f"({', '.join(chosen)},)"
-                    if launch.grid != 0:
-                        grid = self._grid(launch.grid, slots)
-                        lines.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
-            table = "".join(f"\n        {line}" for line in lines)
-            run = self.once(f"run.launches({len(slots)}, [{table}\n    ])", "launch")
-            self.lines.append(f"{run}({', '.join(['stream', *slots])})")
-        self.waiting = []
-        self._drop(self.dying)
-        self.dying = []
 
     # --- library calls ---
 

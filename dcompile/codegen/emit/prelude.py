@@ -25,6 +25,12 @@ extern "C" void free(void*) noexcept;
 /* what a kernel returns: 0, or 1 after an integer division by zero, or 4 * position + 2 of a position that is none */
 static int64 failure;
 static int64 take_failure() { const int64 was = failure; failure = 0; return was; }
+/* runs kernels one after another: how many arguments each has, and where these are */
+struct Call { int64 (*run)(const int64* const*); int64 count; };
+extern "C" int64 run_calls(const Call* calls, int64 count, const int64* const* arguments) {
+  for (int64 n = 0; n < count; arguments += calls[n++].count) calls[n].run(arguments);
+  return 0;
+}
 
 INLINE u32 bits(float x) { u32 u; __builtin_memcpy(&u, &x, 4); return u; }
 INLINE float unbits(u32 u) { float x; __builtin_memcpy(&x, &u, 4); return x; }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dcompile.codegen.emit import host, triton, triton_joint
+from dcompile.codegen.emit import host, launches, triton, triton_joint
 from dcompile.codegen.emit.emitter import Kernels
 from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
 from dcompile.codegen.emit.triton_prelude import AFTER
@@ -110,7 +110,7 @@ def test_limits(name, monkeypatch):
 
 def test_what_a_joint_kernel_needs_is_not_released_before_it_starts(monkeypatch):
     """Memory that a large result asks for is not that of a loop which waits to be part of a later kernel."""
-    monkeypatch.setattr(host, "ROOM_BYTES", 1)
+    monkeypatch.setattr(launches, "ROOM_BYTES", 1)
     program = loops.side_by_side()
     program = plan_memory(replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers)))
     kernels = joined(program, [triton.emit(step, program.table) for step in program.steps if isinstance(step, Loop)])

@@ -344,6 +344,11 @@ def to_float64(a):
 
 
 @triton.jit
+def to_bfloat16(a):
+    return a.to(tl.float32).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
 def to_float16(a):
     return a.to(tl.float32).to(tl.float16).to(tl.float32)
 """

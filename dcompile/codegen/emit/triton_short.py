@@ -64,7 +64,7 @@ def _call(text: str, outputs: int, inputs: int, given: str, pack: int, read: str
 
 FUNCTIONS = f"""
 @triton.jit
-def to_bfloat16(a):
+def round_bfloat16_(a):
     a = a.to(tl.float32)
     return {_call("{ .reg .b32 t; " + _ROUND.format("$2", "$3") + " }", 2, 2, "a", PAIR)}
 

@@ -219,11 +219,6 @@ def test_loads_of_later_rows_fit_into_shared_memory(count, stages, tmp_path):
     assert head["shared"] <= 99 << 10
 
 
-def test_bfloat16_is_rounded_two_at_a_time(machine_code):
-    ptx, _, _ = machine_code["rms_norm"]
-    assert "cvt.rn.bf16x2.f32" in ptx and "cvt.rn.bf16.f32" not in ptx
-
-
 def test_no_multiplication_is_contracted_with_an_addition(machine_code):
     assert "fma.rn.f32" not in machine_code["rms_norm_backward"][0]
 

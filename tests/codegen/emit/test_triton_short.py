@@ -85,7 +85,7 @@ def test_all_rounded_roots(off):
 def test_values_go_into_bfloat16_and_back():
     draw = np.random.default_rng(2)
     a = np.concatenate([short(np.arange(1 << 16)), draw.integers(0, 1 << 32, 10000, np.uint32)])
-    rounded = ptx.elementwise(asm("to_bfloat16"), "=&f,=&f", [a], 2)
+    rounded = ptx.elementwise(asm("round_bfloat16_"), "=&f,=&f", [a], 2)
     np.testing.assert_array_equal(rounded >> 16, to_bfloat16(ptx.f32(a)))
     packed = (rounded >> 16).astype(np.uint16)
     np.testing.assert_array_equal(ptx.elementwise(asm("from_bfloat16_"), "=&f,=&f", [packed], 2), rounded)
@@ -124,12 +124,24 @@ def test_only_a_rounded_root_is_approximate():
     assert "root_bfloat16_" not in text(root=True, narrow=False)
 
 
-def test_what_is_only_written_is_rounded_by_the_store():
+def rounding(divided: bool) -> str:
+    """What a kernel does that writes products as bfloat16, one of them rounded for other use too."""
     b = loops.Body()
     x = b.load("x", loops.I0, "bfloat16")
     once, twice = (b.narrow(b.op("mul", x, b.const(factor)), "bfloat16") for factor in (2.0, 3.0))
-    stores = [Store("y", loops.I0, once), Store("z", loops.I0, twice), Store("w", loops.I0, b.op("cast", twice))]
+    last = b.op("cast", twice)
+    stores = [Store("y", loops.I0, once), Store("z", loops.I0, twice)]
+    stores.append(Store("w", loops.I0, b.op("div", last, x) if divided else last))
     buffers = {"x": "bfloat16", "y": "bfloat16", "z": "bfloat16", "w": "float32"}
     program = loops.program(b, (4096,), (), stores, **{name: (dtype, (4096,)) for name, dtype in buffers.items()})
-    text = triton.emit(program.steps[0], program.table).text.split("def dcompile")[1]
-    assert text.count("to_bfloat16(") == 1 and text.count(".to(tl.float32).to(tl.bfloat16))") == 2
+    return triton.emit(program.steps[0], program.table).text.split("def dcompile")[1]
+
+
+def test_what_is_only_written_is_rounded_by_the_store():
+    text = rounding(divided=True)
+    assert text.count("round_bfloat16_(") == 1 and text.count(".to(tl.float32).to(tl.bfloat16))") == 2
+
+
+def test_without_divisions_rounding_is_tritons():
+    text = rounding(divided=False)
+    assert text.count("to_bfloat16(") == 2 and not re.search("round_bfloat16_|from_bfloat16_", text)

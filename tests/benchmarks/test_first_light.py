@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks import first_light
-from tests.nursery import python
-from tests.subject import BACKEND, IS_DCOMPILE, run
+from tests.subject import BACKEND, IS_DCOMPILE
 
 
 @pytest.fixture
@@ -62,11 +61,13 @@ def test_ratios_say_how_many_times_faster_dcompile_is():
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not IS_DCOMPILE, reason="runs dcompile itself")
-def test_the_command_ends_with_one_line_of_json():
-    arguments = ("--only", "softmax", "--seconds", "0.3", "--no-cold", "--json")
-    result = run(python(), "-m", "benchmarks.first_light", "--threads", "1", *arguments, timeout=200)
-    assert result.returncode == 0, result.stdout + result.stderr
-    data = json.loads(result.stdout.splitlines()[-1])
+def test_the_command_ends_with_one_line_of_json(capsys, forks, monkeypatch):
+    arguments = ["--only", "softmax", "--seconds", "0.3", "--no-cold", "--json"]
+    monkeypatch.setattr("sys.argv", ["first_light", "--threads", "1", *arguments])
+    status = first_light.main()
+    said = capsys.readouterr()
+    assert status == 0, said.out + said.err
+    data = json.loads(said.out.splitlines()[-1])
     assert data["complete"] and data["geomean_over_inductor"] > 0
     assert data["environment"]["threads"] == 1 and data["environment"]["torch"] == torch.__version__
 

@@ -7,12 +7,14 @@ import pytest
 
 from benchmarks import overlap_cpu
 from benchmarks.overlap_cpu import Sample, show, summary
+from tests.job import one_layer
 
 
 @pytest.mark.timeout(240)
 def test_two_ranks_end_with_one_line_of_json(tmp_path, capsys, forks):
     picture = tmp_path / "x.svg"
-    arguments = ["--config", "llama_debug", "--length", "32", "--rounds", "2", "--peers", "stock,dcompile"]
+    model = one_layer(tmp_path).with_suffix("")  # a path of its own is no file of launch/configs
+    arguments = ["--config", str(model), "--length", "32", "--rounds", "2", "--peers", "stock,dcompile"]
     arguments += ["--bucket-cap-mb", "0.1", "--timeline", str(picture), "--json"]
     assert overlap_cpu.main(arguments) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -13,7 +13,13 @@ from tests.models.zoo import gpt2, llama
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
-@pytest.mark.parametrize("make", [partial(gpt2, layers=1), partial(llama, num_hidden_layers=1)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(partial(gpt2, layers=1), id="gpt2", marks=pytest.mark.full),
+        pytest.param(partial(llama, num_hidden_layers=1), id="llama"),
+    ],
+)
 def test_language_models_train_at_any_length(make):
     model = make()
     theirs = copy.deepcopy(model)

@@ -11,7 +11,7 @@ import dcompile
 from dcompile.errors import OptionError
 from dcompile.integrations.accelerate import DcompilePlugin
 from dcompile.integrations.transformers import compile_trainer
-from tests.models.decoders import DECODERS
+from tests.models.zoo import llama
 from tests.subject import BACKEND, IS_DCOMPILE
 
 pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore")]
@@ -26,7 +26,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def train(folder, how: str) -> tuple[list[float], Trainer]:
     torch.manual_seed(0)
-    model = DECODERS["llama"].make()
+    model = llama(num_hidden_layers=1)
     if how == "in place":
         model.compile(backend=BACKEND, **({"options": {"receipt": False}} if IS_DCOMPILE else {}))
     arguments = TrainingArguments(

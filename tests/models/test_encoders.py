@@ -10,7 +10,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = ENCODERS | SEQ2SEQ
 SAMPLE = {
-    "roberta": "infer",
     "modernbert": "infer",
     "bart": "infer",
 }

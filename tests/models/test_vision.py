@@ -11,7 +11,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = VISION | AUDIO
 SAMPLE = {
-    "swin": "train",
     "convnext": "bfloat16",
     "whisper": "infer",
 }

@@ -1,6 +1,7 @@
 """Tries kernels in Triton's interpreter, which has to be chosen before Triton is imported: a process of its own.
 
 python -m tests.codegen.emit.interpreted_cases: a line of JSON, from the name of each case to what is wrong, or "".
+Of random programs every other one; with --full, all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.codegen.emit import cases, groups, interpreted, loops
 from tests.fuzz.checks import numbers_of
 from tests.ir.fuzz import random_program
 
+EACH = 1 if "--full" in sys.argv else 2
 Case = tuple[str, Program, dict[str, np.ndarray], dict[str, int], float]
 
 
@@ -30,7 +32,7 @@ def all_cases() -> Iterator[Case]:
     for name, (program, sizes) in cases.SYMBOLIC.items():
         inputs = cases.random_inputs(specialise(program, sizes))
         yield f"symbolic {name}", spread_out(program), inputs, sizes, 1.6e-2 if "16" in name else 2e-6
-    for seed in range(40):
+    for seed in range(0, 40, EACH):
         program, inputs = random_program(seed, 6, exact=True, symbolic=True)
         if seed >= 24:
             spread.UNKNOWN_ROWS = 3  # so that small loops are shared among programs
@@ -51,12 +53,12 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     triton_groups.ENDS = 4  # so that groups reach across more runs than are looked at in one go
     for name in groups.CASES:
         yield f"groups {name}", *groups.case(name), 1.6e-2 if "16" in name else 2e-6
-    for seed in range(24):
+    for seed in range(0, 24, EACH):
         yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
     for seed in range(500, 510):
         yield f"random {seed}", *random_program(seed, 8), 2e-2
     spread.LONG, spread.PART, spread.PROGRAMS = 8, 3, 4  # so that small loops are shared among programs
-    for seed in range(24, 40):
+    for seed in range(24, 44, EACH):
         program, inputs = random_program(seed, 8, exact=True)
         yield f"spread {seed}", spread_out(program), inputs, 0
 

@@ -65,9 +65,10 @@ def test_every_op_has_a_spelling():
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
+def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
     """What is wrong with each case, from a process in which Triton interprets."""
     command = [sys.executable, "-m", "tests.codegen.emit.interpreted_cases"]
+    command += ["--full"] if request.config.getoption("--full") else []
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=_root())
     assert done.returncode == 0, done.stderr[-2000:]

@@ -14,7 +14,7 @@ from torch import nn
 from dcompile.compat.dynamo import tracing_settings
 from tests.codegen.lower.lowered import Seen, compile_with
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 
 
 class ConvNet(nn.Module):
@@ -46,7 +46,7 @@ def language_model(kind: str) -> nn.Module:
         config = transformers.LlamaConfig(**SMALL, num_key_value_heads=1, max_position_embeddings=64)
         return transformers.LlamaForCausalLM(config)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64)
         return transformers.GPT2LMHeadModel(config)
     return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, max_position_embeddings=64))
 

@@ -16,15 +16,13 @@ from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.triton_passes import Passes
 from dcompile.codegen.emit.triton_prelude import HEADER, used_functions
-from dcompile.codegen.emit.triton_spelling import POINTERS, SPELLING, literal
+from dcompile.codegen.emit.triton_spelling import ALIGNED, POINTERS, SPELLING, literal
 from dcompile.codegen.emit.triton_tiles import ceil_div, leaves_gaps, make_plan
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
 from dcompile.ir.ops import REDUCTIONS
 
 FILL = 1024
-ALIGNED = ":16"
-"""Behind the type of a pointer to whole 16 bytes, which every buffer starts at: see `runtime.gpu`."""
 INTEGER = "i64"
 """Type of a size symbol, or of another number that kernels are told."""
 

@@ -10,25 +10,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from dcompile.codegen.emit.emitter import KernelSource, Launch
 from dcompile.codegen.emit.triton_prelude import AFTER, HEADER, used_functions
+from dcompile.codegen.emit.triton_spelling import ALIGNED, POINTERS, TYPES
 from dcompile.codegen.emit.triton_text import overlap
 from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
 
 MOST = 8
-"""Loops in one launch."""
-MOST_EQUAL = 64
-"""Equal ones in one, if they are tiny: their statements are there once. Each thread chooses its addresses among all:
-where it has little else to do that shows. With large updates joined so, a step of a 1B model with its AdamW compiled
-took 0.9 ms longer than with torch's fused one, where it had taken 0.6 ms less (one H200)."""
+"""Loops in one launch, unless they are equal; of equal ones, how many different sizes."""
 MOST_ADDRESSES = 448
-"""Of buffers in one launch: a kernel takes 4 KiB of arguments."""
+"""Of buffers in one launch: a kernel takes 4 KiB of arguments. Equal loops are only limited by that."""
 MOST_BYTES = 1 << 28
 """Of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
 TINY_BYTES = 1 << 22
 """Of a loop's buffers: whatever it is, it takes no longer than a launch."""
 PID = "tl.program_id(0)"
+TABLE = "kernel_param_0"
+"""What LLVM calls a kernel's first argument."""
 
 
 def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
@@ -48,7 +48,7 @@ def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSourc
         loops[number] = step
         if not _is_small(step, calls[number], table):
             _close(group, loops, found)
-        elif _is_room([*group, number], loops, calls, table) and all(
+        elif _is_room([*group, number], calls) and all(
             _may_join(loops[n], calls[n], step, calls[number], table) for n in group
         ):
             group.append(number)
@@ -93,22 +93,23 @@ def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource
     group.clear()
 
 
-def _is_room(
-    group: Sequence[int], loops: Mapping[int, Loop], calls: Sequence[KernelSource], table: Mapping[str, Buffer]
-) -> bool:
+def _is_room(group: Sequence[int], calls: Sequence[KernelSource]) -> bool:
     """May all of these share a launch?"""
-    if len(group) <= MOST:
-        return True
     kernels = [calls[n] for n in group]
-    if len(group) > MOST_EQUAL or sum(len(kernel.arguments) for kernel in kernels) > MOST_ADDRESSES:
+    if sum(len(kernel.arguments) for kernel in kernels) > MOST_ADDRESSES:
         return False
-    return _are_equal(kernels) and all(_nbytes(loops[n], table) <= TINY_BYTES for n in group)
+    return len(group) <= MOST or (_are_equal(kernels) and len(_runs(kernels)) <= MOST)
 
 
 def _are_equal(kernels: Sequence[KernelSource]) -> bool:
-    """Do these differ in their buffers alone?"""
-    first = kernels[0]
-    return all(kernel.text == first.text and kernel.launches == first.launches for kernel in kernels[1:])
+    """Do these differ in their buffers and in how many programs they have alone?"""
+    first, *others = ((kernel.text, replace(kernel.launches[0], grid=0)) for kernel in kernels)
+    return all(other == first for other in others)
+
+
+def _runs(kernels: Sequence[KernelSource]) -> list[tuple[int, int]]:
+    """(programs of each, how many kernels) of neighbours that have as many programs."""
+    return [(grid, sum(1 for _ in run)) for grid, run in groupby(map(_grid, kernels))]
 
 
 def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> bool:
@@ -144,15 +145,14 @@ def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table
 
 def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
     """One kernel whose programs are those of all `kernels`, one after another."""
-    buffers = tuple(dict.fromkeys(name for kernel in kernels for name in kernel.arguments))
-    names = {buffer: f"a{n}" for n, buffer in enumerate(buffers)}
     types: dict[str, str] = {}
     for kernel in kernels:
         (launch,) = kernel.launches
         types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
-    functions, lines = (_chosen if len(kernels) > MOST else _branches)(kernels, names)
+    functions, buffers, lines = (_chosen if _are_equal(kernels) else _branches)(kernels)
     parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
-    parts.append(f"@triton.jit\ndef kernel({', '.join(names.values())}):\n" + "\n".join(lines) + "\n")
+    names = ", ".join(f"a{n}" for n in range(len(buffers)))
+    parts.append(f"@triton.jit\ndef kernel({names}):\n" + "\n".join(lines) + "\n")
     text = "\n\n".join(parts)
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     kinds = tuple(types[name] for name in buffers)
@@ -162,7 +162,7 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
     launch = Launch(entry, grid, warps, tuple(range(len(buffers))), kinds)
     origin = tuple(dict.fromkeys(line for kernel in kernels for line in kernel.origin))
     cost = sum(kernel.cost for kernel in kernels)
-    text = text.replace("def kernel(", f"def {entry}(")
+    text = text.replace("def kernel(", f"def {entry}(").replace(TABLE, f"{entry}_param_0")
     return KernelSource(f"k{digest}", text, buffers, cost, False, origin, launches=(launch,))
 
 
@@ -179,8 +179,14 @@ def _statements(kernel: KernelSource) -> str:
     return f"({head}):\n{body.replace(PID, 'pid')}"
 
 
-def _branches(kernels: Sequence[KernelSource], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Functions, and statements by which each program takes the branch of its kernel."""
+Parts = tuple[dict[str, str], tuple[str, ...], list[str]]
+"""Functions by their text, the buffers that a joint kernel is given, and its statements."""
+
+
+def _branches(kernels: Sequence[KernelSource]) -> Parts:
+    """Each program takes the branch of its kernel."""
+    buffers = tuple(dict.fromkeys(name for kernel in kernels for name in kernel.arguments))
+    names = {buffer: f"a{n}" for n, buffer in enumerate(buffers)}
     functions: dict[str, str] = {}
     lines, first = [f"    pid = {PID}"], 0
     for place, kernel in enumerate(kernels):
@@ -190,23 +196,47 @@ def _branches(kernels: Sequence[KernelSource], names: Mapping[str, str]) -> tupl
         given = ", ".join((f"pid - {first}" if first else "pid", *(names[name] for name in kernel.arguments)))
         lines.append(f"        {part}({given})")
         first += _grid(kernel)
-    return functions, lines
+    return functions, buffers, lines
 
 
-def _chosen(kernels: Sequence[KernelSource], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The function of equal kernels, and statements that give it the addresses of the one a program belongs to.
+def _chosen(kernels: Sequence[KernelSource]) -> Parts:
+    """Equal kernels: their statements are there once, and take the addresses of the kernel that a program belongs to.
 
-    An address that differs is chosen among the arguments, one by one: of one that came from a table in memory nothing
-    would be known, and what is known to be a multiple of 16 is read 16 bytes at a time.
+    Those are a table, kernel by kernel, that is the kernel's arguments themselves: in a GPU's constant memory, where an
+    instruction reads one at a place that the program works out. The table comes first; behind it is what all share.
     """
-    grid = _grid(kernels[0])
-    lines, given = [f"    pid = {PID}", f"    number = pid // {grid}"], [f"pid % {grid}"]
-    for place in range(len(kernels[0].arguments)):
-        first, *others = (names[kernel.arguments[place]] for kernel in kernels)
-        if set(others) == {first}:
-            given.append(first)
-            continue
-        lines.append(f"    b{place} = {first}")
-        lines += [f"    b{place} = tl.where(number == {n}, {name}, b{place})" for n, name in enumerate(others, 1)]
-        given.append(f"b{place}")
-    return {_statements(kernels[0]): "part0"}, [*lines, f"    part0({', '.join(given)})"]
+    rows = list(zip(*(kernel.arguments for kernel in kernels), strict=True))
+    own = [n for n, row in enumerate(rows) if len(set(row)) > 1]
+    shared = [n for n, row in enumerate(rows) if len(set(row)) == 1]
+    buffers = tuple(kernel.arguments[n] for kernel in kernels for n in own) + tuple(rows[n][0] for n in shared)
+    (launch,) = kernels[0].launches
+    lines = [f"    pid = {PID}", *_numbered(_runs(kernels)), f"    row = number * {8 * len(own)}"]
+    for at, n in enumerate(own):
+        pointer, _, aligned = launch.types[launch.arguments.index(n)].partition(ALIGNED[0])
+        kind = next(TYPES[dtype] for dtype, spelled in POINTERS.items() if spelled == pointer)
+        address = f"{_argument(at)}.to(tl.pointer_type(tl.{kind}))"
+        lines.append(f"    b{n} = {f'tl.multiple_of({address}, {aligned})' if aligned else address}")
+    given = {n: f"b{n}" for n in own} | {n: f"a{len(own) * len(kernels) + at}" for at, n in enumerate(shared)}
+    lines.append(f"    part0(place, {', '.join(given[n] for n in range(len(rows)))})")
+    return {_statements(kernels[0]): "part0"}, buffers, lines
+
+
+def _numbered(runs: Sequence[tuple[int, int]]) -> list[str]:
+    """Statements that tell a program the number of its kernel, and its own among that one's."""
+    if len(runs) == 1:
+        return [f"    number = pid // {runs[0][0]}", f"    place = pid % {runs[0][0]}"]
+    lines: list[str] = []
+    first = before = 0
+    for turn, (grid, count) in enumerate(runs):
+        test = f"{'elif' if turn else 'if'} pid < {first + grid * count}"
+        lines.append(f"    {'else' if turn == len(runs) - 1 else test}:")
+        lines += [f"        number = (pid - {first}) // {grid} + {before}", f"        place = (pid - {first}) % {grid}"]
+        first, before = first + grid * count, before + count
+    return lines
+
+
+def _argument(place: int) -> str:
+    """An argument `place` behind the first one of a program's row, as a number."""
+    text = f"{{ .reg .b64 p, o; mov.b64 p, {TABLE}; cvt.u64.u32 o, $1; add.s64 p, p, o; "
+    text += f"ld.param.b64 $0, [p+{8 * place}]; }}"
+    return f'tl.inline_asm_elementwise("{text}", "=l,r", [row], dtype=tl.int64, is_pure=True, pack=1)'

@@ -41,6 +41,8 @@ POINTERS: Mapping[str, str] = {
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
 }  # fmt: skip
 """The type of a pointer to elements of each dtype, in a kernel's signature."""
+ALIGNED = ":16"
+"""Behind the type of a pointer to whole 16 bytes, which every buffer starts at: see `runtime.gpu`."""
 
 
 def register_type(dtype: str) -> str:

@@ -43,8 +43,9 @@ def all_cases() -> Iterator[Case]:
 def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]]:
     for name, program in cases.HAND.items():
         yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
-    updates = together.bring_together(loops.on_a_gpu(loops.optimizer(loops.OPTIMIZED)))
-    yield "optimizer", updates, cases.random_inputs(updates), 1.6e-2
+    for name, sizes in (("optimizer", loops.OPTIMIZED), ("optimizer of sizes", [256] * 3 + [512] * 7 + [128] * 2)):
+        updates = together.bring_together(loops.on_a_gpu(loops.optimizer(sizes)))
+        yield name, updates, cases.random_inputs(updates), 1.6e-2
     yield "side by side", loops.side_by_side(), cases.random_inputs(loops.side_by_side()), 2e-6
     for name, program in cases.operations().items():
         yield name, program, cases.operands(program, name.split()[0]), 2e-6

@@ -85,6 +85,11 @@ def test_hand_built_loops_agree_with_the_interpreter(name, interpreted):
     assert interpreted[name] == ""
 
 
+@pytest.mark.parametrize("name", ["optimizer", "optimizer of sizes", "side by side"])
+def test_loops_that_share_a_launch_agree_with_the_interpreter(name, interpreted):
+    assert interpreted[name] == ""
+
+
 @pytest.mark.parametrize("name", cases.SYMBOLIC)
 def test_loops_with_symbolic_sizes_agree_with_the_interpreter(name, interpreted):
     assert interpreted[f"symbolic {name}"] == ""
@@ -140,14 +145,19 @@ def compiled(kernel: KernelSource, arch: int, folder: Path) -> tuple[str, str, b
     return made.asm["ptx"], made.metadata.name, made.asm["cubin"]
 
 
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Registers, stack and local memory that a kernel needs."""
+def dumped(what: str, cubin: bytes, folder: Path) -> str:
+    """What CUDA's tool shows of machine code."""
     spec = importlib.util.find_spec("triton")
     tool = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump"
     if not tool.exists():
         pytest.skip("this Triton brings no cuobjdump")
     (folder / "k.cubin").write_bytes(cubin)
-    text = subprocess.run([tool, "-res-usage", folder / "k.cubin"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool, what, folder / "k.cubin"], capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers, stack and local memory that a kernel needs."""
+    text = dumped("-res-usage", cubin, folder)
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 

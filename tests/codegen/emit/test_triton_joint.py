@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dcompile.codegen.emit import host, launches, triton, triton_joint
-from dcompile.codegen.emit.emitter import Kernels
+from dcompile.codegen.emit.emitter import Kernels, KernelSource
 from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
 from dcompile.codegen.emit.triton_prelude import AFTER
 from dcompile.codegen.schedule.memory import plan_memory
@@ -17,7 +17,7 @@ from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.machine import triton_version
 from tests.codegen.emit import loops
 from tests.codegen.emit.loops import OPTIMIZED, on_a_gpu
-from tests.codegen.emit.test_triton import compiled, resources
+from tests.codegen.emit.test_triton import compiled, dumped, resources
 
 
 def launched(program: Program) -> list[tuple[int, int]]:
@@ -42,15 +42,46 @@ def test_equal_loops_share_their_statements():
     assert kernel.text.count("def part") == 2 and kernel.text.count("part0(pid") == 3
 
 
+def started(sizes: list[int]) -> list[KernelSource]:
+    """What an optimizer of parameters of these sizes launches."""
+    program = bring_together(on_a_gpu(loops.optimizer(sizes)))
+    kernels = joined(program, [triton.emit(step, program.table) for step in program.steps])
+    return [kernel for kernel in kernels if kernel.launches[0].grid]
+
+
 def test_many_equal_loops_are_one_launch_of_one_text():
     """What sixteen counts will be, and thirteen updates of one size. Three others and five counts are branches."""
-    program = bring_together(on_a_gpu(loops.optimizer(OPTIMIZED)))
-    kernels = joined(program, [triton.emit(step, program.table) for step in program.steps])
-    started = [kernel for kernel in kernels if kernel.launches[0].grid]
-    assert [len(kernel.arguments) for kernel in started] == [16 * 2, 1 + 13 * 3, 1 + 3 * 3 + 5, 11]
-    assert ["if pid <" in kernel.text for kernel in started] == [False, False, True, False]
-    assert all(kernel.text.count("part0(") == 2 for kernel in started[:2])
-    assert started[1].text.count("= tl.where(number == 12,") == 3
+    kernels = started(OPTIMIZED)
+    assert [len(kernel.arguments) for kernel in kernels] == [16 * 2, 1 + 13 * 3, 1 + 3 * 3 + 5, 11]
+    assert ["ld.param" in kernel.text for kernel in kernels] == [True, True, False, True]
+    assert all(kernel.text.count("part0(") == 2 for kernel in kernels[:2])
+    assert kernels[1].text.count("ld.param.b64") == 3, "what all share is no part of the table"
+
+
+def test_equal_loops_of_several_sizes_are_one_launch():
+    """Sixteen large updates, of as many programs as their sizes make: each program finds out whose it is."""
+    large = [1 << 22] * 9 + [1 << 20] * 7
+    updates = started(large)[1]
+    blocks = [size // 1024 for size in large]
+    assert (updates.launches[0].grid, len(updates.arguments)) == (sum(blocks), 1 + 16 * 3)
+    head = updates.text.split("def dcompile_joint")[1]
+    found = [_row(head, pid) for pid in (0, blocks[0] - 1, blocks[0], sum(blocks[:9]), sum(blocks) - 1)]
+    assert found == [(0, 0), (0, blocks[0] - 1), (1, 0), (9, 0), (15, blocks[-1] - 1)]
+
+
+def _row(text: str, pid: int) -> tuple[int, int]:
+    """The number of a program's kernel, and its own among that one's."""
+    lines = [line.strip("\n")[4:] for line in text.split("\n") if line.startswith("    ")]
+    names = {"pid": pid}
+    exec("\n".join(line for line in lines if re.match(r"if|elif|else| |number|place", line)), names)
+    return names["number"], names["place"]
+
+
+def test_of_equal_loops_only_few_sizes_share_a_launch(monkeypatch):
+    """A program asks for one after another."""
+    monkeypatch.setattr(triton_joint, "MOST", 2)
+    updates = [k for k in started([1 << 20] * 3 + [1 << 21] * 3 + [1 << 22] * 3) if k.launches[0].warps > 1]
+    assert [len(kernel.arguments) for kernel in updates] == [1 + 6 * 3, 1 + 3 * 3]
 
 
 def test_a_launch_has_no_more_addresses_than_a_kernel_takes(monkeypatch):
@@ -61,24 +92,27 @@ def test_a_launch_has_no_more_addresses_than_a_kernel_takes(monkeypatch):
     assert max(given) <= 40 and len(given) == 2 + 3 + 1, "20 of 30 next counts, 13 of 30 updates, 30 counts"
 
 
-def test_large_loops_are_branches_of_few_however_equal():
-    """Each of their many programs would choose among all addresses."""
-    program = bring_together(on_a_gpu(loops.optimizer([1 << 22] * 12)))
-    kernels = joined(program, [triton.emit(step, program.table) for step in program.steps])
-    started = [kernel for kernel in kernels if kernel.launches[0].grid]
-    assert [len(kernel.arguments) for kernel in started] == [12 * 2, 1 + 8 * 3, 1 + 4 * 3, 12]
-    assert ["tl.where(number" in kernel.text for kernel in started] == [True, False, False, True]
-
-
 @pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
-def test_addresses_that_are_chosen_are_known_to_be_aligned(tmp_path):
-    program = bring_together(on_a_gpu(loops.optimizer([1 << 18] * 12)))
-    kernel = joined(program, [triton.emit(step, program.table) for step in program.steps])[-13]
+def test_addresses_from_the_table_are_known_to_be_aligned(tmp_path):
+    """The table is in constant memory, at a place in a register; what it leads to is read 16 bytes at a time."""
+    kernel = started([1 << 18] * 12)[1]
     ptx, _, cubin = compiled(kernel, 90, tmp_path)
     widths = re.findall(r"(?:ld|st)\.global[.\w]*?(v\d)?\.(?:b|u|f)(\d+)", ptx)
     assert sum(int(many[1:]) * int(bits) == 128 for many, bits in widths if many) >= 3, "two reads and a write"
     used = resources(cubin, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0
+    assert ptx.count(f"mov.b64 p, {kernel.launches[0].function}_param_0;") == 3
+
+
+@pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
+def test_a_whole_table_is_in_order(tmp_path):
+    """As the launch gives them: arguments lie one behind another, from where constant memory has arguments on."""
+    kernel = started([1 << 18] * 150)[1]
+    assert len(kernel.arguments) == 112 * 3 + 1
+    _, _, cubin = compiled(kernel, 90, tmp_path)
+    text = dumped("-sass", cubin, tmp_path)
+    places = sorted(int(place, 16) for place in re.findall(r"LDC\.64 R\d+, c\[0x0\]\[R\d+\+(0x\w+)\]", text))
+    assert places == [0x210, 0x218, 0x220]
 
 
 def test_loops_that_take_turns_with_memory_run_in_turn():
@@ -101,11 +135,11 @@ def test_loops_that_are_not_alike_are_joined_only_if_tiny(monkeypatch):
     assert not joined(program, kernels)[0].launches[0].grid
 
 
-@pytest.mark.parametrize("name", ["MOST", "MOST_BYTES"])
-def test_limits(name, monkeypatch):
+@pytest.mark.parametrize(("name", "joined"), [("MOST", 1), ("MOST_BYTES", 0), ("MOST_ADDRESSES", 0)])
+def test_limits(name, joined, monkeypatch):
+    """Two neighbours are equal, and as many as one other loop may share their launch: none."""
     monkeypatch.setattr(triton_joint, name, 1)
-    monkeypatch.setattr(triton_joint, "MOST_EQUAL", 1)
-    assert all(grid for grid, _ in launched(loops.side_by_side()))
+    assert sum(not grid for grid, _ in launched(loops.side_by_side())) == joined
 
 
 def test_what_a_joint_kernel_needs_is_not_released_before_it_starts(monkeypatch):

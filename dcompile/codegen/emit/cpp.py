@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 
 from dcompile.codegen.emit import gemm
+from dcompile.codegen.emit.columns import rows_of_block
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource
 from dcompile.codegen.emit.nest import make_nest, may_exceed
 from dcompile.codegen.emit.passes import Passes
@@ -231,7 +232,7 @@ class _Kernel(Passes):
         """Number of rows, rows in a block, number of blocks."""
         rows = size_product(axis.count for axis in self._row_axes())
         if isinstance(rows, int):
-            block = max(min(max(64, math.isqrt(rows)), rows // 64), 1)
+            block = rows_of_block(rows)
             return str(rows), str(block), str(math.ceil(rows / block))
         self.line(f"const int64 rows = {self.size(rows)};")
         self.line("int64 root = 64;")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isnan
 
+from dcompile.codegen.emit.columns import collects_in_place
 from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_shorten
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
@@ -30,8 +31,6 @@ SPLIT = 64
 """Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
 BEFORE = -1
 """The pass in which tables are made."""
-SCRATCH_BYTES = 1 << 20
-"""Largest column reduction that each thread does in memory of its own."""
 
 
 class Statements:
@@ -54,7 +53,7 @@ class Statements:
         self.declared: set[str] = set()
         """Names of the whole kernel that are declared already."""
         self.parallel = may_exceed(self._work(), PARALLEL_WORK)
-        self.in_place = any(may_exceed(self._bytes(nest.stores[n].buffer), SCRATCH_BYTES) for n in self.columns)
+        self.in_place = any(self._collects_in_place(nest.stores[n].buffer) for n in self.columns)
         self.split = self._find_split()
         self.turned: Turned | None = find_turned(nest, table)
         self.pointed: set[Ref] = set()
@@ -138,6 +137,10 @@ class Statements:
         self.kept[ref] = self.computed[ref]
         self.kept_bytes += size
         return True
+
+    def _collects_in_place(self, buffer: str) -> bool:
+        rows, held = size_product(axis.count for axis in self._row_axes()), self.table[buffer]
+        return collects_in_place(rows, self.nest.points, held.extent, ITEMSIZE[held.dtype])
 
     def _find_split(self) -> Axis | None:
         """The innermost variable, if every column reduction keeps its values apart whatever the row is.

@@ -8,8 +8,9 @@ STEPS ?=
 ARGS ?=
 TESTS ?=
 SECONDS ?= 600
-# A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file.
-WORKERS ?= 2
+# A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file. One worker more
+# than CI's machine has cores: a fifth of the time, each waits, for a rank's time limit, a compiler, or a process to end.
+WORKERS ?= 3
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))

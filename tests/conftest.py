@@ -14,12 +14,17 @@ from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
 LONGEST = (
-    "launch/test_train.py", "test_readme.py", "distributed/test_matrix.py", "models/test_models.py",
-    "distributed/test_ddp.py", "faults/test_rank_faults.py", "ops/test_sample.py", "launch/test_generate.py",
-    "test_compiler.py", "codegen/emit/test_triton.py", "benchmarks/test_gpu_ddp_fsdp.py", "distributed/test_fsdp2.py",
-    "dynamic/test_models.py", "benchmarks/test_first_light.py", "dynamic/test_late.py", "models/test_vision.py",
-    "integrations/test_transformers.py", "simulate/test_simulate.py", "benchmarks/test_overlap_cpu.py",
-    "models/test_encoders.py", "models/test_decoders.py", "integrations/test_accelerate.py",
+    "distributed/test_matrix.py", "launch/test_train.py", "models/test_models.py", "faults/test_rank_faults.py",
+    "test_readme.py", "distributed/test_ddp.py", "distributed/test_fsdp2.py", "test_compiler.py",
+    "ops/test_sample.py", "capture/test_unfold.py", "codegen/lower/test_ops.py", "codegen/emit/test_triton.py",
+    "faults/test_build_faults.py", "codegen/emit/test_wide.py", "benchmarks/test_gpu_ddp_fsdp.py",
+    "dynamic/test_late.py", "models/test_modules.py", "dynamic/test_ops.py", "launch/test_generate.py",
+    "simulate/test_simulate.py", "models/test_decoders.py", "benchmarks/test_cpu_kernels.py",
+    "benchmarks/test_first_light.py", "distributed/test_tp_fsdp.py", "codegen/emit/test_cpp.py",
+    "models/test_vision.py", "models/test_encoders.py", "codegen/lower/test_models.py",
+    "dynamic/test_recompiles.py", "capture/test_entry.py", "benchmarks/test_overlap_cpu.py",
+    "dynamic/test_gpu_plans.py", "dynamic/test_models.py", "codegen/emit/test_prelude.py",
+    "integrations/test_transformers.py",
 )  # fmt: skip
 """Files that take ten seconds or more. They come first: begun last, one would leave the other workers idle."""
 

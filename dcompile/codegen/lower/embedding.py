@@ -10,7 +10,7 @@ import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.indexing import IndexedSpace
+from dcompile.codegen.lower.indexing import every_place
 from dcompile.codegen.lower.indices import Shape, contiguous
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
@@ -60,7 +60,7 @@ def _embedding_backward(
         given = body.cast(body.trace(grad, coords), compute)
         return body.apply("where", inside, given, body.const(0, compute))
 
-    return _rounded(collected(low, shape, compute, "sum", IndexedSpace(grad.shape, place), element), dtype)
+    return _rounded(collected(low, shape, compute, "sum", every_place(grad.shape, place), element), dtype)
 
 
 def are_grouped(low: Lowering, shape: Shape, index: T) -> bool:
@@ -112,7 +112,7 @@ def _last_of_each(low: Lowering, rows: Size, index: T, padding: int) -> T:
         counts = _is_inside(body, row(body, coords), rows, padding)
         return body.apply("where", counts, body.index(as_index(coords[0]), "int32"), body.const(-1, "int32"))
 
-    return collected(low, (rows,), "int32", "max", IndexedSpace(index.shape, place), number)
+    return collected(low, (rows,), "int32", "max", every_place(index.shape, place), number)
 
 
 def _laid_out(low: Lowering, tensor: T) -> View:

@@ -138,10 +138,17 @@ def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: 
 
 @dataclass(frozen=True, slots=True)
 class IndexedSpace:
-    """What x[indices] looks like: its shape, and where in x each of its elements lies."""
+    """What x[indices] looks like: its shape, and where in x each of its elements lies.
+
+    The dimensions `found` of x are those whose places are known at run time only. They depend on the `rank` dimensions
+    of this space from `start` on, and on no other; the others are the same in both, in order.
+    """
 
     shape: Shape
     place: Callable[[Body, Coords], Coords]
+    found: tuple[int, ...]
+    start: int
+    rank: int
 
 
 def indexed_space(
@@ -172,7 +179,12 @@ def indexed_space(
         middle, rest = coords[start : start + rank], iter((*coords[:start], *coords[start + rank :]))
         return tuple(seen[dim].at(body, middle) if dim in seen else next(rest) for dim in range(len(x.shape)))
 
-    return IndexedSpace((*others[:start], *common, *others[start:]), place)
+    return IndexedSpace((*others[:start], *common, *others[start:]), place, tuple(dims), start, rank)
+
+
+def every_place(shape: Shape, place: Callable[[Body, Coords], Coords]) -> IndexedSpace:
+    """A space of as many dimensions as x has, where any place may depend on all of them."""
+    return IndexedSpace(shape, place, tuple(range(len(shape))), 0, len(shape))
 
 
 def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None], check: bool = True) -> Result:

@@ -14,7 +14,7 @@ import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name
-from dcompile.codegen.lower.indexing import IndexedSpace, checked, indexed_space, position
+from dcompile.codegen.lower.indexing import IndexedSpace, checked, every_place, indexed_space, position
 from dcompile.codegen.lower.indices import Shape, contiguous, ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
@@ -108,17 +108,35 @@ def collected_by_rows(low: Lowering, shape: Shape, index: T, values: T, padding:
 
 
 def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
-    """`x` with the values of `source` put in place; the last one wins."""
-    strides = contiguous(space.shape)
-    last = collected(low, x.shape, "int64", "max", space, lambda body, coords: body.index(flatten(coords, strides)))
-    compute, zero = opmath(x.dtype), 0
+    """`x` with the values of `source` put in place; the last one wins, which whole rows have in common."""
+    start, end = space.start, space.start + space.rank
+    common, zero = space.shape[start:end], Index()
+    before, behind = (zero,) * start, (zero,) * (len(space.shape) - end)
+
+    def place(body: Body, coords: Coords) -> Coords:
+        there = space.place(body, (*before, *coords, *behind))
+        return tuple(there[dim] for dim in space.found)
+
+    shape = tuple(x.shape[dim] for dim in space.found)
+    strides = contiguous(common)
+    last = collected(
+        low,
+        shape,
+        "int64",
+        "max",
+        every_place(common, place),
+        lambda body, coords: body.index(flatten(coords, strides)),
+    )
+    compute = opmath(x.dtype)
 
     def at(body: Body, coords: Coords) -> Ref:
-        number = body.trace(last, coords)
-        hit = body.apply("ge", number, body.const(zero, "int64"))
-        where = body.as_index(body.apply("max", number, body.const(zero, "int64")), source.numel)
+        number = body.trace(last, tuple(coords[dim] for dim in space.found))
+        hit = body.apply("ge", number, body.const(0, "int64"))
+        where = body.as_index(body.apply("max", number, body.const(0, "int64")), size_product(common))
+        others = tuple(coord for dim, coord in enumerate(coords) if dim not in space.found)
         with body.masked(hit):
-            new = body.trace(source, tuple(unflatten(where, space.shape, body.ranges)))
+            middle = unflatten(where, common, body.ranges)
+            new = body.trace(source, (*others[:start], *middle, *others[start:]))
         chosen = body.cast(to_dtype(body, new, x.dtype), compute)
         old = body.cast(body.trace(x, coords), compute)
         return to_dtype(body, body.apply("where", hit, chosen, old), x.dtype)
@@ -174,7 +192,7 @@ def _lines(low: Lowering, x: T, dim: int, index: T) -> tuple[T, int, T, IndexedS
     def place(body: Body, coords: Coords) -> Coords:
         return (*coords[:dim], position(body, seen, coords, size, wrap=False), *coords[dim + 1 :])
 
-    return x, dim, index, IndexedSpace(index.shape, place)
+    return x, dim, index, every_place(index.shape, place)
 
 
 def scatter(
@@ -263,7 +281,7 @@ def _index_reduce(
         where = position(body, seen, (coords[dim],), size, wrap=False)
         return (*coords[:dim], where, *coords[dim + 1 :])
 
-    result = _reduced(low, x, IndexedSpace(shape, place), broadcast(source, shape), how, include_self)
+    result = _reduced(low, x, every_place(shape, place), broadcast(source, shape), how, include_self)
     return reshape(result, given)
 
 

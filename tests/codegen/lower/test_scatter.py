@@ -37,6 +37,19 @@ def test_index_put(accumulate: bool) -> None:
     check(lambda x, r, c, v: put(x, [r, None, c], v, accumulate), x, rows, columns, tensor(2, 4, 4))
 
 
+def test_whole_rows_are_put_by_a_table_of_rows() -> None:
+    """Of rows that fall on one place the last wins; the others' numbers are found without their columns."""
+    x, rows, places = tensor(5, 4, 6), torch.tensor([0, -1, 2, 0]), torch.tensor([[2, 0], [2, 1], [-1, 2]])
+    put = aten.index_put.default
+    check(lambda x, r, v: put(x, [r], v), x, rows, tensor(4, 6))
+    check(lambda x, r, v: put(x, [None, r], v), x, places, tensor(5, 3, 2, 6))
+    check(lambda x, r, v: put(x, [None, r, r], v), x, places, tensor(3, 2))
+    check(lambda x, r, v: put(x, [r, None, r], v), x, places, tensor(3, 2, 4))
+    check(lambda x, r, v: x.index_copy(1, r, v), x, torch.tensor([3, 0]), tensor(5, 2, 6), decompose=True)
+    table = tensor(64, 4096)  # as large as its columns' numbers would be
+    check(lambda x, r, v: put(x, [r], v), table, torch.randint(0, 64, (100,)), tensor(100, 4096))
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_index_put_where_a_mask_holds(accumulate: bool) -> None:
     put = aten.index_put.default

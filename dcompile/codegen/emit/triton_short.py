@@ -12,9 +12,10 @@ were tried. Where an exponent is out of the range in which that holds, the four 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dcompile.ir.analysis import operands, store_operands
-from dcompile.ir.nodes import Apply, Ref, Store, Value
+from dcompile.ir.nodes import Apply, Load, Ref, Store, Value
 
 PAIR = 2
 FOUR = 4
@@ -105,6 +106,44 @@ def short_over_(a, b):
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Short:
+    """Which values of a loop the functions above compute."""
+
+    calls: Mapping[Ref, tuple[str, tuple[Ref, ...]]] = field(default_factory=dict)
+    """Value -> function and its arguments."""
+    loads: frozenset[Ref] = frozenset()
+    """Loads that are made float32 in pairs."""
+    written: Mapping[Ref, Ref] = field(default_factory=dict)
+    """Values that are rounded to bfloat16 as they are written, which packs them too -> what they are before."""
+    unnamed: frozenset[Ref] = frozenset()
+    """Roots that nothing but their rounding needs, and roundings that nothing but a store does."""
+
+
+def short(body: Sequence[Value], stores: Sequence[Store], tiles: Collection[Ref]) -> Short:
+    """What to write so, of a loop of which `tiles` are the values that are needed and are no scalars to Triton.
+
+    Beside divisions and roots alone: else Triton multiplies pairs as they are, in half the registers (SwiGLU's backward
+    154 us for 188, RMSNorm 31.8 for 32.5; H200).
+    """
+    roots = {ref: ("root_bfloat16_", (arg,)) for ref in tiles if (arg := _rooted(body, ref)) is not None}
+    quotients = {ref: (name, operands(body[ref])) for ref in tiles if (name := _quotient(body, ref, tiles))}
+    if not roots and not quotients:
+        return Short()
+    rounded = {
+        ref: ("round_bfloat16_", operands(body[ref])) for ref in tiles if _is_rounded(body[ref]) and ref not in roots
+    }
+    stored = {store.value for store in stores}
+    loads = {ref for ref in tiles if isinstance(body[ref], Load) and body[ref].dtype == "bfloat16"} - stored
+    written = {
+        store.value: operands(body[store.value])[0]
+        for store in stores
+        if store.mode == "set" and store.value not in roots and _is_rounded(body[store.value])
+    }
+    unnamed = _unnamed(body, stores, frozenset(roots), written)
+    return Short({**rounded, **roots, **quotients}, frozenset(loads), written, unnamed)
+
+
 def is_short(body: Sequence[Value], ref: Ref) -> bool:
     """Does bfloat16 hold a value?"""
     match body[ref]:
@@ -114,33 +153,34 @@ def is_short(body: Sequence[Value], ref: Ref) -> bool:
             return value.dtype == "bfloat16"
 
 
-def roots(body: Sequence[Value], live: Collection[Ref]) -> dict[Ref, Ref]:
-    """Values that are rounded roots of what bfloat16 holds -> what that is."""
-    found: dict[Ref, Ref] = {}
-    for ref in live:
-        match body[ref]:
-            case Apply("cast", (root,), "bfloat16"):
-                match body[root]:
-                    case Apply("sqrt", (arg,), "float32") if is_short(body, arg):
-                        found[ref] = arg
-    return found
+def _is_rounded(value: Value) -> bool:
+    return isinstance(value, Apply) and value.op == "cast" and value.dtype == "bfloat16"
 
 
-def written(body: Sequence[Value], stores: Sequence[Store], rounded: Mapping[Ref, Ref]) -> dict[Ref, Ref]:
-    """Values that are rounded to bfloat16 as they are written, which packs them too -> what they are before."""
-    found: dict[Ref, Ref] = {}
-    for store in stores:
-        match body[store.value]:
-            case Apply("cast", (arg,), "bfloat16") if store.mode == "set" and store.value not in rounded:
-                found[store.value] = arg
-    return found
+def _rooted(body: Sequence[Value], ref: Ref) -> Ref | None:
+    """What bfloat16 holds and a value is the rounded root of."""
+    match body[ref]:
+        case Apply("cast", (root,), "bfloat16"):
+            match body[root]:
+                case Apply("sqrt", (arg,), "float32") if is_short(body, arg):
+                    return arg
+    return None
 
 
-def unnamed(
-    body: Sequence[Value], stores: Sequence[Store], rounded: Mapping[Ref, Ref], rounds: Mapping[Ref, Ref]
+def _quotient(body: Sequence[Value], ref: Ref, tiles: Collection[Ref]) -> str:
+    """The function that divides what bfloat16 holds by such, or by one number; none for another value."""
+    match body[ref]:
+        case Apply("div", (a, b), "float32") if a in tiles and is_short(body, a):
+            if b not in tiles:
+                return "short_over_"
+            return "short_div_" if is_short(body, b) else ""
+    return ""
+
+
+def _unnamed(
+    body: Sequence[Value], stores: Sequence[Store], roots: frozenset[Ref], written: Mapping[Ref, Ref]
 ) -> frozenset[Ref]:
-    """Roots that nothing but their rounding needs, and roundings that nothing but a store does."""
-    named = {arg for ref, value in enumerate(body) if ref not in rounded for arg in operands(value)}
+    named = {arg for ref, value in enumerate(body) if ref not in roots for arg in operands(value)}
     for store in stores:
-        named.update(arg for arg in store_operands(store) if arg != store.value or arg not in rounds)
-    return frozenset(arg for ref in rounded for arg in operands(body[ref])).union(rounds) - named
+        named.update(arg for arg in store_operands(store) if arg != store.value or arg not in written)
+    return frozenset(arg for ref in roots for arg in operands(body[ref])).union(written) - named

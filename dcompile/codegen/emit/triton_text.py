@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.nest import Axis, Levels, levels, may_exceed
-from dcompile.codegen.emit.triton_short import is_short, roots, unnamed, written
+from dcompile.codegen.emit.triton_short import short
 from dcompile.codegen.emit.triton_spelling import SPELLING, literal, register_type
 from dcompile.codegen.emit.triton_tiles import MULTIPROCESSORS, Dim, Plan, count, row_number
 from dcompile.ir.analysis import operands, runtime_refs
@@ -63,14 +63,8 @@ class Text:
         self.classes = self._classes()
         self.wide = self._is_wide()
         self.overlaps = self._overlaps()
-        self.roots = roots(self.nest.body, [ref for ref in self.levels.live if not self._is_number(ref)])
-        """Rounded roots of what bfloat16 holds -> what that is."""
-        self.short = bool(self.roots) or any(map(self._is_short_division, self.levels.live))
-        """Is bfloat16 rounded by PTX of ours? Beside divisions and roots alone: else Triton multiplies pairs as they
-        are, in half the registers (SwiGLU's backward 154 us for 188, RMSNorm 31.8 for 32.5; H200)."""
-        self.written = written(self.nest.body, self.nest.stores, self.roots) if self.short else {}
-        """Values that are rounded as they are written -> what they are before."""
-        self.unnamed = unnamed(self.nest.body, self.nest.stores, self.roots, self.written)
+        tiles = frozenset(ref for ref in self.levels.live if not self._is_number(ref))
+        self.short = short(self.nest.body, self.nest.stores, tiles)
 
     # --- analysis ---
 
@@ -239,12 +233,15 @@ class Text:
     # --- values ---
 
     def declare(self, ref: Ref) -> None:
-        if ref in self.unnamed:
+        if ref in self.short.unnamed:
             return
         self.line(f"{self.name(ref)} = {self.expression(ref)}")
 
     def expression(self, ref: Ref) -> str:
         """The right-hand side of a value's declaration."""
+        if ref in self.short.calls:
+            function, args = self.short.calls[ref]
+            return f"{function}({', '.join(map(self.name, args))})"
         match self.nest.body[ref]:
             case Const(value, "int64") if ref in self.drawn:
                 draw, word = divmod(int(value), 4)
@@ -255,17 +252,11 @@ class Text:
                 constant = index.constant
                 return literal(constant, dtype) if constant is not None else f"({self.index(index)}).to(tl.{dtype})"
             case Load() as load:
-                return self._load(load)
+                return self._load(load, ref in self.short.loads)
             case Apply("cast", (arg,), dtype):
-                if ref in self.roots:
-                    return f"root_bfloat16_({self.name(self.roots[ref])})"
-                if dtype == "bfloat16" and self.short and not self._is_number(ref):
-                    return f"round_bfloat16_({self.name(arg)})"
                 source = self.nest.body[arg].dtype
                 exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
                 return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
-            case Apply("div", (a, b)) if self._is_short_division(ref):
-                return f"short_{'over' if self._is_number(b) else 'div'}_({self.name(a)}, {self.name(b)})"
             case Apply(op, args, dtype):
                 text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
                 # Triton computes 8 and 16 bits in 32
@@ -277,16 +268,7 @@ class Text:
         """Is a value a scalar to Triton?"""
         return not self.classes[ref] - ({"x"} if self.flat_rows else frozenset())
 
-    def _is_short_division(self, ref: Ref) -> bool:
-        """Of what bfloat16 holds, by such or by one number?"""
-        body = self.nest.body
-        match body[ref]:
-            case Apply("div", (a, b), "float32"):
-                return not self._is_number(a) and is_short(body, a) and (self._is_number(b) or is_short(body, b))
-            case _:
-                return False
-
-    def _load(self, load: Load) -> str:
+    def _load(self, load: Load, in_pairs: bool) -> str:
         place = self.class_of(load.index)
         index = self.index(load.index)
         masks = [self.mask(place)] if self.mask(place) else []
@@ -300,11 +282,7 @@ class Text:
         options = f", mask={' & '.join(masks)}" if masks else ""
         options += ", other=0" if load.mask is not None else ""
         text = f"tl.load({pointer}{options})"
-        if (
-            load.dtype == "bfloat16"
-            and self.short
-            and not any(self.nest.body[store.value] == load for store in self.nest.stores)
-        ):
+        if in_pairs:
             return f"from_bfloat16_({text})"
         return f"{text}.to(tl.float32)" if load.dtype in ("bfloat16", "float16") else text
 
@@ -317,8 +295,8 @@ class Text:
 
     def packed(self, ref: Ref, dtype: str) -> str:
         """A value as it lies in memory."""
-        if ref in self.written:
-            return f"{self.name(self.written[ref])}.to(tl.float32).to(tl.bfloat16)"
+        if ref in self.short.written:
+            return f"{self.name(self.short.written[ref])}.to(tl.float32).to(tl.bfloat16)"
         name = self.name(ref)
         return f"{name}.to(tl.{dtype})" if dtype in ("bfloat16", "float16") else name
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu_train --only 160M --json
 
-A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. All peers are built first, then
-timed in turn, round after round, by CUDA events. Memory, kernels and idle time are of one step of each peer: the most
-the allocator had handed out beyond what parameters and optimizer hold, kernels as torch.profiler counts them, and the
-part of the step in which none of them ran.
+A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Peers with "+ optimizer" in
+their names, for which --peers has to ask, compile AdamW's step too, then of many small operations (`foreach`). All
+peers are built first, then timed in turn, round after round, by CUDA events. Memory, kernels and idle time are of one
+step of each peer: the most the allocator had handed out beyond what parameters and optimizer hold, kernels as
+torch.profiler counts them, and the part of the step in which none of them ran.
 """
 
 from __future__ import annotations
@@ -44,15 +45,26 @@ SHAPES = {
     "tiny": Shape(2, 64, 4, 2, 128, rows=2, length=64, vocabulary=256),
 }
 """`tiny` is there to try the benchmark itself."""
+
+
+def compiled(function: Any) -> Any:
+    return dcompile.compile(function, options={"receipt": False})
+
+
 PEERS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
     "torch.compile": torch.compile,
     "torch.compile reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
-    "dcompile": lambda model: dcompile.compile(model, options={"receipt": False}),
+    "dcompile": compiled,
     "dcompile reduce-overhead": lambda model: dcompile.compile(
         model, options={"receipt": False, "triton.cudagraphs": True}
     ),
 }
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "torch.compile + optimizer": torch.compile,
+    "dcompile + optimizer": compiled,
+}
+"""Peers that compile the step of their optimizer as well, as they do the model."""
 
 
 def make(shape: Shape, device: Any = "cuda") -> Any:
@@ -78,23 +90,26 @@ def make(shape: Shape, device: Any = "cuda") -> Any:
 class Training:
     """One peer: its model, its optimizer, and what a step of it takes."""
 
-    def __init__(self, name: str, shape: Shape) -> None:
-        model = make(shape)
-        self.call = PEERS[name](model)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.tokens = torch.randint(0, shape.vocabulary, (shape.rows, shape.length), device="cuda")
+    def __init__(self, name: str, shape: Shape, device: str = "cuda") -> None:
+        model, whole = make(shape, device), OPTIMIZERS.get(name)
+        self.call = (whole or PEERS[name])(model)
+        kind = "fused" if whole is None else "foreach"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **{kind: True})
+        self.update = self.optimizer.step if whole is None else whole(self.optimizer.step)
+        self.tokens = torch.randint(0, shape.vocabulary, (shape.rows, shape.length), device=device)
         self.name, self.losses = name, list[float]()
         began = time.perf_counter()
         for _ in range(4):  # compiles, warms up, records
             self.losses.append(float(self.step()))
-        torch.cuda.synchronize()
+        if device != "cpu":
+            torch.cuda.synchronize()
         self.warm_up = time.perf_counter() - began
 
     def step(self) -> torch.Tensor:
         """One step; the loss."""
         loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
-        self.optimizer.step()
+        self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -195,7 +210,9 @@ def show(label: str, line: dict[str, Any], longest: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="1B,160M", help=f"models, of {', '.join(SHAPES)}")
-    parser.add_argument("--peers", default=",".join(PEERS), help="what to time, comma-separated")
+    parser.add_argument(
+        "--peers", default=",".join(PEERS), help=f"what to time, comma-separated; also {', '.join(OPTIMIZERS)}"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")
     parser.add_argument("--longest", action="store_true", help="list the kernels that take longest")

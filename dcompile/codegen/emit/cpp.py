@@ -22,8 +22,11 @@ from dcompile.codegen.emit.statements import SPLIT
 from dcompile.codegen.emit.tables import computation
 from dcompile.codegen.emit.wide import WAYS
 from dcompile.ir.index import Size, size_product
-from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.ir.nodes import Buffer, Load, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
+
+TOGETHER = 8
+"""Rows that are added to column sums at a time, where each is one stream from memory."""
 
 
 def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
@@ -189,7 +192,7 @@ class _Kernel(Passes):
             if self._adds_up():
                 self.line(f"int64 r_at = {low};")
                 low = "r_at"
-                self._rows_together(low, high)
+                self._rows_together(low, high, block)
             self.open(f"for (int64 r = {low}; r < {high}; r++)")
             self._decompose("r")
         self._row()
@@ -203,8 +206,12 @@ class _Kernel(Passes):
         for number, name in self.columns.items():
             self._collect(number, name)
 
-    def _rows_together(self, at: str, high: str) -> None:
-        """Add some rows at a time to column sums, which are read and written once for all of them."""
+    def _rows_together(self, at: str, high: str, block: str) -> None:
+        """Add some rows at a time to column sums, which are read and written once for all of them.
+
+        Reading several places of memory side by side is faster as well: 8 rows take 0.89 of the time of 4 in float32,
+        0.7 in bfloat16 (Zen 3), 16 rows 0.97 and 1.3.
+        """
         (last,) = self.nest.elements
         sums = ", ".join(f"wide& x{n}" for n in self.columns)
         self.line("#ifdef VECTORS")
@@ -216,17 +223,27 @@ class _Kernel(Passes):
             self.line(f"x{n} += {self._as_vector(self.nest.stores[n].value)};")
         self.depth -= 1
         self.line("};")
-        self.open(f"for (; {at} + {WAYS} <= {high}; {at} += {WAYS})")
+        loads = sum(isinstance(self.nest.body[ref], Load) for ref in self._wide_values(0))
+        known = int(block) if block.isdigit() else None
+        if loads == 1 and (known is None or known >= TOGETHER):
+            self._some_rows(at, high, TOGETHER)
+        if loads > 1 or known is None or known % TOGETHER:
+            self._some_rows(at, high, WAYS)
+        self.line("#endif")
+
+    def _some_rows(self, at: str, high: str, rows: int) -> None:
+        """The same for as long as there are so many."""
+        (last,) = self.nest.elements
+        self.open(f"for (; {at} + {rows} <= {high}; {at} += {rows})")
         self.open(f"for (int64 {last.name} = 0; {last.name} < {last.size}; {last.name} += WIDTH)")
         places = {n: f"&{name}[{self.index(self.nest.stores[n].index)}]" for n, name in self.columns.items()}
         for n, place in places.items():
             self.line(f"wide x{n} = load_float32({place});")
-        for row in range(WAYS):
+        for row in range(rows):
             self.line(f"add({at} + {row}, {last.name}, {', '.join(f'x{n}' for n in self.columns)});")
         for n, place in places.items():
             self.line(f"put_float32({place}, x{n});")
         self.close(2)
-        self.line("#endif")
 
     def _row_blocks(self) -> tuple[str, str, str]:
         """Number of rows, rows in a block, number of blocks."""

@@ -275,7 +275,7 @@ def test_reductions_of_little_work_have_several_accumulators(dtype: str, n: int)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("rows", "n"), [(3, 64), (7, 16), (130, 2048), (301, 48)])
+@pytest.mark.parametrize(("rows", "n"), [(3, 64), (7, 16), (130, 2048), (301, 48), (779, 48), (1029, 32)])
 def test_columns_are_added_up_some_rows_at_a_time(dtype: str, rows: int, n: int) -> None:
     b, at = Body(), I0 * n + J0
     x, r = b.load("x", at, dtype), b.load("r", I0)

@@ -210,7 +210,7 @@ def test_an_optimizer_step_is_a_few_kernels():
 
 
 def test_what_bfloat16_holds_is_divided_rooted_and_rounded_as_eager_does():
-    """All of it, by some of it and by numbers of 24 bits; also where shortcuts would not be right."""
+    """All of it, by some of it and by numbers of 24 bits."""
     every = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
     def function(x, y, n):

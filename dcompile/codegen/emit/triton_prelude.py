@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from dcompile.codegen.emit import triton_short
-
 HEADER = """\
 import triton
 import triton.language as tl
@@ -357,8 +355,9 @@ def to_float16(a):
 @lru_cache(maxsize=1)
 def functions() -> Mapping[str, str]:
     """Name -> text of each function that kernels may use."""
-    whole = _FUNCTIONS.replace("ZETA", _zeta_terms()) + triton_short.FUNCTIONS
-    texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
+    texts = [
+        f"@triton.jit{text.rstrip()}\n" for text in _FUNCTIONS.replace("ZETA", _zeta_terms()).split("@triton.jit")[1:]
+    ]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 
 

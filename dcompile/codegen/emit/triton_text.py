@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.nest import Axis, Levels, levels, may_exceed
-from dcompile.codegen.emit.triton_short import short
 from dcompile.codegen.emit.triton_spelling import SPELLING, literal, register_type
 from dcompile.codegen.emit.triton_tiles import MULTIPROCESSORS, Dim, Plan, count, row_number
 from dcompile.ir.analysis import operands, runtime_refs
@@ -63,8 +62,6 @@ class Text:
         self.classes = self._classes()
         self.wide = self._is_wide()
         self.overlaps = self._overlaps()
-        tiles = frozenset(ref for ref in self.levels.live if not self._is_number(ref))
-        self.short = short(self.nest.body, self.nest.stores, tiles)
 
     # --- analysis ---
 
@@ -233,15 +230,10 @@ class Text:
     # --- values ---
 
     def declare(self, ref: Ref) -> None:
-        if ref in self.short.unnamed:
-            return
         self.line(f"{self.name(ref)} = {self.expression(ref)}")
 
     def expression(self, ref: Ref) -> str:
         """The right-hand side of a value's declaration."""
-        if ref in self.short.calls:
-            function, args = self.short.calls[ref]
-            return f"{function}({', '.join(map(self.name, args))})"
         match self.nest.body[ref]:
             case Const(value, "int64") if ref in self.drawn:
                 draw, word = divmod(int(value), 4)
@@ -252,7 +244,7 @@ class Text:
                 constant = index.constant
                 return literal(constant, dtype) if constant is not None else f"({self.index(index)}).to(tl.{dtype})"
             case Load() as load:
-                return self._load(load, ref in self.short.loads)
+                return self._load(load)
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
                 exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
@@ -264,11 +256,7 @@ class Text:
             case Reduce() | Scan():
                 raise AssertionError("a reduction has no expression of its own")
 
-    def _is_number(self, ref: Ref) -> bool:
-        """Is a value a scalar to Triton?"""
-        return not self.classes[ref] - ({"x"} if self.flat_rows else frozenset())
-
-    def _load(self, load: Load, in_pairs: bool) -> str:
+    def _load(self, load: Load) -> str:
         place = self.class_of(load.index)
         index = self.index(load.index)
         masks = [self.mask(place)] if self.mask(place) else []
@@ -281,10 +269,8 @@ class Text:
         pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
         options = f", mask={' & '.join(masks)}" if masks else ""
         options += ", other=0" if load.mask is not None else ""
-        text = f"tl.load({pointer}{options})"
-        if in_pairs:
-            return f"from_bfloat16_({text})"
-        return f"{text}.to(tl.float32)" if load.dtype in ("bfloat16", "float16") else text
+        wide = ".to(tl.float32)" if load.dtype in ("bfloat16", "float16") else ""
+        return f"tl.load({pointer}{options}){wide}"
 
     def spread(self, index: Index, of: Class) -> str:
         """An index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
@@ -295,8 +281,6 @@ class Text:
 
     def packed(self, ref: Ref, dtype: str) -> str:
         """A value as it lies in memory."""
-        if ref in self.short.written:
-            return f"{self.name(self.short.written[ref])}.to(tl.float32).to(tl.bfloat16)"
         name = self.name(ref)
         return f"{name}.to(tl.{dtype})" if dtype in ("bfloat16", "float16") else name
 

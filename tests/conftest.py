@@ -8,10 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests import nursery_shared
+
+NURSERY = pytest.StashKey[str]()
 GOLDEN = Path(__file__).parent / "golden"
 LONGEST = (
     "distributed/test_matrix.py", "launch/test_train.py", "models/test_models.py", "faults/test_rank_faults.py",
@@ -117,3 +121,13 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]
     os.environ["DCOMPILE_VERIFY"] = "1"
     os.environ["TEST_DEVICE"] = config.getoption("--device")
+    if address := getattr(config, "workerinput", {}).get("nursery"):
+        nursery_shared.join(address)
+    elif (config.getoption("numprocesses", None) or 0) > 1:
+        config.stash[NURSERY] = nursery_shared.started()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist where the nursery is that all of them share."""
+    node.workerinput["nursery"] = node.config.stash.get(NURSERY, "")

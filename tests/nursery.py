@@ -23,13 +23,15 @@ from typing import Any
 
 import torch
 
+from tests import nursery_shared
+
 
 def context() -> BaseContext:
     """To start processes with; `born` is to come first in them."""
     if torch.version.cuda is not None:
         return get_context("spawn")
     found = get_context("forkserver")
-    found.set_forkserver_preload(["tests.nursery_imports"])
+    found.set_forkserver_preload(nursery_shared.IMPORTED)
     return found
 
 

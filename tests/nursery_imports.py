@@ -30,7 +30,7 @@ for name in (
     importlib.import_module(name)
 
 torch.set_num_threads(1)
-llama = importlib.import_module("tests.models.zoo").llama()
+llama = importlib.import_module("tests.models.zoo").llama(num_hidden_layers=1)
 ids = torch.zeros(2, 8, dtype=torch.long)
 torch.compile(llama, backend="aot_eager")(input_ids=ids, labels=ids)  # traces its backward as well, and runs none
 torch._dynamo.reset()

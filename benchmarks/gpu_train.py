@@ -51,18 +51,21 @@ def compiled(function: Any) -> Any:
     return dcompile.compile(function, options={"receipt": False})
 
 
+def recorded(function: Any) -> Any:
+    return dcompile.compile(function, options={"receipt": False, "triton.cudagraphs": True})
+
+
 PEERS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
     "torch.compile": torch.compile,
     "torch.compile reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
     "dcompile": compiled,
-    "dcompile reduce-overhead": lambda model: dcompile.compile(
-        model, options={"receipt": False, "triton.cudagraphs": True}
-    ),
+    "dcompile reduce-overhead": recorded,
 }
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "torch.compile + optimizer": torch.compile,
     "dcompile + optimizer": compiled,
+    "dcompile reduce-overhead + optimizer": recorded,
 }
 """Peers that compile the step of their optimizer as well, as they do the model."""
 

@@ -13,10 +13,10 @@ import math
 from collections.abc import Mapping
 
 from dcompile.codegen.emit import gemm
+from dcompile.codegen.emit.abreast import Abreast
 from dcompile.codegen.emit.columns import rows_of_block
 from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource
 from dcompile.codegen.emit.nest import make_nest, may_exceed
-from dcompile.codegen.emit.passes import Passes
 from dcompile.codegen.emit.spelling import SPELLING, c_type, literal, memory_type
 from dcompile.codegen.emit.statements import SPLIT
 from dcompile.codegen.emit.tables import computation
@@ -60,7 +60,7 @@ def emit_all(program: Program, *, own_products: bool = False) -> Kernels:
 EMITTER = Emitter("c++", SPELLING, emit)
 
 
-class _Kernel(Passes):
+class _Kernel(Abreast):
     """Writes a whole function: rows, threads, and column reductions."""
 
     def function(self) -> None:
@@ -95,6 +95,9 @@ class _Kernel(Passes):
                 self.line("finish_streams();")
             self.close()
             return
+        if self._goes_abreast():
+            self._rows_abreast(parallel)
+            return
         if self.split:
             self._open_split()
         parallel = parallel and may_exceed(rows, 1)
@@ -124,21 +127,6 @@ class _Kernel(Passes):
         self.open("for (int64 c = 0; c < parts; c++)")
         self.line(f"const int64 {name}_low = c * width;")
         self.line(f"const int64 {name}_high = {name}_low + width < {size} ? {name}_low + width : {size};")
-
-    def _decompose(self, row: str) -> None:
-        """Name the row's coordinates."""
-        axes = self._row_axes()
-        for number, axis in enumerate(axes):
-            rest = size_product(inner.count for inner in axes[number + 1 :])
-            place = row if rest in (0, 1) else f"({row} / {self.size(rest)})"
-            place = place if number == 0 else f"({place} % {self.size(axis.count or 1)})"
-            if axis.tile == 1:
-                self.line(f"const int64 {axis.name} = {place};")
-            else:
-                self.line(f"const int64 {axis.name}_low = {place} * {axis.tile};")
-                end, size = f"{axis.name}_low + {axis.tile}", self.size(axis.size)
-                end = end if axis.divides else f"{end} < {size} ? {end} : {size}"  # g++ then knows the loop's length
-                self.line(f"const int64 {axis.name}_high = {end};")
 
     def _column_count(self, number: int) -> Size:
         return self.table[self.nest.stores[number].buffer].extent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dcompile.codegen.emit.nest import Axis
 from dcompile.codegen.emit.spelling import literal, watches_nan
 from dcompile.codegen.emit.wide import KEPT, STEPS, Wide
@@ -20,10 +22,18 @@ class Vectors(Wide):
 
     many = ""
     """By what the loop goes that is being written, if not by single vectors (STEPS)."""
+    beside: Mapping[Ref, str] = {}
+    """What reductions are known from already, where rows were read side by side (beside.py)."""
 
     def _wide_loop(self, number: int, reduces: list[Ref], stores: list[int], last: Axis, bounded: bool) -> str:
         """Write the wide loop; returns where the plain one has to begin."""
         low, high = self._bounds(last, bounded)
+        if self.beside:
+            self.line("#ifdef VECTORS")
+            for ref in reduces:
+                self._combine_partial(ref, self.beside[ref])
+            self.line("#else")
+            return low
         ways, sought = self._ways(number, reduces, stores, last), self._sought(reduces, stores, last)
         self.many = self._many(number, reduces, stores, last) if sought is None else ""
         whole = isinstance(last.size, int) and last.size % STEPS[self.many] == 0

@@ -294,6 +294,37 @@ def test_columns_are_added_up_some_rows_at_a_time(dtype: str, rows: int, n: int)
     assert np.all(np.abs(got[0] - exact) <= 1e-6 * np.abs(values.astype(np.float64)).sum(0))
 
 
+@pytest.mark.parametrize("rows", [1028, 1030])
+def test_large_rows_are_added_up_side_by_side(rows: int, n: int = 320) -> None:
+    """Four at a time, each as it is by itself; what comes before and after a sum is each row's own."""
+    b = Body()
+    total = b.reduce("sum", b.load("x", I0 * n + J0))
+    scaled = b.op("mul", total, b.load("r", I0))
+    made = program(
+        b,
+        (rows,),
+        (n,),
+        [Store("s", I0, total), Store("t", I0, scaled)],
+        x=("float32", (rows, n)),
+        r=("float32", (rows,)),
+        s=("float32", (rows,)),
+        t=("float32", (rows,)),
+    )
+    assert ("const auto add = " in source_of(made).text) == (rows % WAYS == 0)
+    rng = np.random.default_rng(rows)
+    given = {"x": rng.normal(size=(rows, n)).astype(np.float32), "r": rng.normal(size=rows).astype(np.float32)}
+    given["x"][5, 7], given["x"][6, 9] = np.nan, np.inf
+    (sums, products), _ = both(made, given)
+    alone = program(
+        b, (1,), (n,), [Store("s", I0, total)], x=("float32", (1, n)), r=("float32", (1,)), s=("float32", (1,))
+    )
+    source = source_of(alone)
+    for row in (0, 1, 2, 3, 5, 6, rows - 1):
+        (one,) = execute(alone, source, {"x": given["x"][row : row + 1], "r": given["r"][:1]})
+        assert np.array_equal(bits(one), bits(sums[row : row + 1])) or (np.isnan(one).all() and np.isnan(sums[row]))
+    assert np.array_equal(products, sums * given["r"], equal_nan=True)
+
+
 @pytest.mark.parametrize("op", ["argmax", "argmin"])
 @pytest.mark.parametrize("n", [64, 136, 1000, 9001])
 def test_the_first_place_is_found_wherever_it_lies(op: str, n: int) -> None:

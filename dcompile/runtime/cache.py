@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -251,10 +252,14 @@ def _private() -> Path:
     return directory
 
 
+@functools.cache
 def _sweep(directory: Path) -> None:
-    """Remove temporary files that killed processes left behind."""
-    with contextlib.suppress(OSError):
-        for path in directory.glob("tmp-*"):
+    """Remove temporary files that killed processes left behind.
+
+    Once in a process: to go through 24 000 entries, at each graph, was 35 ms of the 100 that a small one takes.
+    """
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > STALE_S:
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                if entry.name.startswith("tmp-") and time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_S:
+                    shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else os.unlink(entry)

@@ -1,6 +1,7 @@
 """Running sums of several rows at a time: each waits for its own additions, and the others fill the time.
 
-What a row is summed up in, and in what order, stays the same. A row at a time took twice as long (1 MB of float32, Zen 3).
+What a row is summed up in, and in what order, stays the same. A row at a time took twice as long
+(float32, 1 MB, Zen 3).
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ template <class T> static T* scratch(int64 count) {
 template <int bytes> struct Lanes;
 template <> struct Lanes<2> { typedef u16 vector __attribute__((vector_size(16))); };
 template <> struct Lanes<4> { typedef u32 vector __attribute__((vector_size(32))); };
+template <> struct Lanes<8> { typedef u64 vector __attribute__((vector_size(32))); };
 template <class T> INLINE void turn_8(const T* from, int64 from_line, T* to, int64 to_line) {
 #ifdef __clang__
   for (int r = 0; r < 8; r++) for (int c = 0; c < 8; c++) to[c * to_line + r] = from[r * from_line + c];
@@ -67,11 +68,36 @@ template <class T> INLINE void turn_8(const T* from, int64 from_line, T* to, int
   for (int c = 0; c < 8; c++) __builtin_memcpy(to + c * to_line, &a[c], sizeof(vector));
 #endif
 }
+/* four by four of 8 bytes: one shuffle within halves of registers, and one of halves */
+template <class T> INLINE void turn_4(const T* from, int64 from_line, T* to, int64 to_line) {
+#ifdef __clang__
+  for (int r = 0; r < 4; r++) for (int c = 0; c < 4; c++) to[c * to_line + r] = from[r * from_line + c];
+#else
+  typedef typename Lanes<sizeof(T)>::vector vector;
+  const vector even = {0, 4, 2, 6}, odd = {1, 5, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
+  vector a[4], b[4];
+  for (int r = 0; r < 4; r++) __builtin_memcpy(&a[r], from + r * from_line, sizeof(vector));
+  for (int r = 0; r < 4; r += 2) {
+    b[r] = __builtin_shuffle(a[r], a[r + 1], even);
+    b[r + 1] = __builtin_shuffle(a[r], a[r + 1], odd);
+  }
+  for (int c = 0; c < 2; c++) {
+    const vector first = __builtin_shuffle(b[c], b[c + 2], low), second = __builtin_shuffle(b[c], b[c + 2], high);
+    __builtin_memcpy(to + c * to_line, &first, sizeof(vector));
+    __builtin_memcpy(to + (c + 2) * to_line, &second, sizeof(vector));
+  }
+#endif
+}
+template <int bytes> struct Turn { static constexpr int64 side = 8; template <class T> INLINE void
+  square(const T* from, int64 from_line, T* to, int64 to_line) { turn_8(from, from_line, to, to_line); } };
+template <> struct Turn<8> { static constexpr int64 side = 4; template <class T> INLINE void
+  square(const T* from, int64 from_line, T* to, int64 to_line) { turn_4(from, from_line, to, to_line); } };
 template <class T> INLINE void turn(const T* from, int64 from_line, T* to, int64 to_line, int64 rows, int64 columns) {
-  const int64 whole_rows = rows & ~7l, whole_columns = columns & ~7l;
-  for (int64 r = 0; r < whole_rows; r += 8)
-    for (int64 c = 0; c < whole_columns; c += 8)
-      turn_8(from + r * from_line + c, from_line, to + c * to_line + r, to_line);
+  typedef Turn<sizeof(T)> By;
+  const int64 whole_rows = rows & -By::side, whole_columns = columns & -By::side;
+  for (int64 r = 0; r < whole_rows; r += By::side)
+    for (int64 c = 0; c < whole_columns; c += By::side)
+      By::square(from + r * from_line + c, from_line, to + c * to_line + r, to_line);
   for (int64 r = 0; r < rows; r++)
     for (int64 c = r < whole_rows ? whole_columns : 0; c < columns; c++) to[c * to_line + r] = from[r * from_line + c];
 }

@@ -37,10 +37,10 @@ def turned(program: Program) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("rows", "n"), SIZES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "float64", "int64", "uint8"])
 def test_a_transposition_gives_the_interpreters_bits(rows, n, dtype):
     program = loops.transpose(rows, n, dtype)
-    assert turned(program) == ((0, 0) if dtype == "float64" else (1, 0))
+    assert turned(program) == ((0, 0) if dtype == "uint8" else (1, 0))
     inputs = random_inputs(program)
     for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
         assert np.array_equal(want, got)
@@ -80,7 +80,7 @@ def test_tiles_that_are_all_complete_have_fixed_sizes():
     assert "_high - i0_low" in ragged
 
 
-def test_tiles_of_four_bytes_are_large_where_there_is_room():
-    for dtype, side in (("float32", WIDE_TILE), ("bfloat16", TILE), ("float64", TILE)):
+def test_tiles_of_four_and_eight_bytes_are_large_where_there_is_room():
+    for dtype, side in (("float32", WIDE_TILE), ("int64", WIDE_TILE), ("bfloat16", TILE), ("uint8", TILE)):
         (loop,) = loops.transpose(2 * WIDE_TILE, WIDE_TILE, dtype).steps
         assert {row.tile for row in make_nest(loop).rows} == {side}

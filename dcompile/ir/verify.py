@@ -49,8 +49,11 @@ def verify(program: Program, sizes: Mapping[str, int] | None = None, before: Pro
 
     Where sizes are symbols, bounds, coverage and overlaps are checked for the `sizes` given, if any are. `before` has
     been verified with the same sizes: those steps of it that are here, too, over equal buffers, are only asked again
-    for their place among the others. Most passes change few steps, and half of verifying was to go through the rest.
+    for their place among the others. Most passes change few steps, and half of verifying was to go through the rest;
+    where one has changed nothing, there is nothing to ask.
     """
+    if before is not None and program == before:
+        return
     kept = _kept(program, before)
     if sizes and symbols_of(program):
         _verify(specialise(program, sizes), kept)

@@ -190,6 +190,31 @@ template <class F> INLINE F pow_of(F a, F b) {
   return select_(b == 0.f | a == 1.f, 1.f, defined);
 }
 FUNCTION_2(pow)
+#ifdef VECTORS
+static __attribute__((noinline)) wide by_library(wide a, wide b, wide near, u32 lanes, float (*library)(float, float)) {
+  for (; lanes; lanes &= lanes - 1) {
+    const int lane = __builtin_ctz(lanes);
+    near[lane] = library(a[lane], b[lane]);
+  }
+  return near;
+}
+/* exact as the library's: a quotient below 2^22 is rounded to a whole number that is at most one off, and what is left
+   of a fits a float then */
+INLINE wide fmod_of(wide a, wide b) {
+  const wide size = abs_(b), turn = copysign_(size, a);
+  const wide q = __builtin_convertvector(__builtin_convertvector(a / b, wide_int), wide);
+  const wide left = fused(-q, b, a);
+  const wide forth = select_((left < 0.f) != (a < 0.f) & (left != 0.f), left + turn, left);
+  const wide back = select_(abs_(forth) >= size, forth - turn, forth), near = copysign_(back, a);
+  const u32 lanes = holding(not_((abs_(a) < 0x1p22f * size) & (size < __builtin_inff())));
+  return __builtin_expect(lanes != 0, 0) ? by_library(a, b, near, lanes, __builtin_fmodf) : near;
+}
+INLINE wide mod_of(wide a, wide b) {
+  const wide r = fmod_of(a, b);
+  return select_((r != 0.f) & ((r < 0.f) != (b < 0.f)), r + b, r);
+}
+#endif
+VECTOR_FUNCTION_2(fmod) VECTOR_FUNCTION_2(mod)
 #endif
 #define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
 LIBM(exp, exp) LIBM(exp2, exp2) LIBM(expm1, expm1) LIBM(log, log) LIBM(log1p, log1p) LIBM(tanh, tanh) LIBM(erf, erf)

@@ -48,7 +48,7 @@ KEPT = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "bool
 STREAM_BYTES = 12 << 20
 """Size from which a result is streamed. With 32 MB of L3, writing it and reading it again was 1.09 times as fast then,
 32 MB 1.18 times, 8 MB about as fast as without, 4 MB 0.7 times (one core of an AMD EPYC; writing alone 1.7 times)."""
-GAINS = frozenset(("exp", "exp2", "tanh", "sigmoid", "erf", "sin", "cos", "pow"))
+GAINS = frozenset(("exp", "exp2", "tanh", "sigmoid", "erf", "sin", "cos", "pow", "fmod", "mod"))
 """Operations that are faster on vectors of ours. So is rounding to bfloat16, and are float16's conversions."""
 FLOATS = frozenset(("float32", "bfloat16", "float16"))
 ARITHMETIC = GAINS | {"add", "sub", "mul", "div", "neg", "abs", "min", "max", "sqrt", "rsqrt", "reciprocal"}

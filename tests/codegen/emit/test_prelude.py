@@ -90,6 +90,27 @@ def test_powers_of_special_numbers_are_eagers():
     assert np.array_equal(np.signbit(got[known]), np.signbit(want[known]))
 
 
+def test_remainders_are_exact():
+    """Of numbers of all sizes, of near multiples, and of special numbers: the bits of the library's."""
+    rng = np.random.default_rng(0)
+    near = np.concatenate([rng.uniform(-9, 9, 100_000), rng.uniform(1, 2, 100_000)]).astype(np.float32)
+    b = np.concatenate([points(100_000), near])
+    whole = rng.integers(-(2**24), 2**24, len(b)) >> rng.integers(0, 24, len(b))
+    with np.errstate(all="ignore"):
+        a = (b.astype(np.float64) * whole).astype(np.float32)
+    a = np.concatenate([a, np.nextafter(a, np.float32(0)), rng.permutation(points(100_000)), points(50_000)])
+    b = np.concatenate([b, b, b[: len(a) - 2 * len(b)]])
+    pairs = np.array([(x, y) for x in NUMBERS for y in NUMBERS], np.float32)
+    a, b = np.concatenate([a[: len(b)], pairs[:, 0]]), np.concatenate([b, pairs[:, 1]])
+    with np.errstate(all="ignore"):
+        left = np.fmod(a, b)
+        wanted = {"fmod": left, "mod": np.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)}
+    for op, want in wanted.items():
+        (got,) = run(loops.binary(op, len(a)), {"x": a, "z": b})
+        assert np.array_equal(got, want, equal_nan=True)
+        assert np.array_equal(np.signbit(got[want == 0]), np.signbit(want[want == 0]))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_values_round_trip_and_round_as_torch_does(dtype):
     every = np.arange(65536, dtype=np.uint16)

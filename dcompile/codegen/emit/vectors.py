@@ -106,7 +106,7 @@ class Vectors(Wide):
 
     def _vectors_at(self, number: int, name: str, reduces: list[Ref], stores: list[int], way: str) -> None:
         """What becomes of the elements from `name` on."""
-        for place in self.ahead if number == self.asking else ():
+        for place in self.ahead if number == self.asking else self._soon(number, stores, name):
             self.line(f"__builtin_prefetch(&{place});")
         if self.counted and self.counted.positions:
             self.line(f"const {self._type('int32')} place = places{'_two' if self.many else ''}({name});")

@@ -372,6 +372,15 @@ def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int) ->
     assert np.array_equal(got[shift:].reshape(rows, 2048), exact)
 
 
+def test_what_is_read_is_asked_for_a_little_earlier_where_functions_of_it_are_streamed() -> None:
+    """Not where results are small, nothing but arithmetic is done, or several tensors are read."""
+    many, few = STREAM_BYTES // 4, 4096
+    assert source_of(loops.unary("exp", many)).text.count("__builtin_prefetch(") == 1
+    assert "__builtin_prefetch(" not in source_of(loops.unary("exp", few)).text
+    assert "__builtin_prefetch(" not in source_of(loops.unary("neg", many)).text
+    assert "__builtin_prefetch(" not in source_of(loops.binary("pow", many)).text
+
+
 def test_results_that_the_kernel_reads_and_small_ones_are_not_streamed() -> None:
     n = STREAM_BYTES // 4
     b = Body()

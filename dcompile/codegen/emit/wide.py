@@ -40,8 +40,8 @@ AHEAD_BYTES = 1 << 20
 AHEAD_ROWS = 384 << 10
 """Bytes of a row of all of them, and of the next: less than a second level cache has."""
 SOON_BYTES = 1024
-"""How far ahead a loop asks for what it reads, if it streams what functions make of one large tensor: what comes next is
-fetched too late then. An exponential of 16 MB took 0.9 of the time, cross-entropy's backward 0.86 to 0.98, sigmoid
+"""How far ahead a loop asks for what it reads, if it streams what functions make of one large tensor: what comes next
+is fetched too late then. An exponential of 16 MB took 0.9 of the time, cross-entropy's backward 0.86 to 0.98, sigmoid
 0.95, GELU 0.99 (Zen 3); 2 and 4 KB were no better. Loops over several tensors took 1.0 to 1.04."""
 PICKED = 512
 """Bytes of a row from which elements are picked, from which on the next one is asked for."""

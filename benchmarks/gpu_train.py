@@ -55,17 +55,25 @@ def recorded(function: Any) -> Any:
     return dcompile.compile(function, options={"receipt": False, "triton.cudagraphs": True})
 
 
+def tuned(function: Any) -> Any:
+    return dcompile.compile(function, mode="max-autotune-no-cudagraphs")
+
+
 PEERS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
     "torch.compile": torch.compile,
     "torch.compile reduce-overhead": lambda model: torch.compile(model, mode="reduce-overhead"),
     "dcompile": compiled,
     "dcompile reduce-overhead": recorded,
+    "dcompile max-autotune": lambda model: dcompile.compile(model, mode="max-autotune"),
+    "dcompile max-autotune-no-cudagraphs": tuned,
 }
+DEFAULT_PEERS = tuple(PEERS)[:5]
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "torch.compile + optimizer": torch.compile,
     "dcompile + optimizer": compiled,
     "dcompile reduce-overhead + optimizer": recorded,
+    "dcompile max-autotune-no-cudagraphs + optimizer": tuned,
 }
 """Peers that compile the step of their optimizer as well, as they do the model."""
 
@@ -214,7 +222,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="1B,160M", help=f"models, of {', '.join(SHAPES)}")
     parser.add_argument(
-        "--peers", default=",".join(PEERS), help=f"what to time, comma-separated; also {', '.join(OPTIMIZERS)}"
+        "--peers",
+        default=",".join(DEFAULT_PEERS),
+        help=f"what to time, comma-separated, of {', '.join([*PEERS, *OPTIMIZERS])}",
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")

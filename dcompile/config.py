@@ -117,9 +117,8 @@ class Config:
     )
     max_autotune: bool = setting(
         False,
-        "Measure kernels for matrix products and take the fastest.",
-        in_key=False,
-        idle="nothing is measured while compiling; option `matmul` says whose kernel it is",
+        "Measure cuBLASLt's algorithms for each large matrix product in 16 bits on a GPU, two seconds each, and take "
+        "the fastest where ATen's choice is not.",
     )
     shape_padding: bool = setting(
         True, "Pad matrices to sizes that GPUs multiply faster.", in_key=False, idle="matrices keep the sizes they have"

@@ -12,6 +12,7 @@ import torch
 
 from dcompile.artifacts import dump, log
 from dcompile.codegen.emit import build, cpp, host, triton, triton_build, triton_groups
+from dcompile.codegen.emit.blas import worth_measuring
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
 from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
@@ -37,12 +38,13 @@ from dcompile.collectives.scatter import copied_bytes, insert_scatters
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import draw
+from dcompile.ir.geometry import Algorithm, Chosen, Geometry
 from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.machine import own_products_pay, triton_version
-from dcompile.runtime import gpu
+from dcompile.runtime import gpu, tune
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 
@@ -145,6 +147,8 @@ class Pipeline:
                 raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
         self._crews: dict[int, triton_build.Crew] = {}
         """Those who compile kernels for GPUs of one compute capability, for all graphs."""
+        self._tuned: dict[Geometry, Algorithm | None] = {}
+        """What max_autotune has found; None: nothing faster than ATen's."""
 
     def plan(self, gm: Any, request: Request) -> Plan:
         """Lower, schedule and emit one FX graph: everything but building."""
@@ -171,8 +175,23 @@ class Pipeline:
         plan = self.plan(gm, request)
         building = self._begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
-        source = self._timed(request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle))
+        chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if self.config.max_autotune else None
+        source = self._timed(
+            request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen)
+        )
         return Begun(plan, source, building)
+
+    def _chosen(self, plan: Plan, gm: Any) -> Chosen:
+        """By measuring: algorithms for large matrix products. The receipt says what it came to."""
+        counts = worth_measuring(plan.program)
+        if new := [g for g in counts if g not in self._tuned]:
+            (device,) = _devices(gm) - {torch.device("cpu")}
+            self._tuned |= dict.fromkeys(new) | tune.choose(new, device)
+        chosen = {g: algorithm for g in counts if (algorithm := self._tuned[g]) is not None}
+        if counts:
+            other, of = sum(counts[g] for g in chosen), sum(counts.values())
+            plan.report.notes.append(f"max_autotune: {other} of {of} large products by another algorithm than ATen's")
+        return chosen
 
     def finish(self, begun: Begun, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
         """The rest: build."""

@@ -146,7 +146,7 @@ def _statement(node: ast.stmt, lines: list[str]) -> Statement:
     origin = tuple(comment[2:].split(", ")) if comment.startswith("# ") else ()
     library = re.fullmatch(r"(?:entry\()?torch\.(ops\.)?([\w.]+)\)?", found)
     name = found if library is None else library[2] if library[1] else f"aten.{library[2]}"
-    if kernel := re.match(r"run\.(?:kernel|function)\('([^']+)'", found):
+    if kernel := re.match(r"run\.(?:kernel|function|product)\('([^']+)'", found):
         name = kernel[1]
     if found.startswith(("run.launches(", "run.calls(")):
         name, origin = _launched(lines[at + 1 :])

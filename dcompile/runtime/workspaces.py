@@ -13,8 +13,10 @@ import torch
 
 from dcompile.collectives.params import AnySource
 from dcompile.compat.tensors import is_only_reference
+from dcompile.ir.geometry import Geometry
 from dcompile.runtime import checks, gpu
 from dcompile.runtime.arena import Arena, Fresh, Recycled, copied, over
+from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.calls import Calls
 from dcompile.runtime.libraries import kernel, library
 
@@ -218,6 +220,11 @@ class Run:
     def calls(self, count: int, kernels: list[tuple[str, tuple[int, ...]]]) -> Calls:
         """A run of compiled kernels: each its name and arguments, which are known or one of `count` given ones."""
         return Calls(self.libraries, count, kernels)
+
+    def product(self, op: str, shape: tuple[Any, ...], algorithm: tuple[int, ...]) -> Product:
+        """A matrix product of this geometry by this algorithm of cuBLASLt's, in place of ATen's `op`."""
+        del op
+        return Product(Products(Geometry(*shape), self.device), algorithm)
 
     @staticmethod
     def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:

@@ -11,12 +11,15 @@ addresses, and GPU kernels how many programs they have.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
+from dcompile.codegen.emit.blas import factors_of, geometry, is_scaled
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.codegen.emit.launches import Launches
 from dcompile.codegen.emit.library import function, in_torch, out_overload, returns_one_tensor
 from dcompile.codegen.emit.uses import all_views, last_uses
+from dcompile.ir.geometry import Chosen
 from dcompile.ir.index import Index, as_index, var
 from dcompile.ir.nodes import SCALE, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
@@ -38,21 +41,21 @@ _STARTS = {"all_gather": "start_gather", "reduce_scatter": "start_scatter"}
 _WAITS = {"all_gather": "wait_gather", "reduce_scatter": "wait_scatter"}
 
 
-def emit(program: Program, kernels: Kernels, *, recycle: bool = True) -> str:
-    """The text of the host program.
+def emit(program: Program, kernels: Kernels, *, recycle: bool = True, chosen: Chosen | None = None) -> str:
+    """The text of the host program. `chosen`: algorithms for matrix products that are not to be ATen's.
 
     With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
     in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
     """
-    return _Host(program, kernels, recycle).text()
+    return _Host(program, kernels, recycle, chosen or {}).text()
 
 
 class _Host(Launches):
     """Collects the lines of `make` and of `call`."""
 
-    def __init__(self, program: Program, kernels: Kernels, recycle: bool) -> None:
+    def __init__(self, program: Program, kernels: Kernels, recycle: bool, chosen: Chosen) -> None:
         super().__init__(program, kernels, late_symbols(program))
-        self.recycle = recycle
+        self.recycle, self.chosen = recycle, chosen
         self.calls, self.products = kernels.calls, kernels.products
         self.inherited: set[str] = set()
         self.last = last_uses(program, self.calls, self.hosts)
@@ -257,7 +260,25 @@ class _Host(Launches):
 
     # --- library calls ---
 
+    def _chosen(self, step: Extern) -> bool:
+        """A matrix product by an algorithm that was chosen for it, if one was."""
+        shape = geometry(step, self.table) if self.chosen else None
+        factors = factors_of(step)
+        if shape is None or factors is None or shape not in self.chosen:
+            return False
+        (out,) = step.outs
+        assert out is not None, "a product is written somewhere"
+        self._ensure(out)
+        whole = View(out, self.table[out].shape, self.table[out].strides)
+        given = [self._view(view) for view in (*factors, whole)] + ([SCALE.text] if is_scaled(step) else [])
+        product = self.once(f"run.product({step.op!r}, {astuple(shape)}, {self.chosen[shape]})", "op")
+        self.lines += [f"# {', '.join(step.origin)}"] if step.origin else []
+        self.lines.append(f"{product}({', '.join(given)})")
+        return True
+
     def _extern(self, step: Extern) -> None:
+        if self._chosen(step):
+            return
         if step.mode == "mutate":
             for out in filter(None, step.outs):
                 self._ensure(out)

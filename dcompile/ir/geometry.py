@@ -1,0 +1,36 @@
+"""Matrix products as BLAS describes them, and the algorithms that cuBLASLt has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """out (m x n) = a (m x k) times b (k x n), column by column: the transpose of what torch has row by row.
+
+    `turned_a`: a lies in memory as its transpose; `lead_a`: elements from one column in memory to the next.
+    """
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    turned_a: bool
+    turned_b: bool
+    lead_a: int
+    lead_b: int
+    lead_out: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+Algorithm: TypeAlias = tuple[int, ...]
+"""One of cuBLASLt's: eight numbers that mean something to the version that gave them, on one kind of GPU."""
+Chosen: TypeAlias = Mapping[Geometry, Algorithm]
+ALIGNMENT = 16
+"""Bytes that a matrix and each of its rows begin at a multiple of."""

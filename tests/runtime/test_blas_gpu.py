@@ -1,0 +1,71 @@
+"""cuBLASLt's algorithms on a GPU: each computes what torch.mm does, and max_autotune takes the faster ones."""
+
+import pytest
+import torch
+
+import dcompile
+from dcompile.ir.geometry import Geometry
+from dcompile.runtime import tune
+from dcompile.runtime.blas import Product, Products
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("turned", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+def test_every_algorithm_multiplies(turned, dtype):
+    a, b = turned
+    geometry = Geometry(dtype, 384, 256, 512, a, b, 512 if a else 392, 256 if b else 520, 400)
+    left, right, out = tune.operands(geometry, torch.device("cuda", 0))
+    want = left.float() @ right.float()
+    products = Products(geometry, 0)
+    algorithms = products.algorithms()
+    assert algorithms
+    for algorithm in algorithms:
+        product = Product(products, algorithm)
+        for factor in (1.0, 0.5):
+            out.fill_(float("nan"))
+            product(left, right, out, factor)
+            torch.testing.assert_close(out.float(), want * factor, rtol=2e-2, atol=0.3)
+
+
+def test_a_matrix_that_begins_elsewhere_is_atens():
+    geometry = Geometry("bfloat16", 64, 64, 64, False, False, 64, 64, 64)
+    left, right, out = tune.operands(geometry, torch.device("cuda", 0))
+    moved = torch.empty(64 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(64, 64).copy_(left)
+    products = Products(geometry, 0)
+    Product(products, products.algorithms()[0])(moved, right, out, 0.5)
+    assert torch.equal(out, torch.addmm(out, left, right, beta=0, alpha=0.5))
+
+
+@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs"])
+def test_a_model_trains_with_chosen_algorithms(mode, monkeypatch):
+    monkeypatch.setattr(tune, "GAIN", 100.0)  # another algorithm wherever there is one, faster or not
+    monkeypatch.setattr(tune, "BEST", 1)
+    monkeypatch.setattr(tune, "fastest", lambda g, device: Products(g, 0).algorithms()[-1])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.GELU(), torch.nn.Linear(512, 128))
+    model = model.to("cuda", torch.bfloat16)
+    call = dcompile.compile(model, mode=mode)
+    state = torch.cuda.get_rng_state()
+    for _ in range(4):
+        x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+        results = []
+        for function in (model, call):
+            model.zero_grad()
+            y = function(x)
+            y.float().square().mean().backward()
+            results.append([y.detach().clone(), *(p.grad.clone() for p in model.parameters())])
+        for want, got in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+    assert any("another algorithm than ATen's" in note for note in dcompile.receipt(call).notes)
+    assert state.shape == torch.cuda.get_rng_state().shape
+
+
+def test_measuring_draws_from_no_generator_of_the_users():
+    torch.cuda.manual_seed(7)
+    before = torch.cuda.get_rng_state()
+    geometry = Geometry("bfloat16", 512, 512, 512, True, False, 512, 512, 512)
+    found = tune.choose([geometry], torch.device("cuda", 0))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    assert set(found) <= {geometry}

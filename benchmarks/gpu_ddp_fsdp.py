@@ -59,9 +59,9 @@ LINES = {
 BASE = "torch.compile"
 PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
-    "dcompile collective", "dcompile collective reduce-overhead",
+    "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
 )  # fmt: skip
-"""`memory` is dcompile's option recompute, `collective` its option gathers."""
+"""`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune."""
 DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead")
 
 
@@ -93,6 +93,7 @@ def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float |
         more: dict[str, Any] = {"triton.cudagraphs": True} if name.endswith("reduce-overhead") else {}
         more |= {"recompute": "memory"} if "memory" in name else {}
         more |= {"gathers": "collective"} if "collective" in name else {}
+        more |= {"max_autotune": True} if "tuned" in name else {}
         return dcompile.compile(model, options={**DCOMPILE, **more})
     return torch_compiled(model) if kind == "ddp" and name.startswith("torch.compile") else model
 

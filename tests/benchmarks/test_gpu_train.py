@@ -38,4 +38,5 @@ def test_a_peer_compiles_its_optimizer_if_it_says_so(name, monkeypatch):
 
 def test_peers_are_the_same_unless_others_are_asked_for():
     assert not gpu_train.PEERS.keys() & gpu_train.OPTIMIZERS.keys()
+    assert not any("max-autotune" in name for name in gpu_train.DEFAULT_PEERS)
     assert all("," not in name for name in gpu_train.OPTIMIZERS), "--peers is separated by commas"

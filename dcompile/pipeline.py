@@ -175,7 +175,8 @@ class Pipeline:
         plan = self.plan(gm, request)
         building = self._begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
-        chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if self.config.max_autotune else None
+        measures = self.config.max_autotune and arch is not None
+        chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if measures else None
         source = self._timed(
             request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen)
         )
@@ -183,6 +184,9 @@ class Pipeline:
 
     def _chosen(self, plan: Plan, gm: Any) -> Chosen:
         """By measuring: algorithms for large matrix products. The receipt says what it came to."""
+        if torch.are_deterministic_algorithms_enabled():
+            plan.report.notes.append("max_autotune: nothing is measured, for another run might choose otherwise")
+            return {}
         counts = worth_measuring(plan.program)
         if new := [g for g in counts if g not in self._tuned]:
             (device,) = _devices(gm) - {torch.device("cpu")}

@@ -47,7 +47,6 @@ def test_a_model_trains_with_chosen_algorithms(mode, monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.GELU(), torch.nn.Linear(512, 128))
     model = model.to("cuda", torch.bfloat16)
     call = dcompile.compile(model, mode=mode)
-    state = torch.cuda.get_rng_state()
     for _ in range(4):
         x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
         results = []
@@ -59,7 +58,25 @@ def test_a_model_trains_with_chosen_algorithms(mode, monkeypatch):
         for want, got in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
     assert any("another algorithm than ATen's" in note for note in dcompile.receipt(call).notes)
-    assert state.shape == torch.cuda.get_rng_state().shape
+
+
+def test_nothing_is_measured_where_algorithms_are_to_be_deterministic(monkeypatch):
+    monkeypatch.setattr(tune, "choose", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        call = dcompile.compile(torch.nn.Linear(512, 512, bias=False).to("cuda", torch.bfloat16), mode="max-autotune")
+        call(torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any("nothing is measured" in note for note in dcompile.receipt(call).notes)
+
+
+def test_kernels_left_to_aten_are(monkeypatch):
+    monkeypatch.setattr(tune, "choose", lambda *_: pytest.fail("it was measured"))
+    model = torch.nn.Linear(512, 512, bias=False).to("cuda", torch.bfloat16)
+    call = dcompile.compile(model, options={"max_autotune": True, "kernels": "aten"})
+    call(torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)).sum().backward()
 
 
 def test_measuring_draws_from_no_generator_of_the_users():

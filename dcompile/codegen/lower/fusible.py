@@ -20,7 +20,7 @@ AGAIN = (
     "alias_copy", "detach_copy", "expand_copy", "permute_copy", "select_copy", "slice_copy", "squeeze_copy", "t_copy",
     "transpose_copy", "unsqueeze_copy", "view_copy", "_reshape_alias_copy", "diagonal_copy", "narrow_copy",
     "diagonal_scatter", "_reshape_alias", "detach", "diagonal", "lift", "split_with_sizes", "transpose", "unbind",
-    "split_copy", "split_with_sizes_copy", "unbind_copy", "unfold_copy", "lift_fresh", "floor_divide",
+    "leaky_relu", "split_copy", "split_with_sizes_copy", "unbind_copy", "unfold_copy", "lift_fresh", "floor_divide",
     "unfold", "fill", "new_full", "new_ones", "ones_like", "new_empty", "new_empty_strided", "empty_strided",
     "empty_permuted", "_efficientzerotensor",
 )  # fmt: skip

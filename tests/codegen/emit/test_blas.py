@@ -1,16 +1,22 @@
 """Products as BLAS describes them: checked by reading memory as cuBLAS would; and how a host program calls them."""
 
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from dcompile.codegen.emit import host
 from dcompile.codegen.emit.blas import geometry, worth_measuring
 from dcompile.codegen.emit.emitter import Kernels
+from dcompile.collectives.params import Report
+from dcompile.config import Config
 from dcompile.ir.geometry import Geometry
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import SCALE, Buffer, Extern, Program, View
+from dcompile.pipeline import Pipeline
+from dcompile.runtime import tune
 
 ROWS, INNER, COLUMNS = 16, 24, 8
 
@@ -119,3 +125,40 @@ def test_a_chosen_algorithm_is_called_with_both_factors_and_the_result():
 
 def test_a_geometry_is_rebuilt_from_the_text():
     assert Geometry(*astuple(found())) == found()
+
+
+class Nodes:
+    """What a pipeline reads off an FX graph: the devices of its values."""
+
+    def __init__(self):
+        node = SimpleNamespace(meta={"val": torch.empty(1, device="meta")})
+        self.graph = SimpleNamespace(nodes=[node])
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Geometries that a pipeline has measured; the second half of them, ATen is best at."""
+    seen = []
+
+    def choose(geometries, device):
+        seen.append((list(geometries), device.type))
+        return dict.fromkeys(seen[-1][0][: len(seen[-1][0]) // 2 + 1], (7,))
+
+    monkeypatch.setattr(tune, "choose", choose)
+    return seen
+
+
+def test_a_pipeline_measures_each_geometry_once_and_says_what_it_came_to(measured):
+    pipeline = Pipeline(Config.make("max-autotune"))
+    plans = [SimpleNamespace(program=program(count, small), report=Report()) for count, small in ((3, 0), (1, 8))]
+    first, second = (pipeline._chosen(plan, Nodes()) for plan in plans)
+    assert first == {found(): (7,)} and [len(new) for new, _ in measured] == [1, 1] and measured[0][1] == "meta"
+    assert len(second) == 2
+    assert plans[0].report.notes == ["max_autotune: 3 of 3 large products by another algorithm than ATen's"]
+
+
+def test_nothing_is_measured_where_algorithms_are_to_be_deterministic(measured, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    plan = SimpleNamespace(program=program(3), report=Report())
+    assert Pipeline(Config.make("max-autotune"))._chosen(plan, Nodes()) == {} and not measured
+    assert "nothing is measured" in plan.report.notes[0]

@@ -176,6 +176,10 @@ class Pipeline:
         building = self._begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
         measures = self.config.max_autotune and arch is not None
+        if self.config.max_autotune and not measures:
+            plan.report.notes.append(
+                "max_autotune has no effect: it measures products on one GPU, beside kernels of ours"
+            )
         chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if measures else None
         source = self._timed(
             request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen)

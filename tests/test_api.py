@@ -106,11 +106,17 @@ def test_options_that_torch_knows_by_these_names_are_accepted():
 
 def test_an_option_without_effect_says_so_once_it_is_changed():
     assert Config.make().idle() == Config.make(options={"epilogue_fusion": True}).idle() == ()
-    (autotune,) = Config.make("max-autotune").idle()
-    assert autotune.startswith("option max_autotune=True has no effect: ")
+    (fusion,) = Config.make(options={"epilogue_fusion": False}).idle()
+    assert fusion.startswith("option epilogue_fusion=False has no effect: ")
     module = dcompile.compile(torch.nn.Linear(2, 2), options={"receipt": False, "shape_padding": False})
     module(torch.ones(1, 2))
     assert any("shape_padding=False has no effect" in note for note in dcompile.receipt(module).notes)
+
+
+def test_max_autotune_says_that_it_measures_nothing_on_the_cpu():
+    module = dcompile.compile(torch.nn.Linear(2, 2), mode="max-autotune")
+    module(torch.ones(1, 2))
+    assert any("max_autotune has no effect" in note for note in dcompile.receipt(module).notes)
 
 
 def test_tracing_has_a_directory_of_its_own_unless_one_is_named():

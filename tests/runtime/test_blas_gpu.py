@@ -8,7 +8,7 @@ from dcompile.ir.geometry import Geometry
 from dcompile.runtime import tune
 from dcompile.runtime.blas import Product, Products
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-import torch  # noqa: F401  the OpenMP run time that kernels are linked with
+import torch  # also for the OpenMP run time that kernels are linked with
 
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
@@ -25,6 +25,7 @@ from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
 from dcompile.ir.ops import DTYPES
 from dcompile.runtime.cache import KernelCache
+from tests.codegen.emit.cases import random_inputs
 
 NONE: Mapping[str, int] = MappingProxyType({})
 UNWRITTEN = (77, -77)
@@ -92,6 +93,18 @@ def run(program: Program, inputs: dict[str, np.ndarray], functions: dict[str, ob
     for name, flat in memory.items():
         assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]
+
+
+def assert_threads_change_nothing(program: Program) -> None:
+    """The first output is the same, to the bit, with one, two and three threads."""
+    inputs, threads, results = random_inputs(program), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(run(program, inputs)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
 
 
 def without_vectors(text: str) -> str:

@@ -11,7 +11,7 @@ from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
-from tests.codegen.emit.harness import compiled, run
+from tests.codegen.emit.harness import assert_threads_change_nothing, compiled, run
 from tests.codegen.emit.test_cpp import text
 
 LONG = 2 * SCAN_BLOCK + 77
@@ -84,16 +84,7 @@ def test_nan_and_infinities_stay_in_their_rows():
 
 
 def test_threads_change_nothing():
-    program = loops.scan(3 * ENOUGH + 2, 1200)
-    inputs = random_inputs(program)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(run(program, inputs)[0])
-    finally:
-        torch.set_num_threads(threads)
-    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+    assert_threads_change_nothing(loops.scan(3 * ENOUGH + 2, 1200))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

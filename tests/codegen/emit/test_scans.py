@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from dcompile.codegen.emit.scans import SCAN_BLOCK
 from dcompile.ir.interpret import interpret
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
-from tests.codegen.emit.harness import compiled, run, without_vectors
+from tests.codegen.emit.harness import assert_threads_change_nothing, compiled, run, without_vectors
 from tests.codegen.emit.test_cpp import text
 
 LONG = 2 * SCAN_BLOCK + 77
@@ -68,17 +67,7 @@ def test_rows_are_shared_among_threads_and_columns_lie_side_by_side():
     assert "omp parallel" in text(loops.scan(300, 400))
     columns = text(loops.scan(400, 300, columns=True))
     assert "omp parallel" in columns and "u0[l] = float32(u0[l] + " in columns and "omp simd" in columns
-    program = loops.scan(300, 400)
-    inputs = random_inputs(program)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(run(program, inputs)[0])
-    finally:
-        torch.set_num_threads(threads)
-    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+    assert_threads_change_nothing(loops.scan(300, 400))
 
 
 def test_nan_stays_in_extremes():

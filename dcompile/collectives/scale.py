@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from dcompile.ir.nodes import SCALE, Bucket, Extern, Program, Step, View
+from dcompile.ir.nodes import SCALED, Bucket, Extern, Program, Step, View
 
 DTYPES = ("float32", "float64", "bfloat16")
 """A power of two changes their exponent alone. float16 has few exponents: what overflows or loses bits there does so
@@ -55,5 +55,4 @@ def _scaled(step: Step) -> Extern:
     left = step.args[0]
     assert isinstance(left, View)
     nothing = replace(left, shape=(1, 1), strides=(1, 1))
-    kwargs = (("beta", 0), ("alpha", SCALE))
-    return replace(step, op="aten.addmm.default", args=(nothing, *step.args), kwargs=kwargs)
+    return replace(step, op="aten.addmm.default", args=(nothing, *step.args), kwargs=SCALED)

@@ -136,6 +136,8 @@ class Literally:
 SCALE = Literally("_scale")
 """The factor that averages gradients over ranks, by its name in the host program, which asks its `BucketSource` for it:
 plans know neither how many ranks there are nor whether a backward is going to reduce."""
+SCALED = (("beta", 0), ("alpha", SCALE))
+"""Keywords of an `addmm` that is a product times this factor: nothing is added."""
 
 Arg: TypeAlias = "View | Index | Literally | bool | int | float | str | tuple[Arg, ...] | None"
 

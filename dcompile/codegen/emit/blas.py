@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from dcompile.ir.geometry import ALIGNMENT, Geometry
-from dcompile.ir.nodes import ITEMSIZE, SCALE, Buffer, Extern, Program, View
+from dcompile.ir.nodes import ITEMSIZE, SCALED, Buffer, Extern, Program, View
 
 DTYPES = ("bfloat16", "float16")
 """What is multiplied by the tensor cores, and summed up in float32, whatever the algorithm."""
@@ -37,15 +37,10 @@ def factors_of(step: Extern) -> tuple[View, View] | None:
     match step:
         case Extern("aten.mm.default", (View() as left, View() as right), ()):
             return left, right
-        case Extern("aten.addmm.default", (View(), View() as left, View() as right)) if is_scaled(step):
+        case Extern("aten.addmm.default", (View(), View() as left, View() as right)) if step.kwargs == SCALED:
             return left, right
         case _:
             return None
-
-
-def is_scaled(step: Extern) -> bool:
-    """Whether the product takes averaging's factor."""
-    return dict(step.kwargs) == {"beta": 0, "alpha": SCALE}
 
 
 def _lying(view: View, dtype: str) -> tuple[bool, int] | None:

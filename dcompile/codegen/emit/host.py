@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from dcompile.codegen.emit.blas import factors_of, geometry, is_scaled
+from dcompile.codegen.emit.blas import factors_of, geometry
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.codegen.emit.launches import Launches
 from dcompile.codegen.emit.library import function, in_torch, out_overload, returns_one_tensor
 from dcompile.codegen.emit.uses import all_views, last_uses
 from dcompile.ir.geometry import Chosen
 from dcompile.ir.index import Index, as_index, var
-from dcompile.ir.nodes import SCALE, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import SCALE, SCALED, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
@@ -263,14 +263,13 @@ class _Host(Launches):
     def _chosen(self, step: Extern) -> bool:
         """A matrix product by an algorithm that was chosen for it, if one was."""
         shape = geometry(step, self.table) if self.chosen else None
-        factors = factors_of(step)
-        if shape is None or factors is None or shape not in self.chosen:
+        if shape is None or shape not in self.chosen:
             return False
-        (out,) = step.outs
-        assert out is not None, "a product is written somewhere"
+        factors, (out,) = factors_of(step), step.outs
+        assert factors is not None and out is not None, "what has a geometry multiplies two, and is written somewhere"
         self._ensure(out)
         whole = View(out, self.table[out].shape, self.table[out].strides)
-        given = [self._view(view) for view in (*factors, whole)] + ([SCALE.text] if is_scaled(step) else [])
+        given = [self._view(view) for view in (*factors, whole)] + ([SCALE.text] if step.kwargs == SCALED else [])
         product = self.once(f"run.product({step.op!r}, {astuple(shape)}, {self.chosen[shape]})", "op")
         self.lines += [f"# {', '.join(step.origin)}"] if step.origin else []
         self.lines.append(f"{product}({', '.join(given)})")

@@ -30,6 +30,10 @@ _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 """CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES; MIN_ALIGNMENT_A_BYTES, and of B, C and D."""
 
 
+_MATMUL = (*(ctypes.c_void_p,) * 14, ctypes.c_size_t, ctypes.c_void_p)
+"""Of cublasLtMatmul: handle, how; a factor, A, B and layouts; another, C and D; algorithm, workspace, stream."""
+
+
 class _Algorithm(ctypes.Structure):
     _fields_ = (("data", ctypes.c_uint64 * 8),)
 
@@ -50,6 +54,7 @@ class Library:
     def __init__(self, device: int) -> None:
         self.device = device
         self.functions = _loaded()
+        self.functions.cublasLtMatmul.argtypes = _MATMUL
         self.handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             self.call("Create", ctypes.byref(self.handle))
@@ -137,37 +142,31 @@ class Products:
 
 
 class Product:
-    """`torch.mm(left, right, out=out)` by one algorithm, times a factor; tensors are as the geometry says."""
+    """`torch.mm(left, right, out=out)` by one algorithm, times a factor.
+
+    Tensors are as the geometry says, and begin at whole 16 bytes.
+    """
 
     def __init__(self, products: Products, algorithm: Algorithm) -> None:
         self._products, self._algorithm = products, _Algorithm((ctypes.c_uint64 * 8)(*algorithm))
         self._factor, self._nothing = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        matmul = products.library.functions.cublasLtMatmul
-        p, address = products, ctypes.addressof
+        matmul, p, address = products.library.functions.cublasLtMatmul, products, ctypes.addressof
         handle, how, a, b, out = (v.value for v in (p.library.handle, p.how, p.a, p.b, p.out))
         factor, nothing, chosen = address(self._factor), address(self._nothing), address(self._algorithm)
 
         def run(left: int, right: int, result: int, stream: int) -> int:
             status: int = matmul(
-                _P(handle), _P(how), _P(factor), _P(right), _P(a), _P(left), _P(b), _P(nothing), _P(result), _P(out),
-                _P(result), _P(out), _P(chosen), None, _SIZE(0), _P(stream),
-            )  # fmt: skip
+                handle, how, factor, right, a, left, b, nothing, result, out, result, out, chosen, None, 0, stream
+            )
             return status
 
         self._run, self._device = run, products.library.device
 
     def __call__(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
-        pointers = left.data_ptr(), right.data_ptr(), out.data_ptr()
-        if (pointers[0] | pointers[1] | pointers[2]) & (ALIGNMENT - 1):  # a slice of the caller's: ATen sees to that
-            torch.addmm(out, left, right, beta=0, alpha=factor, out=out)
-            return
         self._factor.value = factor
-        status = self._run(*pointers, raw_stream(self._device))
+        status = self._run(left.data_ptr(), right.data_ptr(), out.data_ptr(), raw_stream(self._device))
         if status:
             raise DcompileError(
                 f"dcompile: cuBLASLt {self._products.library.version()} refuses an algorithm that max_autotune had "
                 f"chosen (status {status}); clear the cache, or turn max_autotune off"
             )
-
-
-_P, _SIZE = ctypes.c_void_p, ctypes.c_size_t

@@ -71,6 +71,7 @@ class _Host(Launches):
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
         self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
         self.in_kernels |= {name for product in self.products.values() for name in product.kernel.arguments}
+        self.in_kernels |= self._in_chosen()
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
@@ -145,8 +146,9 @@ class _Host(Launches):
         names = [self.name(name) for name in self.program.inputs]
         if names:
             self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        self._check_alignment()
         if self.on_gpu:
-            self._check_alignment()
+            self.lines.append("stream = run.stream()")
         self.lines.append("args.clear()")
         for symbol, source in self.early.items():
             if symbol not in self.program.inputs:
@@ -154,7 +156,7 @@ class _Host(Launches):
         self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
 
     def _check_alignment(self) -> None:
-        """Kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""
+        """GPU kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""
         used = [name for name in self.program.inputs if name in self.in_kernels and self.table[name].device != "cpu"]
         pointers = [self._pointer(name) for name in used]
         if pointers:
@@ -164,7 +166,6 @@ class _Host(Launches):
                 f"if ({' | '.join(pointers)}) & 15:",
                 f"    return run.realigned(call, args, {places!r}, buckets, sync)",
             ]
-        self.lines.append("stream = run.stream()")
 
     def _step(self, step: Step, calls: Any) -> None:
         match step:
@@ -259,6 +260,14 @@ class _Host(Launches):
         self.lines.append(f"{function}({', '.join(pointers)})")
 
     # --- library calls ---
+
+    def _in_chosen(self) -> set[str]:
+        """What products by a chosen algorithm read: as kernels do, they rely on strides, and on whole 16 bytes."""
+        if not self.chosen:
+            return set()
+        steps = [step for step in self.program.steps if isinstance(step, Extern)]
+        found = [step for step in steps if geometry(step, self.table) in self.chosen]
+        return {view.buffer for step in found for view in factors_of(step) or ()}
 
     def _chosen(self, step: Extern) -> bool:
         """A matrix product by an algorithm that was chosen for it, if one was."""

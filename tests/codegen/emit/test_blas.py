@@ -123,6 +123,19 @@ def test_a_chosen_algorithm_is_called_with_both_factors_and_the_result():
     assert "run.product" not in host.emit(program(2), Kernels(()))
 
 
+def test_a_chosen_algorithm_gets_what_it_was_chosen_for():
+    chosen = {found(): (1, 2, 3)}
+    text = host.emit(program(2), Kernels(()), chosen=chosen)
+    assert "if (_p_x | _p_w) & 15:\n            return run.realigned(call, args, (), buckets" in text
+    assert "realigned" not in host.emit(program(2), Kernels(())), "ATen multiplies what begins anywhere"
+    step = Extern("aten.clone.default", (whole(X),), (), ("copy",), "fresh")
+    copy = buffer("copy", (ROWS, INNER))
+    steps = (step, product(whole(copy), whole(W), Y))
+    late = Program("p", ("x", "w"), (whole(Y),), (X, W, copy, Y), steps)
+    text = host.emit(late, Kernels(()), chosen=chosen)
+    assert f"if copy.stride() != {copy.strides}:" in text, "tracing may be wrong about a library's result"
+
+
 def test_a_geometry_is_rebuilt_from_the_text():
     assert Geometry(*astuple(found())) == found()
 

@@ -16,6 +16,9 @@ therefore handed to the allocator during the recording: gradients then take the 
 eager execution. While such memory is in use again, in a later step, the allocator would give it away; what is recorded
 then gets another pool.
 
+Other inputs are copied to where a recording reads them. Large ones that have lain at one address for a few replays are
+read there by one more recording, which takes the first one's place (`runtime.settling`).
+
 Results that users see may be kept by them for as long as they like. Small ones are handed out as copies; so are those
 of a program whose results were once found alive at a time when they stood in the way.
 """
@@ -32,6 +35,7 @@ from dcompile import compat
 from dcompile.collectives.params import AnySource, Executable
 from dcompile.runtime.graph_calls import Call, call_of
 from dcompile.runtime.recording import Kept, Memory, Recording, Result, Slot
+from dcompile.runtime.settling import Settling
 
 LIMIT = 8
 """Recordings of one program. A loop over shapes has a program for each; what exceeds this is a caller who keeps every
@@ -123,6 +127,10 @@ class Tree:
         for program in self._programs:
             program.forget()
 
+    def drop(self, recording: Recording) -> None:
+        """It will not be replayed again. What it has handed out stays known for as long as it is alive."""
+        self._pairs = {pair: found for pair, found in self._pairs.items() if recording not in pair}
+
     def ran(self, recording: Recording) -> None:
         """Its results are with the caller now."""
         self._handed[recording] = None
@@ -143,6 +151,7 @@ class Replayed:
         self._mutated = frozenset(program.mutated)
         self._kept = Kept()
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
+        self._settling: dict[tuple[Any, ...], Settling] = {}
         self._objection: str | None = None
         self._measured = False
         self.report, self.buckets, self.source = program.report, program.buckets, program.source
@@ -161,22 +170,24 @@ class Replayed:
         recordings = self._recordings.get(key)
         if recordings is None:
             self._recordings[key] = []
+            self._settling[key] = Settling()
             return self._program(args, buckets=buckets, sync=sync)
         for recording in recordings:
             if not recording.fits(args):
                 continue
             obstacle = self._tree.obstacle(recording)
             if obstacle is None:
-                return self._replay(recording, args, call)
+                return self._replay(self._settled(recording, args, key, call), args, call)
             if obstacle.kept is not None and not obstacle.kept.found:
                 obstacle.kept.found = True  # it may soon be gone, and what comes after it will be a copy
                 return self._program(args, buckets=buckets, sync=sync)
-        made = self._record(args, recordings, call)
+        made = self._record(args, recordings, self._settling[key], call)
         return self._program(args, buckets=buckets, sync=sync) if made is None else self._replay(made, args, call)
 
     def forget(self) -> None:
         """Drop what was recorded; later calls record anew."""
         self._recordings.clear()
+        self._settling.clear()
 
     def measure(self, recorder: Any) -> None:
         """See `HostProgram.measure`; while it is measured, nothing is recorded or replayed."""
@@ -200,7 +211,21 @@ class Replayed:
 
     # --- recording ---
 
-    def _record(self, args: list[Any], recordings: list[Recording], call: Call) -> Recording | None:
+    def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: Call) -> Recording:
+        """In place of a recording, once inputs that it copies have not moved for a while, one that reads them there."""
+        settling = self._settling[key]
+        if call.communicates:  # each rank would find out for itself, and recordings of collectives are made by all
+            return recording
+        if not settling.look(args, recording.slots):
+            return recording
+        made = self._record(args, self._recordings[key], settling, call)
+        if made is None:
+            return recording
+        self._recordings[key].remove(recording)
+        self._tree.drop(recording)
+        return made
+
+    def _record(self, args: list[Any], recordings: list[Recording], settling: Settling, call: Call) -> Recording | None:
         """A recording of this call, or None if it is to run as it is."""
         strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
         if strangers:
@@ -215,7 +240,11 @@ class Replayed:
             return None
         alive = self._tree.alive()
         taken = {memory.address: memory for memory in alive}
-        fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and _stays(a, taken)]
+        fixed = [
+            i
+            for i, a in enumerate(args)
+            if isinstance(a, torch.Tensor) and (_stays(a, taken) or settling.stays(i, args))
+        ]
         slots = self._slots(args, frozenset(fixed))
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         try:

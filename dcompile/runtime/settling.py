@@ -1,0 +1,47 @@
+"""Inputs of a recorded program that turn out not to move: a later recording reads them where they lie.
+
+Parameters say that they stay. Gradients that a compiled optimizer reads do not, though an allocator that is asked for
+the same sizes in the same order each step puts them where they were: copying them took 1.3 ms of a 1B Llama's step on
+an H200, and their slots 2.3 GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dcompile.runtime.recording import Slot
+
+CALLS = 4
+"""Replays after which an input that has not moved is expected to stay. The first steps of a run allocate unlike later
+ones; a guess that proves wrong costs one more recording."""
+LARGE = 1 << 20
+"""Bytes from which a copy is worth a recording: it takes 1 us more than an empty one on an H200."""
+
+
+class Settling:
+    """The large inputs of calls that share their recordings: watched for a while, and then known to stay or not."""
+
+    def __init__(self) -> None:
+        self.still: dict[int, int] = {}
+        """Addresses of inputs that are expected to stay, by position."""
+        self._left = CALLS
+        self._seen: dict[int, int] | None = None
+
+    def look(self, args: Sequence[Any], slots: Sequence[Slot]) -> bool:
+        """See where the inputs of one more replay lie; whether it is now known that some of those in slots stay."""
+        if self._left == 0:
+            return False
+        self._left -= 1
+        here = {slot.position: args[slot.position].data_ptr() for slot in slots if slot.tensor.nbytes >= LARGE}
+        seen = here if self._seen is None else self._seen
+        self._seen = {position: address for position, address in seen.items() if here.get(position) == address}
+        if self._left == 0:
+            self.still = self._seen
+        return bool(self.still)
+
+    def stays(self, position: int, args: Sequence[Any]) -> bool:
+        """Whether a recording of these inputs may count on this one."""
+        if any(args[known].data_ptr() != address for known, address in self.still.items()):
+            self.still = {}  # the guess was wrong: copied from now on
+        return position in self.still

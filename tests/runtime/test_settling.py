@@ -1,0 +1,90 @@
+"""Large inputs that lie still are read where they lie; those that move are copied."""
+
+import pytest
+import torch
+
+from dcompile.runtime.settling import CALLS, LARGE
+from tests.runtime.recorder import Program, Worst
+
+COUNT = LARGE // 4
+
+
+def update(g, x, step):
+    """As an optimizer: writes a tensor by a gradient, beside a small input that is another each time."""
+    x.sub_(g * step)
+    return []
+
+
+@pytest.fixture
+def program():
+    return Program(Worst(), update, mutated=(1,))
+
+
+def run(program, g, x, value):
+    g.fill_(value)
+    expected = x - g * value
+    program.replayed([g, x, torch.tensor(float(value))])
+    assert torch.equal(x, expected)
+
+
+def slots(program):
+    return [[slot.position for slot in recording.slots] for recording in program.replayed._recordings[()]]
+
+
+def test_after_a_few_replays_they_are_read_where_they_lie(program):
+    g, x = torch.empty(COUNT), torch.zeros(COUNT)
+    for value in range(1 + CALLS - 1):
+        run(program, g, x, value)
+    assert slots(program) == [[0, 1, 2]], "one plain call, then a recording with copies"
+    for value in range(5):
+        run(program, g, x, value)
+    assert slots(program) == [[2]] and program.report.recordings == 2
+    assert program.plain == 1
+
+
+def test_what_moves_then_is_copied_again_and_for_good(program):
+    x = torch.zeros(COUNT)
+    places = [torch.empty(COUNT) for _ in range(4)]
+    for value in range(CALLS + 3):
+        run(program, places[0], x, value)
+    for value in range(4 * CALLS):
+        run(program, places[1 + value % 3], x, value)
+    assert slots(program) == [[2], [0, 1, 2]] and program.report.recordings == 3
+    run(program, places[0], x, 1)
+    assert program.report.recordings == 3 and program.plain == 1
+
+
+def test_what_moves_meanwhile_or_is_small_has_a_copy(program):
+    x, places = torch.zeros(COUNT), [torch.empty(COUNT) for _ in range(2)]
+    for value in range(3 * CALLS):
+        run(program, places[value % 2], x, value)
+    assert slots(program) == [[0, 2]], "the other one stays"
+    little = Program(Worst(), update, mutated=(1,))
+    g, x = torch.empty(COUNT - 1), torch.zeros(COUNT - 1)
+    for value in range(3 * CALLS):
+        run(little, g, x, value)
+    assert slots(little) == [[0, 1, 2]] and little.report.recordings == 1
+
+
+def test_a_recording_that_fails_then_leaves_plain_calls(program):
+    g, x = torch.empty(COUNT), torch.zeros(COUNT)
+    for value in range(3):
+        run(program, g, x, value)
+    program.recorder.fails = "out of memory"
+    for value in range(2 * CALLS):
+        run(program, g, x, value)
+    assert program.report.notes == ["runs without a CUDA graph: out of memory"] and program.plain > CALLS
+
+
+def test_what_a_dropped_recording_has_handed_out_is_left_alone():
+    program = Program(Worst(), lambda x: [x + 1])
+    x = torch.empty(COUNT)
+    for value in range(CALLS + 5):
+        x.fill_(value)
+        (y,) = program.replayed([x])
+        assert torch.equal(y, torch.full_like(y, value + 1.0))
+        if value == CALLS - 1:
+            kept = y
+        del y
+    assert torch.equal(kept, torch.full_like(kept, float(CALLS)))
+    assert slots(program) == [[0], []], "of two recordings, the one in use reads the input where it lies"

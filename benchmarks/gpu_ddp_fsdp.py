@@ -15,6 +15,7 @@ which none runs at all.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -60,8 +61,10 @@ BASE = "torch.compile"
 PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
+    "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
 )  # fmt: skip
-"""`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune."""
+"""`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune. Peers with
+`+ optimizer` compile AdamW's step too, then of many small operations (`foreach`)."""
 DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead")
 
 
@@ -70,32 +73,40 @@ DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead"
 
 def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float | None = None) -> Any:
     """What a peer's user writes: wrap or shard the model, and compile it; with any other name it stays eager."""
-    import torch
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    import dcompile
-
-    def torch_compiled(module: Any) -> Any:
-        return torch.compile(module, mode="reduce-overhead" if name.endswith("reduce-overhead") else None)
-
+    compiled = compiler(name)
     if kind == "ddp":
         ids = [device] if device.type == "cuda" else None
-        model = DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb)
-    else:
-        layers = model.model.layers
-        for number, layer in enumerate(layers):
-            if name.startswith("torch.compile"):
-                layers[number] = torch_compiled(layer)
-            fully_shard(layers[number])
-        fully_shard(model)
-    if name.startswith("dcompile"):
-        more: dict[str, Any] = {"triton.cudagraphs": True} if name.endswith("reduce-overhead") else {}
-        more |= {"recompute": "memory"} if "memory" in name else {}
-        more |= {"gathers": "collective"} if "collective" in name else {}
-        more |= {"max_autotune": True} if "tuned" in name else {}
-        return dcompile.compile(model, options={**DCOMPILE, **more})
-    return torch_compiled(model) if kind == "ddp" and name.startswith("torch.compile") else model
+        return compiled(DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb))
+    by_block = name.startswith("torch.compile")
+    layers = model.model.layers
+    for number, layer in enumerate(layers):
+        if by_block:
+            layers[number] = compiled(layer)
+        fully_shard(layers[number])
+    fully_shard(model)
+    return model if by_block else compiled(model)
+
+
+def compiler(name: str) -> Callable[[Any], Any]:
+    """What a peer compiles with: its model, and its optimizer's step if it does so."""
+    import torch
+
+    import dcompile
+
+    words = name.split()
+    recorded = "reduce-overhead" in words
+    if words[0] == "torch.compile":
+        return functools.partial(torch.compile, mode="reduce-overhead" if recorded else None)
+    if words[0] != "dcompile":
+        return lambda model: model
+    more: dict[str, Any] = {"triton.cudagraphs": True} if recorded else {}
+    more |= {"recompute": "memory"} if "memory" in words else {}
+    more |= {"gathers": "collective"} if "collective" in words else {}
+    more |= {"max_autotune": True} if "tuned" in words else {}
+    return functools.partial(dcompile.compile, options={**DCOMPILE, **more})
 
 
 class Training:
@@ -107,7 +118,10 @@ class Training:
         self.name, self.job, self.gpu = name, job, job.device.type == "cuda"
         self._before = _memory(job.device)
         self.call = spread(make(line.shape, job.device), line.kind, name, job.device)
-        self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, fused=True)
+        whole = name.endswith("+ optimizer")
+        kind = {"foreach": True} if whole else {"fused": True}
+        self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, **kind)
+        self.update = compiler(name)(self.optimizer.step) if whole else self.optimizer.step
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (line.shape.rows, line.shape.length)
         self.tokens = torch.randint(0, line.shape.vocabulary, size, generator=generator).to(job.device)
@@ -123,7 +137,7 @@ class Training:
         """One step; the loss."""
         loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
-        self.optimizer.step()
+        self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 

@@ -74,6 +74,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "dcompile + optimizer": compiled,
     "dcompile reduce-overhead + optimizer": recorded,
     "dcompile max-autotune-no-cudagraphs + optimizer": tuned,
+    "dcompile max-autotune + optimizer": PEERS["dcompile max-autotune"],
 }
 """Peers that compile the step of their optimizer as well, as they do the model."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dcompile.runtime.recording import Slot
 
-CALLS = 4
+CALLS = 3
 """Replays after which an input that has not moved is expected to stay. The first steps of a run allocate unlike later
 ones; a guess that proves wrong costs one more recording."""
 LARGE = 1 << 20

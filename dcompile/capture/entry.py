@@ -17,6 +17,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.graph import Backend, Graph
 from dcompile.capture.model import CompiledModel, Settings
@@ -45,10 +46,16 @@ class Entry:
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
+        self._frames: compat.frames.Frames | None = None
+        """Compiled code that calls may go to at once: only of models with nothing to keep in step around a call."""
         if root is not None:
             _NEWEST[root] = weakref.ref(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._frames is not None and self._frames.ways:
+            run = self._shortest(self._frames, args, kwargs)
+            if run is not None:
+                return run("", *args, **kwargs)
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and self._ddp() is not ddp:
@@ -61,6 +68,14 @@ class Entry:
         if self.model.shards is not None:
             return self._call_sharded(args, kwargs)
         return self._call(inside_ddp, args, kwargs)
+
+    def _shortest(self, frames: compat.frames.Frames, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """What to call in place of all that surrounds compiled code, if it serves this call."""
+        if self.root is not None and (compat.ddp.active_ddp() is not None or _hooked(self.root)):
+            return None
+        if self.model.is_running():
+            return None
+        return frames.find({"hooked": "", "args": args, "kwargs": kwargs, "target": self.target})
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
@@ -75,6 +90,8 @@ class Entry:
         finally:
             self.model.end(call)
         self.model.judge(call, result)
+        if self._frames is not None:
+            self._frames.settle()
         return result
 
     def _take_over_shards(self) -> None:
@@ -139,9 +156,16 @@ class Entry:
         )
         function = _fresh_function(self.target)
         model, own = self.model, function.__code__
-        compat.dynamo.wrap_frame_callback(
-            context, lambda code: model.compiling(code, own), lambda code, whole: model.compiled(code, own, whole)
-        )
+        self._frames = compat.frames.Frames(function) if type(model.adapter) is PlainAdapter else None
+        known = None if self._frames is None else weakref.ref(self._frames)  # Dynamo never drops its callback
+
+        def compiled_frame(code: Any, guarded: Any) -> None:
+            model.compiled(code, own, guarded is not None)
+            frames = None if known is None else known()
+            if code is own and guarded is not None and frames is not None:
+                frames.add(guarded)
+
+        compat.dynamo.wrap_frame_callback(context, lambda code: model.compiling(code, own), compiled_frame)
         compiled: Callable[..., Any] = context(function)
         return compiled
 

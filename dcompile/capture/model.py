@@ -144,6 +144,10 @@ class CompiledModel:
             stack = self._calls.stack = []
         return stack
 
+    def is_running(self) -> bool:
+        """Whether this thread is in a call of the model already."""
+        return bool(getattr(self._calls, "stack", None))
+
     def is_first_call(self) -> bool:
         """Whether a training call runs that every rank has to make: none did before."""
         stack = self._stack()
@@ -155,9 +159,12 @@ class CompiledModel:
     def ran(self, graph: Programs) -> bool:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce gradients."""
         stack = self._stack()
-        if not stack:  # as a plain backend: nobody calls through us, and each graph is a call of its own
+        if not stack:  # nobody calls through us (a plain backend, a whole frame): each graph is a call of its own
             key = (graph.number,)
-            self.newest = self.variants.setdefault(key, Variant(key, graph.training))
+            known = self.variants.get(key)
+            if known is None:
+                known = self.variants.setdefault(key, Variant(key, graph.training))
+            self.newest = known
             return False
         stack[-1].graphs.append(graph.number)
         return stack[-1].sync

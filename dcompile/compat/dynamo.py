@@ -70,12 +70,12 @@ def context_limits(context: Any) -> dict[str, Any]:
 def wrap_frame_callback(
     context: Any,
     around: Callable[[Any], contextlib.AbstractContextManager[Any]],
-    compiled: Callable[[Any, bool], None] = lambda code, whole: None,
+    compiled: Callable[[Any, Any], None] = lambda code, guarded: None,
 ) -> None:
     """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here.
 
-    `compiled` is then told whether there is code for all of the frame: it has no graph break, and is not left to eager.
-    It may raise: the frame does not run then.
+    `compiled` is then given the code, with its guards, if it is there for all of the frame: it has no graph break, and
+    is not left to eager; otherwise None. It may raise: the frame does not run then.
     """
     inner = context.callback
     if not callable(inner) or isinstance(inner, bool):
@@ -85,7 +85,7 @@ def wrap_frame_callback(
         breaks = graph_break_count()
         with around(frame.f_code):
             result = inner(frame, *args, **kwargs)
-        compiled(frame.f_code, getattr(result, "guarded_code", None) is not None and graph_break_count() == breaks)
+        compiled(frame.f_code, getattr(result, "guarded_code", None) if graph_break_count() == breaks else None)
         return result
 
     # Dynamo finds the backend of a cached frame through this attribute

@@ -1,0 +1,160 @@
+"""Calls that go to compiled code as soon as its guards hold, and those that Dynamo has to see."""
+
+import pytest
+import torch
+from torch import nn
+
+import dcompile
+
+
+class Counted:
+    """Stands in for what a compiled callable calls through Dynamo, and counts."""
+
+    def __init__(self, compiled, *args):
+        entry = (compiled._compiled_call_impl if isinstance(compiled, nn.Module) else compiled)._dcompile_entry
+        compiled(*args)
+        self.through, self.calls = entry._compiled, 0
+        entry._compiled = self
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.through(*args, **kwargs)
+
+
+def test_only_calls_that_guards_refuse_come_by_dynamo():
+    @dcompile.compile
+    def function(x, y=1, *, z=2):
+        return x * y + z
+
+    dynamo = Counted(function, torch.ones(3))
+    for _ in range(3):
+        assert torch.equal(function(torch.ones(3)), torch.full((3,), 3.0))
+    assert dynamo.calls == 0
+    assert torch.equal(function(torch.ones(3), 4, z=5), torch.full((3,), 9.0)) and dynamo.calls == 1
+    assert torch.equal(function(torch.ones(3), 4, z=5), torch.full((3,), 9.0)) and dynamo.calls == 1
+    assert torch.equal(function(torch.ones(3)), torch.full((3,), 3.0)) and dynamo.calls == 1  # both serve
+    assert function(torch.ones(2, 2)).shape == (2, 2) and dynamo.calls == 2
+    assert function(torch.ones(3, dtype=torch.float64)).dtype == torch.float64 and dynamo.calls == 3
+    with torch.no_grad():
+        assert not function(torch.ones(3, requires_grad=True)).requires_grad and dynamo.calls == 4
+    x = torch.ones(3, requires_grad=True)
+    function(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3)) and dynamo.calls == 5
+    function(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0)) and dynamo.calls == 5
+
+
+FACTOR = 2
+
+
+def test_what_a_function_looks_up_may_change():
+    global FACTOR
+    held = {"more": 1}
+
+    @dcompile.compile
+    def function(x):
+        return x * FACTOR + held["more"]
+
+    dynamo = Counted(function, torch.ones(2))
+    assert torch.equal(function(torch.ones(2)), torch.full((2,), 3.0)) and dynamo.calls == 0
+    FACTOR = 5
+    try:
+        assert torch.equal(function(torch.ones(2)), torch.full((2,), 6.0)) and dynamo.calls == 1
+        held["more"] = 2
+        assert torch.equal(function(torch.ones(2)), torch.full((2,), 7.0)) and dynamo.calls == 2
+    finally:
+        FACTOR = 2
+
+
+def test_modules_and_their_hooks():
+    module = dcompile.compile(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    dynamo = Counted(module, x)
+    expected = nn.functional.linear(x, module.weight, module.bias)
+    assert torch.allclose(module(x), expected) and dynamo.calls == 0
+    handle = module.register_forward_hook(lambda module, args, result: result * 2)
+    assert torch.allclose(module(x), expected * 2) and dynamo.calls == 1
+    handle.remove()
+    assert torch.allclose(module(x), expected) and dynamo.calls == 1
+    module.train(False)
+    with torch.no_grad():
+        module.weight.zero_()
+    assert torch.allclose(module(x), module.bias.expand(4, 2))
+
+
+def test_what_dynamo_has_dropped_serves_no_longer():
+    @dcompile.compile
+    def function(x):
+        return x + 1
+
+    dynamo = Counted(function, torch.ones(2))
+    function(torch.ones(2))
+    assert dynamo.calls == 0
+    torch._dynamo.reset()
+    assert torch.equal(function(torch.ones(2)), torch.full((2,), 2.0)) and dynamo.calls == 1
+    assert torch.equal(function(torch.ones(2)), torch.full((2,), 2.0)) and dynamo.calls == 1
+
+
+def test_a_function_with_a_graph_break_comes_by_dynamo():
+    @dcompile.compile
+    def function(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    dynamo = Counted(function, torch.ones(2))
+    assert torch.equal(function(torch.ones(2)), torch.full((2,), 4.0)) and dynamo.calls == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_dynamo_sees_calls_in_another_stance_and_while_something_traces():
+    ran = []
+
+    @dcompile.compile
+    def function(x):
+        if not torch.compiler.is_compiling():
+            ran.append("eager")
+        return x.sin()
+
+    dynamo = Counted(function, torch.ones(2))
+    with torch.compiler.set_stance("force_eager"):
+        function(torch.ones(2))
+    assert ran == ["eager"] and dynamo.calls == 1
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(function, (torch.ones(2),), check_trace=False)
+    assert dynamo.calls == 2
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        assert isinstance(function(mode.from_tensor(torch.ones(2))), torch._subclasses.FakeTensor)
+    assert dynamo.calls == 3
+    function(torch.ones(2))
+    assert dynamo.calls == 3
+
+
+def test_a_compiled_function_inside_another_one():
+    inner = dcompile.compile(lambda x: x + 1)
+    inner(torch.ones(2))
+    inner(torch.ones(2))
+    outer = torch.compile(lambda x: inner(x) * 2, backend="eager")
+    assert torch.equal(outer(torch.ones(2)), torch.full((2,), 4.0))
+
+
+def test_transforms_of_functions_see_what_they_wrap():
+    function = dcompile.compile(lambda x: x.sin())
+    x = torch.linspace(0, 1, 6).reshape(2, 3)
+    function(x[0])
+    assert torch.allclose(function(x[0]), x[0].sin())
+    assert torch.allclose(torch.func.vmap(function)(x), x.sin())
+    assert torch.allclose(torch.func.grad(lambda x: function(x).sum())(x[0]), x[0].cos())
+
+
+def test_errors_of_the_program_come_up_as_they_are():
+    @dcompile.compile
+    def function(x, positions):
+        return x[positions]
+
+    x, inside = torch.arange(4.0), torch.tensor([1, 3])
+    dynamo = Counted(function, x, inside)
+    assert torch.equal(function(x, inside), x[inside])
+    with pytest.raises(IndexError):
+        function(x, torch.tensor([1, 9]))
+    assert dynamo.calls == 0 and torch.equal(function(x, inside), x[inside])

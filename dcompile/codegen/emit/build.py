@@ -23,6 +23,7 @@ from typing import Protocol
 
 from dcompile.artifacts import say
 from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.needed import needed
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -34,6 +35,7 @@ FLAGS = (
     "-fno-trapping-math",  # nor do masked loads and comparisons
     "-ffp-contract=off",  # an fma that appears when two loops are fused would change bits
     "-fwrapv",
+    "-fno-exceptions",  # nothing throws; without, 14 of the linker's 35 ms go to the C++ library
     "-fno-strict-aliasing",  # one arena holds all dtypes, and a result may take the very memory of an argument
 )  # fmt: skip
 CRASHED = "internal compiler error"
@@ -93,10 +95,19 @@ def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSour
 
 
 def workers() -> int:
-    """Compilers to run at once: this process's share of the cores, with one rank on each of LOCAL_WORLD_SIZE."""
+    """Compilers to run at once: this process's share of the cores, with one rank on each of LOCAL_WORLD_SIZE.
+
+    At most MAX_JOBS, which those who build torch's own extensions know.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(cores // max(int(ranks) if ranks.isdigit() else 1, 1), 1)
+    share = max(cores // _number("LOCAL_WORLD_SIZE", 1), 1)
+    return min(share, _number("MAX_JOBS", share))
+
+
+def _number(variable: str, otherwise: int) -> int:
+    """A variable of the environment that is a positive number."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() and int(text) else otherwise
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------
@@ -104,11 +115,12 @@ def workers() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A command, what it says its version is, and the flags it is run with."""
+    """A command, what it says its version is, the flags it is run with, and the libraries to link with by name."""
 
     command: tuple[str, ...]
     version: str
     flags: tuple[str, ...]
+    libraries: tuple[str, ...]
 
 
 def find_compiler(timeout_s: int) -> Compiler:
@@ -125,7 +137,8 @@ def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -
             # clang's OpenMP needs a runtime of its own, a second thread pool beside torch's: simd only, one thread
             openmp = ("-fopenmp-simd",) if clang else ("-fopenmp",)
             wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features().split() else ()
-            return Compiler(command, text, (*FLAGS, *openmp, *wide))
+            libraries = ("-lm",) if clang else ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
+            return Compiler(command, text, (*FLAGS, *openmp, *wide), libraries)
     tried = ", ".join(shlex.join(command) for command in candidates)
     setting = "CXX is not set" if candidates == COMPILERS else "CXX is set to it"
     raise BuildError(f"dcompile: no C++ compiler: {tried} not found ({setting}); {ADVICE}")
@@ -143,6 +156,7 @@ def _key(source: KernelSource, compiler: Compiler) -> str:
         source.text,
         PRELUDE,
         *compiler.flags,
+        *compiler.libraries,
         shlex.join(compiler.command),
         compiler.version,
         cpu_features(),
@@ -157,7 +171,8 @@ def _key(source: KernelSource, compiler: Compiler) -> str:
 def text_of(sources: Sequence[KernelSource]) -> str:
     """A whole file, for people: each kernel under the modules that it came from."""
     notes = [", ".join(source.origin).replace("*/", "* /") or source.name for source in sources]
-    return PRELUDE + "\n".join(f"/* {note} */\n{source.text}" for note, source in zip(notes, sources, strict=True))
+    text = "\n".join(f"/* {note} */\n{source.text}" for note, source in zip(notes, sources, strict=True))
+    return needed(text) + text
 
 
 def _compile(
@@ -166,7 +181,8 @@ def _compile(
     """Build one library and publish it in the cache."""
     ordered = sorted(sources, key=lambda source: source.name)
     # origins are left out: the same kernels make the same file, whichever model asked for them
-    text = PRELUDE + "".join(source.text for source in ordered)
+    kernels = "".join(source.text for source in ordered)
+    text = needed(kernels) + kernels
     try:
         folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache.directory))
     except OSError as error:
@@ -174,7 +190,7 @@ def _compile(
     try:
         output = folder / "kernels.so"
         openmp = (openmp_library(),) if openmp_library() else ()
-        libraries = ("-x", "none", "-Wl,--as-needed", *openmp, "-lm")
+        libraries = ("-x", "none", "-Wl,--as-needed", *openmp, *compiler.libraries)
         command = (*compiler.command, *compiler.flags, "-x", "c++", "-", *libraries, "-o", str(output))
         # the compiler's own temporary files go where the output goes
         environment = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}

@@ -1,11 +1,13 @@
 """Vectors of floats, with instructions that g++ does not find by itself: the prelude's part for `wide.py`.
 
 Sixteen at a time with AVX-512, eight with AVX2, FMA and F16C. Without either, or with another compiler than g++,
-VECTORS is not defined, and loops are g++'s to vectorise. With VECTORS_ROUND vectors are rounded to bfloat16 in
-fewer instructions.
+VECTORS is not defined, and loops are g++'s to vectorise; nor where NO_VECTORS is. With VECTORS_ROUND vectors are
+rounded to bfloat16 in fewer instructions.
 """
 
 from __future__ import annotations
+
+from dcompile.codegen.emit.pair_prelude import PAIRS
 
 _SHIFT = r"""
 /* added to a small float, it rounds that to a whole number, plus 254, in the lowest bits */
@@ -13,7 +15,8 @@ static constexpr float SHIFT = 12582912.f + 254.f;
 """
 
 _AVX512 = r"""
-#if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512DQ__ && !defined __clang__
+#if defined __clang__ || defined NO_VECTORS
+#elif defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512DQ__
 #define VECTORS
 #define VECTORS_ROUND
 #define WIDTH 16
@@ -62,7 +65,7 @@ INLINE void past_caches(u16* to, halves x) {
 """
 
 _AVX2 = r"""
-#elif defined __AVX2__ && defined __FMA__ && defined __F16C__ && !defined __clang__
+#elif defined __AVX2__ && defined __FMA__ && defined __F16C__
 #define VECTORS
 #define WIDTH 8
 typedef float wide __attribute__((vector_size(32))); typedef int32 wide_int __attribute__((vector_size(32)));
@@ -219,177 +222,7 @@ INLINE float smallest(const wide (&x)[4]) {
 INLINE int32 any(const wide_int (&x)[4]) { return any(x[0] | x[1] | x[2] | x[3]); }
 """
 
-_PAIRS = r"""
-/* what lies in memory as bfloat16, as many as fill a vector there. With AVX2, elements of even and of odd places are
-   vectors of their own: that takes an instruction each, where neighbours are moved apart and together again. */
-#if WIDTH == 16
-#define PAIR WIDTH
-#define PAIR_WAYS 4
-typedef wide pair; typedef wide_int pair_int;
-template <class T> INLINE pair both(T x) { return widen(x); }
-INLINE pair load_pair(const u16* from) { return load_bfloat16(from); }
-INLINE void put_pair(u16* to, pair x) { put_bfloat16(to, x); }
-INLINE void stream_pair(u16* to, pair x) { stream_bfloat16(to, x); }
-INLINE pair_int match_pair(int32 first, int32 place) { return match(first, place); }
-#define PAIR_FUNCTION(name)
-#define PAIR_FUNCTION_2(name)
-#define PAIR_WOVEN(name)
-#define TWO(type, memory, kind) \
-  INLINE kind load_two_##type(const memory* from) { return load_##type(from); } \
-  INLINE void put_two_##type(memory* to, kind x) { put_##type(to, x); }
-#define STREAM_TWO(type, memory, packed) INLINE void stream_two_##type(memory* to, pair x) { stream_##type(to, x); }
-INLINE pair_int places_two(int32 first) { return places(first); }
-INLINE pair_int match_two(int32 first, int32 place) { return match(first, place); }
-#else
-#define PAIR (2 * WIDTH)
-#define PAIR_WAYS 2
-struct pair { wide even, odd; };
-struct pair_int { wide_int even, odd; };
-INLINE pair both(float x) { return {widen(x), widen(x)}; }
-INLINE pair both(pair x) { return x; }
-INLINE pair load_pair(const u16* from) {
-  wide_bits x;
-  __builtin_memcpy(&x, from, sizeof x);
-  return {unbits(x << 16), unbits(x & 0xffff0000u)};
-}
-INLINE wide joined(pair x) { return unbits(bits(x.even) >> 16 | (bits(x.odd) & 0xffff0000u)); }
-INLINE void put_pair(u16* to, pair x) { const wide y = joined(x); __builtin_memcpy(to, &y, sizeof y); }
-INLINE void stream_pair(u16* to, pair x) {
-  if (u64(to) % sizeof(wide)) put_pair(to, x); else past_caches((float*)to, joined(x));
-}
-INLINE pair_int match_pair(int32 first, int32 place) {
-  const wide_int even = places(0) * 2 + first;
-  return __builtin_expect(u32(place) - u32(first) < PAIR, 0) ? pair_int{even == place, even + 1 == place} : pair_int{};
-}
-#define PAIR_OPERATOR(kind, op) \
-  INLINE kind operator op(pair a, pair b) { return {a.even op b.even, a.odd op b.odd}; } \
-  INLINE kind operator op(pair a, float b) { return {a.even op b, a.odd op b}; } \
-  INLINE kind operator op(float a, pair b) { return {a op b.even, a op b.odd}; }
-PAIR_OPERATOR(pair, +) PAIR_OPERATOR(pair, -) PAIR_OPERATOR(pair, *) PAIR_OPERATOR(pair, /)
-PAIR_OPERATOR(pair_int, ==) PAIR_OPERATOR(pair_int, !=) PAIR_OPERATOR(pair_int, <) PAIR_OPERATOR(pair_int, <=)
-PAIR_OPERATOR(pair_int, >) PAIR_OPERATOR(pair_int, >=)
-INLINE pair operator-(pair x) { return {-x.even, -x.odd}; }
-#define PAIR_LOGIC(op) \
-  INLINE pair_int operator op(pair_int a, pair_int b) { return {a.even op b.even, a.odd op b.odd}; }
-PAIR_LOGIC(&) PAIR_LOGIC(|) PAIR_LOGIC(^)
-#define PAIR_CALL(kind, name, given) INLINE kind name(given x) { return {name(x.even), name(x.odd)}; }
-PAIR_CALL(pair, abs_, pair) PAIR_CALL(pair, sqrt_, pair) PAIR_CALL(pair, nearest_bfloat16, pair)
-PAIR_CALL(pair, to_bfloat16, pair) PAIR_CALL(pair, to_float32, pair_int) PAIR_CALL(pair_int, not_, pair_int)
-#define PAIR_CALL_2(name) \
-  INLINE pair name(pair a, pair b) { return {name(a.even, b.even), name(a.odd, b.odd)}; } \
-  INLINE pair name(pair a, float b) { return {name(a.even, b), name(a.odd, b)}; } \
-  INLINE pair name(float a, pair b) { return {name(a, b.even), name(a, b.odd)}; }
-PAIR_CALL_2(min_) PAIR_CALL_2(max_)
-INLINE pair min_number_(pair a, float b) { return {min_number_(a.even, b), min_number_(a.odd, b)}; }
-INLINE pair max_number_(pair a, float b) { return {max_number_(a.even, b), max_number_(a.odd, b)}; }
-template <class A, class B> INLINE pair select_(pair_int mask, A a, B b) {
-  const pair x = both(a), y = both(b);
-  return {select_(mask.even, x.even, y.even), select_(mask.odd, x.odd, y.odd)};
-}
-INLINE pair select_(bool mask, pair a, pair b) { return mask ? a : b; }
-INLINE pair select_(bool mask, pair a, float b) { return mask ? a : both(b); }
-INLINE pair select_(bool mask, float a, pair b) { return mask ? both(a) : b; }
-#define PAIR_FUNCTION(name) PAIR_CALL(pair, name##_, pair)
-#define PAIR_FUNCTION_2(name) PAIR_CALL_2(name##_)
-PAIR_CALL(pair, to_float16, pair)
-#define PAIR_CALL_BOTH(name) INLINE pair name(pair a, pair b) { return {name(a.even, b.even), name(a.odd, b.odd)}; }
-PAIR_CALL_BOTH(copysign_) PAIR_CALL_BOTH(greater) PAIR_CALL_BOTH(lesser)
-INLINE void operator+=(pair& to, pair x) { to = to + x; }
-INLINE void operator|=(pair_int& to, pair_int x) { to = to | x; }
-template <class B, class C> INLINE pair fma_(pair a, B b, C c) {
-  const pair y = both(b), z = both(c);
-  return {fused(a.even, y.even, z.even), fused(a.odd, y.odd, z.odd)};
-}
-INLINE pair scale_(pair r, pair t, pair x) { return {scale_(r.even, t.even, x.even), scale_(r.odd, t.odd, x.odd)}; }
-INLINE pair scale_down_(pair r, pair t) { return {scale_down_(r.even, t.even), scale_down_(r.odd, t.odd)}; }
-INLINE pair power_(pair t) { return {unbits(bits(t.even) << 23), unbits(bits(t.odd) << 23)}; }
-INLINE float total(pair x) { return total(x.even + x.odd); }
-INLINE float largest(pair x) { return largest(greater(x.even, x.odd)); }
-INLINE float smallest(pair x) { return smallest(lesser(x.even, x.odd)); }
-INLINE int32 any(pair_int mask) { return any(mask.even | mask.odd); }
-INLINE void fill(pair (&x)[2], float value) { x[0] = x[1] = both(value); }
-INLINE float total(const pair (&x)[2]) { return total(x[0] + x[1]); }
-INLINE float largest(const pair (&x)[2]) { return largest(greater(x[0], x[1])); }
-INLINE float smallest(const pair (&x)[2]) { return smallest(lesser(x[0], x[1])); }
-INLINE int32 any(const pair_int (&x)[2]) { return any(x[0] | x[1]); }
-/* one operation on both, then the next: a polynomial's wait for each other */
-#define PAIR_WOVEN(name) INLINE pair name##_(pair x) { return name##_of(x); }
-/* two vectors that lie one behind the other: `even` comes first */
-#define TWO(type, memory, kind) \
-  INLINE kind load_two_##type(const memory* from) { return {load_##type(from), load_##type(from + WIDTH)}; } \
-  INLINE void put_two_##type(memory* to, kind x) { put_##type(to, x.even); put_##type(to + WIDTH, x.odd); }
-#define STREAM_TWO(type, memory, packed) INLINE void stream_two_##type(memory* to, pair x) { \
-  if (u64(to) % (WIDTH * sizeof *to)) put_two_##type(to, x); \
-  else { past_caches(to, packed(x.even)); past_caches(to + WIDTH, packed(x.odd)); } }
-INLINE pair_int places_two(int32 first) { return {places(first), places(first + WIDTH)}; }
-INLINE pair_int match_two(int32 first, int32 place) {
-  return __builtin_expect(u32(place) - u32(first) < PAIR, 0)
-    ? pair_int{places(first) == place, places(first + WIDTH) == place} : pair_int{};
-}
-#endif
-TWO(float32, float, pair) TWO(bfloat16, u16, pair) TWO(float16, u16, pair) TWO(bool, uint8, pair_int)
-TWO(bool, bool, pair_int)
-#if WIDTH == 8
-INLINE void add_float64(double* to, wide x) {
-  typedef double doubles __attribute__((vector_size(32)));
-  doubles low, high;
-  __builtin_memcpy(&low, to, sizeof low); __builtin_memcpy(&high, to + 4, sizeof high);
-  low += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 0));
-  high += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 1));
-  __builtin_memcpy(to, &low, sizeof low); __builtin_memcpy(to + 4, &high, sizeof high);
-}
-INLINE void add_two_float64(double* to, pair x) { add_float64(to, x.even); add_float64(to + WIDTH, x.odd); }
-#else
-INLINE void add_two_float64(double* to, pair x) {
-  float y[PAIR];
-  put_two_float32(y, x);
-  for (int k = 0; k < PAIR; k++) to[k] += y[k];
-}
-#endif
-STREAM_TWO(float32, float, widen) STREAM_TWO(bfloat16, u16, narrowed) STREAM_TWO(float16, u16, half)
-"""
-
-_QUADS = r"""
-/* twice as many, each operation on one half and then on the other: what waits for a result has something else to do
-   (AdamW took 0.8 of the time) */
-#define QUAD (2 * PAIR)
-struct quad { pair one, two; };
-struct quad_int { pair_int one, two; };
-INLINE quad twice(float x) { return {both(x), both(x)}; }
-INLINE quad twice(quad x) { return x; }
-INLINE quad load_quad(const u16* from) { return {load_pair(from), load_pair(from + PAIR)}; }
-INLINE void put_quad(u16* to, quad x) { put_pair(to, x.one); put_pair(to + PAIR, x.two); }
-INLINE void stream_quad(u16* to, quad x) { stream_pair(to, x.one); stream_pair(to + PAIR, x.two); }
-INLINE quad_int match_quad(int32 first, int32 place) {
-  return {match_pair(first, place), match_pair(first + PAIR, place)};
-}
-#define QUAD_OPERATOR(kind, op) \
-  INLINE kind operator op(quad a, quad b) { return {a.one op b.one, a.two op b.two}; } \
-  INLINE kind operator op(quad a, float b) { return {a.one op b, a.two op b}; } \
-  INLINE kind operator op(float a, quad b) { return {a op b.one, a op b.two}; }
-QUAD_OPERATOR(quad, +) QUAD_OPERATOR(quad, -) QUAD_OPERATOR(quad, *) QUAD_OPERATOR(quad, /)
-QUAD_OPERATOR(quad_int, ==) QUAD_OPERATOR(quad_int, !=) QUAD_OPERATOR(quad_int, <) QUAD_OPERATOR(quad_int, <=)
-QUAD_OPERATOR(quad_int, >) QUAD_OPERATOR(quad_int, >=)
-INLINE quad operator-(quad x) { return {-x.one, -x.two}; }
-#define QUAD_LOGIC(op) INLINE quad_int operator op(quad_int a, quad_int b) { return {a.one op b.one, a.two op b.two}; }
-QUAD_LOGIC(&) QUAD_LOGIC(|) QUAD_LOGIC(^)
-#define QUAD_CALL(kind, name, given) INLINE kind name(given x) { return {name(x.one), name(x.two)}; }
-QUAD_CALL(quad, abs_, quad) QUAD_CALL(quad, sqrt_, quad) QUAD_CALL(quad, nearest_bfloat16, quad)
-QUAD_CALL(quad, to_bfloat16, quad) QUAD_CALL(quad, to_float32, quad_int) QUAD_CALL(quad_int, not_, quad_int)
-#define QUAD_CALL_2(name) \
-  INLINE quad name(quad a, quad b) { return {name(a.one, b.one), name(a.two, b.two)}; } \
-  INLINE quad name(quad a, float b) { return {name(a.one, b), name(a.two, b)}; } \
-  INLINE quad name(float a, quad b) { return {name(a, b.one), name(a, b.two)}; }
-QUAD_CALL_2(min_) QUAD_CALL_2(max_)
-INLINE quad min_number_(quad a, float b) { return {min_number_(a.one, b), min_number_(a.two, b)}; }
-INLINE quad max_number_(quad a, float b) { return {max_number_(a.one, b), max_number_(a.two, b)}; }
-template <class A, class B> INLINE quad select_(quad_int mask, A a, B b) {
-  const quad x = twice(a), y = twice(b);
-  return {select_(mask.one, x.one, y.one), select_(mask.two, x.two, y.two)};
-}
-INLINE quad select_(bool mask, quad a, quad b) { return mask ? a : b; }
-INLINE quad select_(bool mask, quad a, float b) { return mask ? a : twice(b); }
-INLINE quad select_(bool mask, float a, quad b) { return mask ? twice(a) : b; }
+_FUNCTIONS = r"""
 #define VECTOR_FUNCTION(name) \
   INLINE wide name##_(wide x) { return name##_of(x); } PAIR_FUNCTION(name) QUAD_CALL(quad, name##_, quad)
 #define VECTOR_WOVEN(name) \
@@ -406,4 +239,4 @@ INLINE void finish_streams() {}
 #endif
 """
 
-WIDE = _SHIFT + _AVX512 + _AVX2 + _BOTH + _PAIRS + _QUADS
+WIDE = _SHIFT + _AVX512 + _AVX2 + _BOTH + PAIRS + _FUNCTIONS

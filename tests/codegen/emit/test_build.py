@@ -93,7 +93,14 @@ def test_the_compiler_is_asked_for_this_processor():
 def test_ranks_share_the_cores(monkeypatch):
     from dcompile.codegen.emit import build as module
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(os.cpu_count()))
+    monkeypatch.delenv("MAX_JOBS")
+    cores = len(os.sched_getaffinity(0))
+    assert module.workers() == cores
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
     assert module.workers() == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "garbage")
-    assert module.workers() >= 1
+    for name in ("LOCAL_WORLD_SIZE", "MAX_JOBS"):
+        monkeypatch.setenv(name, "garbage")
+    assert module.workers() == cores
+    for most in (1, cores + 1):
+        monkeypatch.setenv("MAX_JOBS", str(most))
+        assert module.workers() == min(most, cores)

@@ -17,7 +17,7 @@ eager execution. While such memory is in use again, in a later step, the allocat
 then gets another pool.
 
 Other inputs are copied to where a recording reads them. Large ones that have lain at one address for a few replays are
-read there by one more recording, which takes the first one's place (`runtime.settling`).
+read there by one more recording, which takes their place (`runtime.settling`).
 
 Results that users see may be kept by them for as long as they like. Small ones are handed out as copies; so are those
 of a program whose results were once found alive at a time when they stood in the way.
@@ -81,6 +81,8 @@ class Tree:
         self.recorder = recorder
         self._handed: dict[Recording, None] = {}
         """Recordings whose results may be alive."""
+        self._dropped: set[Recording] = set()
+        """Those among them that are not replayed any more."""
         self._programs: weakref.WeakSet[Replayed] = weakref.WeakSet()
         self._ends_with_groups = False
         self._pairs: dict[tuple[Recording, Recording], tuple[Memory, ...]] = {}
@@ -92,9 +94,19 @@ class Tree:
             for memory in strange:
                 if memory.live:
                     return memory
-            if len(strange) == len(other.memories):
-                del self._handed[other]
+            over = other in self._dropped and not any(memory.live for memory in other.memories)
+            if over or len(strange) == len(other.memories):
+                self._forget_handed(other)
         return None
+
+    def _forget_handed(self, recording: Recording) -> None:
+        del self._handed[recording]
+        if recording in self._dropped:
+            self._dropped.remove(recording)
+            self._forget_pairs(recording)
+
+    def _forget_pairs(self, recording: Recording) -> None:
+        self._pairs = {pair: found for pair, found in self._pairs.items() if recording not in pair}
 
     def _strange(self, recording: Recording, other: Recording) -> tuple[Memory, ...]:
         """What of another's memory `recording` might write to."""
@@ -123,13 +135,16 @@ class Tree:
     def forget(self) -> None:
         """Let go of all recordings."""
         self._handed.clear()
+        self._dropped.clear()
         self._pairs.clear()
         for program in self._programs:
             program.forget()
 
     def drop(self, recording: Recording) -> None:
-        """It will not be replayed again. What it has handed out stays known for as long as it is alive."""
-        self._pairs = {pair: found for pair, found in self._pairs.items() if recording not in pair}
+        """It will not be replayed again, and is let go of, slots and all, once nothing it has handed out is alive."""
+        self._forget_pairs(recording)
+        if recording in self._handed:
+            self._dropped.add(recording)
 
     def ran(self, recording: Recording) -> None:
         """Its results are with the caller now."""
@@ -212,7 +227,7 @@ class Replayed:
     # --- recording ---
 
     def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: Call) -> Recording:
-        """In place of a recording, once inputs that it copies have not moved for a while, one that reads them there."""
+        """In place of recordings that copy inputs which have not moved for a while, one that reads them there."""
         settling = self._settling[key]
         if call.communicates:  # each rank would find out for itself, and recordings of collectives are made by all
             return recording
@@ -221,8 +236,10 @@ class Replayed:
         made = self._record(args, self._recordings[key], settling, call)
         if made is None:
             return recording
-        self._recordings[key].remove(recording)
-        self._tree.drop(recording)
+        for old in self._recordings[key]:
+            if old is not made:
+                self._tree.drop(old)
+        self._recordings[key][:] = [made]  # states that the others were made for are recorded again, without copies
         return made
 
     def _record(self, args: list[Any], recordings: list[Recording], settling: Settling, call: Call) -> Recording | None:

@@ -1,5 +1,8 @@
 """Large inputs that lie still are read where they lie; those that move are copied."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -40,6 +43,28 @@ def test_after_a_few_replays_they_are_read_where_they_lie(program):
         run(program, g, x, value)
     assert slots(program) == [[2]] and program.report.recordings == 2
     assert program.plain == 1
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_copies_that_are_not_needed_any_more_are_let_go_of(count):
+    program = Program(Worst(), lambda x: [x + 1][:count])
+    x = torch.full((COUNT,), 5.0)
+    for _ in range(2):
+        program.replayed([x])
+    kept = program.replayed([x])
+    copies = [weakref.ref(slot.tensor) for r in program.replayed._recordings[()] for slot in r.slots]
+    for value in range(CALLS):
+        x.fill_(value)
+        program.replayed([x])
+    assert copies and slots(program)[-1] == [], "read where it lies, whatever the caller keeps"
+    assert all(copy() is not None for copy in copies) == bool(kept)
+    assert all(torch.equal(y, torch.full_like(y, 6.0)) for y in kept)
+    kept.clear()
+    program.replayed([x])
+    program.replayed([x])
+    program.recorder.programs.clear()
+    gc.collect()
+    assert not any(copy() is not None for copy in copies)
 
 
 def test_what_moves_then_is_copied_again_and_for_good(program):
@@ -87,4 +112,4 @@ def test_what_a_dropped_recording_has_handed_out_is_left_alone():
             kept = y
         del y
     assert torch.equal(kept, torch.full_like(kept, float(CALLS)))
-    assert slots(program) == [[0], []], "of two recordings, the one in use reads the input where it lies"
+    assert slots(program) == [[]], "of two recordings, the one in use has taken both their places"

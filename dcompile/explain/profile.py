@@ -50,6 +50,7 @@ class Profile:
         self._hooks: list[Any] = []
         self._updates: list[tuple[str, Any, Any]] = []
         self._open: dict[int, Any] = {}
+        self._compiled_updates = False
         self._timeline: Timeline | None = None
 
     @property
@@ -96,10 +97,13 @@ class Profile:
                 _NEWEST[self._model] = self._timeline
 
     def _update_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # a step that is compiled itself: stamps would be traced, and never made
+            self._compiled_updates = True
+            return
         self._open[id(optimizer)] = self._recorder.now()
 
     def _update_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if id(optimizer) in self._open:
+        if not torch.compiler.is_compiling() and id(optimizer) in self._open:
             self._updates.append((type(optimizer).__name__, self._open.pop(id(optimizer)), self._recorder.now()))
 
     def _finish(self, end: Any) -> Timeline | None:
@@ -155,6 +159,8 @@ class Profile:
         more = len(_programs_of(self._model)) - len(self._programs)
         if more:
             yield f"{more} programs were compiled meanwhile: they are not in the timeline"
+        if self._compiled_updates:
+            yield "an optimizer's step is compiled: it is not in the timeline"
         if any(program.report.recordings for program in self._programs):
             yield "CUDA graphs were off while this was measured: the host's gaps between kernels are in these times"
 

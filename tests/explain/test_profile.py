@@ -117,6 +117,32 @@ def test_a_plain_model_on_one_rank(tmp_path):
     assert "<svg" in (tmp_path / "report-x.html").read_text() and "Receipt" in (tmp_path / "report-x.html").read_text()
 
 
+def test_a_compiled_optimizer_is_named_and_steps_as_ever():
+    torch.manual_seed(0)
+    pair = [torch.nn.Linear(8, 8) for _ in range(2)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    call = dcompile.compile(pair[1])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True) for model in pair]
+    update = dcompile.compile(optimizers[1].step)
+
+    def step():
+        x = torch.randn(4, 8)
+        for function, one, optimizer in zip((pair[0], call), (optimizers[0].step, update), optimizers, strict=True):
+            function(x).square().sum().backward()
+            one()
+            optimizer.zero_grad()
+        for mine, other in zip(*(model.parameters() for model in pair), strict=True):
+            torch.testing.assert_close(mine, other)
+
+    step()
+    with dcompile.profile(call) as measured:
+        for _ in range(3):
+            step()
+    assert [span.lane for step in measured.timeline.steps for span in step.spans if span.lane == "optimizer"]
+    assert measured.timeline.notes == ("an optimizer's step is compiled: it is not in the timeline",)
+    step()
+
+
 def test_an_error_inside_leaves_the_model_as_it_was():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     dcompile.compile(model, options={"receipt": False})

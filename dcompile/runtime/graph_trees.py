@@ -16,7 +16,7 @@ therefore handed to the allocator during the recording: gradients then take the 
 eager execution. While such memory is in use again, in a later step, the allocator would give it away; what is recorded
 then gets another pool.
 
-Other inputs are copied to where a recording reads them. Large ones that have lain at one address for a few replays are
+Other inputs are copied to where a recording reads them. Those that have lain at one address for a few replays are
 read there by one more recording, which takes their place (`runtime.settling`).
 
 Results that users see may be kept by them for as long as they like. Small ones are handed out as copies; so are those

@@ -1,4 +1,4 @@
-"""Large inputs that lie still are read where they lie; those that move are copied."""
+"""Inputs that lie still are read where they lie; those that move are copied."""
 
 import gc
 import weakref
@@ -6,10 +6,11 @@ import weakref
 import pytest
 import torch
 
-from dcompile.runtime.settling import CALLS, LARGE
+from dcompile.runtime.settling import BYTES_A_US, CALLS, COPY_US, WORTH_US
 from tests.runtime.recorder import Program, Worst
 
-COUNT = LARGE // 4
+COUNT = int(WORTH_US * BYTES_A_US) // 4
+"""Elements of which one copy is worth a recording."""
 
 
 def update(g, x, step):
@@ -26,7 +27,8 @@ def program():
 def run(program, g, x, value):
     g.fill_(value)
     expected = x - g * value
-    program.replayed([g, x, torch.tensor(float(value))])
+    program.step = torch.tensor(float(value))  # made while the last one is there: elsewhere
+    program.replayed([g, x, program.step])
     assert torch.equal(x, expected)
 
 
@@ -67,28 +69,49 @@ def test_copies_that_are_not_needed_any_more_are_let_go_of(count):
     assert not any(copy() is not None for copy in copies)
 
 
-def test_what_moves_then_is_copied_again_and_for_good(program):
+def test_what_moves_then_is_copied_again(program):
     x = torch.zeros(COUNT)
     places = [torch.empty(COUNT) for _ in range(4)]
     for value in range(CALLS + 3):
         run(program, places[0], x, value)
     for value in range(4 * CALLS):
         run(program, places[1 + value % 3], x, value)
-    assert slots(program) == [[2], [0, 1, 2]] and program.report.recordings == 3
+    assert slots(program) == [[2], [0, 2]] and program.report.recordings == 3
     run(program, places[0], x, 1)
     assert program.report.recordings == 3 and program.plain == 1
 
 
-def test_what_moves_meanwhile_or_is_small_has_a_copy(program):
+def test_what_moves_meanwhile_has_a_copy(program):
     x, places = torch.zeros(COUNT), [torch.empty(COUNT) for _ in range(2)]
     for value in range(3 * CALLS):
         run(program, places[value % 2], x, value)
     assert slots(program) == [[0, 2]], "the other one stays"
-    little = Program(Worst(), update, mutated=(1,))
-    g, x = torch.empty(COUNT - 1), torch.zeros(COUNT - 1)
-    for value in range(3 * CALLS):
-        run(little, g, x, value)
-    assert slots(little) == [[0, 1, 2]] and little.report.recordings == 1
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_small_inputs_are_copied_unless_they_are_many(many):
+    count = int(WORTH_US / COPY_US) if many else 3
+    little = Program(Worst(), lambda *inputs: [sum(inputs)])
+    inputs = [torch.full((2,), float(n)) for n in range(count)]
+    for _ in range(3 * CALLS):
+        (total,) = little.replayed([*inputs])
+        assert torch.equal(total, sum(inputs))
+        del total
+    assert slots(little) == [[]] if many else [[*range(count)]]
+    assert little.report.recordings == 1 + many
+
+
+def test_what_moves_once_leaves_the_others_where_they_lie():
+    program = Program(Worst(), lambda *inputs: [sum(inputs)])
+    inputs = [torch.ones(COUNT) for _ in range(3)]
+    for position in (None, 0, None, 1, None, 2, None):
+        if position is not None:
+            inputs[position] = torch.full((COUNT,), position + 2.0)
+        for _ in range(2 * CALLS):
+            (total,) = program.replayed([*inputs])
+            assert torch.equal(total, sum(inputs))
+            del total
+    assert slots(program) == [[], [0], [0, 1, 2]] and program.report.recordings == 4
 
 
 def test_a_recording_that_fails_then_leaves_plain_calls(program):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.joint import Cut, donated_positions, take_token
 from dcompile.capture.model import CompiledModel
@@ -194,8 +195,13 @@ class Programs:
         """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
         position = take_token(gm)
         places = tangents(gm) if self._may_lack else ()
+        alone = position is None and not places and type(self.adapter) is PlainAdapter
+        settled: Executable | None = None
 
         def backward(args: list[Any]) -> list[Any]:
+            nonlocal settled
+            if settled is not None:
+                return settled(args)
             sync = bool(args.pop(position)) if position is not None else False
             self.model.before_backward()
             absent = frozenset(place for place in places if args[place] is None)
@@ -205,6 +211,8 @@ class Programs:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
             results = self._run_backward(kind, args, sync)
+            if alone:  # all that is asked above has been answered for good
+                settled = self.executables[kind]
             return self._without_what_follows(results, gm, absent) if absent else results
 
         return backward

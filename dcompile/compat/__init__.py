@@ -3,6 +3,19 @@
 Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller a way to go on without it.
 """
 
-from dcompile.compat import aot, ddp, dtensor, dynamo, frames, fsdp1, fsdp2, groups, sizes, tensors, versions
+from dcompile.compat import aot, ddp, dtensor, dynamo, frames, fsdp1, fsdp2, groups, lean, sizes, tensors, versions
 
-__all__ = ["aot", "ddp", "dtensor", "dynamo", "frames", "fsdp1", "fsdp2", "groups", "sizes", "tensors", "versions"]
+__all__ = [
+    "aot",
+    "ddp",
+    "dtensor",
+    "dynamo",
+    "frames",
+    "fsdp1",
+    "fsdp2",
+    "groups",
+    "lean",
+    "sizes",
+    "tensors",
+    "versions",
+]

@@ -8,6 +8,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.lean import lean_runtime
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 from dcompile.compat.unread import no_unread_graphs
 
@@ -37,7 +38,8 @@ def aot_compile(
         settings["graphsafe_rng_functionalization"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
     remembering = remembering_numbers_alone(example_inputs)
-    with known, tangents_as_results(), simplifying_once(), remembering, no_unread_graphs():
+    lean = lean_runtime(example_inputs)
+    with known, tangents_as_results(), simplifying_once(), remembering, no_unread_graphs(), lean:
         return aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,

@@ -53,8 +53,11 @@ class HostProgram:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(args, buckets=buckets, sync=sync)
-        args.extend(self._constants)
-        device = self._device(args)
+        if self._constants:
+            args.extend(self._constants)
+        if not self.on_gpu:
+            return self._run(args, buckets, sync, -1)
+        device = gpu.device_of(args)
         if device < 0 or device == torch.cuda.current_device():
             return self._run(args, buckets, sync, device)
         with torch.cuda.device(device):

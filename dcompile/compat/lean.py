@@ -1,0 +1,210 @@
+"""What AOTAutograd runs around programs, left out where a graph needs none of it.
+
+It is written for every kind of graph: inputs that change and results that look at one another, subclasses, states of
+generators, sizes to be saved. Around the program of a plain graph it comes to some forty calls of Python in the forward
+and thirty in the backward, a fifth of a millisecond after a kernel that has swept the caches. torch's class of nodes of
+the autograd graph stays; what is unusual in a call (a second derivative, a gradient of another kind) goes torch's way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Boxed = Callable[[list[Any]], Any]
+
+
+@contextlib.contextmanager
+def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Have AOTAutograd run plain graphs in the shortest way."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+    from torch.fx.experimental._backward_state import BackwardState
+
+    if any(isinstance(value, BackwardState) for value in example_inputs):
+        yield
+        return
+    own = runtime_wrappers.RuntimeWrapper.post_compile
+
+    def post_compile(self: Any, compiled: Any, config: Any, *, runtime_metadata: Any) -> Any:
+        usual: Any = own(self, compiled, config, runtime_metadata=runtime_metadata)
+        try:
+            plain = not self.disable_amp and _is_plain(runtime_metadata)
+            if not plain:
+                return usual
+            if not self.trace_joint:
+                return _inference(compiled, usual, runtime_metadata, config.keep_inference_input_mutations)
+            cls = getattr(compiled, "__self__", None)
+            if cls is None or not _saves_plain(cls.metadata) or cls.maybe_subclass_metadata is not None:
+                return usual
+        except AttributeError:  # a torch that calls these things otherwise
+            return usual
+        _shorten(cls, runtime_wrappers)
+        return _training(cls, usual, self.indices_of_inps_to_detach)
+
+    with unittest.mock.patch.object(runtime_wrappers.RuntimeWrapper, "post_compile", post_compile):
+        yield
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether results are the program's, and whatever it changes it changes itself."""
+    return not (
+        metadata.num_mutated_inp_runtime_indices
+        or metadata.num_outputs_aliased
+        or metadata.num_intermediate_bases
+        or metadata.num_unsafe_view_outputs
+        or metadata.dynamic_outputs
+        or metadata.tokens
+        or metadata.is_rng_op_functionalized
+        or metadata.grad_enabled_mutation is not None
+    )
+
+
+def _saves_plain(metadata: Any) -> bool:
+    """Whether all that a forward saves is tensors, whose versions autograd keeps an eye on."""
+    return _is_plain(metadata) and not (
+        metadata.num_symints_saved_for_bw
+        or metadata.num_tensors_saved_with_no_vc_check
+        or metadata.num_opaque_objects_saved_for_bw
+        or metadata.dynamic_saved_tensors_idxs
+        or metadata.num_backward_tokens
+        or metadata.num_graphsafe_rng_states
+        or metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw
+    )
+
+
+def _inference(compiled: Boxed, usual: Boxed, metadata: Any, changes: bool) -> Boxed:
+    import torch
+    from torch.autograd.graph import increment_version
+
+    is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+    changed = tuple(metadata.mutated_graph_handled_indices_seen_by_autograd) if changes else ()
+    if not getattr(compiled, "_boxed_call", False):
+        return usual
+    checked = False
+
+    def run(args: list[Any]) -> Any:
+        nonlocal checked
+        if not checked:  # torch looks at what custom operators do in the first call
+            checked = True
+            return usual(args)
+        if changed:
+            increment_version([args[place] for place in changed])
+        if not is_grad_enabled():
+            return compiled(args)
+        set_grad_enabled(False)
+        try:
+            return compiled(args)
+        finally:
+            set_grad_enabled(True)
+
+    return run
+
+
+def _training(cls: Any, usual: Boxed, detached: Sequence[int]) -> Boxed:
+    import torch
+
+    is_grad_enabled, transforms = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
+    apply = super(torch.autograd.Function, cls).apply  # past the part in Python, which deals with transforms
+    checked = False
+
+    def run(args: list[Any]) -> Any:
+        nonlocal checked
+        if not checked or not is_grad_enabled() or transforms():
+            checked = True
+            return usual(args)
+        for place in detached:
+            if isinstance(args[place], torch.Tensor):
+                args[place] = args[place].detach()
+        return apply(*args)
+
+    return run
+
+
+def _shorten(cls: Any, runtime_wrappers: Any) -> None:
+    """Give the class of a graph's nodes a forward and a backward of the few steps that it needs."""
+    import torch
+    from torch._dynamo.eval_frame import skip_code
+
+    metadata = cls.metadata
+    results = metadata.num_forward_returns
+    constant = [place for place, info in enumerate(metadata.output_info) if not info.requires_grad]
+    program = cls.compiled_fw
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        found = program([*args])
+        ctx.save_for_backward(*[x.detach() if x._is_view() else x for x in found[results:]])
+        if constant:
+            ctx.mark_non_differentiable(*[found[n] for n in constant if isinstance(found[n], torch.Tensor)])
+        ctx._materialize_non_diff_grads = False
+        return tuple(found[:results])
+
+    backward = _backward(cls, runtime_wrappers)
+    skip_code(backward.__code__)  # it may run inside a frame that Dynamo goes on with; torch's own is no business of it
+    node = cls._backward_cls
+    node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []  # what torch's way and hooks ask for
+    cls.forward, cls.backward = staticmethod(forward), staticmethod(backward)
+
+
+def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
+    import torch
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._dynamo.eval_frame import innermost_fn
+
+    usual, boxed = cls.backward, getattr(cls, "boxed_grads_call", False)
+    metas = cls.metadata.subclass_tangent_meta
+    places = _gradients(cls.metadata)
+    expected = [(place, meta, meta.memory_format) for place, meta in zip(places, metas, strict=True)]
+    process, coerce = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent, _fitting(runtime_wrappers)
+    is_grad_enabled, frames = torch.is_grad_enabled, get_eval_frame_callback
+    in_transform, is_strict = torch._C._functorch.peek_interpreter_stack, torch.are_deterministic_algorithms_enabled
+    has, kept = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+    tensor, free = torch.Tensor, cls.metadata.deterministic is False
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        program = cls.compiled_bw
+        if program is None or is_grad_enabled() or in_transform() is not None or (free and is_strict()):
+            return usual(ctx, *grads)
+        given: Any = grads[0] if boxed else grads
+        args = [*ctx.saved_tensors]
+        for place, meta, layout in expected:
+            x = given[place]
+            if type(x) is tensor:
+                args.append(coerce(x, layout))
+            else:
+                args.append(x if x is None else process(x, meta)[0])
+        if boxed:
+            given.clear()
+        x = None
+        ctx.maybe_clear_saved_tensors()
+        run = program if frames() is not None else innermost_fn(program)
+        context = kept("context") if has("context") else None  # the caller's variables: this may be another thread
+        return tuple(run(args) if context is None else context.run(run, args))
+
+    return backward
+
+
+def _gradients(metadata: Any) -> list[int]:
+    """Positions among the results of those that the backward takes gradients of."""
+    import torch
+
+    kinds = ("non_alias", "unsafe_view_alias", "custom_function_view")
+    return [
+        place
+        for place, info in enumerate(metadata.output_info)
+        if info.output_type.name in kinds
+        and issubclass(info.raw_type, torch.Tensor)
+        and getattr(info, "requires_grad_for_backward", info.requires_grad)
+    ]
+
+
+def _fitting(runtime_wrappers: Any) -> Callable[[Any, Any], Any]:
+    own = runtime_wrappers.coerce_to_expected_memory_format
+
+    def coerce(x: Any, layout: Any) -> Any:
+        if layout.size is not None and x.shape == layout.size and x.stride() == layout.stride:
+            return x
+        return own(x, layout)
+
+    return coerce

@@ -1,0 +1,179 @@
+"""The short way from a compiled graph to its programs: for which graphs, and what it leaves to torch's own."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import dcompile
+from dcompile import compat
+
+# Dynamo itself looks at .grad of a non-leaf
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def is_lean(result):
+    return result.grad_fn._forward_cls.forward.__module__ == compat.lean.__name__
+
+
+def compared(function, *inputs, times=3):
+    """Results and gradients of a function, compiled and not. The first call goes torch's way."""
+    compiled = dcompile.compile(function)
+    for _ in range(times):
+        given = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        plain = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        found, expected = compiled(*given), function(*plain)
+        assert torch.equal(found, expected) and found.requires_grad == expected.requires_grad
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        for x, y in zip(given, plain, strict=True):
+            assert (x.grad is None) == (y.grad is None) and (x.grad is None or torch.allclose(x.grad, y.grad))
+    return compiled
+
+
+def test_a_plain_graph_takes_the_short_way():
+    compiled = compared(lambda x, y: x.sin() * y, torch.randn(3, requires_grad=True), torch.randn(3))
+    assert is_lean(compiled(torch.randn(3, requires_grad=True), torch.randn(3)))
+
+
+def test_an_input_that_gets_no_gradient_is_left_alone():
+    compared(lambda x, y: x.sin() * y.detach(), *(torch.randn(3, requires_grad=True) for _ in range(2)))
+
+
+def test_what_is_saved_may_be_a_view():
+    base = torch.randn(4, 3, requires_grad=True)
+    compiled = dcompile.compile(lambda x: (x * x).t().sin())
+    for _ in range(3):
+        gradient = torch.autograd.grad(compiled(base[1:]).sum(), base)[0]
+        expected = torch.autograd.grad((base[1:] * base[1:]).t().sin().sum(), base)[0]
+        assert torch.allclose(gradient, expected)
+
+
+def test_results_without_gradients_and_results_that_nobody_uses():
+    def function(x):
+        return x.sin(), (x > 0).sum(), x * 2
+
+    compiled = dcompile.compile(function)
+    for _ in range(3):
+        x = torch.randn(3, requires_grad=True)
+        first, count, last = compiled(x)
+        assert not count.requires_grad and is_lean(first) == is_lean(last)
+        last.sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("gradient", [torch.randn(3, 4).t(), torch.ones(()).expand(4, 3), torch.randn(4, 6)[:, ::2]])
+def test_gradients_may_lie_in_another_way(gradient):
+    compiled = dcompile.compile(torch.sin)
+    for _ in range(3):
+        x = torch.randn(4, 3, requires_grad=True)
+        compiled(x).backward(gradient)
+        assert torch.allclose(x.grad, x.detach().cos() * gradient)
+
+
+def test_a_graph_may_be_retained_and_is_freed_otherwise():
+    compiled = dcompile.compile(torch.sin)
+    for _ in range(3):
+        x = torch.randn(3, requires_grad=True)
+        y = compiled(x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        assert torch.allclose(x.grad, 2 * x.detach().cos())
+        with pytest.raises(RuntimeError, match="second time"):
+            y.backward()
+
+
+def test_a_second_derivative_is_refused_as_by_torch():
+    compiled = dcompile.compile(torch.sin)
+    for _ in range(3):
+        x = torch.randn(3, requires_grad=True)
+        (gradient,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+        assert torch.allclose(gradient, x.cos())
+        with pytest.raises(RuntimeError, match="double backward"):
+            gradient.sum().backward()
+
+
+def test_a_changed_input_is_noticed_in_the_backward():
+    compiled = dcompile.compile(lambda x: x * x)
+    for _ in range(3):
+        x = torch.randn(3, requires_grad=True) * 1
+        y = compiled(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_changed_input_has_a_new_version():
+    def count(x):
+        x.add_(1)
+
+    compiled = dcompile.compile(count)
+    x, taken = torch.zeros(3), []
+    for _ in range(3):
+        before = x._version
+        compiled(x)
+        taken.append(x._version - before)
+    assert torch.equal(x, torch.full((3,), 3.0)) and taken[0] > 0 and len(set(taken)) == 1
+
+
+def test_without_gradients_inside_and_outside():
+    compiled = dcompile.compile(torch.sin)
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(3):
+        with torch.no_grad():
+            assert not compiled(x).requires_grad and not torch.is_grad_enabled()
+        assert compiled(x.detach()).requires_grad is False and torch.is_grad_enabled()
+        assert compiled(x).requires_grad
+
+
+def test_a_backward_inside_a_frame_that_dynamo_goes_on_with():
+    @torch.compile(backend="eager")
+    def step(x):
+        y = inner(x)
+        torch._dynamo.graph_break()
+        y.sum().backward()
+        return x.grad * 1
+
+    inner = torch._dynamo.disable(dcompile.compile(torch.sin))
+    for _ in range(3):
+        x = torch.randn(3, requires_grad=True)
+        assert torch.allclose(step(x), x.detach().cos())
+
+
+def test_hooks_on_saved_tensors_see_them():
+    compiled = dcompile.compile(lambda x: x.sin())
+    seen = []
+    for _ in range(3):
+        seen.clear()
+        x = torch.randn(3, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            y = compiled(x)
+        y.sum().backward()
+        assert seen and torch.allclose(x.grad, x.detach().cos())
+
+
+def test_nothing_is_kept_after_the_backward():
+    compiled = dcompile.compile(lambda x: (x.exp() + 1).log())
+    for _ in range(3):
+        x = torch.randn(3, requires_grad=True)
+        y = compiled(x)
+        node = weakref.ref(y.grad_fn)
+        y.sum().backward()
+        kept = weakref.ref(x)
+        del x, y
+        gc.collect()
+        assert kept() is None and node() is None
+
+
+def test_deterministic_algorithms_asked_for_after_the_forward():
+    compiled = dcompile.compile(torch.sin)
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(2):
+        y = compiled(x).sum()
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+                y.backward()
+        finally:
+            torch.use_deterministic_algorithms(False)

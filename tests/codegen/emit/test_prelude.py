@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.codegen.emit import loops
-from tests.codegen.emit.harness import run
+from tests.codegen.emit.harness import compiled, run
 
 # largest error in units of the last place, measured over 7 million points of all exponents
 LARGEST_ULP = {
@@ -26,10 +26,15 @@ def points(count: int) -> np.ndarray:
     return np.concatenate([patterns, rng.normal(0, 3, count).astype(np.float32), SPECIAL])
 
 
+@pytest.fixture(scope="module")
+def functions():
+    return compiled([loops.unary(op, len(points(100_000))) for op in LARGEST_ULP])
+
+
 @pytest.mark.parametrize("op", LARGEST_ULP)
-def test_float_functions_are_within_their_measured_error(op):
+def test_float_functions_are_within_their_measured_error(op, functions):
     x = points(100_000)
-    (got,) = run(loops.unary(op, len(x)), {"x": x})
+    (got,) = run(loops.unary(op, len(x)), {"x": x}, functions)
     wide = torch.from_numpy(x).double()
     want = (getattr(torch, op)(wide)).numpy()
     nearest = torch.from_numpy(want).float().numpy()
@@ -130,34 +135,56 @@ def test_16_bit_values_round_trip_and_round_as_torch_does(dtype):
     assert np.array_equal(back, wide, equal_nan=True)
 
 
-@pytest.mark.parametrize("target", ["int8", "uint8", "int16", "int32", "int64", "bool"])
-def test_float_to_integer_truncates_as_eager(target):
-    x = np.array([0.0, -0.0, 0.9, -0.9, 1.5, -1.5, 100.99, -100.99, 127.5], np.float32)
-    x = np.abs(x) if target == "uint8" else x
-    (got,) = run(loops.unary("cast", len(x), out=target), {"x": x})
+FRACTIONS = np.array([0.0, -0.0, 0.9, -0.9, 1.5, -1.5, 100.99, -100.99, 127.5], np.float32)
+WHOLE = ["int8", "uint8", "int16", "int32", "int64", "bool"]
+
+
+@pytest.fixture(scope="module")
+def casts():
+    return compiled([loops.unary("cast", len(FRACTIONS), out=target) for target in WHOLE])
+
+
+@pytest.mark.parametrize("target", WHOLE)
+def test_float_to_integer_truncates_as_eager(target, casts):
+    x = np.abs(FRACTIONS) if target == "uint8" else FRACTIONS
+    (got,) = run(loops.unary("cast", len(x), out=target), {"x": x}, casts)
     assert np.array_equal(got.astype(np.int64), torch.from_numpy(x).to(getattr(torch, target)).long().numpy())
 
 
 PAIRS = np.array([(a, b) for a in (-7, -1, 0, 1, 7, -128, 127) for b in (-3, -1, 1, 3, 127, -128)])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
-@pytest.mark.parametrize(("op", "torch_op"), [
-    ("floordiv", lambda a, b: torch.div(a, b, rounding_mode="floor")),
-    ("truncdiv", lambda a, b: torch.div(a, b, rounding_mode="trunc")),
-    ("mod", torch.remainder), ("fmod", torch.fmod), ("add", torch.add), ("mul", torch.mul), ("sub", torch.sub),
-    ("shl", lambda a, b: a << (b & 7)), ("shr", lambda a, b: a >> (b & 7)), ("xor", torch.bitwise_xor),
-])  # fmt: skip
-def test_integer_arithmetic_wraps_and_rounds_as_eager(op, torch_op, dtype):
+INTEGER_OPS = {
+    "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    "truncdiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "mod": torch.remainder, "fmod": torch.fmod, "add": torch.add, "mul": torch.mul, "sub": torch.sub,
+    "shl": lambda a, b: a << (b & 7), "shr": lambda a, b: a >> (b & 7), "xor": torch.bitwise_xor,
+}  # fmt: skip
+INTEGERS = ["int8", "int16", "int32", "int64"]
+
+
+def integers(op, dtype):
+    """Two operands."""
     low = np.iinfo(dtype).min
     a, b = PAIRS[:, 0].astype(dtype), PAIRS[:, 1].astype(dtype)
     a[0], a[1] = low, low
     if op in ("shl", "shr"):
         b = b & 7
     keep = ~((a == low) & (b == -1)) if op in ("floordiv", "truncdiv", "mod", "fmod") else slice(None)  # traps in eager
-    a, b = np.ascontiguousarray(a[keep]), np.ascontiguousarray(b[keep])
-    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b})
-    assert np.array_equal(got, torch_op(torch.from_numpy(a), torch.from_numpy(b)).numpy())
+    return np.ascontiguousarray(a[keep]), np.ascontiguousarray(b[keep])
+
+
+@pytest.fixture(scope="module")
+def integer_arithmetic():
+    return compiled([loops.binary(op, len(integers(op, kind)[0]), kind) for op in INTEGER_OPS for kind in INTEGERS])
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("op", INTEGER_OPS)
+def test_integer_arithmetic_wraps_and_rounds_as_eager(op, dtype, integer_arithmetic):
+    a, b = integers(op, dtype)
+    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b}, integer_arithmetic)
+    assert np.array_equal(got, INTEGER_OPS[op](torch.from_numpy(a), torch.from_numpy(b)).numpy())
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "int64"])
@@ -171,65 +198,67 @@ def test_integers_of_all_sizes_are_divided_by_each_other_and_by_numbers(op, torc
     a = np.concatenate([rng.integers(-m if info.min else 0, m, 2000, dtype, endpoint=True) for m in sizes])
     b = rng.permutation(a)
     b[b == 0] = 1
-    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b})
+    by_each_other = loops.binary(op, len(a), dtype)
+    numbers = {1, 7, 64, int(info.max), *((-1, -7, int(info.min)) if info.min else ())}
+    by_number = {number: by(op, number, dtype, len(a) - (number == -1)) for number in numbers}
+    built = compiled([by_each_other, *by_number.values()])
+    (got,) = run(by_each_other, {"x": a, "z": b}, built)
     assert np.array_equal(got, torch_op(torch.from_numpy(a), torch.from_numpy(b)).numpy())
     a[:2] = info.min, info.max
-    for number in {1, 7, 64, int(info.max), *((-1, -7, int(info.min)) if info.min else ())}:
+    for number, made in by_number.items():
         x = a[1:] if number == -1 else a
-        body = loops.Body()
-        value = body.op(op, body.load("x", loops.I0, dtype), body.const(number, dtype), dtype=dtype)
-        made = loops.program(
-            body, x.shape, (), [loops.Store("y", loops.I0, value)], x=(dtype, x.shape), y=(dtype, x.shape)
-        )
         want = torch_op(torch.from_numpy(x), torch.tensor(number, dtype=getattr(torch, dtype))).numpy()
-        assert np.array_equal(run(made, {"x": x})[0], want), number
+        assert np.array_equal(run(made, {"x": x}, built)[0], want), number
+
+
+def by(op, number, dtype, count):
+    body = loops.Body()
+    value = body.op(op, body.load("x", loops.I0, dtype), body.const(number, dtype), dtype=dtype)
+    shape = (dtype, (count,))
+    return loops.program(body, (count,), (), [loops.Store("y", loops.I0, value)], x=shape, y=shape)
+
+
+FLOAT_OPS = {
+    "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"), "mod": torch.remainder, "fmod": torch.fmod,
+    "min": torch.minimum, "max": torch.maximum, "pow": torch.pow, "atan2": torch.atan2, "hypot": torch.hypot,
+    "nextafter": torch.nextafter,
+}  # fmt: skip
+CORNERS = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 7.0, np.inf, -np.inf, np.nan, 1e-3]
+
+
+@pytest.fixture(scope="module")
+def float_arithmetic():
+    return compiled([loops.binary(op, len(CORNERS) ** 2, kind) for op in FLOAT_OPS for kind in ("float32", "float64")])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("op", "torch_op"), [
-    ("floordiv", lambda a, b: torch.div(a, b, rounding_mode="floor")), ("mod", torch.remainder), ("fmod", torch.fmod),
-    ("min", torch.minimum), ("max", torch.maximum), ("pow", torch.pow), ("atan2", torch.atan2),
-    ("hypot", torch.hypot), ("nextafter", torch.nextafter),
-])  # fmt: skip
-def test_float_arithmetic_keeps_eagers_corner_cases(op, torch_op, dtype):
-    values = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 7.0, np.inf, -np.inf, np.nan, 1e-3]
-    pairs = np.array([(a, b) for a in values for b in values], dtype)
+@pytest.mark.parametrize("op", FLOAT_OPS)
+def test_float_arithmetic_keeps_eagers_corner_cases(op, dtype, float_arithmetic):
+    pairs = np.array([(a, b) for a in CORNERS for b in CORNERS], dtype)
     a, b = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
-    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b})
-    want = torch_op(torch.from_numpy(a), torch.from_numpy(b)).numpy()
+    (got,) = run(loops.binary(op, len(a), dtype), {"x": a, "z": b}, float_arithmetic)
+    want = FLOAT_OPS[op](torch.from_numpy(a), torch.from_numpy(b)).numpy()
     assert np.allclose(got, want, rtol=1e-6, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        "floor",
-        "ceil",
-        "trunc",
-        "round",
-        "sign",
-        "abs",
-        "isnan",
-        "isinf",
-        "sqrt",
-        "sin",
-        "cos",
-        "log2",
-        "signbit",
-        "asin",
-        "acos",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erfc",
-        "lgamma",
-    ],
-)
-def test_remaining_unary_ops_match_eager(op):
-    x = np.concatenate([np.linspace(-4, 4, 33), SPECIAL]).astype(np.float32)
-    out = "bool" if op.startswith("is") or op == "signbit" else None
-    (got,) = run(loops.unary(op, len(x), out=out), {"x": x})
-    want = getattr(torch, op)(torch.from_numpy(x)).numpy()
+UNARY = [
+    "floor", "ceil", "trunc", "round", "sign", "abs", "isnan", "isinf", "sqrt", "sin", "cos", "log2", "signbit", "asin",
+    "acos", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "lgamma",
+]  # fmt: skip
+SAMPLE = np.concatenate([np.linspace(-4, 4, 33), SPECIAL]).astype(np.float32)
+
+
+def on_sample(op):
+    return loops.unary(op, len(SAMPLE), out="bool" if op.startswith("is") or op == "signbit" else None)
+
+
+@pytest.fixture(scope="module")
+def unary():
+    return compiled([on_sample(op) for op in UNARY])
+
+
+@pytest.mark.parametrize("op", UNARY)
+def test_remaining_unary_ops_match_eager(op, unary):
+    (got,) = run(on_sample(op), {"x": SAMPLE}, unary)
+    want = getattr(torch, op)(torch.from_numpy(SAMPLE)).numpy()
     assert np.allclose(got, want, rtol=3e-7, atol=1e-7, equal_nan=True)

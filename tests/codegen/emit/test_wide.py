@@ -30,7 +30,7 @@ def source_of(made: Program) -> KernelSource:
 
 
 def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    (path,) = build([source], Config(), store()).libraries.values()
+    path = build([source], Config(), store()).libraries[source.name]
     memory = {b.name: placed(b, inputs.get(b.name)) for b in made.buffers}
     assert call(source, {source.name: getattr(ctypes.CDLL(str(path)), source.name)}, memory) == 0
     for name, flat in memory.items():
@@ -44,6 +44,7 @@ def both(made: Program, inputs: dict[str, np.ndarray]) -> tuple[list[np.ndarray]
     text = without_vectors(source.text).replace("#endif\n", "\n")
     assert "#ifdef VECTORS" in source.text and all(kind not in text for kind in ("wide", "pair", "quad"))
     plain = replace(source, name=source.name + "p", text=text.replace(source.name, source.name + "p"))
+    build([source, plain], Config(), store())  # in one file
     return execute(made, source, inputs), execute(made, plain, inputs)
 
 

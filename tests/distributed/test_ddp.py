@@ -93,7 +93,8 @@ def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows):
         assert found["plans"]["backward"][1:] == ["all_reduce sum over 2 ranks"] * 2
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+# without reentrance, a usual run has tests/models/test_models.py's
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.full), True])
 def test_gradient_checkpointing(ranks, reentrant):
     for found in values(ranks, "checkpointed", reentrant=reentrant):
         assert found["receipt"].eligible and found["receipt"].graphs == 1

@@ -62,7 +62,8 @@ def run(ranks, row, kernels):
     return results
 
 
-@pytest.mark.parametrize("row", rows([row for row in ROWS if row.always]))
+# the tied Llama has all that the other has, and more
+@pytest.mark.parametrize("row", rows([row for row in ROWS if row.always and row.name != "DDP: llama"]))
 def test_two_ranks_equal_stock(pair, row):
     for found in run(pair, row, "aten"):
         for what in ("param", "buffer", "after loading"):
@@ -71,7 +72,8 @@ def test_two_ranks_equal_stock(pair, row):
         assert found["grad"] <= (2 * EPSILON if row.tolerance else 0)
 
 
-@pytest.mark.parametrize("row", rows(LLAMAS))
+# of FSDP1, a usual run has LoRA with our kernels on four ranks
+@pytest.mark.parametrize("row", rows([row for row in LLAMAS if not row.name.startswith("FSDP1")]))
 def test_two_ranks_with_our_kernels_stay_close(pair, row):
     for found in run(pair, row, "auto"):
         assert found["relative"] <= CLOSE

@@ -36,9 +36,16 @@ def short_llama(dropout=0.0):
     return llama(dropout, num_hidden_layers=1)
 
 
+def short_resnet(dropout=0.0):
+    """One block, the one with a stride."""
+    model = ResNet(dropout)
+    model.blocks = model.blocks[1:]
+    return model
+
+
 def small(name):
-    """How to make a model without dropout, the transformer with one layer."""
-    return short_llama if name == "llama" else CASES[name].make
+    """How to make a model without dropout, the transformer with one layer, the ResNet with one block."""
+    return {"llama": short_llama, "resnet": short_resnet}.get(name, CASES[name].make)
 
 
 def forward_backward(call, batch, seed=5):
@@ -224,11 +231,12 @@ def test_frozen_parameters_get_no_gradient():
     assert model.model.embed_tokens.weight.grad is None
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "resnet"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("llama", marks=pytest.mark.full), "resnet"])
 def test_other_shapes_and_a_ragged_last_batch(name):
     """Another length and fewer rows at once, for one graph less to trace: graphs for other sizes, the same training.
 
-    Lengths alone change in tests/dynamic/test_models.py; an MLP has rows alone, down to one, which is a graph more.
+    A Llama of all sizes trains in tests/dynamic/test_models.py, so that a usual run has none here; an MLP has rows
+    alone, down to one, which is a graph more.
     """
     case = CASES[name]
     model, theirs = twins(small(name))

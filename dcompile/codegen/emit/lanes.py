@@ -11,7 +11,7 @@ from __future__ import annotations
 from dcompile.codegen.emit.nest import LANES, Axis
 from dcompile.codegen.emit.spelling import c_type, literal
 from dcompile.codegen.emit.vectors import Vectors
-from dcompile.codegen.emit.wide import FLOATS, WIDTH
+from dcompile.codegen.emit.wide import FLOATS, STEPS
 from dcompile.ir.analysis import operands
 from dcompile.ir.nodes import Const, Ref
 from dcompile.ir.ops import REDUCTIONS
@@ -129,7 +129,7 @@ class Lanes(Vectors):
         `each`: the loop over elements inside, if there are several.
         """
         lane = self._lane()
-        whole = isinstance(lane.size, int) and lane.size % WIDTH == 0
+        whole = isinstance(lane.size, int) and lane.size % STEPS["two"] == 0
         if not whole:
             self.line("int64 l_at = 0;")
         self.line("#ifdef VECTORS")

@@ -10,27 +10,8 @@ _PAIRS = r"""
 #define QUAD_CALL(kind, name, given)
 #define QUAD_CALL_2(name)
 #else
-/* what lies in memory as bfloat16, as many as fill a vector there. With AVX2, elements of even and of odd places are
-   vectors of their own: that takes an instruction each, where neighbours are moved apart and together again. */
-#if WIDTH == 16
-#define PAIR WIDTH
-#define PAIR_WAYS 4
-typedef wide pair; typedef wide_int pair_int;
-template <class T> INLINE pair both(T x) { return widen(x); }
-INLINE pair load_pair(const u16* from) { return load_bfloat16(from); }
-INLINE void put_pair(u16* to, pair x) { put_bfloat16(to, x); }
-INLINE void stream_pair(u16* to, pair x) { stream_bfloat16(to, x); }
-INLINE pair_int match_pair(int32 first, int32 place) { return match(first, place); }
-#define PAIR_FUNCTION(name)
-#define PAIR_FUNCTION_2(name)
-#define PAIR_WOVEN(name)
-#define TWO(type, memory, kind) \
-  INLINE kind load_two_##type(const memory* from) { return load_##type(from); } \
-  INLINE void put_two_##type(memory* to, kind x) { put_##type(to, x); }
-#define STREAM_TWO(type, memory, packed) INLINE void stream_two_##type(memory* to, pair x) { stream_##type(to, x); }
-INLINE pair_int places_two(int32 first) { return places(first); }
-INLINE pair_int match_two(int32 first, int32 place) { return match(first, place); }
-#else
+/* what lies in memory as bfloat16, as many as fill a vector there: elements of even and of odd places are vectors of
+   their own, which takes an instruction each, where neighbours are moved apart and together again */
 #define PAIR (2 * WIDTH)
 #define PAIR_WAYS 2
 struct pair { wide even, odd; };
@@ -42,7 +23,7 @@ INLINE pair load_pair(const u16* from) {
   __builtin_memcpy(&x, from, sizeof x);
   return {unbits(x << 16), unbits(x & 0xffff0000u)};
 }
-INLINE wide joined(pair x) { return unbits(bits(x.even) >> 16 | (bits(x.odd) & 0xffff0000u)); }
+INLINE wide joined(pair x) { return unbits(masked_or(bits(x.odd), 0xffff0000u, bits(x.even) >> 16)); }
 INLINE void put_pair(u16* to, pair x) { const wide y = joined(x); __builtin_memcpy(to, &y, sizeof y); }
 INLINE void stream_pair(u16* to, pair x) {
   if (u64(to) % sizeof(wide)) put_pair(to, x); else past_caches((float*)to, joined(x));
@@ -116,26 +97,9 @@ INLINE pair_int match_two(int32 first, int32 place) {
   return __builtin_expect(u32(place) - u32(first) < PAIR, 0)
     ? pair_int{places(first) == place, places(first + WIDTH) == place} : pair_int{};
 }
-#endif
 TWO(float32, float, pair) TWO(bfloat16, u16, pair) TWO(float16, u16, pair) TWO(bool, uint8, pair_int)
 TWO(bool, bool, pair_int)
-#if WIDTH == 8
-INLINE void add_float64(double* to, wide x) {
-  typedef double doubles __attribute__((vector_size(32)));
-  doubles low, high;
-  __builtin_memcpy(&low, to, sizeof low); __builtin_memcpy(&high, to + 4, sizeof high);
-  low += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 0));
-  high += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 1));
-  __builtin_memcpy(to, &low, sizeof low); __builtin_memcpy(to + 4, &high, sizeof high);
-}
 INLINE void add_two_float64(double* to, pair x) { add_float64(to, x.even); add_float64(to + WIDTH, x.odd); }
-#else
-INLINE void add_two_float64(double* to, pair x) {
-  float y[PAIR];
-  put_two_float32(y, x);
-  for (int k = 0; k < PAIR; k++) to[k] += y[k];
-}
-#endif
 STREAM_TWO(float32, float, widen) STREAM_TWO(bfloat16, u16, narrowed) STREAM_TWO(float16, u16, half)
 """
 

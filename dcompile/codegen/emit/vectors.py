@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dcompile.codegen.emit.nest import Axis
 from dcompile.codegen.emit.spelling import literal, watches_nan
-from dcompile.codegen.emit.wide import KEPT, STEPS, Wide
+from dcompile.codegen.emit.wide import KEPT, PAIR_WAYS, STEPS, Wide
 from dcompile.ir.nodes import Apply, Load, Ref
 from dcompile.ir.ops import REDUCTIONS
 
@@ -36,6 +36,7 @@ class Vectors(Wide):
             return low
         ways, sought = self._ways(number, reduces, stores, last), self._sought(reduces, stores, last)
         self.many = self._many(number, reduces, stores, last) if sought is None else ""
+        ways = min(ways, PAIR_WAYS) if self.many else ways
         whole = isinstance(last.size, int) and last.size % STEPS[self.many] == 0
         at = f"{last.name}_at{number}" if ways > 1 or not whole else last.name
         if not whole:
@@ -68,7 +69,7 @@ class Vectors(Wide):
     def _open_vectors(self, ref: Ref, ways: int) -> None:
         """The accumulators of a reduction."""
         identity = literal(REDUCTIONS[self._reduce(ref).op].identity("float32"), "float32")
-        n, several = self.number(ref), f"[{'PAIR_WAYS' if self.many else ways}]" if ways > 1 else ""
+        n, several = self.number(ref), f"[{ways}]" if ways > 1 else ""
         one = f"{self._type('float32')} x{n} = {self._widen()}({identity});"
         self.line(f"{self._type('float32')} x{n}{several}; fill(x{n}, {identity});" if several else one)
         if watches_nan(self._reduce(ref)):
@@ -96,11 +97,10 @@ class Vectors(Wide):
         self._vectors_at(number, last.name, reduces, [], "[way]")
         self.depth -= 1
         self.line("};")
-        width, count = self._width(), "PAIR_WAYS" if self.many else str(ways)
-        self.open(f"for (; {at} + {count} * {width} <= {high}; {at} += {count} * {width})")
+        width = self._width()
+        self.open(f"for (; {at} + {ways} * {width} <= {high}; {at} += {ways} * {width})")
         for way in range(ways):
-            there = f"if ({count} > {way}) " if self.many else ""
-            self.line(f"{there}take{number}({at} + {way} * {width}, {way});")
+            self.line(f"take{number}({at} + {way} * {width}, {way});")
         self.close()
         self.line(f"for (; {at} + {width} <= {high}; {at} += {width}) take{number}({at}, 0);")
 

@@ -25,14 +25,17 @@ from dcompile.ir.ops import OPS
 
 WIDTH = 16
 """Elements of the widest vectors; narrower ones divide it."""
-STEPS = {"": WIDTH, "pair": WIDTH, "quad": 2 * WIDTH, "two": WIDTH}
-"""Elements of a vector, of what is bfloat16 in memory, of twice that, and of two vectors one behind the other.
+STEPS = {"": WIDTH, "pair": 2 * WIDTH, "quad": 2 * WIDTH, "two": 2 * WIDTH}
+"""Elements of a vector, of what is bfloat16 in memory, of twice that where vectors are narrow, and of two vectors one
+behind the other: of the widest ones.
 
 A polynomial's operations wait for each other, and those of a second vector fill the time (exp 0.9, GELU 0.87)."""
 MOST = 64
 """Values up to which a loop takes two pairs at a time: each of them is four vectors, and sixteen registers hold few."""
 SHORT = 8 * WIDTH
 """Length up to which a row must be whole vectors: what is left of it takes as long as the vectors."""
+PAIR_WAYS = 2
+"""Accumulators that are pairs of vectors."""
 WAYS = 4
 """Accumulators of a reduction of little work: an addition takes 3 to 4 cycles, and two could begin in each."""
 AHEAD_BYTES = 1 << 20

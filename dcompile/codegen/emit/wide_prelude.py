@@ -25,6 +25,11 @@ typedef u32 wide_bits __attribute__((vector_size(64))); typedef int16 halves __a
 typedef char bytes __attribute__((vector_size(16)));
 INLINE wide_bits bits(wide x) { return (wide_bits)x; }
 INLINE wide unbits(wide_bits u) { return (wide)u; }
+/* a & b | c, which g++ writes as two instructions where floats are involved */
+INLINE wide_bits masked_or(wide_bits a, u32 b, wide_bits c) {
+  const wide_bits mask = wide_bits{} + b;
+  return (wide_bits)__builtin_ia32_pternlogd512_mask((wide_int)a, (wide_int)mask, (wide_int)c, 0xea, u16(-1));
+}
 INLINE wide fused(wide a, wide b, wide c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, u16(-1), 4); }
 INLINE wide scale_(wide r, wide t, wide) {
   return __builtin_ia32_scalefps512_mask(r, t - SHIFT, r, u16(-1), 4);
@@ -62,6 +67,17 @@ INLINE void past_caches(u16* to, halves x) {
   typedef long long quarters __attribute__((vector_size(32)));
   __builtin_ia32_movntdq256((quarters*)to, (quarters)x);
 }
+INLINE void add_float64(double* to, wide x) {
+  typedef double doubles __attribute__((vector_size(64)));
+  typedef float eight __attribute__((vector_size(32)));
+  eight y[2];
+  doubles low, high;
+  __builtin_memcpy(y, &x, sizeof x);
+  __builtin_memcpy(&low, to, sizeof low); __builtin_memcpy(&high, to + 8, sizeof high);
+  low += __builtin_ia32_cvtps2pd512_mask(y[0], doubles{}, uint8(-1), 4);
+  high += __builtin_ia32_cvtps2pd512_mask(y[1], doubles{}, uint8(-1), 4);
+  __builtin_memcpy(to, &low, sizeof low); __builtin_memcpy(to + 8, &high, sizeof high);
+}
 """
 
 _AVX2 = r"""
@@ -73,6 +89,7 @@ typedef u32 wide_bits __attribute__((vector_size(32))); typedef int16 halves __a
 typedef char bytes __attribute__((vector_size(16)));
 INLINE wide_bits bits(wide x) { return (wide_bits)x; }
 INLINE wide unbits(wide_bits u) { return (wide)u; }
+INLINE wide_bits masked_or(wide_bits a, u32 b, wide_bits c) { return (a & b) | c; }
 INLINE wide fused(wide a, wide b, wide c) { return __builtin_ia32_vfmaddps256(a, b, c); }
 /* by way of 2^64 or 2^-64, whichever the sign of x asks for: the lower bits of t move to the exponent's place */
 INLINE wide scale_(wide r, wide t, wide x) {
@@ -111,6 +128,14 @@ INLINE void past_caches(float* to, wide x) { __builtin_ia32_movntps256(to, x); }
 INLINE void past_caches(u16* to, halves x) {
   typedef long long eighths __attribute__((vector_size(16)));
   __builtin_ia32_movntdq((eighths*)to, (eighths)x);
+}
+INLINE void add_float64(double* to, wide x) {
+  typedef double doubles __attribute__((vector_size(32)));
+  doubles low, high;
+  __builtin_memcpy(&low, to, sizeof low); __builtin_memcpy(&high, to + 4, sizeof high);
+  low += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 0));
+  high += __builtin_ia32_cvtps2pd256(__builtin_ia32_vextractf128_ps256(x, 1));
+  __builtin_memcpy(to, &low, sizeof low); __builtin_memcpy(to + 4, &high, sizeof high);
 }
 """
 
@@ -167,7 +192,7 @@ INLINE void finish_streams() { __builtin_ia32_sfence(); }
    with 1, 3 instructions in place of 5. (vcvtneps2bf16 would be one, but takes denormal numbers for zero.) */
 INLINE wide nearest_bfloat16(wide x) {
 #if WIDTH == 16 && defined __AVX512VNNI__
-  const wide_bits added = (bits(x) & 0x10000u) | 0x7fffu, ones = wide_bits{} + 0x10001u;
+  const wide_bits added = masked_or(bits(x), 0x10000u, wide_bits{} + 0x7fffu), ones = wide_bits{} + 0x10001u;
   const wide_int sum = __builtin_ia32_vpdpwssd_v16si((wide_int)x, (wide_int)added, (wide_int)ones);
   return unbits((wide_bits)sum & 0xffff0000u);
 #else

@@ -12,7 +12,7 @@ import torch
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
-from dcompile.codegen.emit.wide import GAINS, STREAM_BYTES, WAYS
+from dcompile.codegen.emit.wide import GAINS, PAIR_WAYS, STREAM_BYTES, WAYS
 from dcompile.config import Config
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Reduce, Store
@@ -260,7 +260,7 @@ def test_reductions_of_little_work_have_several_accumulators(dtype: str, n: int)
     made = program(
         b, (5,), (n,), stores, x=(dtype, (5, n)), s=("float32", (5,)), h=("float32", (5,)), l=("float32", (5,))
     )
-    kind = "pair x0[PAIR_WAYS]" if dtype == "bfloat16" else f"wide x0[{WAYS}]"
+    kind = f"pair x0[{PAIR_WAYS}]" if dtype == "bfloat16" else f"wide x0[{WAYS}]"
     assert f"{kind}; fill(" in source_of(made).text
     values = np.random.default_rng(n).normal(size=(5, n)).astype(np.float32)
     values[1], values[2, n // 3], values[3, n - 1] = -np.inf, np.nan, np.nan

@@ -25,9 +25,9 @@ from dcompile.ir.ops import OPS
 
 WIDTH = 16
 """Elements of the widest vectors; narrower ones divide it."""
-STEPS = {"": WIDTH, "pair": 2 * WIDTH, "quad": 2 * WIDTH, "two": 2 * WIDTH}
-"""Elements of a vector, of what is bfloat16 in memory, of twice that where vectors are narrow, and of two vectors one
-behind the other: of the widest ones.
+STEPS = {"": WIDTH, "pair": 2 * WIDTH, "quad": 4 * WIDTH, "two": 2 * WIDTH}
+"""Elements of the widest vector, of two of them that are bfloat16 in memory, of twice that, and of two one behind the
+other.
 
 A polynomial's operations wait for each other, and those of a second vector fill the time (exp 0.9, GELU 0.87)."""
 MOST = 64

@@ -22,8 +22,8 @@ CALLED = "run_calls"
 """What is called from outside of the file."""
 OPERATOR = "operator"
 """The name of what is called without one: kept always."""
-VECTORS, PAIRS = re.compile("VECTORS"), re.compile("pair|quad|two|twice|both", re.IGNORECASE)
-"""How kernels with a wide loop can be told, and with one that goes by more than one vector (wide.py)."""
+VECTORS, PAIRS = re.compile("VECTORS|stream_bytes"), re.compile("pair|quad|two|twice|both", re.IGNORECASE)
+"""How kernels that use vectors can be told, and with one that goes by more than one vector (wide.py)."""
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _MACRO = re.compile(r"#define (\w+)\(([^()]*)\)(.*)", re.DOTALL)
 _MACROS, _MACROS_ALONE = re.compile(r"\w+\([^()]*\)"), re.compile(r"(?:\w+\([^()]*\)\s*)+")

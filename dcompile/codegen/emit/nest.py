@@ -31,11 +31,12 @@ LANES = 256
 """Rows computed side by side where rows, not elements, are contiguous: 1 KB of float32, read in order. With half of
 that a sum over a middle dimension took 1.4 times as long where neighbours in it are 1 KB apart (16 MB, Zen 3)."""
 TILE = 16
-"""Side of the tiles of a transposing loop: of 2 bytes, 32x32 of two buffers lie in L1."""
+"""Side of the tiles of a transposing loop."""
 WIDE_TILE = 64
-"""The same for elements of 4 and 8 bytes, turned in registers: memory is read ahead within a row, and fewer pages are
-touched at a time. Float32 took 0.42 to 0.7 of the time (16 MB and more, Zen 3), int64 0.6; for 2 bytes 32 and 64 were
-0.6 to 1.5 of 16."""
+"""The same for elements of 2, 4 and 8 bytes, turned in registers: memory is read ahead within a row, fewer pages are
+touched at a time, and whole cache lines are written. Float32 took 0.42 to 0.7 of the time (16 MB and more, Zen 3),
+int64 0.6; bfloat16 with AVX2 0.5 to 1.0 (8 MB and more streamed, and the next tile asked for; without, 1.2 and 1.15),
+with AVX-512 0.4. Tiles of 32 were 1.2 to 1.6 of float32's with AVX2, 0.95 with AVX-512."""
 CHUNK = 4096
 """Elements of a pointwise row that one thread takes at a time."""
 SCAN_COST = 10
@@ -147,7 +148,7 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
         and min(typical(other.size), typical(best.size)) >= 2 * TILE
         and (itemsizes := _contiguous_only_along(other.name, best.name, body, stores))
     ):
-        large = itemsizes <= {4, 8}
+        large = 1 not in itemsizes
         rows = [replace(axis, tile=_side(axis, large)) if axis is other else axis for axis in rest]
         return Nest((*rows, replace(best, tile=_side(best, large))), (other, best), None, body, stores, every)
     if may_exceed(best.size, 2 * CHUNK):

@@ -103,6 +103,12 @@ template <class T> INLINE void turn(const T* from, int64 from_line, T* to, int64
     for (int64 c = r < whole_rows ? whole_columns : 0; c < columns; c++) to[c * to_line + r] = from[r * from_line + c];
 }
 
+/* what soon is read: rows of a tile */
+template <class T> INLINE void ask_for(const T* from, int64 line, int64 rows, int64 columns) {
+  for (int64 r = 0; r < rows; r++)
+    for (int64 c = 0; c < columns; c += 64 / sizeof(T)) __builtin_prefetch(from + r * line + c);
+}
+
 /* what a row reads where its mask is false: one select a row, where masked loads would take one each */
 alignas(64) static const uint8 zeros[16384] = {};
 

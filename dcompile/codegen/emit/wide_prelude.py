@@ -187,6 +187,19 @@ INLINE void stream_bfloat16(u16* to, wide x) {
 INLINE void stream_float16(u16* to, wide x) {
   if (u64(to) % sizeof(halves)) put_float16(to, x); else past_caches(to, half(x));
 }
+/* whole cache lines: parts of them take up to 1.3 times as long as without. Short rows go by where they begin. */
+INLINE void stream_bytes(void* target, const void* source, int64 count) {
+  char* to = (char*)target;
+  const char* from = (const char*)source;
+  const int64 head = count < 4096 ? 0 : -u64(to) % 64, end = u64(to + head) % 64 ? 0 : head + ((count - head) & -64);
+  __builtin_memcpy(to, from, end ? head : count);
+  for (int64 at = head; at < end; at += sizeof(wide)) {
+    wide x;
+    __builtin_memcpy(&x, from + at, sizeof x);
+    past_caches((float*)(to + at), x);
+  }
+  if (end) __builtin_memcpy(to + end, from + end, count - end);
+}
 INLINE void finish_streams() { __builtin_ia32_sfence(); }
 /* with VNNI: the sum of the upper half's last bit, 0x7fff and the float's bits by one multiplication of 16-bit halves
    with 1, 3 instructions in place of 5. (vcvtneps2bf16 would be one, but takes denormal numbers for zero.) */
@@ -260,6 +273,7 @@ _FUNCTIONS = r"""
 #define VECTOR_FUNCTION(name)
 #define VECTOR_FUNCTION_2(name)
 #define VECTOR_WOVEN(name)
+INLINE void stream_bytes(void* to, const void* from, int64 count) { __builtin_memcpy(to, from, count); }
 INLINE void finish_streams() {}
 #endif
 """

@@ -66,11 +66,11 @@ def test_the_result_is_turned_where_most_operands_are_in_order(rows, n, built):
         assert np.array_equal(want, got)
 
 
-BFLOAT16 = functools.partial(loops.transpose, dtype="bfloat16")
+BFLOAT16, INT64 = (functools.partial(loops.transpose, dtype=dtype) for dtype in ("bfloat16", "int64"))
 
 
 @pytest.mark.parametrize(("rows", "n"), [(4 * TILE, 2 * TILE), (2 * WIDE_TILE + 21, 2 * WIDE_TILE + 3)])
-@pytest.mark.parametrize("make", [add_transposed, loops.transpose, BFLOAT16])
+@pytest.mark.parametrize("make", [add_transposed, loops.transpose, BFLOAT16, INT64])
 def test_large_results_are_streamed_behind_the_turn(rows, n, make, monkeypatch):
     program = make(rows, n)
     (before,) = (cpp.emit(step, program.table).text for step in program.steps)
@@ -91,7 +91,7 @@ def test_tiles_that_are_all_complete_have_fixed_sizes():
     assert "_high - i0_low" in ragged
 
 
-def test_tiles_of_four_and_eight_bytes_are_large_where_there_is_room():
-    for dtype, side in (("float32", WIDE_TILE), ("int64", WIDE_TILE), ("bfloat16", TILE), ("uint8", TILE)):
+def test_tiles_of_several_bytes_are_large_where_there_is_room():
+    for dtype, side in (("float32", WIDE_TILE), ("int64", WIDE_TILE), ("bfloat16", WIDE_TILE), ("uint8", TILE)):
         (loop,) = loops.transpose(2 * WIDE_TILE, WIDE_TILE, dtype).steps
         assert {row.tile for row in make_nest(loop).rows} == {side}

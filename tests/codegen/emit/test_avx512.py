@@ -1,0 +1,65 @@
+"""What g++ makes of vectors for processors with AVX-512, wherever tests run: its assembly is read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.build import find_compiler
+from dcompile.codegen.emit.needed import needed
+from dcompile.ir.nodes import Loop, Program, Store
+from tests.codegen.emit import loops
+from tests.codegen.emit.loops import I0, Body, program
+
+
+def assembly(made: Program) -> str:
+    """The kernel's own, of its vectors."""
+    (loop,) = made.steps
+    assert isinstance(loop, Loop)
+    text = cpp.emit(loop, made.table).text
+    compiler = find_compiler(30)
+    if "clang" in compiler.version:
+        pytest.skip("vectors are g++'s only")
+    flags = (*(flag for flag in compiler.flags if flag != "-march=native"), "-march=sapphirerapids")
+    command = (*compiler.command, *flags, "-mprefer-vector-width=512", "-S", "-x", "c++", "-", "-o", "-")
+    return subprocess.run(command, input=needed(text) + text, capture_output=True, text=True, check=True).stdout
+
+
+def pointwise(n: int, dtype: str) -> Program:
+    """x * y + x, divided by y's root where it is float32; each value is rounded."""
+    b = Body()
+    x, y = (b.load(name, I0, dtype) for name in "xy")
+    z = b.op("mul", x, y)
+    if dtype == "bfloat16":
+        z = b.op("cast", b.narrow(z, dtype))
+    z = b.op("add", z, x)
+    z = b.narrow(z, dtype) if dtype == "bfloat16" else b.op("div", z, b.op("sqrt", y))
+    shape = (dtype, (n,))
+    return program(b, (n,), (), [Store("z", I0, z)], x=shape, y=shape, z=shape)
+
+
+def test_bfloat16_is_rounded_in_place() -> None:
+    """No element changes its place: none is widened by a move, nor narrowed by one; four vectors are a step."""
+    made = assembly(pointwise(1 << 16, "bfloat16"))
+    assert made.count("vpdpwssd") % 4 == 0 and "vpternlogd" in made and "%zmm" in made
+    assert not re.search("vpmovdw|vpmovzxwd|vpackusdw", made)
+    assert len(re.findall(r"vmovdqu\d+\s+%zmm\d+, \S*\(|vmovups\s+%zmm\d+, \S*\(", made)) == 2
+
+
+def test_float32_is_divided_by_eight() -> None:
+    made = assembly(pointwise(1 << 16, "float32"))
+    for name in ("vdivps", "vsqrtps"):
+        assert re.search(rf"{name}.*%ymm", made) and not re.search(rf"{name}.*%zmm", made)
+
+
+def test_what_is_only_added_goes_by_sixteen() -> None:
+    assert re.search(r"vaddps.*%zmm", assembly(loops.binary("add", 1 << 16)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
+def test_tiles_are_streamed_by_whole_lines(dtype: str) -> None:
+    made = assembly(loops.transpose(2048, 4096, dtype))
+    assert re.search(r"vmovnt(ps|dq)\s+%zmm", made) and "sfence" in made

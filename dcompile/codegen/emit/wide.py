@@ -7,8 +7,12 @@ stands the plain loop: for the elements that are left, and for machines without 
 operations in bfloat16 took 0.65 of the plain loop's time, a cross-entropy in float32 0.75 (one core of an AMD EPYC,
 Zen 4); rounding to float16 0.35, SwiGLU in float16 0.45 (Zen 3).
 
-Large results are streamed past the caches, which spares reading what is overwritten. Reductions of little work have
-several accumulators, since g++ gives them one vector, in which each addition waits for the one before.
+Where all is bfloat16 in memory, elements of even and of odd places are vectors of their own, and four are taken at a
+time: with AVX-512 0.62 to 0.76 of the time of single vectors.
+
+Large results are streamed past the caches, which spares reading what is overwritten; so is what is only copied.
+Reductions of little work have several accumulators, since g++ gives them one vector, in which each addition waits for
+the one before.
 """
 
 from __future__ import annotations

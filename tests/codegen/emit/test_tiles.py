@@ -10,7 +10,7 @@ from dcompile.codegen.emit.nest import TILE, WIDE_TILE, make_nest
 from dcompile.codegen.emit.tiles import find_turned
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Loop, Program, Store
+from dcompile.ir.nodes import Load, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
 from tests.codegen.emit.harness import compiled, run
@@ -83,6 +83,24 @@ def test_large_results_are_streamed_behind_the_turn(rows, n, make, monkeypatch):
     inputs = random_inputs(program)
     for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
         assert np.array_equal(want, got)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bfloat16", "uint8"])
+@pytest.mark.parametrize(
+    ("rows", "n", "shift"), [(1, 20_000, 0), (1, 20_000, 3), (5, 3001, 5), (40, 100, 0), (40, 33, 1)]
+)
+def test_copies_are_streamed_wherever_they_lie(dtype, rows, n, shift, monkeypatch):
+    monkeypatch.setattr(wide, "STREAM_BYTES", 0)
+    b = loops.Body()
+    x = b.put(Load("x", loops.I0 * (n + 7) + var("i1"), dtype))
+    stores = [Store("y", loops.I0 * (n + 9) + var("i1") + shift, x)]
+    shapes = {"x": (dtype, (rows * (n + 7),)), "y": (dtype, (rows * (n + 9) + shift,))}
+    program = loops.program(b, (rows, n), (), stores, **shapes)
+    assert "stream_bytes(" in cpp.emit(program.steps[0], program.table).text
+    inputs = random_inputs(program)
+    (want,), (got,) = interpret(program, inputs), run(program, inputs)
+    places = np.arange(rows)[:, None] * (n + 9) + np.arange(n) + shift
+    assert np.array_equal(want[places], got[places])
 
 
 def test_tiles_that_are_all_complete_have_fixed_sizes():

@@ -14,15 +14,11 @@ from dcompile.codegen.emit.statements import BEFORE, LOCAL, store_refs
 from dcompile.codegen.emit.wide import AHEAD_BYTES
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Apply, Const, Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref, Scan
 from dcompile.ir.ops import REDUCTIONS
 
 PARTIAL = 4096
 """Longest run of float additions into one vector of accumulators; runs are added up in float64."""
-DIVIDED = 8
-"""Elements of a vector of what divides or takes roots, which is float32's with AVX2: AdamW took 0.83 of the time of
-16 with AVX-512 (16 MB, Sapphire Rapids), though tables have the divider take as long for an element."""
-DIVISIONS = frozenset(("div", "sqrt", "rsqrt", "reciprocal"))
 BLOCKS = 1024
 """Blocks at most that threads take of one long row."""
 
@@ -139,7 +135,7 @@ class Passes(Lanes):
             self._move(stores, last, (low, high))
         for begin, end, told in () if moved else [(start or low, high, nest)] if whole else self._pieces(number, last):
             self.nest = told
-            self._simd_pragma(number, reduces, scalars, simd)
+            self._simd_pragma(reduces, scalars, simd)
             self.open(f"for (int64 {last.name} = {begin}; {last.name} < {end}; {last.name}++)")
             for place in self._picked_ahead(number, last):
                 self.line(f"__builtin_prefetch(&{place});")
@@ -289,7 +285,7 @@ class Passes(Lanes):
         self.line(f"const int64 {axis.name}_high = {last} ? {self.size(axis.size)} : {axis.name}_low + {block};")
         for ref in reduces:
             self._accumulator(ref, "s", wide=False)
-        self._simd_pragma(number, reduces, [], simd=True)
+        self._simd_pragma(reduces, [], simd=True)
         self._open_axis(axis, bounded=True)
         self._values(number, self._targets(number), Rounds(), frozenset(), "")
         self._combine_elements(reduces, stores)
@@ -337,17 +333,10 @@ class Passes(Lanes):
         if watches_nan(reduce):
             self.line(f"int32 n{self.number(ref)} = 0;")
 
-    def _divides(self, number: int) -> bool:
-        """Is all that a pass works on float32, and does it divide or take roots?"""
-        needed = self._needed(number, self._targets(number))
-        values = [self.nest.body[ref] for ref in needed if self.kept.get(ref, number) >= number]
-        divided = any(isinstance(value, Apply) and value.op in DIVISIONS for value in values)
-        return divided and all(value.dtype == "float32" for value in values)
-
-    def _simd_pragma(self, number: int, reduces: list[Ref], scalars: list[int], simd: bool) -> None:
+    def _simd_pragma(self, reduces: list[Ref], scalars: list[int], simd: bool) -> None:
         if not simd:
             return
-        clauses = [f"simdlen({DIVIDED})"] if not reduces and not scalars and self._divides(number) else []
+        clauses = []
         for ref in reduces:
             reduce = self._reduce(ref)
             clauses.append(f"reduction({clause(reduce)}:s{self.number(ref)})")

@@ -120,7 +120,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("DCOMPILE_")]:
         del os.environ[name]
     os.environ["DCOMPILE_VERIFY"] = "1"
-    os.environ["MAX_JOBS"] = "1"  # others test beside this process: a second compiler has no core to itself
+    if workers := getattr(config, "workerinput", {}).get("workercount"):  # others test beside this process
+        os.environ["MAX_JOBS"] = str(max((os.cpu_count() or 1) // workers, 1))
     os.environ["TEST_DEVICE"] = config.getoption("--device")
     if address := getattr(config, "workerinput", {}).get("nursery"):
         nursery_shared.join(address)

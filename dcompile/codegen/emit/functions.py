@@ -58,41 +58,50 @@ template <class F> INLINE F exp2_of(F a) {
 #define WOVEN(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_WOVEN(name)
 #define FUNCTION_2(name) INLINE float name##_(float a, float b) { return name##_of(a, b); } VECTOR_FUNCTION_2(name)
 WOVEN(exp) WOVEN(exp_below) WOVEN(exp2)
-INLINE float log_(float a) {
-  const bool tiny = a < 1.17549435e-38f;
-  const float x = tiny ? a * 8388608.f : a;
-  const u32 e = (bits(x) - 0x3f2aaaabu) & 0xff800000u;
-  const float f = unbits(bits(x) - e) - 1.f, s = f * f;
-  const float i = fma_((float)(int32)e, 1.19209290e-7f, tiny ? -23.f : 0.f);
-  float r = fma_(-0.130310059f, s, -0.121483512f), t = fma_(0.140869141f, s, 0.139814854f);
+/* log(a) = i log(2) + f + r s, i a whole number and f from -1/3 to 1/3 */
+template <class F> INLINE void log_parts(F a, F& i, F& f, F& r, F& s) {
+  const auto tiny = a < 1.17549435e-38f;
+  const F x = select_(tiny, a * 8388608.f, a);
+  const auto e = (bits(x) - 0x3f2aaaabu) & 0xff800000u;
+  f = unbits(bits(x) - e) - 1.f;
+  s = f * f;
+  i = fma_(as_number(e), 1.19209290e-7f, select_(tiny, -23.f, F{}));
+  F t = fma_(s, 0.140869141f, 0.139814854f);
+  r = fma_(s, -0.130310059f, -0.121483512f);
   r = fma_(r, s, -0.166846126f);
   t = fma_(t, s, 0.200120345f);
   r = fma_(r, s, -0.249996200f);
   r = fma_(t, f, r);
   r = fma_(r, f, 0.333331972f);
   r = fma_(r, f, -0.5f);
+}
+/* the logarithm r of a, or what it is where a is no positive number */
+template <class F> INLINE F log_ends(F a, F r) {
+  const F above = select_(a == 0.f, -__builtin_inff(), select_(a == __builtin_inff(), a, r));
+  return select_(a >= 0.f, above, __builtin_nanf(""));
+}
+template <class F> INLINE F log_of(F a) {
+  F i, f, r, s;
+  log_parts(a, i, f, r, s);
   // i * ln 2 without its last bits, and f, as a sum and what rounding takes from it
-  const float n = i * 0.693145752f, h = n + f;
-  r = h + fma_(i, 1.42860677e-6f, fma_(r, s, f - (h - n)));
-  r = a == __builtin_inff() ? a : r;
-  r = a == 0.f ? -__builtin_inff() : r;
-  return a < 0.f || a != a ? __builtin_nanf("") : r;
+  const F n = i * 0.693145752f, h = n + f;
+  return log_ends(a, h + fma_(i, 1.42860677e-6f, fma_(r, s, f - (h - n))));
 }
-INLINE float log1p_(float x) {
-  const float u = 1.f + x, d = u - 1.f;
-  const float near = log_(u) * (x / (d == 0.f ? 1.f : d));
-  return d == 0.f ? x : u == __builtin_inff() ? u : u == 0.f ? -u - __builtin_inff() : near;
+template <class F> INLINE F log1p_of(F x) {
+  const F u = 1.f + x, d = u - 1.f, near = log_of(u) * (x / select_(d == 0.f, 1.f, d));
+  const F above = select_(u == __builtin_inff(), u, select_(u == 0.f, -u - __builtin_inff(), near));
+  return select_(d == 0.f, x, above);
 }
-INLINE float expm1_(float x) {
-  float r = 1.98412698e-4f;
-  r = fma_(r, x, 1.38888889e-3f);
+template <class F> INLINE F expm1_of(F x) {
+  F r = fma_(x, 1.98412698e-4f, 1.38888889e-3f);
   r = fma_(r, x, 8.33333333e-3f);
   r = fma_(r, x, 4.16666667e-2f);
   r = fma_(r, x, 1.66666667e-1f);
   r = fma_(r, x, 0.5f);
   r = fma_(r * x, x, x);
-  return __builtin_fabsf(x) < 0.4f ? r : exp_(x) - 1.f;
+  return select_(abs_(x) < 0.4f, r, exp_of(x) - 1.f);
 }
+FUNCTION(log) FUNCTION(log1p) FUNCTION(expm1)
 template <class F> INLINE F tanh_of(F a) {
   const F t = abs_(a), s = a * a;
   F r = fma_(s, 1.57394409e-2f, -5.23025580e-2f);
@@ -130,20 +139,25 @@ template <class F> INLINE F erf_of(F a) {
 }
 WOVEN(tanh) WOVEN(sigmoid) WOVEN(erf)
 #if defined __FMA__ || defined VECTORS
-/* sin(x + turns * pi / 2). What is left of x when quarter turns are taken off, d, is within half a quarter, in two
-   floats: the first step is exact. Up to there sine and cosine of d are polynomials; which is the result, and its sign,
-   the number of quarters says */
-template <class F> INLINE F sine_of(F x, u32 turns) {
+/* sine and cosine of what is left of x when quarter turns are taken off, and how many were, plus 254. What is left, d,
+   is within half a quarter, in two floats: the first step is exact. Up to there both are polynomials */
+template <class F> INLINE auto reduced_sine(F x, F& sine, F& cosine) {
   const F t = fma_(x, 0.636619772f, SHIFT), j = t - SHIFT;
   const F first = fma_(j, -1.57079625f, x), more = j * 7.54978942e-8f, d = first - more, s = d * d;
   const F low = fma_(j, -5.39030253e-15f, ((first - d) - more) - fma_(j, 7.54978942e-8f, -more));
   F p = fma_(s, -1.95114568e-4f, 8.33213329e-3f);
   p = fma_(p, s, -1.66666538e-1f);
-  const F sine = d + fma_(p, s * d, low), half = fma_(s, -0.5f, 1.f);
+  const F half = fma_(s, -0.5f, 1.f);
+  sine = d + fma_(p, s * d, low);
   F q = fma_(s, 2.44287858e-5f, -1.3887278e-3f);
   q = fma_(q, s, 4.16666456e-2f);
-  const F cosine = half + fma_(d, -low, fma_(q, s * s, fma_(s, -0.5f, 1.f - half)));
-  const auto quarters = bits(t) + (turns - 254u);
+  cosine = half + fma_(d, -low, fma_(q, s * s, fma_(s, -0.5f, 1.f - half)));
+  return bits(t);
+}
+/* sin(x + turns * pi / 2): which of the two it is, and its sign, the number of quarters says */
+template <class F> INLINE F sine_of(F x, u32 turns) {
+  F sine, cosine;
+  const auto quarters = reduced_sine(x, sine, cosine) + (turns - 254u);
   const F near = select_((quarters & 1u) != 0u, cosine, sine);
   return unbits(bits(near) ^ (quarters << 30 & 0x80000000u));
 }
@@ -151,6 +165,7 @@ template <class F> INLINE F sine_of(F x, u32 turns) {
 INLINE float beyond_(float x, float near, float (*library)(float)) { return abs_(x) > 100000.f ? library(x) : near; }
 static float library_sin(float x) { return __builtin_sinf(x); }
 static float library_cos(float x) { return __builtin_cosf(x); }
+static float library_tan(float x) { return __builtin_tanf(x); }
 template <class F> INLINE F sin_of(F x) { return beyond_(x, select_(x == 0.f, x, sine_of(x, 0)), library_sin); }
 template <class F> INLINE F cos_of(F x) { return beyond_(x, sine_of(x, 1), library_cos); }
 FUNCTION(sin) FUNCTION(cos)
@@ -219,15 +234,16 @@ VECTOR_FUNCTION_2(fmod) VECTOR_FUNCTION_2(mod)
 #define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
 LIBM(exp, exp) LIBM(exp2, exp2) LIBM(expm1, expm1) LIBM(log, log) LIBM(log1p, log1p) LIBM(tanh, tanh) LIBM(erf, erf)
 INLINE double sigmoid_(double x) { return 1. / (1. + __builtin_exp(-x)); }
-#define LIBM2(name, builtin) LIBM(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
+#define LIBM1(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
+#define LIBM2(name, builtin) LIBM(name, builtin) LIBM1(name, builtin)
 #if defined __FMA__ || defined VECTORS
 LIBM(sin, sin) LIBM(cos, cos)
 #else
 LIBM2(sin, sin) LIBM2(cos, cos)
 #endif
-LIBM2(log2, log2) LIBM2(log10, log10) LIBM2(tan, tan)
-LIBM2(erfc, erfc) LIBM2(lgamma, lgamma) LIBM2(asin, asin) LIBM2(acos, acos) LIBM2(sinh, sinh) LIBM2(cosh, cosh)
-LIBM2(asinh, asinh) LIBM2(acosh, acosh) LIBM2(atanh, atanh)
+LIBM(log2, log2) LIBM(log10, log10) LIBM(tan, tan) LIBM(erfc, erfc) LIBM(asin, asin) LIBM(acos, acos) LIBM(sinh, sinh)
+LIBM(cosh, cosh) LIBM(asinh, asinh) LIBM(acosh, acosh) LIBM(atanh, atanh)
+LIBM2(lgamma, lgamma)
 #define LIBM_PAIR(name) \
   INLINE float name##_(float a, float b) { return __builtin_##name##f(a, b); } \
   INLINE double name##_(double a, double b) { return __builtin_##name(a, b); }
@@ -236,7 +252,9 @@ INLINE double pow_(double a, double b) { return __builtin_pow(a, b); }
 #else
 LIBM_PAIR(pow)
 #endif
-LIBM_PAIR(atan2) LIBM_PAIR(hypot) LIBM_PAIR(nextafter)
+INLINE double atan2_(double a, double b) { return __builtin_atan2(a, b); }
+INLINE double hypot_(double a, double b) { return __builtin_hypot(a, b); }
+LIBM_PAIR(nextafter)
 template <class F> INLINE F logaddexp_(F a, F b) {
   const F low = min_(a, b), high = max_(a, b);
   return low == high && low - low != 0 ? high : high + log1p_(exp_(low - high));

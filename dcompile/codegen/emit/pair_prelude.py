@@ -44,6 +44,7 @@ INLINE pair operator-(pair x) { return {-x.even, -x.odd}; }
   INLINE pair_int operator op(pair_int a, pair_int b) { return {a.even op b.even, a.odd op b.odd}; }
 PAIR_LOGIC(&) PAIR_LOGIC(|) PAIR_LOGIC(^)
 #define PAIR_CALL(kind, name, given) INLINE kind name(given x) { return {name(x.even), name(x.odd)}; }
+PAIR_CALL(pair, floor_, pair) PAIR_CALL(pair, ceil_, pair) PAIR_CALL(pair, trunc_, pair) PAIR_CALL(pair, round_, pair)
 PAIR_CALL(pair, abs_, pair) PAIR_CALL(pair, sqrt_, pair) PAIR_CALL(pair, nearest_bfloat16, pair)
 PAIR_CALL(pair, to_bfloat16, pair) PAIR_CALL(pair, to_float32, pair_int) PAIR_CALL(pair_int, not_, pair_int)
 #define PAIR_CALL_2(name) \
@@ -128,6 +129,7 @@ INLINE quad operator-(quad x) { return {-x.one, -x.two}; }
 #define QUAD_LOGIC(op) INLINE quad_int operator op(quad_int a, quad_int b) { return {a.one op b.one, a.two op b.two}; }
 QUAD_LOGIC(&) QUAD_LOGIC(|) QUAD_LOGIC(^)
 #define QUAD_CALL(kind, name, given) INLINE kind name(given x) { return {name(x.one), name(x.two)}; }
+QUAD_CALL(quad, floor_, quad) QUAD_CALL(quad, ceil_, quad) QUAD_CALL(quad, trunc_, quad) QUAD_CALL(quad, round_, quad)
 QUAD_CALL(quad, abs_, quad) QUAD_CALL(quad, sqrt_, quad) QUAD_CALL(quad, nearest_bfloat16, quad)
 QUAD_CALL(quad, to_bfloat16, quad) QUAD_CALL(quad, to_float32, quad_int) QUAD_CALL(quad_int, not_, quad_int)
 #define QUAD_CALL_2(name) \

@@ -11,6 +11,7 @@ bfloat16 and float16 live in registers as the float of the same value: `to_bfloa
 
 from __future__ import annotations
 
+from dcompile.codegen.emit.arcs import ARCS
 from dcompile.codegen.emit.functions import FUNCTIONS
 from dcompile.codegen.emit.wide_prelude import WIDE
 
@@ -35,6 +36,11 @@ extern "C" int64 run_calls(const Call* calls, int64 count, const int64* const* a
 
 INLINE u32 bits(float x) { u32 u; __builtin_memcpy(&u, &x, 4); return u; }
 INLINE float unbits(u32 u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+/* one of two floats, without the branch that g++ makes of it where it has no vectors: a scatter took twice as long */
+INLINE float picked(bool mask, float a, float b) {
+  const u32 all = 0u - u32(mask);
+  return unbits((bits(a) & all) | (bits(b) & ~all));
+}
 #ifdef __FMA__
 INLINE float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
@@ -265,4 +271,4 @@ INLINE int32 philox_(int64 key, int64 position, int64 draw) {
 }
 """
 
-PRELUDE = _BASE + WIDE + FUNCTIONS
+PRELUDE = _BASE + WIDE + FUNCTIONS + ARCS

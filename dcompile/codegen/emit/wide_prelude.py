@@ -36,6 +36,8 @@ INLINE wide scale_(wide r, wide t, wide) {
 }
 INLINE wide scale_down_(wide r, wide t) { return scale_(r, t, r); }
 INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps512_mask(x, x, u16(-1), 4); }
+#define ROUNDED(name, how) \
+  INLINE wide name(wide x) { return __builtin_ia32_rndscaleps_mask(x, how, x, u16(-1), 4); }
 INLINE wide lesser(wide a, wide b) { return __builtin_ia32_minps512_mask(a, b, a, u16(-1), 4); }
 INLINE wide greater(wide a, wide b) { return __builtin_ia32_maxps512_mask(a, b, a, u16(-1), 4); }
 INLINE wide_int places(int32 first) { return first + wide_int{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -98,6 +100,7 @@ INLINE wide scale_(wide r, wide t, wide x) {
 }
 INLINE wide scale_down_(wide r, wide t) { return r * unbits((bits(t) << 23) - bits(0x1p-64f)) * 0x1p-64f; }
 INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps256(x); }
+#define ROUNDED(name, how) INLINE wide name(wide x) { return __builtin_ia32_roundps256(x, how); }
 INLINE wide lesser(wide a, wide b) { return __builtin_ia32_minps256(a, b); }
 INLINE wide greater(wide a, wide b) { return __builtin_ia32_maxps256(a, b); }
 INLINE wide_int places(int32 first) { return first + wide_int{0, 1, 2, 3, 4, 5, 6, 7}; }
@@ -144,6 +147,7 @@ _BOTH = r"""
 #ifdef VECTORS
 INLINE wide widen(float x) { return x - wide{}; }
 INLINE wide widen(wide x) { return x; }
+ROUNDED(floor_, 9) ROUNDED(ceil_, 10) ROUNDED(trunc_, 11) ROUNDED(round_, 8)
 template <class A, class B, class C> INLINE wide fma_(A a, B b, C c) { return fused(widen(a), widen(b), widen(c)); }
 INLINE wide abs_(wide x) { return unbits(bits(x) & 0x7fffffffu); }
 INLINE wide copysign_(wide x, wide sign) { return unbits((bits(x) & 0x7fffffffu) | (bits(sign) & 0x80000000u)); }

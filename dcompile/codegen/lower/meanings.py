@@ -68,7 +68,7 @@ def floor_divide(body: Body, a: Ref, b: Ref) -> Ref:
     off = body.apply(
         "and",
         body.apply("ne", remainder, zero),
-        body.apply("ne", body.apply("lt", b, zero), body.apply("lt", remainder, zero)),
+        body.apply("xor", body.apply("lt", b, zero), body.apply("lt", remainder, zero)),
     )
     quotient = body.apply("where", off, body.apply("sub", quotient, one), quotient)
     floor = body.apply("floor", quotient)

@@ -121,7 +121,7 @@ def make_nest(loop: Loop) -> Nest:
     nest = flattened(loop)
     if not nest.elements:
         return _pointwise(list(nest.rows), nest.body, nest.stores)
-    if nest.rows and any(isinstance(value, (Reduce, Scan)) for value in nest.body):
+    if nest.rows:
         slow, fast = nest.rows[-1], nest.elements[-1]
         names = nest.element_names
         often = [(index, weight) for index, weight in accesses(nest.body, nest.stores) if index.variables & names]
@@ -162,6 +162,11 @@ def accesses(body: tuple[Value, ...], stores: tuple[Store, ...]) -> list[tuple[I
     return loads + [(store.index, 3) for store in stores]
 
 
+def store_refs(store: Store) -> list[Ref]:
+    """The values that a store takes: what it stores, and those that say where."""
+    return [store.value, *(int(name[1:]) for name in store.index.variables if name[0] == "v")]
+
+
 def may_exceed(size: Size, limit: int) -> bool:
     """Is a size above the limit, or not known to be below it?"""
     return not isinstance(size, int) or size > limit
@@ -179,8 +184,8 @@ def unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
 
 
 def _near(name: str, accesses: list[tuple[Index, int]]) -> int:
-    """Also counts what neighbours share: numbers for each channel must not outvote an image."""
-    return sum(weight for index, weight in accesses if stride(index, name) in (0, 1))
+    """Also what is read backwards, and what neighbours share: numbers for each channel must not outvote an image."""
+    return sum(weight for index, weight in accesses if stride(index, name) in (-1, 0, 1))
 
 
 def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> set[int]:

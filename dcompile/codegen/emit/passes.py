@@ -6,11 +6,11 @@ import math
 
 from dcompile.codegen.emit.lanes import Lanes
 from dcompile.codegen.emit.narrow import count_in_int32
-from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
+from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed, store_refs
 from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
-from dcompile.codegen.emit.statements import BEFORE, LOCAL, store_refs
+from dcompile.codegen.emit.statements import BEFORE, LOCAL
 from dcompile.codegen.emit.wide import AHEAD_BYTES
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute, var

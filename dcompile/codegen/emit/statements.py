@@ -7,13 +7,13 @@ from math import isnan
 
 from dcompile.codegen.emit.columns import collects_in_place
 from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_shorten
-from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
+from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed, store_refs
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
 from dcompile.codegen.emit.tables import find_tables
 from dcompile.codegen.emit.tiles import Turned, find_turned
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
-from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
+from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Value
 from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
 
 PARALLEL_WORK = 32768
@@ -296,10 +296,19 @@ class Statements:
                 return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
             case Apply("where", (mask, arg, other), _) if self._is_zero_anyway(mask, arg, other):
                 return self.name(arg)
+            case Apply("where", (mask, *args), "float32") if self.levels.element[mask] and any(map(self._jumps, args)):
+                return f"picked({self.name(mask)}, {', '.join(map(self.name, args))})"
             case Apply(op, args, dtype):
                 return self.apply(op, args, dtype)
             case Reduce() | Scan():
                 raise AssertionError("a reduction or a scan has no expression of its own")
+
+    def _jumps(self, ref: Ref) -> bool:
+        """Is this read where a value of the element says? No loop with such a load is vectorised."""
+        value = self.nest.body[ref]
+        if isinstance(value, Apply) and value.op == "cast":
+            return self._jumps(value.args[0])
+        return isinstance(value, Load) and not all(map(self._is_fixed_in_row, runtime_refs(value.index)))
 
     def _is_zero_anyway(self, mask: Ref, arg: Ref, other: Ref) -> bool:
         """Does a masked load give the zero that is to be taken where its mask is false?"""
@@ -389,7 +398,3 @@ class Statements:
             self.line(f"{s} = {value} {'>' if how == 'max' else '<'} {s} ? {value} : {s};")
         else:
             self.line(f"{s} {how}= {value};")
-
-
-def store_refs(store: Store) -> list[Ref]:
-    return [store.value, *(int(name[1:]) for name in store.index.variables if name[0] == "v")]

@@ -8,17 +8,18 @@ place fetches its value. So the result is the same however many threads there ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name
-from dcompile.codegen.lower.indexing import IndexedSpace, checked, every_place, indexed_space, position
+from dcompile.codegen.lower.indexing import IndexedSpace, checked, every_place, indexed_space, places
 from dcompile.codegen.lower.indices import Shape, contiguous, ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.rule import Result, Rule, opmath
-from dcompile.codegen.lower.tensor import T, broadcast, computed, constant, fresh, from_view
+from dcompile.codegen.lower.tensor import T, broadcast, computed, constant, constant_of, fresh, from_view
 from dcompile.codegen.lower.views import reshape
 from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
 from dcompile.ir.nodes import Ref, Store
@@ -118,23 +119,26 @@ def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
         return tuple(there[dim] for dim in space.found)
 
     shape = tuple(x.shape[dim] for dim in space.found)
-    strides = contiguous(common)
+    strides, count = contiguous(common), size_product(common)
+    kind = "int32" if isinstance(count, int) and count < 2**31 else "int64"  # half of what is read and written
     last = collected(
         low,
         shape,
-        "int64",
+        kind,
         "max",
         every_place(common, place),
-        lambda body, coords: body.index(flatten(coords, strides)),
+        lambda body, coords: body.cast(body.index(flatten(coords, strides)), kind),
     )
     compute = opmath(x.dtype)
 
     def at(body: Body, coords: Coords) -> Ref:
         number = body.trace(last, tuple(coords[dim] for dim in space.found))
-        hit = body.apply("ge", number, body.const(0, "int64"))
-        where = body.as_index(body.apply("max", number, body.const(0, "int64")), size_product(common))
+        hit = body.apply("ge", number, body.const(0, kind))
+        found = body.cast(body.apply("max", number, body.const(0, kind)), "int64")
+        where = body.as_index(found, count)
         others = tuple(coord for dim, coord in enumerate(coords) if dim not in space.found)
-        with body.masked(hit):
+        # the first value is there to be read wherever none falls: a branch that nobody foresees costs a CPU more
+        with nullcontext() if ordered(low) else body.masked(hit):
             middle = unflatten(where, common, body.ranges)
             new = body.trace(source, (*others[:start], *middle, *others[start:]))
         chosen = body.cast(to_dtype(body, new, x.dtype), compute)
@@ -154,6 +158,8 @@ def _reduced(low: Lowering, x: T, space: IndexedSpace, source: T, how: str, incl
         return body.cast(to_dtype(body, body.trace(source, coords), dtype), compute)
 
     total = collected(low, x.shape, compute, mode, space, value)
+    if mode == "sum" and how != "mean" and compute == dtype and include_self and constant_of(x) == 0:
+        return total  # what is collected begins at zero, which no sum turns into -0.0
     count = None
     if how == "mean" or not include_self:
         count = collected(low, x.shape, "int64", "sum", space, lambda body, _: body.const(1, "int64"))
@@ -187,10 +193,10 @@ def _lines(low: Lowering, x: T, dim: int, index: T) -> tuple[T, int, T, IndexedS
     dim %= len(x.shape)
     if 0 in index.shape or 0 in x.shape:
         return x, dim, index, None
-    seen, size = checked(low, index, x.shape[dim], wrap=False), x.shape[dim]
+    seen = places(low, index, x.shape[dim], wrap=False)
 
     def place(body: Body, coords: Coords) -> Coords:
-        return (*coords[:dim], position(body, seen, coords, size, wrap=False), *coords[dim + 1 :])
+        return (*coords[:dim], seen.at(body, coords), *coords[dim + 1 :])
 
     return x, dim, index, every_place(index.shape, place)
 
@@ -275,11 +281,10 @@ def _index_reduce(
     shape = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
     if 0 in shape or 0 in x.shape:
         return fresh(x)
-    seen, size = checked(low, index, x.shape[dim], wrap=False), x.shape[dim]
+    seen = places(low, index, x.shape[dim], wrap=False)
 
     def place(body: Body, coords: Coords) -> Coords:
-        where = position(body, seen, (coords[dim],), size, wrap=False)
-        return (*coords[:dim], where, *coords[dim + 1 :])
+        return (*coords[:dim], seen.at(body, (coords[dim],)), *coords[dim + 1 :])
 
     result = _reduced(low, x, every_place(shape, place), broadcast(source, shape), how, include_self)
     return reshape(result, given)
@@ -307,7 +312,7 @@ def _index_put(
         return rows
     if accumulate and not meets(low, x.dtype, "sum", x.shape, _put(x, indices)):
         return NotImplemented
-    space = indexed_space(low, x, indices)
+    space = indexed_space(low, x, indices, on_the_way=True)
     if 0 in space.shape:
         return fresh(x)
     source = broadcast(values, space.shape)

@@ -179,6 +179,15 @@ def is_within(tensor: T, low: Size, high: Size) -> bool:
     return is_nonnegative(index - low, body.ranges) and is_below(index, high, body.ranges)
 
 
+def constant_of(tensor: T) -> bool | int | float | None:
+    """The number that all elements are, if that is known."""
+    if tensor.loads or 0 in tensor.shape:
+        return None
+    body = Body(ranges_of("i", tensor.shape))
+    value = body.values[body.trace(tensor, variables("i", tensor.shape))]
+    return value.value if isinstance(value, Const) else None
+
+
 def laid_out_as(tensor: T, strides: Shape) -> bool:
     """In memory already, with these strides."""
     if tensor.view is None:

@@ -403,7 +403,9 @@ def test_positions_are_checked_once() -> None:
     (loop,) = program.steps  # by the loop that reads
     assert isinstance(loop, Loop) and [v.op for v in loop.body if isinstance(v, Apply)].count("within") == 1
     program, _ = program_of(lambda x, r: x.scatter(1, r, 0.0), (tensor(5, 6), torch.tensor([[1], [2]])))
-    assert sum(isinstance(step, Extern) for step in program.steps) == 1, "before anything is written"
+    collect, put = program.steps  # by the loop that collects in memory of its own, before anything else is written
+    assert isinstance(collect, Loop) and [v.op for v in collect.body if isinstance(v, Apply)] == ["within"]
+    assert isinstance(put, Loop) and not any(isinstance(v, Apply) and v.op == "within" for v in put.body)
 
 
 def test_positions_outside_of_what_a_mask_leaves_are_not_looked_at() -> None:

@@ -88,7 +88,24 @@ def test_empty() -> None:
     check(lambda g, i: aten.embedding_dense_backward(g, i, 7, -1, False), tensor(0, 3, 5), none)
 
 
-def test_positions_outside_raise() -> None:
-    program, constants = program_of(lambda x, i: x.scatter(0, i, 2.0), (tensor(5, 3), MANY))
-    with pytest.raises(IndexError):
-        run(program, constants, [tensor(5, 3), MANY + 3])
+@pytest.mark.parametrize("reduce", ["", "sum"])
+def test_positions_outside_raise(reduce: str) -> None:
+    def scatter(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return x.scatter_reduce(0, i, x[:3], reduce) if reduce else x.scatter(0, i, 2.0)
+
+    program, constants = program_of(scatter, (tensor(5, 3), MANY))
+    for wrong in (MANY + 3, MANY - 1):
+        with pytest.raises(IndexError):
+            run(program, constants, [tensor(5, 3), wrong])
+
+
+def test_what_is_collected_is_the_sum_where_there_was_zero() -> None:
+    source = tensor(3, 3)
+    source[0] = -0.0
+    for function in (
+        lambda i, s: torch.zeros(5, 3).scatter_add(0, i, s),
+        lambda i, s: aten.index_put(torch.zeros(5, 3), [i[0]], s, True),
+    ):
+        check(function, MANY, source, bitwise=True)
+        program, _ = program_of(function, (MANY, source))
+        assert len(program.steps) == 1

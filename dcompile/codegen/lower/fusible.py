@@ -34,7 +34,7 @@ ONCE = (
     "avg_pool2d", "avg_pool2d_backward", "avg_pool3d", "avg_pool3d_backward", "_adaptive_avg_pool2d",
     "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
     "adaptive_max_pool3d", "adaptive_max_pool3d_backward", "_adaptive_avg_pool2d_backward",
-    "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
+    "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
 )  # fmt: skip
 """Loops that read much more than they write, or write what is not the same shape: values are computed into them, but
 their own results are saved."""

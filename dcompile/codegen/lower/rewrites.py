@@ -27,6 +27,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.tril_indices.default: tril_indices,
         aten.triu_indices.default: triu_indices,
         aten.rrelu_with_noise_functional.default: rrelu,
+        aten.reflection_pad1d_backward.default: reflection_pad_backward,
+        aten.reflection_pad2d_backward.default: reflection_pad_backward,
+        aten.reflection_pad3d_backward.default: reflection_pad_backward,
         aten.replication_pad1d_backward.default: replication_pad_backward,
         aten.replication_pad2d_backward.default: replication_pad_backward,
         aten.replication_pad3d_backward.default: replication_pad_backward,
@@ -123,10 +126,20 @@ def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """What was repeated beyond an edge is added to the edge, one dimension after the other."""
+    """What was repeated beyond an edge is added to the edge."""
+    return _unpadded(grad, x, padding, lambda at, last: at.clamp(0, last))
+
+
+def reflection_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """What was mirrored is added to what it was mirrored from."""
+    return _unpadded(grad, x, padding, lambda at, last: last - (last - at.abs()).abs())
+
+
+def _unpadded(grad: Tensor, x: Tensor, padding: Sequence[int], place: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The sums of what came from each element, one dimension after the other."""
     for n in range(len(padding) // 2):
         dim, before = x.dim() - 1 - n, padding[2 * n]
-        places = (torch.arange(grad.shape[dim], device=grad.device) - before).clamp(0, x.shape[dim] - 1)
+        places = place(torch.arange(grad.shape[dim], device=grad.device) - before, x.shape[dim] - 1)
         total = grad.new_zeros((*grad.shape[:dim], x.shape[dim], *grad.shape[dim + 1 :]))
         grad = total.index_add(dim, places, grad)
     return grad

@@ -49,7 +49,7 @@ def both(body: Body, *conditions: Ref | bool) -> Ref | bool:
     return result
 
 
-def _choose(body: Body, inside: Ref | bool, element: Callable[[], Ref], other: Callable[[], Ref]) -> Ref:
+def either(body: Body, inside: Ref | bool, element: Callable[[], Ref], other: Callable[[], Ref]) -> Ref:
     """`element` where `inside`, touching its memory only there."""
     if isinstance(inside, bool):
         return element() if inside else other()
@@ -58,7 +58,7 @@ def _choose(body: Body, inside: Ref | bool, element: Callable[[], Ref], other: C
     return body.apply("where", inside, chosen, other())
 
 
-def _value(body: Body, tensor: T, coords: Coords, dtype: str) -> Ref:
+def value_of(body: Body, tensor: T, coords: Coords, dtype: str) -> Ref:
     return body.cast(to_dtype(body, body.trace(tensor, coords), dtype), opmath(dtype))
 
 
@@ -81,7 +81,7 @@ def cat(pieces: Sequence[T], dim: int, shape: Shape, dtype: str) -> Result:
         piece, start, at = pieces[number], starts[number], coords[dim]
 
         def element() -> Ref:
-            return _value(body, piece, (*coords[:dim], at - start, *coords[dim + 1 :]), dtype)
+            return value_of(body, piece, (*coords[:dim], at - start, *coords[dim + 1 :]), dtype)
 
         def later() -> Ref:
             if number + 1 == len(pieces):
@@ -94,7 +94,7 @@ def cat(pieces: Sequence[T], dim: int, shape: Shape, dtype: str) -> Result:
 
         if number + 1 == len(pieces):
             return element()
-        return _choose(body, below(body, at, as_size(start + piece.shape[dim])), element, later)
+        return either(body, below(body, at, as_size(start + piece.shape[dim])), element, later)
 
     return computed(
         shape,
@@ -123,7 +123,7 @@ def _pad(low: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[Size], fill:
         moved = tuple(c - before.get(d, 0) for d, c in enumerate(coords))
         limits = [(moved[d], x.shape[d]) for d in before]
         inside = both(body, *(c for m, size in limits for c in (not_below(body, m, 0), below(body, m, size))))
-        chosen = _choose(body, inside, lambda: _value(body, x, moved, dtype), lambda: body.const(fill, opmath(dtype)))
+        chosen = either(body, inside, lambda: value_of(body, x, moved, dtype), lambda: body.const(fill, opmath(dtype)))
         return to_dtype(body, chosen, dtype)
 
     return computed(shape, dtype, at, (x,), ops=2)
@@ -160,8 +160,8 @@ def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count
             on = body.apply("eq", body.index(modulo(moved, step, body.ranges)), body.const(0, "int64"))
             inside = both(body, inside, on)
         place = (*coords[:dim], floordiv(moved, step, body.ranges), *coords[dim + 1 :])
-        chosen = _choose(
-            body, inside, lambda: _value(body, source, place, dtype), lambda: _value(body, x, coords, dtype)
+        chosen = either(
+            body, inside, lambda: value_of(body, source, place, dtype), lambda: value_of(body, x, coords, dtype)
         )
         return to_dtype(body, chosen, dtype)
 
@@ -200,8 +200,8 @@ def _diagonal_scatter(
         inside = body.apply("eq", body.index(along), body.index(coords[column] - max(offset, 0)))
         inside_ = both(body, inside, not_below(body, along, 0), below(body, along, source.shape[-1]))
         place = (*(coords[d] for d in others), along)
-        chosen = _choose(
-            body, inside_, lambda: _value(body, source, place, dtype), lambda: _value(body, x, coords, dtype)
+        chosen = either(
+            body, inside_, lambda: value_of(body, source, place, dtype), lambda: value_of(body, x, coords, dtype)
         )
         return to_dtype(body, chosen, dtype)
 
@@ -218,7 +218,7 @@ def _triangle(keep_below: bool) -> Callable[..., T]:
             row, column = body.index(coords[-2] + as_index(diagonal)), body.index(coords[-1])
             inside = body.apply("le", column, row) if keep_below else body.apply("ge", column, row)
             other = body.const(0, opmath(dtype))
-            return to_dtype(body, body.apply("where", inside, _value(body, x, coords, dtype), other), dtype)
+            return to_dtype(body, body.apply("where", inside, value_of(body, x, coords, dtype), other), dtype)
 
         return computed(x.shape, dtype, at, (x,), ops=2)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from dcompile.codegen.schedule.dependences import edges
 from dcompile.codegen.schedule.merge import merge, without
 from dcompile.codegen.schedule.space import canonical
+from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
 
@@ -32,7 +33,7 @@ def fuse(program: Program) -> Program:
             first, second = graph.steps[a], graph.steps[b]
             assert isinstance(first, Loop) and isinstance(second, Loop)
             merged = merge(first, second)
-            if merged is not None:
+            if merged is not None and not graph.ends_takeover(a, b, merged):
                 new = graph.replace_pair(a, b, merged)
                 for other in graph.neighbours(new):
                     for entry in graph.entry(*graph.in_order(new, other)):
@@ -75,6 +76,7 @@ class _Graph:
         self.living = list(self.steps)
         """What each original step is a part of by now."""
         self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
+        self.table, self.donated = program.table, frozenset(program.donated)
         self.devices = {buffer.name: buffer.device for buffer in program.buffers}
         self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
@@ -147,6 +149,30 @@ class _Graph:
         if self.before[a] & self.members[b]:
             return False
         return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
+
+    def ends_takeover(self, a: int, b: int, merged: Loop) -> bool:
+        """Whether a result could no longer lie over what is read for the last time, of more bytes than merging saves.
+
+        The gradient of a Llama's logits lies over the logits, 0.5 GiB, unless the loop also counts how often each token
+        is there, which spares one look at the tokens.
+        """
+        if self.writes[a] & self.reads[b]:
+            return False
+        saved, before = self._saved(a, b), self.before[a] | self.before[b]
+        handed = sum(self._handed_on(self.steps[n], {n}, self.before[n], saved) for n in (a, b))
+        return handed > 0 and handed - self._handed_on(merged, {a, b}, before, saved) > saved
+
+    def _handed_on(self, step: Step, numbers: set[int], before: int, least: int) -> int:
+        """Bytes of buffers, more than so many each, that a step reads for the last time and may write results over."""
+        total, heirs = 0, sorted(name for name in step.writes if self.nbytes[name] > least)
+        for name in sorted(step.reads) if heirs else ():
+            others = (self.touching[name] & self.alive) - numbers
+            lasts = (name not in self.kept or name in self.donated) and all(before & self.members[n] for n in others)
+            heir = next((new for new in heirs if lasts and takes_over(step, self.table[name], self.table[new])), None)
+            if heir is not None:
+                heirs.remove(heir)
+                total += self.nbytes[name]
+        return total
 
     def replace_pair(self, a: int, b: int, merged: Loop) -> int:
         """Put the merged loop in place of both; returns its number."""

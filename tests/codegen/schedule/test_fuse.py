@@ -354,6 +354,24 @@ def test_brief_kernels_that_read_the_same_start_together_on_a_gpu(device, count)
         np.testing.assert_array_equal(want, got)
 
 
+@pytest.mark.parametrize(("donated", "later", "count"), [(("x",), False, 2), ((), False, 1), (("x",), True, 1)])
+def test_memory_that_a_result_may_take_over_is_worth_more_than_a_start(donated, later, count):
+    """As logits and their gradient: a sum added up beside would keep both alive. An input that stays is no loss."""
+    rows = at(i0, j0, shape=(D, R))
+    body = (Load("x", rows, F), Load("r", i0, F), Apply("mul", (0, 1), F))
+    scale = Loop("scale", (D,), (R,), body, (Store("y", rows, 2),))
+    total = Loop("total", (D,), (), (Load("r", i0, F),), (Store("s", at(shape=()), 0, "add"),))
+    reader = Extern("aten.clone.default", (whole("x", D, R),), (), ("z",), "fresh")
+    buffers = [buffer("x", D, R), buffer("r", D), buffer("s"), buffer("y", D, R), buffer("z", D, R)]
+    outputs = (whole("s"), whole("y", D, R), *[whole("z", D, R)] * later)
+    program = Program(
+        "p", ("x", "r"), outputs, tuple(replace(b, device="cuda") for b in buffers[: None if later else 4]),
+        (scale, total, *[reader] * later), donated=donated,
+    )  # fmt: skip
+    fused = fuse(program)
+    assert len(loops(fused)) == count
+
+
 def test_random_programs_as_on_a_gpu_keep_every_value():
     for seed in range(200, 240):
         program, inputs = random_program(seed, 10)

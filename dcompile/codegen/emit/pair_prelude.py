@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 _PAIRS = r"""
 #ifdef NO_PAIRS
 #define PAIR_FUNCTION(name)
@@ -32,6 +34,9 @@ INLINE pair_int match_pair(int32 first, int32 place) {
   const wide_int even = places(0) * 2 + first;
   return __builtin_expect(u32(place) - u32(first) < PAIR, 0) ? pair_int{even == place, even + 1 == place} : pair_int{};
 }
+"""
+
+_EACH = r"""
 #define PAIR_OPERATOR(kind, op) \
   INLINE kind operator op(pair a, pair b) { return {a.even op b.even, a.odd op b.odd}; } \
   INLINE kind operator op(pair a, float b) { return {a.even op b, a.odd op b}; } \
@@ -61,6 +66,10 @@ template <class A, class B> INLINE pair select_(pair_int mask, A a, B b) {
 INLINE pair select_(bool mask, pair a, pair b) { return mask ? a : b; }
 INLINE pair select_(bool mask, pair a, float b) { return mask ? a : both(b); }
 INLINE pair select_(bool mask, float a, pair b) { return mask ? both(a) : b; }
+"""
+"""Operations on one half and then on the other."""
+
+_MORE = r"""
 #define PAIR_FUNCTION(name) PAIR_CALL(pair, name##_, pair)
 #define PAIR_FUNCTION_2(name) PAIR_CALL_2(name##_)
 PAIR_CALL(pair, to_float16, pair)
@@ -118,35 +127,13 @@ INLINE void stream_quad(u16* to, quad x) { stream_pair(to, x.one); stream_pair(t
 INLINE quad_int match_quad(int32 first, int32 place) {
   return {match_pair(first, place), match_pair(first + PAIR, place)};
 }
-#define QUAD_OPERATOR(kind, op) \
-  INLINE kind operator op(quad a, quad b) { return {a.one op b.one, a.two op b.two}; } \
-  INLINE kind operator op(quad a, float b) { return {a.one op b, a.two op b}; } \
-  INLINE kind operator op(float a, quad b) { return {a op b.one, a op b.two}; }
-QUAD_OPERATOR(quad, +) QUAD_OPERATOR(quad, -) QUAD_OPERATOR(quad, *) QUAD_OPERATOR(quad, /)
-QUAD_OPERATOR(quad_int, ==) QUAD_OPERATOR(quad_int, !=) QUAD_OPERATOR(quad_int, <) QUAD_OPERATOR(quad_int, <=)
-QUAD_OPERATOR(quad_int, >) QUAD_OPERATOR(quad_int, >=)
-INLINE quad operator-(quad x) { return {-x.one, -x.two}; }
-#define QUAD_LOGIC(op) INLINE quad_int operator op(quad_int a, quad_int b) { return {a.one op b.one, a.two op b.two}; }
-QUAD_LOGIC(&) QUAD_LOGIC(|) QUAD_LOGIC(^)
-#define QUAD_CALL(kind, name, given) INLINE kind name(given x) { return {name(x.one), name(x.two)}; }
-QUAD_CALL(quad, floor_, quad) QUAD_CALL(quad, ceil_, quad) QUAD_CALL(quad, trunc_, quad) QUAD_CALL(quad, round_, quad)
-QUAD_CALL(quad, abs_, quad) QUAD_CALL(quad, sqrt_, quad) QUAD_CALL(quad, nearest_bfloat16, quad)
-QUAD_CALL(quad, to_bfloat16, quad) QUAD_CALL(quad, to_float32, quad_int) QUAD_CALL(quad_int, not_, quad_int)
-#define QUAD_CALL_2(name) \
-  INLINE quad name(quad a, quad b) { return {name(a.one, b.one), name(a.two, b.two)}; } \
-  INLINE quad name(quad a, float b) { return {name(a.one, b), name(a.two, b)}; } \
-  INLINE quad name(float a, quad b) { return {name(a, b.one), name(a, b.two)}; }
-QUAD_CALL_2(min_) QUAD_CALL_2(max_)
-INLINE quad min_number_(quad a, float b) { return {min_number_(a.one, b), min_number_(a.two, b)}; }
-INLINE quad max_number_(quad a, float b) { return {max_number_(a.one, b), max_number_(a.two, b)}; }
-template <class A, class B> INLINE quad select_(quad_int mask, A a, B b) {
-  const quad x = twice(a), y = twice(b);
-  return {select_(mask.one, x.one, y.one), select_(mask.two, x.two, y.two)};
-}
-INLINE quad select_(bool mask, quad a, quad b) { return mask ? a : b; }
-INLINE quad select_(bool mask, quad a, float b) { return mask ? a : twice(b); }
-INLINE quad select_(bool mask, float a, quad b) { return mask ? twice(a) : b; }
-#endif
 """
 
-PAIRS = _PAIRS + _QUADS
+
+def _of_quads(pairs: str) -> str:
+    """What is defined of pairs, of quads."""
+    words = ("PAIR", "QUAD"), ("pair", "quad"), (".even", ".one"), (".odd", ".two"), ("both(", "twice(")
+    return functools.reduce(lambda text, word: text.replace(*word), words, pairs)
+
+
+PAIRS = _PAIRS + _EACH + _MORE + _QUADS + _of_quads(_EACH) + "#endif\n"

@@ -257,11 +257,8 @@ class Replayed:
             return None
         alive = self._tree.alive()
         taken = {memory.address: memory for memory in alive}
-        fixed = [
-            i
-            for i, a in enumerate(args)
-            if isinstance(a, torch.Tensor) and (_stays(a, taken) or settling.stays(i, args))
-        ]
+        staying = settling.staying(args)
+        fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and (i in staying or _stays(a, taken))]
         slots = self._slots(args, frozenset(fixed))
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         try:

@@ -7,7 +7,7 @@ an H200.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from dcompile.runtime.recording import Slot
@@ -44,10 +44,10 @@ class Settling:
             self.still = self._seen
         return bool(self.still)
 
-    def stays(self, position: int, args: Sequence[Any]) -> bool:
-        """Whether a recording of these inputs may count on this one."""
+    def staying(self, args: Sequence[Any]) -> Collection[int]:
+        """Positions of those of these inputs that a recording may count on."""
         moved = {known for known, address in self.still.items() if args[known].data_ptr() != address}
         if moved:  # the guess was wrong: copied from now on, at the second time with all the others
             self.still = {} if self._wrong else {k: a for k, a in self.still.items() if k not in moved}
             self._wrong = True
-        return position in self.still
+        return self.still.keys()

@@ -15,7 +15,6 @@ _PAIRS = r"""
 /* what lies in memory as bfloat16, as many as fill a vector there: elements of even and of odd places are vectors of
    their own, which takes an instruction each, where neighbours are moved apart and together again */
 #define PAIR (2 * WIDTH)
-#define PAIR_WAYS 2
 struct pair { wide even, odd; };
 struct pair_int { wide_int even, odd; };
 INLINE pair both(float x) { return {widen(x), widen(x)}; }

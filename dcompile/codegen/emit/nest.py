@@ -162,11 +162,6 @@ def accesses(body: tuple[Value, ...], stores: tuple[Store, ...]) -> list[tuple[I
     return loads + [(store.index, 3) for store in stores]
 
 
-def store_refs(store: Store) -> list[Ref]:
-    """The values that a store takes: what it stores, and those that say where."""
-    return [store.value, *(int(name[1:]) for name in store.index.variables if name[0] == "v")]
-
-
 def may_exceed(size: Size, limit: int) -> bool:
     """Is a size above the limit, or not known to be below it?"""
     return not isinstance(size, int) or size > limit

@@ -6,13 +6,13 @@ import math
 
 from dcompile.codegen.emit.lanes import Lanes
 from dcompile.codegen.emit.narrow import count_in_int32
-from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed, store_refs
+from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
 from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import BEFORE, LOCAL
 from dcompile.codegen.emit.wide import AHEAD_BYTES
-from dcompile.ir.analysis import operands
+from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref, Scan
 from dcompile.ir.ops import REDUCTIONS
@@ -71,7 +71,7 @@ class Passes(Lanes):
             self.line(f"alignas(64) {c_type(body[ref].dtype)} l{self.number(ref)}[{LANES}];")
         self._open_lane(simd=all(self._simd(n, lane.name) for n in stores))
         used = {ref for value in here for ref in operands(body[value])} | {
-            r for n in stores for r in store_refs(self.nest.stores[n])
+            r for n in stores for r in store_operands(self.nest.stores[n])
         }
         self._fetch(used - set(here))
         for ref in here:

@@ -7,11 +7,11 @@ from math import isnan
 
 from dcompile.codegen.emit.columns import collects_in_place
 from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_shorten
-from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed, store_refs
+from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
 from dcompile.codegen.emit.tables import find_tables
 from dcompile.codegen.emit.tiles import Turned, find_turned
-from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Value
 from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
@@ -103,7 +103,7 @@ class Statements:
     def _targets(self, number: int) -> list[Ref]:
         """The values that a pass needs for its reductions and stores."""
         reduces, stores = self._roots(number)
-        uses = [ref for n in stores for ref in store_refs(self.nest.stores[n])]
+        uses = [ref for n in stores for ref in store_operands(self.nest.stores[n])]
         return [self._reduce(ref).arg for ref in reduces] + uses
 
     def _plan_kept(self) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from benchmarks.common import worst_of
+from dcompile import compat
 from dcompile.capture.entry import find_model
 from tests.distributed import models
 from tests.distributed.models import batch, loss_of
@@ -579,6 +580,21 @@ def hangs() -> None:
 
     while dist.get_rank() == 1:
         time.sleep(1)
+
+
+def dies_while_it_writes_to_the_store() -> bool:
+    """For the harness's own test, too: rank 1 is cut off in the middle of what rank 0 is not to wait for."""
+    import os
+    import threading
+    import time
+
+    store, text = compat.groups.group_store(dist.group.WORLD), "x" * (32 << 20)
+    if dist.get_rank() == 1:
+        threading.Timer(0.1, os._exit, (1,)).start()
+        while True:
+            store.set("large", text)
+    time.sleep(0.3)
+    return bool(store.check(["never written"]))
 
 
 def sync_norm(options: dict[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:

@@ -19,8 +19,12 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+
 from tests import nursery
 
+HOST = "127.0.0.1"
 START_S = 120
 """Longest time a pair may take to start, on a busy machine."""
 GROUP_TIMEOUT_S = 60
@@ -41,7 +45,7 @@ class RanksFailed(AssertionError):
     """A case raised on some rank, or did not end in time; the message has every rank's traceback."""
 
 
-def _serve(rank: int, world: int, folder: str, backend: str, environment: dict[str, str], pipe: Any) -> None:
+def _serve(rank: int, world: int, folder: str, port: int, backend: str, environment: dict[str, str], pipe: Any) -> None:
     """A rank's process: run cases as they are named, until told to stop."""
     nursery.born(environment)
     stacks = open(Path(folder) / f"stacks{rank}", "w")  # noqa: SIM115  open for the process's life
@@ -50,11 +54,9 @@ def _serve(rank: int, world: int, folder: str, backend: str, environment: dict[s
     if os.environ.get("DCOMPILE_TEST_DOUBLE"):
         del os.environ["DCOMPILE_TEST_DOUBLE"]
         importlib.import_module("tests.capture.double").install()
-    import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), world)
+    store = dist.TCPStore(HOST, port)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -89,6 +91,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder = ""
+        self._store: Any = None
 
     def run(self, case: str, deadline_s: float = 120, /, **keywords: Any) -> list[Any]:
         """Value of `module:function` on each rank. RanksFailed if any raised."""
@@ -113,9 +116,12 @@ class Ranks:
         context = nursery.context()
         self._folder = tempfile.mkdtemp(prefix="ranks")
         environment = {**os.environ, **self._environment}
+        # Kept by this process, as torchrun does it, whichever ranks end. Not in a file: where a rank ends while one of
+        # its threads writes, the others read half an entry for ever (FileStore of torch 2.13, a hang in a run of CI)
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
             here, there = context.Pipe()
-            arguments = (rank, self.world, self._folder, self._backend, environment, there)
+            arguments = (rank, self.world, self._folder, self._store.port, self._backend, environment, there)
             process: Any = context.Process(target=_serve, args=arguments, daemon=True)
             with nursery.starting():
                 process.start()
@@ -162,4 +168,4 @@ class Ranks:
                 process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None

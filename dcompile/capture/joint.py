@@ -220,20 +220,31 @@ def add_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any)
 
 
 def mark_donated(forward: Any, backward: Any, num_fwd_outputs: int) -> None:
-    """Note at the backward's inputs which of them are its own: saved tensors whose memory nobody outside sees.
+    """Note at the backward's inputs which of them may be its own: saved tensors whose memory nobody outside may see.
 
-    That is what shares storage neither with inputs and results of the forward, nor with another saved tensor. Hooks and
-    retained graphs may still hold it, which shows in each call.
+    That is what shares storage neither with inputs of the forward nor with another saved tensor. Hooks and retained
+    graphs may still hold it, and whoever called the model its results, which shows in each call: a training step often
+    uses the loss alone, and then the gradient of the logits lies where the logits were.
     """
     *_, output = forward.graph.nodes
     results, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
-    outside = {*map(_memory, forward.graph.find_nodes(op="placeholder")), *map(_memory, results)}
+    outside = {*map(_memory, forward.graph.find_nodes(op="placeholder"))}
+    outside |= {_memory(node) for node in results if not _may_be_lent(node)}
     counts = Counter(map(_memory, saved))
     own = {node.name for node in saved if isinstance(node, torch.fx.Node) and counts[_memory(node)] == 1}
     own -= {node.name for node in saved if _memory(node) is None or _memory(node) in outside}
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in own:
             node.meta[DONATED] = True
+
+
+def _may_be_lent(result: Any) -> bool:
+    """Whether a backward is planned as if nobody held this result any longer.
+
+    On GPUs what takes it over is as large. On CPUs something small may, which would cost the whole where it is held.
+    """
+    value = result.meta.get("val") if isinstance(result, torch.fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def donated_positions(backward: Any) -> tuple[int, ...]:

@@ -98,6 +98,6 @@ def over(
     return empty.set_(memory.untyped_storage(), start // empty.itemsize, shape, strides)
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides elsewhere."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for the same shape and strides, gaps and all, where `torch.empty_like` would close them."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -15,7 +15,7 @@ from dcompile.collectives.params import AnySource
 from dcompile.compat.tensors import is_only_reference
 from dcompile.ir.geometry import Geometry
 from dcompile.runtime import checks, gpu
-from dcompile.runtime.arena import Arena, Fresh, Recycled, copied, over
+from dcompile.runtime.arena import Arena, Fresh, Recycled, like, over
 from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.calls import Calls
 from dcompile.runtime.libraries import kernel, library
@@ -167,9 +167,7 @@ class Run:
         given = [*args]
         for place, arg in enumerate(given):
             if isinstance(arg, torch.Tensor) and arg.is_cuda and arg.data_ptr() % 16:
-                args[place] = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device).copy_(
-                    arg
-                )
+                args[place] = like(arg).copy_(arg)
         copies = {place: args[place] for place in written if args[place] is not given[place]}
         results = call(args, buckets, sync)
         for place, copy in copies.items():
@@ -187,11 +185,11 @@ class Run:
 
     @staticmethod
     def inherit(tensor: torch.Tensor) -> torch.Tensor:
-        """Memory that may be overwritten, with the contents of `tensor`: its own, if only the caller's variable has it.
+        """Memory like `tensor`'s that may be overwritten: its own, if only the caller has it, or as much anew.
 
         A graph that is retained, a hook, or whoever else refers to the tensor must never see another one's values.
         """
-        return tensor if is_only_reference(tensor) else copied(tensor)
+        return tensor if is_only_reference(tensor) else like(tensor)
 
     @staticmethod
     def within(

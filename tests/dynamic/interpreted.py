@@ -22,7 +22,7 @@ from dcompile.codegen.emit.triton import ALIGNED
 from dcompile.codegen.emit.triton_spelling import POINTERS
 from dcompile.compiler import CachingCompiler
 from dcompile.runtime import gpu, workspaces
-from dcompile.runtime.arena import copied
+from dcompile.runtime.arena import like
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
 from tests.codegen.emit.interpreted import _module
@@ -41,7 +41,7 @@ class Interpreting(workspaces.Run):
     @staticmethod
     def realigned(call, args, written, buckets, sync):
         assert not written, "no program here overwrites what it is given"
-        return call([copied(a) if isinstance(a, torch.Tensor) else a for a in args], buckets, sync)
+        return call([like(a).copy_(a) if isinstance(a, torch.Tensor) else a for a in args], buckets, sync)
 
     def launches(self, count, kernels):
         def launch(stream: int, *given: int) -> None:

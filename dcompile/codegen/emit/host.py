@@ -57,7 +57,6 @@ class _Host(Launches):
         super().__init__(program, kernels, late_symbols(program))
         self.recycle, self.chosen = recycle, chosen
         self.calls, self.products = kernels.calls, kernels.products
-        self.inherited: set[str] = set()
         self.last = last_uses(program, self.calls, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
         prepares = bool(loops) or isinstance(program.arena_bytes, Index)
@@ -228,13 +227,12 @@ class _Host(Launches):
         self.lines.append(f"{self.name(name)} = {made}")
 
     def _inherit(self, host: str) -> None:
-        """See that others may lie in a buffer's memory from now on: nobody else must be able to see it."""
+        """See that others may lie in a buffer's memory from now on, or where somebody else can see it, in as much."""
         if self.table[host].storage == "out":
             self._ensure(host)
         elif host not in self.inherited:
             self.inherited.add(host)
-            self.lines.append(f"{self.name(host)} = run.inherit({self.name(host)})")
-            self.pointers.discard(f"_p_{self.name(host)}")  # it may be a copy
+            self.lines.append(f"{self._room(host)} = run.inherit({self.name(host)})")
 
     def _loop(self, loop: Loop, kernel: KernelSource) -> None:
         for name in sorted(loop.writes):

@@ -46,8 +46,9 @@ class Launches(Values):
         """Release tensors after their last use, so that their memory can be used again."""
         kept = self.outputs | self.late  # a size that a call has told is used under its own name to the end
         held = [b for b in buffers if b in self.allocated and b not in kept and b in self.table]
-        if held:
-            self.lines.append(f"del {', '.join(map(self.name, held))}")
+        names = [*map(self.name, held), *(self._room(b) for b in held if b in self.inherited)]
+        if names:
+            self.lines.append(f"del {', '.join(names)}")
 
     def _make_room(self, buffer: Buffer) -> None:
         """Before a large allocation: start the waiting kernels if memory as large is released behind them."""

@@ -45,6 +45,8 @@ class Values:
         self.pointers: set[str] = set()
         self.hosts = {b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if _is_lodged(b)}
         """Buffer -> the buffer in whose memory it lies."""
+        self.inherited: set[str] = set()
+        """Buffers whose memory others have got so far, after they were read."""
         self.late = late
         """Size symbols that only the call tells."""
 
@@ -94,18 +96,28 @@ class Values:
             within = self._within(name)
             return self._pointer(buffer.name) + (f" + {within}" if within else "")
         if name in self.hosts:
-            pointer = self._pointer(self.hosts[name])
+            pointer = self._known_pointer(self._room(self.hosts[name]))
             return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
         if buffer.storage == "arena":
             at = as_size(as_index(buffer.offset) + as_index(self._within(name)))
             return self.once(f"run.address + {self._index(at)}", "at")
         bucket = self._bucket_of(buffer)
-        pointer = f"_p_{self.name(name)}" if bucket is None else f"_p{self._memory(bucket)}"
+        if bucket is None:
+            return self._known_pointer(self.name(name))
+        pointer = self._known_pointer(self._memory(bucket), ".flat")
+        return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
+
+    def _known_pointer(self, tensor: str, part: str = "") -> str:
+        """The address of a tensor, or a part of an object, asked for once."""
+        pointer = f"_p{tensor}" if tensor.startswith("_") else f"_p_{tensor}"
         if pointer not in self.pointers:
             self.pointers.add(pointer)
-            source = self.name(name) if bucket is None else f"{self._memory(bucket)}.flat"
-            self.lines.append(f"{pointer} = {source}.data_ptr()")
-        return pointer if bucket is None or not buffer.offset else f"{pointer} + {buffer.offset}"
+            self.lines.append(f"{pointer} = {tensor}{part}.data_ptr()")
+        return pointer
+
+    def _room(self, host: str) -> str:
+        """The name of the memory in which others lie that take over a buffer's: its own, if nobody else sees it."""
+        return self.name(host if self.table[host].storage == "out" else f"{host} over")
 
     def _address(self, view: View) -> str:
         """Where a view begins."""
@@ -196,7 +208,7 @@ class Values:
         """A tensor in another buffer's memory."""
         buffer, host = self.table[view.buffer], self.table[self.hosts[view.buffer]]
         assert isinstance(buffer.offset, int), f"{buffer.name} has no fixed place in {host.name}"
-        name, itemsize = self.name(host.name), ITEMSIZE[buffer.dtype]
+        name, itemsize = self._room(host.name), ITEMSIZE[buffer.dtype]
         if host.dtype != buffer.dtype:
             at = self._index(as_index(view.offset) * itemsize + buffer.offset)
             return f"run.within({name}, torch.{buffer.dtype}, {shape}, {strides}, {at})"

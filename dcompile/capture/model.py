@@ -79,6 +79,7 @@ class CompiledModel:
         self._flushing: set[int] = set()
         self._refusal: str | None = None
         self._reported: set[bool] = set()
+        self._owes_report = False
 
     def adopt(self, adapter: PlainAdapter) -> None:
         """Start over under another adapter: graphs captured so far carry no sync flag for it."""
@@ -89,7 +90,7 @@ class CompiledModel:
         self.shards, self._refusal = None, None
         if isinstance(adapter, ShardedAdapter) and adapter.eligible:
             self.shards = self.toolbox.make_shards(adapter.units, adapter.groups)
-        self._reported = set()
+        self._reported, self._owes_report = set(), False
 
     # --- forward ---
 
@@ -188,6 +189,9 @@ class CompiledModel:
             self._no_graph_ran(call)
         elif not variant.training and False not in self._reported:
             self._report(training=False)
+        if self._owes_report:
+            self._owes_report = False
+            self.toolbox.first_step(self)
 
     def _look_for_virtual(self, result: Any) -> None:
         """Raises GivenBack if a parameter itself is returned: Dynamo hands such a thing on past the graph."""
@@ -235,7 +239,14 @@ class CompiledModel:
                 self._agree_who_reduces(self.adapter)
         if True not in self._reported:
             self._reported.add(True)
-            compat.tensors.at_end_of_backward(lambda: self.toolbox.first_step(self))
+            compat.tensors.at_end_of_backward(self._backward_is_through)
+
+    def _backward_is_through(self) -> None:
+        """Report the first step. Of a backward inside a call (a compiled training step) the call speaks when it ends."""
+        if self.newest is None or self.is_running():  # none: the engine's threads do not see the caller's calls
+            self._owes_report = True
+        else:
+            self.toolbox.first_step(self)
 
     def _agree_who_reduces(self, adapter: DdpAdapter) -> None:
         """Ranks that leave it to DDP would wait in other collectives than those that do not."""

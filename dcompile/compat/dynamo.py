@@ -130,6 +130,7 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         _traced_instead(sync_batch_norm),
         simplifying_once(),
         no_unread_latencies(),
+        _writes_to_scalars_kept(),
     ):
         yield
 
@@ -160,6 +161,29 @@ def _traced_instead(sync_batch_norm: Callable[..., Any] | None) -> Iterator[None
 
     with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
         yield
+
+
+def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
+    """Keep in-place writes to float64 tensors without dimensions on the CPU in Dynamo's graph.
+
+    Dynamo takes out inputs that are read by `item()` alone, and takes such a write (`buffer.add_(1)`), whose
+    result nobody reads, for one of them, so that with any backend the buffer stays as it was. It is shown what is an input alone.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    name = "remove_tensorify_specialized_graphargs"
+    original = getattr(OutputGraph, name, None)
+    if original is None:
+        return contextlib.nullcontext()
+
+    def inputs_alone(self: Any) -> None:
+        others = [node for node in self.graph.nodes if node.op != "placeholder" and not node.users]
+        hidden = [(node, node.meta.pop("example_value")) for node in others if "example_value" in node.meta]
+        original(self)
+        for node, value in hidden:
+            node.meta["example_value"] = value
+
+    return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
 
 
 def _quiet_metrics() -> contextlib.AbstractContextManager[Any]:

@@ -188,6 +188,46 @@ def test_buffers_mutated_under_no_grad():
     assert module.count.item() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_write_that_the_graph_does_not_read_is_made(dtype):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=dtype))  # on CPUs Dynamo takes it for a number
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x.sin()
+
+    module = dcompile.compile(Counter())
+    for _ in range(3):
+        module(torch.ones(3))
+    assert module.count.item() == 3
+
+
+def test_a_training_step_compiled_as_one_function():
+    model, stock = Net(), Net()
+    stock.load_state_dict(model.state_dict())
+
+    def step_of(net):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x):
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    compiled = dcompile.compile(step_of(model))
+    for x in torch.randn(3, 3, 4).unbind():
+        torch.testing.assert_close(compiled(x), step_of(stock)(x))
+    torch.testing.assert_close(model.state_dict(), stock.state_dict())
+    assert dcompile.receipt(compiled).variants[0].training
+
+
 def test_retain_graph():
     eager = Net()
     module = dcompile.compile(copy.deepcopy(eager))

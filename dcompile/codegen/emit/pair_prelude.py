@@ -47,10 +47,14 @@ INLINE pair operator-(pair x) { return {-x.even, -x.odd}; }
 #define PAIR_LOGIC(op) \
   INLINE pair_int operator op(pair_int a, pair_int b) { return {a.even op b.even, a.odd op b.odd}; }
 PAIR_LOGIC(&) PAIR_LOGIC(|) PAIR_LOGIC(^)
+INLINE pair_int operator&(pair_int a, int32 b) { return {a.even & b, a.odd & b}; }
+INLINE pair_int operator<(pair_int a, int32 b) { return {a.even < b, a.odd < b}; }
+INLINE pair_int shr_(pair_int a, int32 b) { return {shr_(a.even, b), shr_(a.odd, b)}; }
 #define PAIR_CALL(kind, name, given) INLINE kind name(given x) { return {name(x.even), name(x.odd)}; }
 PAIR_CALL(pair, floor_, pair) PAIR_CALL(pair, ceil_, pair) PAIR_CALL(pair, trunc_, pair) PAIR_CALL(pair, round_, pair)
 PAIR_CALL(pair, abs_, pair) PAIR_CALL(pair, sqrt_, pair) PAIR_CALL(pair, nearest_bfloat16, pair)
-PAIR_CALL(pair, to_bfloat16, pair) PAIR_CALL(pair, to_float32, pair_int) PAIR_CALL(pair_int, not_, pair_int)
+PAIR_CALL(pair, to_bfloat16, pair) PAIR_CALL(pair, to_float32, pair_int) PAIR_CALL(pair, from_int32, pair_int)
+PAIR_CALL(pair_int, not_, pair_int)
 #define PAIR_CALL_2(name) \
   INLINE pair name(pair a, pair b) { return {name(a.even, b.even), name(a.odd, b.odd)}; } \
   INLINE pair name(pair a, float b) { return {name(a.even, b), name(a.odd, b)}; } \

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dcompile.codegen.emit.arcs import ARCS
 from dcompile.codegen.emit.functions import FUNCTIONS
+from dcompile.codegen.emit.random_prelude import RANDOM
 from dcompile.codegen.emit.wide_prelude import WIDE
 
 _BASE = r"""
@@ -254,21 +255,6 @@ INLINE float sqrt_(float x) { return __builtin_sqrtf(x); }
 INLINE double sqrt_(double x) { return __builtin_sqrt(x); }
 INLINE bool isinf_(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 INLINE bool isinf_(double x) { return __builtin_fabs(x) == __builtin_inf(); }
-
-/* Philox4x32-10: word `draw % 4` for the counter (position, draw / 4) (ir/philox.py); no loop: g++ vectorises none that
-   has one inside */
-#define PHILOX_ROUND(n) { \
-  const u64 first = u64(0xD2511F53u) * a, second = u64(0xCD9E8D57u) * c; \
-  a = u32(second >> 32) ^ b ^ (k0 + n * 0x9E3779B9u); b = u32(second); \
-  c = u32(first >> 32) ^ d ^ (k1 + n * 0xBB67AE85u); d = u32(first); }
-INLINE int32 philox_(int64 key, int64 position, int64 draw) {
-  u32 a = u32(position), b = u32(u64(position) >> 32), c = u32(draw >> 2), d = u32(u64(draw >> 2) >> 32);
-  const u32 k0 = u32(key), k1 = u32(u64(key) >> 32);
-  PHILOX_ROUND(0) PHILOX_ROUND(1) PHILOX_ROUND(2) PHILOX_ROUND(3) PHILOX_ROUND(4)
-  PHILOX_ROUND(5) PHILOX_ROUND(6) PHILOX_ROUND(7) PHILOX_ROUND(8) PHILOX_ROUND(9)
-  const int word = draw & 3;
-  return int32(word == 0 ? a : word == 1 ? b : word == 2 ? c : d);
-}
 """
 
-PRELUDE = _BASE + WIDE + FUNCTIONS + ARCS
+PRELUDE = _BASE + WIDE + RANDOM + FUNCTIONS + ARCS

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dcompile.codegen.emit.nest import Axis
 from dcompile.codegen.emit.spelling import literal, watches_nan
 from dcompile.codegen.emit.wide import KEPT, PAIR_WAYS, STEPS, Wide
-from dcompile.ir.nodes import Apply, Load, Ref
+from dcompile.ir.nodes import Apply, IndexOf, Load, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 KINDS = {"": "wide", "pair": "pair", "two": "pair", "quad": "quad"}
@@ -144,10 +144,22 @@ class Vectors(Wide):
                 return f"load_{how}(&{self.place(value.buffer, value.index)})"
             return f"{self._widen()}({self.expression(value)})"
         assert isinstance(value, Apply), "no other value is a vector"
+        if value.op == "philox":
+            return self._drawn(value, name)
+        if value.op == "cast" and self.nest.body[value.args[0]].dtype == "int32":
+            return f"from_int32({self.name(value.args[0])})"
         if value.op == "cast" or (value.op == "where" and self._is_zero_anyway(*value.args)):
             return self.expression(value)
         spelling = SPELLING.get(value.op) or self.spelling(value)
         return spelling.format(*map(self.name, value.args))
+
+    def _drawn(self, value: Apply, name: str) -> str:
+        """Random bits of the elements from `name` on."""
+        key, position, draw = value.args
+        first, many = self.nest.body[position], f"_{self.many}" if self.many else ""
+        assert isinstance(first, IndexOf)
+        step = self._step_of(position, name)
+        return f"philox_at{many}({self.name(key)}, {self.index(first.index)}, {step}, {self.name(draw)})"
 
     def _as_vector(self, ref: Ref) -> str:
         return self.name(ref) if self.levels.element[ref] else f"{self._widen()}({self.name(ref)})"

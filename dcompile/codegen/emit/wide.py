@@ -24,7 +24,7 @@ from dcompile.codegen.emit.nest import Axis, may_exceed, stride
 from dcompile.codegen.emit.scans import Scans
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Index, substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Apply, Const, Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Load, Reduce, Ref, Scan
 from dcompile.ir.ops import OPS
 
 WIDTH = 16
@@ -64,7 +64,7 @@ TILES_SOONER = 2 / 3
 (bfloat16) of the time (AVX2)."""
 GAINS = frozenset((
     "exp", "exp2", "tanh", "sigmoid", "erf", "sin", "cos", "pow", "fmod", "mod", "tan", "asin", "acos", "atan2", "sinh",
-    "cosh", "erfc", "log", "log1p", "log2", "log10", "expm1", "asinh", "acosh", "atanh",
+    "cosh", "erfc", "log", "log1p", "log2", "log10", "expm1", "asinh", "acosh", "atanh", "philox",
 ))  # fmt: skip
 """Operations that are faster on vectors of ours. So is rounding to bfloat16, and are float16's conversions."""
 FLOATS = frozenset(("float32", "bfloat16", "float16"))
@@ -72,6 +72,8 @@ ROUNDING = frozenset(("floor", "ceil", "trunc", "round"))
 ARITHMETIC = GAINS | ROUNDING | {"add", "sub", "mul", "div", "neg", "abs", "min", "max", "sqrt", "rsqrt", "reciprocal"}
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan"))
 LOGIC = frozenset(("and", "or", "xor", "not"))
+WHOLE = frozenset(("cast", "lt", "and", "shr"))
+"""What is made of an int32 and a number: shares of random bits."""
 FOLDED = frozenset(("max", "min", "sum"))
 """Reductions that collect in lanes."""
 
@@ -189,13 +191,17 @@ class Wide(Scans):
 
     def _wide_values(self, number: int) -> list[Ref]:
         """The element values of a pass, without positions that are only compared."""
-        needed = self._needed(number, self._targets(number))
-        if not self.counted:
-            return needed
-        ends, used = self.counted.matches, set(self._targets(number))
+        needed, used = self._needed(number, self._targets(number)), set(self._targets(number))
         for ref in needed:
-            used |= set() if ref in ends else {*operands(self.nest.body[ref])}
+            used |= set() if self._has_places(ref) else {*operands(self.nest.body[ref])}
         return [ref for ref in needed if ref in used]
+
+    def _has_places(self, ref: Ref) -> bool:
+        """Are the places of a value's elements known without a vector of them?"""
+        return self._is_drawn(ref) or bool(self.counted and ref in self.counted.matches)
+
+    def _is_drawn(self, ref: Ref) -> bool:
+        return isinstance(value := self.nest.body[ref], Apply) and value.op == "philox"
 
     def _ways(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> int:
         """How many accumulators each reduction of a pass has."""
@@ -239,6 +245,10 @@ class Wide(Scans):
             case Load(_, index, dtype, mask):
                 readable = (dtype in FLOATS or dtype == "bool") and (mask is None or ref in self.pointed)
                 return readable and self._steps(index, name) in (0, 1)
+            case Apply("philox", (key, position, _), _):
+                return not self.levels.element[key] and self._step_of(position, name) is not None
+            case Apply(op, args, _) if self.nest.body[args[0]].dtype == "int32":
+                return self._has_whole_vector(op, args)
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
                 return (source, dtype) == ("bool", "float32") or {source, dtype} <= FLOATS
@@ -251,6 +261,16 @@ class Wide(Scans):
             case Apply(op, _, dtype):
                 return op in ARITHMETIC and dtype == "float32"
         return False
+
+    def _has_whole_vector(self, op: str, args: tuple[Ref, ...]) -> bool:
+        """Can this be made of random bits in vectors?"""
+        first, *others = args
+        return op in WHOLE and self.levels.element[first] and all(isinstance(self.nest.body[r], Const) for r in others)
+
+    def _step_of(self, position: Ref, name: str) -> int | None:
+        """From the number of an element to its neighbour's, if all are the same."""
+        value = self.nest.body[position]
+        return self._steps(value.index, name) if isinstance(value, IndexOf) else None
 
     def _steps(self, index: Index, name: str) -> int | None:
         """Distance of neighbours along `name` in memory, if it is the same everywhere."""

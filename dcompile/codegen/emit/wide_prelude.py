@@ -22,7 +22,7 @@ _AVX512 = r"""
 #define WIDTH 16
 typedef float wide __attribute__((vector_size(64))); typedef int32 wide_int __attribute__((vector_size(64)));
 typedef u32 wide_bits __attribute__((vector_size(64))); typedef int16 halves __attribute__((vector_size(32)));
-typedef char bytes __attribute__((vector_size(16)));
+typedef char bytes __attribute__((vector_size(16))); typedef u64 wide_long __attribute__((vector_size(64)));
 INLINE wide_bits bits(wide x) { return (wide_bits)x; }
 INLINE wide unbits(wide_bits u) { return (wide)u; }
 /* a & b | c, which g++ writes as two instructions where floats are involved */
@@ -41,6 +41,15 @@ INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps512_mask(x, x, u16(-1), 
 INLINE wide lesser(wide a, wide b) { return __builtin_ia32_minps512_mask(a, b, a, u16(-1), 4); }
 INLINE wide greater(wide a, wide b) { return __builtin_ia32_maxps512_mask(a, b, a, u16(-1), 4); }
 INLINE wide_int places(int32 first) { return first + wide_int{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+/* of the lower halves of 64 bits; places of even lanes; lower halves in even lanes and in odd ones */
+INLINE wide_long product(wide_long a, u32 b) {
+  typedef long long longs __attribute__((vector_size(64)));
+  return (wide_long)__builtin_ia32_pmuludq512_mask((wide_int)a, (wide_int)(wide_long{} + b), longs{}, uint8(-1));
+}
+INLINE wide_long every_other(u64 first, u64 step) { return first + step * wide_long{0, 2, 4, 6, 8, 10, 12, 14}; }
+INLINE wide_int woven(wide_long a, wide_long b) {
+  return (wide_int)__builtin_ia32_blendmd_512_mask((wide_int)a, (wide_int)(b << 32), 0xaaaa);
+}
 
 /* memory <-> register; g++ 12 widens vectors in two parts where it is left to convert them itself */
 INLINE wide load_bfloat16(const u16* from) {
@@ -88,7 +97,7 @@ _AVX2 = r"""
 #define WIDTH 8
 typedef float wide __attribute__((vector_size(32))); typedef int32 wide_int __attribute__((vector_size(32)));
 typedef u32 wide_bits __attribute__((vector_size(32))); typedef int16 halves __attribute__((vector_size(16)));
-typedef char bytes __attribute__((vector_size(16)));
+typedef char bytes __attribute__((vector_size(16))); typedef u64 wide_long __attribute__((vector_size(32)));
 INLINE wide_bits bits(wide x) { return (wide_bits)x; }
 INLINE wide unbits(wide_bits u) { return (wide)u; }
 INLINE wide_bits masked_or(wide_bits a, u32 b, wide_bits c) { return (a & b) | c; }
@@ -104,6 +113,13 @@ INLINE wide sqrt_(wide x) { return __builtin_ia32_sqrtps256(x); }
 INLINE wide lesser(wide a, wide b) { return __builtin_ia32_minps256(a, b); }
 INLINE wide greater(wide a, wide b) { return __builtin_ia32_maxps256(a, b); }
 INLINE wide_int places(int32 first) { return first + wide_int{0, 1, 2, 3, 4, 5, 6, 7}; }
+INLINE wide_long product(wide_long a, u32 b) {
+  return (wide_long)__builtin_ia32_pmuludq256((wide_int)a, (wide_int)(wide_long{} + b));
+}
+INLINE wide_long every_other(u64 first, u64 step) { return first + step * wide_long{0, 2, 4, 6}; }
+INLINE wide_int woven(wide_long a, wide_long b) {
+  return (wide_int)__builtin_ia32_pblendd256((wide_int)a, (wide_int)(b << 32), 0xaa);
+}
 
 INLINE wide load_bfloat16(const u16* from) {
   halves x;
@@ -164,6 +180,8 @@ INLINE wide_int match(int32 first, int32 place) {
   return __builtin_expect(u32(place) - u32(first) < WIDTH, 0) ? places(first) == place : wide_int{};
 }
 INLINE wide to_float32(wide_int mask) { return mask ? 1.f : 0.f; }
+INLINE wide from_int32(wide_int x) { return __builtin_convertvector(x, wide); }
+INLINE wide_int shr_(wide_int x, int32 by) { return x >> by; }
 INLINE wide_int not_(wide_int mask) { return ~mask; }
 INLINE wide as_number(wide_bits u) { return __builtin_convertvector((wide_int)u, wide); }
 INLINE wide_bits as_integer(wide x) { return (wide_bits)__builtin_convertvector(x, wide_int); }

@@ -242,7 +242,7 @@ class CompiledModel:
             compat.tensors.at_end_of_backward(self._backward_is_through)
 
     def _backward_is_through(self) -> None:
-        """Report the first step. Of a backward inside a call (a compiled training step) the call speaks when it ends."""
+        """Report the first step; of a backward inside a call (a compiled training step) when the call ends."""
         if self.newest is None or self.is_running():  # none: the engine's threads do not see the caller's calls
             self._owes_report = True
         else:

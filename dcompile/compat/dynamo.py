@@ -167,7 +167,7 @@ def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
     """Keep in-place writes to float64 tensors without dimensions on the CPU in Dynamo's graph.
 
     Dynamo takes out inputs that are read by `item()` alone, and takes such a write (`buffer.add_(1)`), whose
-    result nobody reads, for one of them, so that with any backend the buffer stays as it was. It is shown what is an input alone.
+    result nobody reads, for one of them, so that the buffer stays as it was with any backend. Here it sees inputs only.
     """
     from torch._dynamo.output_graph import OutputGraph
 

@@ -16,6 +16,11 @@ __all__ = ["Config", "compile", "explain", "list_mode_options", "list_options", 
 _check_torch()
 
 
+def __dir__() -> list[str]:
+    """What has not been loaded yet as well: for completion in notebooks."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Load the compiler's doors late: `import dcompile.ir` and the option table need no torch."""
     if name == "explain":

@@ -8,9 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from dcompile.config import Config
-
-CHANNELS = ("passes", "overlap", "kernels", "memory")
+from dcompile.config import CHANNELS, Config
 
 
 def rank() -> int:

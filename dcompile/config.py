@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from dcompile.errors import OptionError
 
+CHANNELS = ("passes", "overlap", "kernels", "memory")
+"""What `log` may name, beside `all`: every rank is to log, not only rank 0."""
+
 TRACE_DIRECTORY = "dcompile_trace"
 """Where trace.enabled writes to, under the working directory."""
 
@@ -82,7 +85,11 @@ class Config:
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
     )
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
-    log: str = setting("", "Log channels, comma-separated: passes,overlap,kernels,memory.", in_key=False)
+    log: str = setting(
+        "",
+        "Log channels, comma-separated: passes,overlap,kernels,memory; with all among them, on every rank.",
+        in_key=False,
+    )
     dump: str = setting(
         "", "Directory for programs, kernels and the receipt; a second model gets a folder in it.", in_key=False
     )
@@ -211,6 +218,8 @@ def _checked(name: str, value: Any) -> Any:
         return int(value)
     if not isinstance(value, hint):
         raise OptionError(f"dcompile: {name}={value!r} should be {hint.__name__}, not {type(value).__name__}")
+    if name == "log" and (unknown := set(filter(None, value.split(","))) - {*CHANNELS, "all"}):
+        raise OptionError(f"dcompile: unknown log channel {min(unknown)!r}; channels: {', '.join((*CHANNELS, 'all'))}")
     return value
 
 

@@ -35,6 +35,7 @@ def test_mode_and_options_together_raise_as_in_torch():
         ({"options": {3: True}}, ["3", "valid options"]),
         ({"options": {"kernels": "fast"}}, ["kernels", "auto", "aten"]),
         ({"options": {"verify": 3}}, ["verify", "bool"]),
+        ({"options": {"log": "passes,kernel"}}, ["'kernel'", "kernels, memory, all"]),
         ({"mode": "fastest"}, ["fastest", "default", "reduce-overhead"]),
         ({"mode": "max-autotuned"}, ["did you mean 'max-autotune'"]),
     ],
@@ -195,3 +196,7 @@ def test_unsupported_torch_names_version_and_range(version):
 def test_the_package_alone_does_not_load_torch():
     code = "import dcompile, dcompile.ir.nodes, sys; assert 'torch' not in sys.modules; dcompile.Config"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_is_loaded_late_is_listed_before():
+    assert {"compile", "explain", "profile", "receipt"} <= set(dir(dcompile))

@@ -29,19 +29,23 @@ class Source:
 
 
 @cache
-def _not_the_users() -> tuple[str, ...]:
-    """Directories whose frames lead to the user's line, but are not it."""
-    return (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+def _torchs() -> str:
+    return f"{Path(torch.__file__).parent}/"
+
+
+@cache
+def _ours() -> str:
+    return f"{Path(__file__).parents[1]}/"
 
 
 def innermost(frames: Iterable[Source]) -> Source | None:
-    """The last frame outside of torch and dcompile; the last one, if all are inside."""
+    """The last frame outside of torch and dcompile, or else torch's last; None if all are dcompile's."""
     found: Source | None = None
     inside: Source | None = None
     for frame in frames:
-        if frame.path.startswith(_not_the_users()):
+        if frame.path.startswith(_torchs()):
             inside = frame
-        else:
+        elif not frame.path.startswith(_ours()):
             found = frame
     return found or inside
 

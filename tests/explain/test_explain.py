@@ -103,6 +103,7 @@ def test_repeated_layers_are_one_line():
     )
     lines = str(report).splitlines()
     assert any(" x4 " in line and line.endswith(" *.0") for line in lines)
+    assert "entry.py" not in str(report)  # what is all torch's own has no line of the user's
 
 
 def state_of(model):

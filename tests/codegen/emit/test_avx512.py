@@ -12,7 +12,7 @@ from dcompile.codegen.emit.build import find_compiler
 from dcompile.codegen.emit.needed import needed
 from dcompile.ir.nodes import Loop, Program, Store
 from tests.codegen.emit import loops
-from tests.codegen.emit.loops import I0, Body, program
+from tests.codegen.emit.loops import I0, J0, Body, program
 
 
 def assembly(made: Program) -> str:
@@ -54,3 +54,17 @@ def test_float32_goes_by_sixteen() -> None:
 def test_tiles_are_streamed_by_whole_lines(dtype: str) -> None:
     made = assembly(loops.transpose(2048, 4096, dtype))
     assert re.search(r"vmovnt(ps|dq)\s+%zmm", made) and "sfence" in made
+
+
+def test_columns_of_bfloat16_are_added_up_a_row_at_a_time() -> None:
+    """Two lines of a row, whose address is not read again behind each store."""
+    rows, n = 512, 2048
+    b = Body()
+    x = b.load("x", I0 * n + J0, "bfloat16")
+    made = assembly(
+        program(b, (rows,), (n,), [Store("s", J0, x, "sum")], x=("bfloat16", (rows, n)), s=("float32", (n,)))
+    )
+    loops_of_it = [loop for loop in re.split(r"^\.L\d+:$", made, flags=re.MULTILINE) if "vpmovzxwd" in loop]
+    (loop, *_) = [loop.split("jne")[0] for loop in loops_of_it if "%zmm" in loop]
+    assert loop.count("vpmovzxwd") == 4 and len(re.findall(r"vmovups\s+%zmm\d+, ", loop)) == 4
+    assert not re.search(r"movq\s+\S*\(", loop)

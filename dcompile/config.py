@@ -157,12 +157,20 @@ class Config:
         return config
 
     def idle(self) -> tuple[str, ...]:
-        """A line for each option that was changed and has no effect, with the reason."""
-        return tuple(
+        """A line for each option that was changed and has no effect, with the reason; and for misspelt variables."""
+        options = (
             f"option {_option_of(f)}={getattr(self, name)} has no effect: {f.metadata['idle']}"
             for name, f in _fields().items()
             if f.metadata["idle"] and getattr(self, name) != f.default
         )
+        ours = [_variable(name) for name in _fields()]
+        others = sorted(set(os.environ).difference(ours))
+        variables = (
+            f"environment variable {name} has no effect: there is no such setting{_nearest(name, ours)}"
+            for name in others
+            if name.startswith("DCOMPILE_")
+        )
+        return (*options, *variables)
 
     def key(self) -> str:
         """Text of all settings that generated code depends on."""
@@ -171,6 +179,11 @@ class Config:
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(Config)}
+
+
+def _variable(name: str) -> str:
+    """The environment variable of a field."""
+    return f"DCOMPILE_{name.upper()}"
 
 
 def _option_of(f: dataclasses.Field[Any]) -> str:
@@ -196,7 +209,7 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def _from_environment() -> dict[str, str]:
-    names = {f"DCOMPILE_{name.upper()}": name for name in _fields()}
+    names = {_variable(name): name for name in _fields()}
     return {names[variable]: value for variable, value in os.environ.items() if variable in names}
 
 
@@ -241,7 +254,7 @@ def option_names() -> list[str]:
 def describe() -> list[tuple[str, str, str, str]]:
     """(option, environment variable, default, help) of every setting: the docs table."""
     return [
-        (_option_of(f), f"DCOMPILE_{name.upper()}", repr(f.default), f.metadata["help"] + _idle_text(f))
+        (_option_of(f), _variable(name), repr(f.default), f.metadata["help"] + _idle_text(f))
         for name, f in _fields().items()
     ]
 

@@ -114,6 +114,21 @@ def test_an_option_without_effect_says_so_once_it_is_changed():
     assert any("shape_padding=False has no effect" in note for note in dcompile.receipt(module).notes)
 
 
+def test_a_misspelt_variable_is_a_note(monkeypatch):
+    monkeypatch.setenv("DCOMPILE_KERNEL", "aten")
+    assert any("DCOMPILE_KERNEL has" in note and "'DCOMPILE_KERNELS'" in note for note in Config().idle())
+
+
+def test_with_dynamo_off_by_its_variable_everything_runs_eagerly(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    module, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    expected = module(x)
+    assert torch.equal(dcompile.compile(module)(x), expected)
+    assert torch.equal(torch.compile(module, backend="dcompile")(x), expected)
+    with pytest.raises(NotCompiledError, match="nothing of it was compiled"):
+        dcompile.receipt(module)
+
+
 def test_max_autotune_says_that_it_measures_nothing_on_the_cpu():
     module = dcompile.compile(torch.nn.Linear(2, 2), mode="max-autotune")
     module(torch.ones(1, 2))

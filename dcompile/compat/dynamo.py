@@ -77,9 +77,9 @@ def wrap_frame_callback(
     `compiled` is then given the code, with its guards, if it is there for all of the frame: it has no graph break, and
     is not left to eager; otherwise None. It may raise: the frame does not run then.
     """
-    inner = context.callback
+    inner = getattr(context, "callback", None)
     if not callable(inner) or isinstance(inner, bool):
-        return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled
+        return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled, and the context has no callback
 
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         breaks = graph_break_count()

@@ -228,11 +228,11 @@ def mark_donated(forward: Any, backward: Any, num_fwd_outputs: int) -> None:
     """
     *_, output = forward.graph.nodes
     results, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
-    outside = {*map(_memory, forward.graph.find_nodes(op="placeholder"))}
-    outside |= {_memory(node) for node in results if not _may_be_lent(node)}
-    counts = Counter(map(_memory, saved))
-    own = {node.name for node in saved if isinstance(node, torch.fx.Node) and counts[_memory(node)] == 1}
-    own -= {node.name for node in saved if _memory(node) is None or _memory(node) in outside}
+    outside = {*map(memory_of, forward.graph.find_nodes(op="placeholder"))}
+    outside |= {memory_of(node) for node in results if not _may_be_lent(node)}
+    counts = Counter(map(memory_of, saved))
+    own = {node.name for node in saved if isinstance(node, torch.fx.Node) and counts[memory_of(node)] == 1}
+    own -= {node.name for node in saved if memory_of(node) is None or memory_of(node) in outside}
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in own:
             node.meta[DONATED] = True
@@ -252,7 +252,7 @@ def donated_positions(backward: Any) -> tuple[int, ...]:
     return tuple(n for n, node in enumerate(backward.graph.find_nodes(op="placeholder")) if DONATED in node.meta)
 
 
-def _memory(node: Any) -> int | None:
+def memory_of(node: Any) -> int | None:
     """What tells the memory of a node's value from that of others; None if it is no tensor that has any."""
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:

@@ -249,6 +249,21 @@ def own_results() -> tuple[int, ...]:
     return tuple(n for n, info in kinds if info.output_type.name == "non_alias" and info.requires_grad)
 
 
+def take_views() -> tuple[int, ...]:
+    """Inside the compiler of a forward: positions of results that are to be tensors of their own, though the graph has
+    views there. AOTAutograd would see to that; from now on the caller does."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return ()
+    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
+    places = tuple(changed + place for place in metadata.unsafe_view_out_indices)
+    metadata.unsafe_view_out_indices, metadata.num_unsafe_view_outputs = [], 0
+    return places
+
+
 def result_index(tangent: Any) -> int | None:
     """Position among a graph's results of the one that this placeholder of a backward is the gradient of, or None."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTOutput

@@ -53,7 +53,6 @@ def _is_plain(metadata: Any) -> bool:
         metadata.num_mutated_inp_runtime_indices
         or metadata.num_outputs_aliased
         or metadata.num_intermediate_bases
-        or metadata.num_unsafe_view_outputs
         or metadata.dynamic_outputs
         or metadata.tokens
         or metadata.is_rng_op_functionalized
@@ -65,6 +64,7 @@ def _saves_plain(metadata: Any) -> bool:
     """Whether all that a forward saves is tensors, whose versions autograd keeps an eye on."""
     return _is_plain(metadata) and not (
         metadata.num_symints_saved_for_bw
+        or metadata.num_unsafe_view_outputs
         or metadata.num_tensors_saved_with_no_vc_check
         or metadata.num_opaque_objects_saved_for_bw
         or metadata.dynamic_saved_tensors_idxs

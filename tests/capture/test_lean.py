@@ -50,6 +50,34 @@ def test_what_is_saved_may_be_a_view():
         assert torch.allclose(gradient, expected)
 
 
+def rows_and_loss(x, y):
+    """A view of what the loss's backward needs, and the loss."""
+    rows = (x.flatten(0, 1) @ y).unflatten(0, x.shape[:2])
+    return rows, rows.flatten(0, 1).logsumexp(1).sum()
+
+
+def test_a_result_may_be_a_view():
+    compiled = dcompile.compile(rows_and_loss)
+    x, y = torch.randn(3, 2, 5, requires_grad=True), torch.randn(5, 7)
+    for _ in range(3):
+        (rows, loss), (expected, other) = compiled(x, y), rows_and_loss(x, y)
+        assert torch.equal(rows, expected) and not rows._is_view()
+        found = torch.autograd.grad((rows.square().sum(), loss), x)
+        torch.testing.assert_close(found, torch.autograd.grad((expected.square().sum(), other), x))
+    assert is_lean(rows)
+
+
+def test_a_result_that_is_changed_before_the_backward_is_an_error():
+    """Not gradients of other values: what the backward needs lies where the result does."""
+    compiled = dcompile.compile(rows_and_loss)
+    for _ in range(3):
+        rows, loss = compiled(torch.randn(3, 2, 5, requires_grad=True), torch.randn(5, 7))
+        with torch.no_grad():
+            rows.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_results_without_gradients_and_results_that_nobody_uses():
     def function(x):
         return x.sin(), (x > 0).sum(), x * 2

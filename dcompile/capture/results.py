@@ -1,0 +1,38 @@
+"""Results of a forward that are views of what it computed: tensors of their own, with one count of changes.
+
+Autograd takes it amiss when a view that was made inside a function is changed in place. So AOTAutograd hands out such
+a result as a tensor of its own (`aten._unsafe_view`), whose count of changes is its own, too: what the backward needs
+and lies in the same memory keeps the old one. Whoever changes logits in place before the backward then gets wrong
+gradients, and no error. Here what is saved looks at the result itself, and autograd says what was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.capture.joint import memory_of
+from dcompile.runtime.quick import look
+
+
+def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:
+    """For these of a forward's `count` results: positions of the saved tensors that lie in the same memory."""
+    outputs = gm.graph.output_node().args[0]
+    saved = [(place, memory_of(outputs[place])) for place in range(count, len(outputs))]
+    found = {}
+    for place in places:
+        memory = memory_of(outputs[place])
+        found[place] = tuple(other for other, its in saved if memory is not None and its == memory)
+    return found
+
+
+def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
+    """Put tensors of their own in the places of `results`, and where else `saved_with` has found their memory."""
+    for place, saved in results.items():
+        view = outputs[place]
+        own = outputs[place] = look(view, view.shape, view.stride(), 0)
+        for other in saved:
+            x = outputs[other]
+            outputs[other] = torch.as_strided(own.detach(), x.shape, x.stride(), x.storage_offset())

@@ -265,7 +265,7 @@ def rank_0_cannot_compile(folder: str) -> Any:
         return stock(*arguments)
 
     cache = Path(folder) / f"rank{dist.get_rank()}"
-    model = model_of(verify=False, cache_dir=str(cache))
+    model = model_of(verify=False, matmul="aten", cache_dir=str(cache))
     Pipeline.begin = compile  # type: ignore[method-assign]
     try:
         if dist.get_rank() == 0:

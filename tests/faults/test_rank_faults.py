@@ -130,16 +130,17 @@ def test_rank_0_compiles_for_all(ranks, tmp_path):
 
 
 def test_a_warm_rank_trains_sharded_beside_a_cold_one(ranks, tmp_path):
-    before = run(ranks, "shared", folder=str(tmp_path), wrap="fsdp2")
+    how = {"folder": str(tmp_path), "wrap": "fsdp2", "matmul": "aten"}  # products of ours: 0.7 s, and built above
+    before = run(ranks, "shared", **how)
     shutil.rmtree(tmp_path / "rank1")
-    warm, cold = run(ranks, "shared", folder=str(tmp_path), wrap="fsdp2")
+    warm, cold = run(ranks, "shared", **how)
     assert (warm["graphs_cached"], cold["built"], cold["graphs_received"]) == (2, 0, 2)
     assert [found["gradients"] for found in before] == [warm["gradients"], cold["gradients"]]
     assert max(warm["took"], cold["took"]) < 10
 
 
 def test_unless_it_is_not_to(ranks, tmp_path):
-    for found in run(ranks, "shared", folder=str(tmp_path), share_artifacts=False):
+    for found in run(ranks, "shared", folder=str(tmp_path), matmul="aten", share_artifacts=False):
         assert found["built"] > 0 and found["graphs_received"] == 0
 
 

@@ -178,6 +178,36 @@ def _get_np_dtype(kind):
 
 
 interpreter._get_np_dtype = _get_np_dtype
+
+
+# A fifth of the time went into shapes: each tensor and each type made its own, of as many objects as it has dimensions.
+@cache
+def _shape_and_numel(shape):
+    """A shape as kernels see it, of which each tensor has made one for itself."""
+    return tl.core.tuple([tl.core.constexpr(size) for size in shape]), tl.core.constexpr(math.prod(shape))
+
+
+def _tensor_made(self, handle, kind):
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.shape, self.numel = _shape_and_numel(tuple(kind.shape) if kind.is_block() else ())
+
+
+tl.core.tensor.__init__ = _tensor_made
+
+_checked_block = tl.core.block_type.__init__
+_blocks = {}
+
+
+def _block_made(self, element, shape):
+    known = tuple(getattr(size, "value", size) for size in shape)
+    if known not in _blocks:
+        _checked_block(self, element, shape)
+        _blocks[known] = self.shape, self.numel
+    self.element_ty, (self.shape, self.numel) = element, _blocks[known]
+
+
+tl.core.block_type.__init__ = _block_made
+tl.core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None)
 # Whether a sum of 32 bits overflows is worked out for an assertion, which is made with `debug` alone.
 interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 

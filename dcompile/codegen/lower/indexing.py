@@ -184,6 +184,13 @@ def indexed_space(
     return IndexedSpace((*others[:start], *common, *others[start:]), place, tuple(dims), start, rank)
 
 
+def indexed_shape(x: T, indices: Sequence[T | None]) -> Shape:
+    """The sizes of x[indices], in any order."""
+    given = {dim: index for dim, index in enumerate(indices) if index is not None}
+    common = broadcast_shape([index.shape for index in given.values()])
+    return (*common, *(size for dim, size in enumerate(x.shape) if dim not in given))
+
+
 def every_place(shape: Shape, place: Callable[[Body, Coords], Coords]) -> IndexedSpace:
     """A space of as many dimensions as x has, where any place may depend on all of them."""
     return IndexedSpace(shape, place, tuple(range(len(shape))), 0, len(shape))

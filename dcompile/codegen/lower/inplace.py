@@ -10,17 +10,18 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.extern import Unsupported
 from dcompile.codegen.lower.graph import Lowering
-from dcompile.codegen.lower.indexing import indexed_space
+from dcompile.codegen.lower.indexing import checked, indexed_shape, indexed_space
 from dcompile.codegen.lower.indices import ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
+from dcompile.codegen.lower.puts import ONE_THREAD
 from dcompile.codegen.lower.tensor import T, broadcast, computed
-from dcompile.ir.index import flatten
+from dcompile.ir.index import flatten, size_product
 from dcompile.ir.nodes import Load, Store
 from dcompile.ir.ops import DTYPES
 
 OVERWRITES = frozenset(("aten.copy_.default",))
 DEVICES = ("cuda",)
-"""Whose library checks positions while it writes."""
+"""Whose library checks positions while it writes. A CPU's raises an error when something is written already."""
 PUTS = frozenset(("aten.index_put.default", "aten._unsafe_index_put.default"))
 
 
@@ -55,10 +56,16 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
     """An index_put whose result only replaces the input that it starts from, in the input's memory.
 
     So a decoder's cache takes a token's keys and values: written as functions, each step would copy the whole cache.
-    One position is a loop of ours, which other loops may join; several, which may be equal, are the library's.
+    On GPUs one position is a loop of ours, which other loops may join; several, which may be equal, are the library's.
+    On CPUs few values are the library's, with positions that were checked before anything is written.
     None where something else needs the old values.
     """
-    if low.device not in DEVICES or str(node.target) not in PUTS or len(args) < 3 or (len(args) > 3 and args[3]):
+    if (
+        low.device not in (*DEVICES, "cpu")
+        or str(node.target) not in PUTS
+        or len(args) < 3
+        or (len(args) > 3 and args[3])
+    ):
         return None
     target, indices, values = args[:3]
     start: Any = node.args[0]
@@ -72,11 +79,26 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
         return None
     if any(view.buffer in step.writes for step in low.steps):
         return None
+    if low.device not in DEVICES:
+        return _put_few(low, target, indices, values)
     low.keep_before_overwrite(view.buffer, low.position)
     if all(index is None or index.numel == 1 for index in indices) and 0 not in (*target.shape, *values.shape):
         _put_at(low, target, indices, values)
         return target
     low.extern("aten.index_put_.default", [view, list(indices), values], [view.buffer], mode="mutate", effect=True)
+    return target
+
+
+def _put_few(low: Lowering, target: T, indices: Sequence[T | None], values: T) -> T | None:
+    """Values that one thread puts in order; None if they are many, or none."""
+    assert target.view is not None, "an input is in memory"
+    count = size_product(indexed_shape(target, indices))
+    if not isinstance(count, int) or not 0 < count < ONE_THREAD:
+        return None
+    buffer, sizes = target.view.buffer, target.shape
+    seen = [None if index is None else checked(low, index, sizes[dim], wrap=True) for dim, index in enumerate(indices)]
+    low.keep_before_overwrite(buffer, low.position)
+    low.extern("aten.index_put_.default", [target.view, seen, values], [buffer], mode="mutate", effect=True)
     return target
 
 

@@ -18,6 +18,7 @@ from dcompile.codegen.lower.graph import Lowering, dtype_name
 from dcompile.codegen.lower.indexing import IndexedSpace, checked, every_place, indexed_space, places
 from dcompile.codegen.lower.indices import Shape, contiguous, ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
+from dcompile.codegen.lower.puts import by_library, puts_by_library, scatters_by_library
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed, constant, constant_of, fresh, from_view
 from dcompile.codegen.lower.views import reshape
@@ -208,6 +209,9 @@ def scatter(
     shape = x.shape
     if reduce and not meets(low, x.dtype, reduce, shape, index.shape):
         return NotImplemented
+    if reduce in ("", "sum") and scatters_by_library(low, x, index, adds=bool(reduce)):
+        put = f"scatter_.{'src' if isinstance(source, T) else 'value'}"
+        return by_library(low, x, f"aten.{'scatter_add_.default' if reduce else put}", dim, index, source)
     lined, _, index, space = _lines(low, x, dim, index)
     if space is None:
         return fresh(x)
@@ -315,6 +319,8 @@ def _index_put(
     space = indexed_space(low, x, indices, on_the_way=True)
     if 0 in space.shape:
         return fresh(x)
+    if puts_by_library(low, x, tuple(x.shape[dim] for dim in space.found), space.shape, adds=accumulate):
+        return by_library(low, x, "aten.index_put_.default", list(indices), values, accumulate)
     source = broadcast(values, space.shape)
     return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
 

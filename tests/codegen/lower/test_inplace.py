@@ -150,5 +150,7 @@ def test_else_it_is_written_whole(function: Any, monkeypatch: Any) -> None:
     assert not in_place(check(function, *ARGS))
 
 
-def test_on_the_cpu_it_is_written_whole() -> None:
-    assert inplace.DEVICES == ("cuda",) and not in_place(check(put, *ARGS))
+def test_on_the_cpu_the_library_takes_positions_that_were_checked() -> None:
+    steps = check(put, *ARGS)
+    assert inplace.DEVICES == ("cuda",) and in_place(steps)
+    assert [s.op for s in steps if isinstance(s, Extern)] == ["dcompile.check_bounds", "aten.index_put_.default"]

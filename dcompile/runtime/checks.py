@@ -42,7 +42,21 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-_OWN: Mapping[str, Callable[..., Any]] = {"dcompile.check_bounds": check_bounds, "dcompile.call": call}
+def set_data(tensor: torch.Tensor, source: torch.Tensor, copies: bool) -> None:
+    """`tensor.data = source`. With `copies`, of a copy: `source` lies in memory that the program uses again.
+
+    RuntimeError while a CUDA graph is recorded: no replay would do it.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("it gives a tensor other memory (.data = ...)")
+    tensor.set_(source.clone() if copies else source)  # type: ignore[call-overload, unused-ignore]
+
+
+_OWN: Mapping[str, Callable[..., Any]] = {
+    "dcompile.check_bounds": check_bounds,
+    "dcompile.call": call,
+    "dcompile.set_data": set_data,
+}
 _MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
 
 

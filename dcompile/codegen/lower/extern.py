@@ -14,7 +14,7 @@ from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides
 from dcompile.codegen.lower.sizes import is_symbolic, opaque_shape
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.errors import DcompileError
-from dcompile.ir.nodes import View
+from dcompile.ir.nodes import Extern, View
 
 PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 """Calls that write where we say (mode `out`)."""
@@ -69,6 +69,9 @@ CALL = "dcompile.call"
 
 The function returns a tensor, or a tuple of several: without a schema, nothing tells a tuple of one from what is in it.
 """
+
+SET_DATA = "dcompile.set_data"
+"""set_data(tensor, source, copies): aten.set_ of a source that may lie in memory which the program uses again."""
 
 OBJECT = "object"
 """Dtype of buffers that hold any Python value instead of a tensor."""
@@ -222,10 +225,23 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
     names = list(dict.fromkeys(view.buffer for view in views if view is not None))
     for name in names:
         low.keep_before_overwrite(name, low.position)
-    low.extern(op_text(node.target), args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
+    op = op_text(node.target)
+    if op == "aten.set_.source_Tensor":
+        op, args = SET_DATA, [*args, _is_made(low, node, args[1])]
+    low.extern(op, args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
     if not schema.returns:
         return None
     return tensors[0] if len(schema.returns) == 1 else tuple(tensors)
+
+
+def _is_made(low: Lowering, node: Node, source: T) -> bool:
+    """Whether what becomes a tensor's data is made by the program, rather than (part of) an input."""
+    if source.view is None or source.view.buffer not in low.inputs:
+        return True
+    earlier = [step for step in low.steps if isinstance(step, Extern) and step.op == SET_DATA]
+    if any(source.view.buffer in step.outs for step in earlier):
+        raise Unsupported(f"dcompile: {node.target} takes what an input was before it got other memory")
+    return False
 
 
 def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None], Any]:

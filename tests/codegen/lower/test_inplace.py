@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from math import prod
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import dcompile
 from dcompile.codegen.lower import inplace
 from dcompile.codegen.lower.program import lower
 from dcompile.ir.nodes import Extern, Loop
@@ -154,3 +156,36 @@ def test_on_the_cpu_the_library_takes_positions_that_were_checked() -> None:
     steps = check(put, *ARGS)
     assert inplace.DEVICES == ("cuda",) and in_place(steps)
     assert [s.op for s in steps if isinstance(s, Extern)] == ["dcompile.check_bounds", "aten.index_put_.default"]
+
+
+class Moving(torch.nn.Module):
+    """Gives a frozen layer other memory in its forward, as momentum encoders do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.a, self.b = how, torch.nn.Linear(16, 8), torch.nn.Linear(16, 8).requires_grad_(False)
+
+    def forward(self, x):
+        y = self.a(x)
+        for a, b in zip(self.a.parameters(), self.b.parameters(), strict=True):
+            match self.how:
+                case "average":
+                    b.data = b.data * 0.5 + a.data
+                case "share":
+                    b.data = a.data
+                case "swap":
+                    a.data, b.data = b.data, a.data
+        return (y * self.b(x)).sum()
+
+
+@pytest.mark.parametrize("how", ["average", "share", "swap"])
+def test_a_parameter_whose_data_is_replaced_in_the_forward(how):
+    stock = Moving(how)
+    module = dcompile.compile(copy.deepcopy(stock), options={"receipt": False})
+    for x in torch.randn(3, 2, 16).unbind():
+        for model in (stock, module):
+            model.zero_grad()
+            model(x).backward()
+        torch.testing.assert_close(module.state_dict(), stock.state_dict())
+        torch.testing.assert_close(module.a.weight.grad, stock.a.weight.grad)
+        assert (module.a.weight.data_ptr() == module.b.weight.data_ptr()) == (how == "share")

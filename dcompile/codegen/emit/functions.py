@@ -232,8 +232,7 @@ INLINE wide mod_of(wide a, wide b) {
 VECTOR_FUNCTION_2(fmod) VECTOR_FUNCTION_2(mod)
 #endif
 #define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
-LIBM(exp, exp) LIBM(exp2, exp2) LIBM(expm1, expm1) LIBM(log, log) LIBM(log1p, log1p) LIBM(tanh, tanh) LIBM(erf, erf)
-INLINE double sigmoid_(double x) { return 1. / (1. + __builtin_exp(-x)); }
+LIBM(erf, erf)
 #define LIBM1(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
 #define LIBM2(name, builtin) LIBM(name, builtin) LIBM1(name, builtin)
 #if defined __FMA__ || defined VECTORS

@@ -4,7 +4,8 @@ A file has as much of it as its kernels need (`needed.py`). No header is include
 compiler time, against seconds with the standard library's.
 The float functions are branch-free polynomials rather than libm's or libmvec's: g++ calls libmvec in the vectorised
 part of a loop and libm in the remainder, so an element's value would depend on where in a loop it falls, and fusing two
-loops could change bits. Here scalar and vector code run the same operations. float64 uses libm, one element at a time.
+loops could change bits. Here scalar and vector code run the same operations. What float64 has no polynomials for
+(`doubles.py`) is libm's, one element at a time.
 
 bfloat16 and float16 live in registers as the float of the same value: `to_bfloat16` rounds, `store_bfloat16` packs.
 """
@@ -12,6 +13,7 @@ bfloat16 and float16 live in registers as the float of the same value: `to_bfloa
 from __future__ import annotations
 
 from dcompile.codegen.emit.arcs import ARCS
+from dcompile.codegen.emit.doubles import DOUBLES
 from dcompile.codegen.emit.functions import FUNCTIONS
 from dcompile.codegen.emit.random_prelude import RANDOM
 from dcompile.codegen.emit.wide_prelude import WIDE
@@ -257,4 +259,4 @@ INLINE bool isinf_(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 INLINE bool isinf_(double x) { return __builtin_fabs(x) == __builtin_inf(); }
 """
 
-PRELUDE = _BASE + WIDE + RANDOM + FUNCTIONS + ARCS
+PRELUDE = _BASE + WIDE + RANDOM + DOUBLES + FUNCTIONS + ARCS

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import compiled, run
+from tests.codegen.emit.test_avx512 import assembly
 
 # largest error in units of the last place, measured over 7 million points of all exponents
 LARGEST_ULP = {
@@ -46,6 +49,40 @@ def test_float_functions_are_within_their_measured_error(op, functions):
     assert np.array_equal(got[unbounded], nearest[unbounded])
     tiny = np.abs(nearest) < np.finfo(np.float32).tiny
     assert np.all(np.abs(got[tiny] - want[tiny]) <= 3e-39), "denormal results may lose precision, not their size"
+
+
+LARGEST_ULP_64 = {"exp": 1, "exp2": 1, "expm1": 3.2, "log": 0.8, "log1p": 2.2, "sigmoid": 2.1, "tanh": 1.4}
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant < 60, reason="nothing more precise to compare with")
+def test_functions_of_float64_are_within_their_measured_error():
+    """Over all exponents, what networks hold, and where exponentials begin to overflow or to be denormal."""
+    rng = np.random.default_rng(0)
+    edges = [0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 5e-324, 1e308, 709.78, 709.79, -745.2, -708.5, 1024, -1074, -1075]
+    patterns = rng.integers(0, 2**64, 20_000, dtype=np.uint64).view(np.float64)
+    near = rng.uniform(-1, 1, 20_000), 1 + rng.normal(0, 1e-3, 10_000)
+    x = np.concatenate([patterns, rng.normal(0, 3, 20_000), *near, rng.uniform(-750, 720, 20_000), edges])
+    functions = compiled([loops.unary(op, len(x), "float64") for op in LARGEST_ULP_64])
+    meant = {op: getattr(np, op, lambda x: 1 / (1 + np.exp(-x))) for op in LARGEST_ULP_64}
+    for op, largest in LARGEST_ULP_64.items():
+        (got,) = run(loops.unary(op, len(x), "float64"), {"x": x}, functions)
+        with np.errstate(all="ignore"):
+            want = meant[op](x.astype(np.longdouble))
+            nearest = want.astype(np.float64)
+        assert np.array_equal(np.isnan(got), np.isnan(nearest)) and np.array_equal(np.isinf(got), np.isinf(nearest)), op
+        usual = np.isfinite(nearest) & (np.abs(nearest) >= np.finfo(np.float64).tiny)
+        ulp = np.abs(got[usual] - want[usual]) / np.spacing(np.abs(nearest[usual]))
+        assert ulp.max() <= largest, (op, x[usual][ulp.argmax()])
+        tiny, zero = np.abs(nearest) < np.finfo(np.float64).tiny, nearest == 0
+        assert np.all(np.abs(got[tiny] - nearest[tiny]) <= 1e-307), op
+        assert np.array_equal(np.signbit(got[zero & (got == 0)]), np.signbit(nearest[zero & (got == 0)])), op
+
+
+def test_functions_of_float64_are_vectors():
+    """No loop calls the library."""
+    for op in LARGEST_ULP_64:
+        made = assembly(loops.unary(op, 4096, "float64"))
+        assert re.search("[yz]mm", made) and not re.search(r"call\s+(exp|log|tanh)", made), op
 
 
 @pytest.mark.parametrize("op", ["sin", "cos"])

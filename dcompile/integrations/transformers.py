@@ -6,6 +6,7 @@ wrapping to Accelerate, which asks its plugin when training begins: behind Distr
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 from dcompile.errors import OptionError
@@ -26,4 +27,8 @@ def compile_trainer(trainer: Trainer, plugin: DcompilePlugin | None = None, **op
     if plugin is not None and options:
         raise OptionError(f"compile_trainer: give {next(iter(options))!r} to the plugin, or no plugin")
     given.accelerator.state.dynamo_plugin = plugin if plugin is not None else DcompilePlugin(**options)
+    # Trainer asks an unwrapped model for its class, and shifts the labels that it smooths if that is a causal language
+    # model. Accelerate leaves torch.compile's wrapper on, whose class is another: the loss would be a wrong one
+    # (transformers 5.23; with torch_compile=True it is).
+    given.accelerator.unwrap_model = functools.partial(given.accelerator.unwrap_model, keep_torch_compile=False)
     return trainer

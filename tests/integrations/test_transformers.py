@@ -58,6 +58,16 @@ def test_trainer_trains_the_same(how, eager, tmp_path):
         assert dcompile.receipt(trainer.model_wrapped).kernels > 0
 
 
+def test_labels_that_trainer_smooths_are_shifted(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    model = llama(num_hidden_layers=1)
+    trainer = Trainer(model, arguments)
+    rows = {name: row[None] for name, row in batches()[0].items()}
+    expected = trainer.compute_loss(model, dict(rows))
+    compiled = compile_trainer(trainer, receipt=False).accelerator.prepare_model(model)
+    torch.testing.assert_close(trainer.compute_loss(compiled, dict(rows)), expected)
+
+
 def test_what_would_compile_twice_or_not_as_asked_is_refused(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, report_to=[], use_cpu=True)
     trainer = Trainer(torch.nn.Linear(2, 2), arguments)

@@ -31,8 +31,10 @@ for name in (
 
 torch.set_num_threads(1)
 llama = importlib.import_module("tests.models.zoo").llama(num_hidden_layers=1)
-ids = torch.zeros(2, 8, dtype=torch.long)
-torch.compile(llama, backend="aot_eager")(input_ids=ids, labels=ids)  # traces its backward as well, and runs none
+ids = torch.zeros(2, 10, dtype=torch.long)
+# Traces its backward as well, and runs none. Of these sizes, those of tests/distributed, torch then knows each result's
+# kind already: a tenth of a rank's first trace.
+torch.compile(llama, backend="aot_eager")(input_ids=ids, labels=ids)
 torch._dynamo.reset()
 # Forks end before their garbage is much: 17 MB for each Llama of two layers, 3 for an MLP. Collecting it takes a tenth
 # of compiling's time, and would copy every page of what is imported here.

@@ -49,7 +49,7 @@ def shortened(command: str, folder: Path) -> str:
         backend = "BACKEND=eager" if given else ""  # what matters there is how arguments reach the script
         return f'{rest} {backend} STEPS=2 ARGS="{given[1] if given else ""} {small}"'
     if first.endswith("torchrun"):
-        return f"{command} --steps 2 {small}"
+        return f"{command} --steps 2 --data {ROOT / 'LICENSE'} {small}"  # `make train` reads the standard library
     if first.endswith("pytest"):
         return f"{command} $TESTS"
     if "pip install" in command:
@@ -67,9 +67,11 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, tmp_path: Path) -> None:
-    # what starts from nothing is torchrun's line: a training run, too, that imports what `make train` does
-    python = nursery.python() if command.startswith("make train") else sys.executable
-    environment = {**ENVIRONMENT, "PYTHON": python}
+    # Processes that train are forks. From nothing: torchrun itself here, launch/train.py in tests/launch/test_train.py
+    # (one process), and DDP with dcompile in the second example.
+    trains = command.startswith("make train") or "torchrun" in command
+    python = nursery.python() if trains else sys.executable
+    environment = {**ENVIRONMENT, "PYTHON": python, "PYTHON_EXEC": python}
     status, output = run(["bash", "-ec", shortened(command, tmp_path)], tmp_path, **environment)
     assert status == 0, output
     if "make train" in command or "launch/train.py" in command:
@@ -80,7 +82,7 @@ def test_command(command: str, tmp_path: Path) -> None:
 def test_example(number: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(blocks("python")[number].replace("timeline.svg", str(tmp_path / "timeline.svg")))
-    python = nursery.python() if number else sys.executable  # the first starts from nothing
+    python = sys.executable if number else nursery.python()  # the second, with DDP, starts from nothing
     status, output = run([python, str(script)], tmp_path)
     assert status == 0, output
     assert "adapter=" in output, "the receipt is printed"

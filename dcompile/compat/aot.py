@@ -250,18 +250,20 @@ def own_results() -> tuple[int, ...]:
 
 
 def take_views() -> tuple[int, ...]:
-    """Inside the compiler of a forward: positions of results that are to be tensors of their own, though the graph has
-    views there. AOTAutograd would see to that; from now on the caller does."""
+    """Inside the compiler of a forward: positions of views that are to be handed out as tensors of their own.
+
+    AOTAutograd would do it; from now on it leaves that to the caller. None where a torch notes them in another way.
+    """
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    if metadata is None:
+    views = getattr(metadata, "unsafe_view_out_indices", ())
+    if metadata is None or not views:
         return ()
-    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
-    places = tuple(changed + place for place in metadata.unsafe_view_out_indices)
     metadata.unsafe_view_out_indices, metadata.num_unsafe_view_outputs = [], 0
-    return places
+    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
+    return tuple(changed + place for place in views)
 
 
 def result_index(tangent: Any) -> int | None:

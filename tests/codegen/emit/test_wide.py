@@ -313,6 +313,18 @@ def test_columns_are_added_up_some_rows_at_a_time(dtype: str, rows: int, n: int)
     assert np.all(np.abs(got[0] - exact) <= 1e-6 * np.abs(values.astype(np.float64)).sum(0))
 
 
+def test_later_passes_do_not_read_addresses_behind_each_store() -> None:
+    """As they would if the function of an earlier one took them by reference; that holds back one that asks for two."""
+    assert "const auto take0 = [&, a0](" in source_of(loops.rms_norm(2048, 2048)).text
+    for rows, taken in ((2048, "&"), (64, "&, a0, a1")):  # small tensors are not asked for
+        b, n = Body(), 2048
+        x, g = b.load("x", I0 * n + J0), b.load("g", I0 * n + J0)
+        y = b.op("mul", b.op("add", x, g), b.reduce("sum", b.op("mul", x, g)))
+        shape = ("float32", (rows, n))
+        made = program(b, (rows,), (n,), [Store("y", I0 * n + J0, y)], x=shape, g=shape, y=shape)
+        assert f"const auto take0 = [{taken}](" in source_of(made).text
+
+
 @pytest.mark.parametrize("rows", [1028, 1030])
 def test_large_rows_are_added_up_side_by_side(rows: int, n: int = 320) -> None:
     """Four at a time, each as it is by itself; what comes before and after a sum is each row's own."""

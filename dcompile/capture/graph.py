@@ -38,6 +38,7 @@ class Graph(Programs):
 
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
+        example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
         tokens = [torch.tensor(0), torch.tensor(1)]
         compiler = self.model.toolbox.compiler
         if self._together:

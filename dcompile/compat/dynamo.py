@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.sizes import simplifying_once
@@ -184,6 +184,34 @@ def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
             node.meta["example_value"] = value
 
     return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
+
+
+def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
+    """Let a graph take Python's floats as what they are passed as; returns what it is to be traced with.
+
+    Dynamo traces what `random.uniform` draws as a tensor of the default dtype, but passes float64: a kernel would read
+    half of the number.
+    """
+    import torch
+
+    inputs, nodes = list(example_inputs), gm.graph.find_nodes(op="placeholder")
+    first = next((node for node in gm.graph.nodes if node.op != "placeholder"), None)
+    for place, (node, value) in enumerate(zip(nodes, inputs, strict=False)):
+        passed = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
+        if (
+            not passed
+            or not isinstance(value, torch.Tensor)
+            or value.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+        ):
+            continue
+        inputs[place] = value.to(torch.float64)
+        with gm.graph.inserting_before(first):
+            narrow = gm.graph.call_method("to", (node, value.dtype))
+        narrow.meta["example_value"] = node.meta.get("example_value")
+        node.replace_all_uses_with(narrow, delete_user_cb=lambda user, own=narrow: user is not own)
+        node.meta["example_value"] = inputs[place]
+        gm.recompile()
+    return inputs
 
 
 def _quiet_metrics() -> contextlib.AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import dcompile
 from dcompile.capture.keys import hand_out_keys
 from dcompile.codegen.lower.decompositions import table
 from dcompile.codegen.lower.program import lower
@@ -161,3 +163,14 @@ def test_without_a_key_the_operator_draws_one() -> None:
     torch.manual_seed(0)
     assert torch.equal(first, ours.uniform([100], F32, CPU)) and not torch.equal(first, second)
     assert ours.less([10], 0.5, CPU).dtype == BOOL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_that_python_draws_in_a_forward(dtype) -> None:
+    compiled = dcompile.compile(lambda x: x * random.uniform(0.5, 2) + random.randint(0, 3), options={"receipt": False})
+    x = torch.ones(3, dtype=dtype)
+    random.seed(0)
+    found = [compiled(x) for _ in range(3)]
+    random.seed(0)
+    for value in found:
+        torch.testing.assert_close(value, x * random.uniform(0.5, 2) + random.randint(0, 3), rtol=1e-7, atol=0)

@@ -9,7 +9,7 @@ With `--jobs`, so many processes build their peers at a time (warm-up seconds ar
 nothing else runs while one is timed. A line is written as soon as it is there.
 
 Warm-up is the time of the first three steps; both compilers are imported before, and whoever of `--peers` comes later
-finds what PyTorch has cached while it traced for those before. Memory is the most that the allocator has handed out in
+finds what PyTorch has cached while it traced for those before. Memory is the most that tensors have asked for in
 a later step, with parameters and whatever the peer keeps between steps, the pools of CUDA graphs included. Kernels and
 idle time are of one profiled step; idle is the part of it in which no kernel ran.
 """
@@ -101,10 +101,10 @@ class Training:
         self.clear()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = asked_for("current", self.device)
         self.step()
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before + self.kept
+        peak = asked_for("peak", self.device) - before + self.kept
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.step()
             torch.cuda.synchronize()
@@ -132,7 +132,16 @@ def allocated(device: torch.device) -> int:
     gc.collect()
     torch.cuda.synchronize(device)
     pools = (s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
-    return torch.cuda.memory_allocated(device) + sum(s["total_size"] - s["allocated_size"] for s in pools)
+    return asked_for("current", device) + sum(s["total_size"] - s["allocated_size"] for s in pools)
+
+
+def asked_for(when: str, device: torch.device) -> int:
+    """Bytes that tensors were given now ("current") or at most ("peak"), as they asked for them.
+
+    What the allocator hands out is up to 1 MiB more for each, by what the peers before have left free: with the same
+    parameters 2 MiB between two peers on a Llama (H200).
+    """
+    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"])
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from dcompile.codegen.emit.fetched import ask_ahead
 from dcompile.codegen.emit.lanes import Lanes
 from dcompile.codegen.emit.narrow import count_in_int32
 from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
@@ -28,6 +29,7 @@ class Passes(Lanes):
 
     def _row(self) -> None:
         """All passes over one row (over `LANES` rows, if there is a lane)."""
+        ask_ahead(self)
         for ref in (ref for ref, number in self.kept.items() if number > BEFORE):
             value = self.nest.body[ref]
             count = size_product(axis.size for axis in self.nest.elements)

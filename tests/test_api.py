@@ -215,3 +215,18 @@ def test_the_package_alone_does_not_load_torch():
 
 def test_what_is_loaded_late_is_listed_before():
     assert {"compile", "explain", "profile", "receipt"} <= set(dir(dcompile))
+
+
+def test_a_detached_result_does_not_take_the_gradient_of_what_it_looks_at():
+    layer = torch.nn.Linear(4, 4)
+
+    def function(x):
+        hidden = layer(x)
+        return hidden.detach(), hidden[0], hidden.relu(), hidden.detach()
+
+    compiled = dcompile.compile(function, options={"receipt": False})
+    for call in (function, compiled):
+        kept, row, _, again = call(torch.ones(3, 4))
+        assert not kept.requires_grad and not again.requires_grad and not row.is_leaf
+        (grad,) = torch.autograd.grad(row.sum(), layer.bias)
+        assert grad.tolist() == [1.0] * 4

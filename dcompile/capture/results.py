@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from dcompile.capture.joint import memory_of
-from dcompile.runtime.quick import look
+from dcompile.compat.tensors import quick_look
+
+look = quick_look()
 
 
 def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:
@@ -26,6 +29,28 @@ def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[in
         memory = memory_of(outputs[place])
         found[place] = tuple(other for other, its in saved if memory is not None and its == memory)
     return found
+
+
+def twins(gm: Any, count: int) -> tuple[int, ...]:
+    """Positions of results that look at another one's memory, and may come as the very tensor that the other one is.
+
+    `h.detach()` beside `h`: autograd is told that the one has no gradient, and must not take the other for it.
+    """
+    outputs = [node if isinstance(node, Node) else None for node in gm.graph.output_node().args[0][:count]]
+    memories = [None if node is None else memory_of(node) for node in outputs]
+    return tuple(
+        place
+        for place, (node, memory) in enumerate(zip(outputs, memories, strict=True))
+        if node is not None and memory is not None and getattr(node.target, "is_view", False)
+        if any(its == memory and other is not node for other, its in zip(outputs, memories, strict=True))
+    )
+
+
+def part(outputs: list[Any], places: Sequence[int], count: int) -> None:
+    """Make a tensor of its own of each result in `places` that is another one among the first `count`."""
+    for place in places:
+        if any(outputs[other] is outputs[place] for other in range(count) if other != place):
+            outputs[place] = outputs[place].detach()
 
 
 def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:

@@ -16,9 +16,12 @@ SIZES = (12, 0, ALONE_BYTES // 4, 60, ALONE_BYTES // 2, 24)
 def on_ranks(world, run):
     """What `run(group, rank)` returns on each rank of a new group."""
     store = dist.HashStore()
+    groups = []  # kept until all are through: one that ended at once would be gone while another still connects
 
     def rank(number):
-        return run(dist.ProcessGroupGloo(store, number, world, timedelta(seconds=60)), number)
+        group = dist.ProcessGroupGloo(store, number, world, timedelta(seconds=60))
+        groups.append(group)
+        return run(group, number)
 
     with ThreadPoolExecutor(world) as threads:
         return list(threads.map(rank, range(world)))

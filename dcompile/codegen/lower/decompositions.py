@@ -70,6 +70,9 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
     index_add, unpool = torch.ops.aten.index_add.default, torch.ops.aten.max_unpool2d.default
     found[index_add] = rewrites.fitting_slices(found[index_add])
     found[unpool] = rewrites.laid_out_as_input(found[unpool])
+    aten = torch.ops.aten
+    for pad in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default):
+        found[pad] = rewrites.replication_pad(found[pad])
     if fallback_random:
         drawn = own.keys() - {torch.ops.aten.native_dropout.default, torch.ops.aten.rrelu_with_noise_functional.default}
         found = {op: rule for op, rule in found.items() if op not in drawn}

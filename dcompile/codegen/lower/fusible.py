@@ -35,6 +35,7 @@ ONCE = (
     "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool2d_backward",
     "adaptive_max_pool3d", "adaptive_max_pool3d_backward", "_adaptive_avg_pool2d_backward",
     "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d",
 )  # fmt: skip
 """Loops that read much more than they write, or write what is not the same shape: values are computed into them, but
 their own results are saved."""

@@ -125,6 +125,16 @@ def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return laid_out
 
 
+def replication_pad(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's decomposition, on CPUs of images with channels last alone: others have a rule (`pads.py`)."""
+
+    def padded(x: Tensor, padding: Sequence[int]) -> Tensor:
+        rows = x.device.type == "cpu" and compat.aot.suggest_memory_format(x) == torch.contiguous_format
+        return NotImplemented if rows and not compat.sizes.is_known_empty(x) else rule(x, padding)
+
+    return padded
+
+
 def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
     """What was repeated beyond an edge is added to the edge."""
     return _unpadded(grad, x, padding, lambda at, last: at.clamp(0, last))

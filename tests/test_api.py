@@ -222,11 +222,12 @@ def test_a_detached_result_does_not_take_the_gradient_of_what_it_looks_at():
 
     def function(x):
         hidden = layer(x)
-        return hidden.detach(), hidden[0], hidden.relu(), hidden.detach()
+        return hidden.detach(), hidden[0], hidden.relu(), hidden.detach(), hidden[1].detach()
 
     compiled = dcompile.compile(function, options={"receipt": False})
     for call in (function, compiled):
-        kept, row, _, again = call(torch.ones(3, 4))
-        assert not kept.requires_grad and not again.requires_grad and not row.is_leaf
+        _, row, relu, *_ = results = call(torch.ones(3, 4))
+        assert [result.requires_grad for result in results] == [False, True, True, False, False]
+        assert not row.is_leaf and not relu.is_leaf
         (grad,) = torch.autograd.grad(row.sum(), layer.bias)
         assert grad.tolist() == [1.0] * 4

@@ -16,7 +16,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.joint import Cut, donated_positions, take_token
 from dcompile.capture.model import CompiledModel
-from dcompile.capture.results import hand_out, part, saved_with, twins
+from dcompile.capture.results import hand_out, saved_with, to_be_detached
 from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
@@ -180,7 +180,7 @@ class Programs:
     def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Boxed:
         position = take_token(gm)
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)
-        alike, count = twins(gm, self._cut.results), self._cut.results
+        detached = to_be_detached(gm, compat.aot.constant_results(), self._cut.results)
         run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
         model = self.model
         gathering = self._gathering(run)
@@ -190,8 +190,8 @@ class Programs:
             results = list(gathering(args))
             if views:
                 hand_out(results, views)
-            if alike:
-                part(results, alike, count)
+            for place in detached:
+                results[place] = results[place].detach()
             if position is not None:
                 results.insert(position, tokens[sync])
             return results

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from dcompile.capture.joint import memory_of
 from dcompile.compat.tensors import quick_look
@@ -31,26 +30,14 @@ def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[in
     return found
 
 
-def twins(gm: Any, count: int) -> tuple[int, ...]:
-    """Positions of results that look at another one's memory, and may come as the very tensor that the other one is.
+def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[int, ...]:
+    """Of a forward's `constant` results, which have no gradient, those that lie in another result's memory.
 
-    `h.detach()` beside `h`: autograd is told that the one has no gradient, and must not take the other for it.
+    Of `h.detach()` beside `h` a program makes one tensor, of `h[0].detach()` a view of it. Autograd, told that the one
+    has no gradient, takes it for the other, or has the view follow what it looks at.
     """
-    outputs = [node if isinstance(node, Node) else None for node in gm.graph.output_node().args[0][:count]]
-    memories = [None if node is None else memory_of(node) for node in outputs]
-    return tuple(
-        place
-        for place, (node, memory) in enumerate(zip(outputs, memories, strict=True))
-        if node is not None and memory is not None and getattr(node.target, "is_view", False)
-        if any(its == memory and other is not node for other, its in zip(outputs, memories, strict=True))
-    )
-
-
-def part(outputs: list[Any], places: Sequence[int], count: int) -> None:
-    """Make a tensor of its own of each result in `places` that is another one among the first `count`."""
-    for place in places:
-        if any(outputs[other] is outputs[place] for other in range(count) if other != place):
-            outputs[place] = outputs[place].detach()
+    memories = [memory_of(node) for node in gm.graph.output_node().args[0][:count]]
+    return tuple(n for n in constant if memories[n] is not None and memories.count(memories[n]) > 1)
 
 
 def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:

@@ -249,6 +249,18 @@ def own_results() -> tuple[int, ...]:
     return tuple(n for n, info in kinds if info.output_type.name == "non_alias" and info.requires_grad)
 
 
+def constant_results() -> tuple[int, ...]:
+    """Inside the compiler of a forward: positions of results without a gradient."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return ()
+    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
+    return tuple(changed + n for n, info in enumerate(metadata.output_info) if not info.requires_grad)
+
+
 def take_views() -> tuple[int, ...]:
     """Inside the compiler of a forward: positions of views that are to be handed out as tensors of their own.
 

@@ -126,11 +126,17 @@ def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replication_pad(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's decomposition, on CPUs of images with channels last alone: others have a rule (`pads.py`)."""
+    """torch's decomposition, on CPUs of images with channels last alone: others have a rule (`pads.py`).
+
+    torch 2.11's leaves channels first.
+    """
 
     def padded(x: Tensor, padding: Sequence[int]) -> Tensor:
-        rows = x.device.type == "cpu" and compat.aot.suggest_memory_format(x) == torch.contiguous_format
-        return NotImplemented if rows and not compat.sizes.is_known_empty(x) else rule(x, padding)
+        if x.device.type != "cpu" or compat.sizes.is_known_empty(x):
+            return rule(x, padding)
+        layout = compat.aot.suggest_memory_format(x)
+        rows = layout == torch.contiguous_format
+        return NotImplemented if rows else rule(x, padding).contiguous(memory_format=layout)
 
     return padded
 

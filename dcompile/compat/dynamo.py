@@ -187,22 +187,18 @@ def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
 
 
 def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
-    """Let a graph take Python's floats as what they are passed as; returns what it is to be traced with.
+    """Let a graph take what Python's `random` draws as it is passed; returns what the graph is to be traced with.
 
-    Dynamo traces what `random.uniform` draws as a tensor of the default dtype, but passes float64: a kernel would read
-    half of the number.
+    Dynamo traces it as a tensor of the default dtype, but passes float64: a kernel would read half of the number.
     """
     import torch
+    from torch._dynamo.source import RandomValueSource
 
     inputs, nodes = list(example_inputs), gm.graph.find_nodes(op="placeholder")
     first = next((node for node in gm.graph.nodes if node.op != "placeholder"), None)
     for place, (node, value) in enumerate(zip(nodes, inputs, strict=False)):
-        passed = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
-        if (
-            not passed
-            or not isinstance(value, torch.Tensor)
-            or value.dtype not in (torch.float32, torch.float16, torch.bfloat16)
-        ):
+        drawn = isinstance(getattr(node.meta.get("grapharg"), "source", None), RandomValueSource)
+        if not drawn or not value.is_floating_point() or value.dtype == torch.float64:
             continue
         inputs[place] = value.to(torch.float64)
         with gm.graph.inserting_before(first):

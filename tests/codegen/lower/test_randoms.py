@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -174,3 +175,9 @@ def test_numbers_that_python_draws_in_a_forward(dtype) -> None:
     random.seed(0)
     for value in found:
         torch.testing.assert_close(value, x * random.uniform(0.5, 2) + random.randint(0, 3), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("number", [np.float32(1.5), np.float64(1.5), np.int32(3), 1.5, 3])
+def test_numbers_that_are_given(number) -> None:
+    compiled = dcompile.compile(lambda x, k: x * k + k, options={"receipt": False})
+    assert compiled(torch.ones(3), number).tolist() == [2 * number] * 3

@@ -91,13 +91,19 @@ def backward_at_once() -> contextlib.AbstractContextManager[Any]:
     return config.patch({name: True})  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
-def no_donation() -> None:
-    """Say, from inside the backward compiler, that this graph donates no buffer (its run-time check wants a list)."""
+def _metadata() -> Any:
+    """Inside a compiler of AOTAutograd: what it knows of the forward's inputs and results; None elsewhere."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    return context.fw_metadata if context is not None else None
+
+
+def no_donation() -> None:
+    """Say, from inside the backward compiler, that this graph donates no buffer (its run-time check wants a list)."""
+    metadata = _metadata()
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
 
 
 def not_only_read() -> frozenset[int]:
@@ -105,10 +111,7 @@ def not_only_read() -> frozenset[int]:
 
     It deals with these outside the graph, on the very tensors that it is called with.
     """
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _metadata()
     if metadata is None:
         return frozenset()
     changed = (n for n, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
@@ -239,10 +242,7 @@ def takes_absent_tangents() -> bool:
 
 def own_results() -> tuple[int, ...]:
     """Inside a compiler of AOTAutograd: positions of results that its node of the autograd graph has made itself."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _metadata()
     if metadata is None:
         return ()
     kinds = enumerate(metadata.output_info)
@@ -251,10 +251,7 @@ def own_results() -> tuple[int, ...]:
 
 def constant_results() -> tuple[int, ...]:
     """Inside the compiler of a forward: positions of results without a gradient."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _metadata()
     if metadata is None:
         return ()
     changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
@@ -266,10 +263,7 @@ def take_views() -> tuple[int, ...]:
 
     AOTAutograd would do it; from now on it leaves that to the caller. None where a torch notes them in another way.
     """
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _metadata()
     views = getattr(metadata, "unsafe_view_out_indices", ())
     if metadata is None or not views:
         return ()

@@ -33,6 +33,7 @@ import torch
 
 from dcompile import compat
 from dcompile.collectives.params import AnySource, Executable
+from dcompile.runtime.arena import like
 from dcompile.runtime.graph_calls import Call, call_of
 from dcompile.runtime.recording import Kept, Memory, Recording, Result, Slot
 from dcompile.runtime.settling import Settling
@@ -286,7 +287,7 @@ class Replayed:
 
     def _slots(self, args: Sequence[Any], fixed: frozenset[int]) -> tuple[Slot, ...]:
         positions = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in fixed]
-        slots = tuple(Slot(i, _empty_like(args[i]), i in self._mutated) for i in positions)
+        slots = tuple(Slot(i, like(args[i]), i in self._mutated) for i in positions)
         for slot in slots:
             slot.fill(args)
         return slots
@@ -385,10 +386,6 @@ def _stays(tensor: torch.Tensor, taken: dict[int, Memory]) -> bool:
 def _is_virtual(tensor: torch.Tensor) -> bool:
     """Whether it stands for a sharded parameter: of full shape, without memory."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,9 @@ INLINE double scale_(double r, double t, double x) {
   const double rest = select_(x < 0., 0x1p-512, 0x1p512);
   return r * unbits((bits(t) << 52) - bits(rest)) * rest;
 }
-/* e^f for f from -log(2) / 2 to log(2) / 2 */
-INLINE double exp_near(double f) {
-  double r = fma_(f, 1.6059043836821613e-10, 2.08767569878681e-9);
+/* (e^f - 1 - f) / f^2 by its series, whose terms from the twelfth on are r f^11 */
+INLINE double exp_rest(double r, double f) {
+  r = fma_(r, f, 2.08767569878681e-9);
   r = fma_(r, f, 2.505210838544172e-8);
   r = fma_(r, f, 2.755731922398589e-7);
   r = fma_(r, f, 2.7557319223985893e-6);
@@ -34,8 +34,11 @@ INLINE double exp_near(double f) {
   r = fma_(r, f, 8.333333333333333e-3);
   r = fma_(r, f, 4.1666666666666664e-2);
   r = fma_(r, f, 1.6666666666666666e-1);
-  r = fma_(r, f, 0.5);
-  r = fma_(r, f, 1.);
+  return fma_(r, f, 0.5);
+}
+/* e^f for f from -log(2) / 2 to log(2) / 2 */
+INLINE double exp_near(double f) {
+  const double r = fma_(exp_rest(1.6059043836821613e-10, f), f, 1.);
   return fma_(r, f, 1.);
 }
 INLINE double between(double x, double low, double high) {
@@ -57,18 +60,7 @@ INLINE double exp2_(double a) {
 }
 INLINE double expm1_(double x) {
   double r = fma_(x, 7.647163731819816e-13, 1.1470745597729725e-11);
-  r = fma_(r, x, 1.6059043836821613e-10);
-  r = fma_(r, x, 2.08767569878681e-9);
-  r = fma_(r, x, 2.505210838544172e-8);
-  r = fma_(r, x, 2.755731922398589e-7);
-  r = fma_(r, x, 2.7557319223985893e-6);
-  r = fma_(r, x, 2.48015873015873e-5);
-  r = fma_(r, x, 1.984126984126984e-4);
-  r = fma_(r, x, 1.3888888888888889e-3);
-  r = fma_(r, x, 8.333333333333333e-3);
-  r = fma_(r, x, 4.1666666666666664e-2);
-  r = fma_(r, x, 1.6666666666666666e-1);
-  r = fma_(r, x, 0.5);
+  r = exp_rest(fma_(r, x, 1.6059043836821613e-10), x);
   r = fma_(r * x, x, x);
   return __builtin_copysign(select_(abs_(x) < 0.4, r, exp_(x) - 1.), x);
 }

@@ -114,7 +114,7 @@ class Beside(Abreast):
         load = self.nest.body[reduce.arg]
         if reduce.op != "sum" or not isinstance(load, Load) or load.dtype != "float32" or load.mask is not None:
             return False
-        size = self._bytes(load.buffer)
+        size = self.bytes_of(load.buffer)
         return isinstance(size, int) and size >= AHEAD_BYTES
 
     def _sums_beside(self, reduces: list[Ref]) -> None:

@@ -48,7 +48,7 @@ def _load(value: object) -> Load | None:
 def _told(kernel: Statements, load: Load, row: str) -> Load | None:
     """What is loaded to say which row of a large table this load reads, if the next row's can be loaded as well."""
     (last,) = kernel.nest.elements
-    refs, nbytes = runtime_refs(load.index), kernel._bytes(load.buffer)
+    refs, nbytes = runtime_refs(load.index), kernel.bytes_of(load.buffer)
     if len(refs) != 1 or kernel.levels.element[refs[0]] or not isinstance(nbytes, int) or nbytes < AHEAD_BYTES:
         return None
     if stride(load.index, last.name) != 1 or not isinstance(last.size, int):

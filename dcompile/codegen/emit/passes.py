@@ -244,7 +244,7 @@ class Passes(Lanes):
         """
         assert self.turned is not None
         across, along = self.turned.across, self.turned.along
-        nbytes = self._bytes(load.buffer)
+        nbytes = self.bytes_of(load.buffer)
         if ITEMSIZE[load.dtype] > 2 or along.tile < WIDE_TILE or (isinstance(nbytes, int) and nbytes < AHEAD_BYTES):
             return
         low = f"{along.name}_low"

@@ -84,7 +84,7 @@ class Statements:
         work = self._work()
         return "" if isinstance(work, int) else f" if({self.size(work)} > {PARALLEL_WORK})"
 
-    def _bytes(self, name: str) -> Size:
+    def bytes_of(self, name: str) -> Size:
         """From a buffer's first to its last element."""
         return as_size(self.table[name].extent * ITEMSIZE[self.table[name].dtype])
 

@@ -306,7 +306,7 @@ class Wide(Scans):
             if store.mode == "set" and store.buffer not in read
             if not self.nest.row_stores[n] and not self._is_turned(n)
             if self.table[store.buffer].dtype in FLOATS or self.copies
-            if isinstance(size := self._bytes(store.buffer), int) and size >= least
+            if isinstance(size := self.bytes_of(store.buffer), int) and size >= least
         )
 
     @functools.cached_property
@@ -342,7 +342,7 @@ class Wide(Scans):
             value = nest.body[ref]
             if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
                 continue
-            nbytes, distance = self._bytes(value.buffer), stride(value.index, row)
+            nbytes, distance = self.bytes_of(value.buffer), stride(value.index, row)
             if not isinstance(nbytes, int) or not isinstance(distance, int) or distance <= 0:
                 continue
             if nbytes >= AHEAD_BYTES and stride(value.index, last) == 1:
@@ -364,7 +364,7 @@ class Wide(Scans):
             if not isinstance(value, Load) or value.mask is not None or self.kept.get(ref, number) < number:
                 continue
             picks = {f"v{r}": var(axis.name) for r in runtime_refs(value.index) if self.levels.element[r]}
-            distance, nbytes = stride(value.index, row), self._bytes(value.buffer)
+            distance, nbytes = stride(value.index, row), self.bytes_of(value.buffer)
             if not picks or not isinstance(distance, int) or not isinstance(nbytes, int) or nbytes < AHEAD_BYTES:
                 continue
             along = substitute(value.index, picks, {})
@@ -389,7 +389,7 @@ class Wide(Scans):
             for value in values
             if isinstance(value, Load)
             and self._steps(value.index, name) == 1
-            and isinstance(nbytes := self._bytes(value.buffer), int)
+            and isinstance(nbytes := self.bytes_of(value.buffer), int)
             and nbytes >= AHEAD_BYTES
         ]
         functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)

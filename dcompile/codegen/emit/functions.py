@@ -232,34 +232,27 @@ INLINE wide mod_of(wide a, wide b) {
 VECTOR_FUNCTION_2(fmod) VECTOR_FUNCTION_2(mod)
 #endif
 #define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
-LIBM(erf, erf)
 #define LIBM1(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
 #define LIBM2(name, builtin) LIBM(name, builtin) LIBM1(name, builtin)
-#if defined __FMA__ || defined VECTORS
-LIBM(sin, sin) LIBM(cos, cos)
-#else
-LIBM2(sin, sin) LIBM2(cos, cos)
+#if !defined __FMA__ && !defined VECTORS
+LIBM1(sin, sin) LIBM1(cos, cos)
+INLINE float pow_(float a, float b) { return __builtin_powf(a, b); }
 #endif
-LIBM(log2, log2) LIBM(log10, log10) LIBM(tan, tan) LIBM(erfc, erfc) LIBM(asin, asin) LIBM(acos, acos) LIBM(sinh, sinh)
-LIBM(cosh, cosh) LIBM(asinh, asinh) LIBM(acosh, acosh) LIBM(atanh, atanh)
 LIBM2(lgamma, lgamma)
-#define LIBM_PAIR(name) \
-  INLINE float name##_(float a, float b) { return __builtin_##name##f(a, b); } \
-  INLINE double name##_(double a, double b) { return __builtin_##name(a, b); }
-#if defined __FMA__ || defined VECTORS
-INLINE double pow_(double a, double b) { return __builtin_pow(a, b); }
-#else
-LIBM_PAIR(pow)
-#endif
-INLINE double atan2_(double a, double b) { return __builtin_atan2(a, b); }
-INLINE double hypot_(double a, double b) { return __builtin_hypot(a, b); }
-LIBM_PAIR(nextafter)
+/* the neighbour of a towards b: numbers of one sign follow each other as their bits do */
+#define NEXTAFTER(F, whole, sign) \
+  INLINE F nextafter_(F a, F b) { \
+    const whole u = bits(a), up = (a < b) == (a > 0) ? 1 : -1; \
+    const F away = unbits(a == 0 ? whole(1) | (bits(b) & sign) : u + up); \
+    return a != a | b != b ? a + b : a == b ? b : away; \
+  }
+NEXTAFTER(float, u32, 0x80000000u) NEXTAFTER(double, u64, 0x8000000000000000ul)
 template <class F> INLINE F logaddexp_(F a, F b) {
   const F low = min_(a, b), high = max_(a, b);
   return low == high && low - low != 0 ? high : high + log1p_(exp_(low - high));
 }
 INLINE bool signbit_(float x) { return bits(x) >> 31; }
-INLINE bool signbit_(double x) { return __builtin_signbit(x); }
+INLINE bool signbit_(double x) { return bits(x) >> 63; }
 static float64 zeta_of(float64 x, float64 q) { /* Cephes, as eager: also for float32 */
   const float64 divisors[] = {12., -720., 30240., -1209600., 47900160., -1.8924375803183791606e9, 7.47242496e10,
     -2.950130727918164224e12, 1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17,

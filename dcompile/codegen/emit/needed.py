@@ -22,8 +22,11 @@ CALLED = "run_calls"
 """What is called from outside of the file."""
 OPERATOR = "operator"
 """The name of what is called without one: kept always."""
-VECTORS, PAIRS = re.compile("VECTORS|stream_bytes"), re.compile("pair|quad|two|twice|both", re.IGNORECASE)
-"""How kernels that use vectors can be told, and with one that goes by more than one vector (wide.py)."""
+SIGNS = {
+    "VECTORS": re.compile("VECTORS|stream_bytes"), "PAIRS": re.compile("pair|quad|two|twice|both", re.IGNORECASE),
+    "DOUBLES": re.compile("float64"),
+}  # fmt: skip
+"""How kernels that use vectors can be told, with one that goes by more than one vector (wide.py), and with float64."""
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _MACRO = re.compile(r"#define (\w+)\(([^()]*)\)(.*)", re.DOTALL)
 _MACROS, _MACROS_ALONE = re.compile(r"\w+\([^()]*\)"), re.compile(r"(?:\w+\([^()]*\)\s*)+")
@@ -53,7 +56,7 @@ def needed(kernels: str) -> str:
     while new:
         found |= new
         new = {word for name in new for n in where.get(name, ()) for word in pieces[n].words} - found
-    left_out = [name for name, sign in (("VECTORS", VECTORS), ("PAIRS", PAIRS)) if not sign.search(kernels)]
+    left_out = [name for name, sign in SIGNS.items() if not sign.search(kernels)]
     head = "".join(f"#define NO_{name}\n" for name in left_out)
     return head + "".join(piece.text for piece in pieces if not piece.names or piece.names & found)
 

@@ -5,7 +5,7 @@ compiler time, against seconds with the standard library's.
 The float functions are branch-free polynomials rather than libm's or libmvec's: g++ calls libmvec in the vectorised
 part of a loop and libm in the remainder, so an element's value would depend on where in a loop it falls, and fusing two
 loops could change bits. Here scalar and vector code run the same operations. What float64 has no polynomials for
-(`doubles.py`) is libm's, one element at a time.
+(`doubles.py`, `double_arcs.py`) is libm's, one element at a time.
 
 bfloat16 and float16 live in registers as the float of the same value: `to_bfloat16` rounds, `store_bfloat16` packs.
 """
@@ -13,6 +13,7 @@ bfloat16 and float16 live in registers as the float of the same value: `to_bfloa
 from __future__ import annotations
 
 from dcompile.codegen.emit.arcs import ARCS
+from dcompile.codegen.emit.double_arcs import DOUBLE_ARCS
 from dcompile.codegen.emit.doubles import DOUBLES
 from dcompile.codegen.emit.functions import FUNCTIONS
 from dcompile.codegen.emit.random_prelude import RANDOM
@@ -224,7 +225,7 @@ template <class T> INLINE T gcd_(T a, T b) {
   return a;
 }
 INLINE float fmod_(float a, float b) { return __builtin_fmodf(a, b); }
-INLINE double fmod_(double a, double b) { return __builtin_fmod(a, b); }
+INLINE double fmod_(double a, double b);
 template <class F> INLINE F mod_float(F a, F b) {
   const F r = fmod_(a, b);
   return r != 0 && (r < 0) != (b < 0) ? r + b : r;
@@ -259,4 +260,4 @@ INLINE bool isinf_(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 INLINE bool isinf_(double x) { return __builtin_fabs(x) == __builtin_inf(); }
 """
 
-PRELUDE = _BASE + WIDE + RANDOM + DOUBLES + FUNCTIONS + ARCS
+PRELUDE = _BASE + WIDE + RANDOM + DOUBLES + FUNCTIONS + ARCS + DOUBLE_ARCS

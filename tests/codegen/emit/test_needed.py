@@ -60,6 +60,6 @@ def test_what_nobody_mentions_is_left_out():
 
 
 def test_vectors_are_for_kernels_with_wide_loops():
-    assert needed("int x;").startswith("#define NO_VECTORS\n#define NO_PAIRS\n")
-    assert needed("#ifdef VECTORS").startswith("#define NO_PAIRS\n")
-    assert "#define NO_" not in needed("#ifdef VECTORS_ROUND\nquad x;")
+    assert needed("int x;").startswith("#define NO_VECTORS\n#define NO_PAIRS\n#define NO_DOUBLES\n")
+    assert needed("#ifdef VECTORS").startswith("#define NO_PAIRS\n#define NO_DOUBLES\n")
+    assert "#define NO_" not in needed("#ifdef VECTORS_ROUND\nquad x; float64 y;")

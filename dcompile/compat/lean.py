@@ -34,14 +34,15 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
             if not plain:
                 return usual
             if not self.trace_joint:
-                return _inference(compiled, usual, runtime_metadata, config.keep_inference_input_mutations)
+                return _inference(compiled, usual, _changed(runtime_metadata, config.keep_inference_input_mutations))
             cls = getattr(compiled, "__self__", None)
             if cls is None or not _saves_plain(cls.metadata) or cls.maybe_subclass_metadata is not None:
                 return usual
         except AttributeError:  # a torch that calls these things otherwise
             return usual
         _shorten(cls, runtime_wrappers)
-        return _training(cls, usual, self.indices_of_inps_to_detach)
+        changed = _changed(runtime_metadata, config.keep_inference_input_mutations)
+        return _training(cls, usual, self.indices_of_inps_to_detach, changed)
 
     with unittest.mock.patch.object(runtime_wrappers.RuntimeWrapper, "post_compile", post_compile):
         yield
@@ -74,12 +75,16 @@ def _saves_plain(metadata: Any) -> bool:
     )
 
 
-def _inference(compiled: Boxed, usual: Boxed, metadata: Any, changes: bool) -> Boxed:
+def _changed(metadata: Any, in_graph: bool) -> tuple[int, ...]:
+    """Positions of the inputs that a program writes to: autograd's count of their changes has to show it."""
+    return tuple(metadata.mutated_graph_handled_indices_seen_by_autograd) if in_graph else ()
+
+
+def _inference(compiled: Boxed, usual: Boxed, changed: Sequence[int]) -> Boxed:
     import torch
     from torch.autograd.graph import increment_version
 
     is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
-    changed = tuple(metadata.mutated_graph_handled_indices_seen_by_autograd) if changes else ()
     if not getattr(compiled, "_boxed_call", False):
         return usual
     checked = False
@@ -102,8 +107,9 @@ def _inference(compiled: Boxed, usual: Boxed, metadata: Any, changes: bool) -> B
     return run
 
 
-def _training(cls: Any, usual: Boxed, detached: Sequence[int]) -> Boxed:
+def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence[int]) -> Boxed:
     import torch
+    from torch.autograd.graph import increment_version
 
     is_grad_enabled, transforms = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
     apply = super(torch.autograd.Function, cls).apply  # past the part in Python, which deals with transforms
@@ -114,6 +120,8 @@ def _training(cls: Any, usual: Boxed, detached: Sequence[int]) -> Boxed:
         if not checked or not is_grad_enabled() or transforms():
             checked = True
             return usual(args)
+        if changed:
+            increment_version([args[place] for place in changed])
         for place in detached:
             if isinstance(args[place], torch.Tensor):
                 args[place] = args[place].detach()

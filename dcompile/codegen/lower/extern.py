@@ -227,6 +227,8 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
         low.keep_before_overwrite(name, low.position)
     op = op_text(node.target)
     if op == "aten.set_.source_Tensor":
+        if [opaque_shape(node.meta["val"])] != [(view.shape, view.strides) for view in views if view is not None]:
+            raise Unsupported(f"dcompile: {node.target} gives an input another shape or other strides")
         op, args = SET_DATA, [*args, _is_made(low, node, args[1])]
     low.extern(op, args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
     if not schema.returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from math import prod
 from typing import Any
 
@@ -175,10 +176,14 @@ class Moving(torch.nn.Module):
                     b.data = a.data
                 case "swap":
                     a.data, b.data = b.data, a.data
+                case "fewer":
+                    b.data = b.data[:1] * 2
+                case "otherwise":
+                    b.data = (b.data.mT * 2).contiguous().mT if b.data.dim() > 1 else b.data
         return (y * self.b(x)).sum()
 
 
-@pytest.mark.parametrize("how", ["average", "share", "swap"])
+@pytest.mark.parametrize("how", ["average", "share", "swap", "fewer", "otherwise"])
 def test_a_parameter_whose_data_is_replaced_in_the_forward(how):
     stock = Moving(how)
     module = dcompile.compile(copy.deepcopy(stock), options={"receipt": False})
@@ -189,3 +194,22 @@ def test_a_parameter_whose_data_is_replaced_in_the_forward(how):
         torch.testing.assert_close(module.state_dict(), stock.state_dict())
         torch.testing.assert_close(module.a.weight.grad, stock.a.weight.grad)
         assert (module.a.weight.data_ptr() == module.b.weight.data_ptr()) == (how == "share")
+
+
+def test_a_buffer_that_training_changes_counts_it():
+    """What autograd has saved of it before, elsewhere, is an error in the backward, no wrong gradient."""
+    n = torch.ones(3)
+
+    @functools.partial(dcompile.compile, options={"receipt": False})
+    def function(x):
+        n.add_(1)
+        return x.sin() * 2
+
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(3):
+        before, version = x * n, n._version
+        result = function(x)
+        assert n._version > version
+        result.sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            before.sum().backward()

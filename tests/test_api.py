@@ -231,3 +231,15 @@ def test_a_detached_result_does_not_take_the_gradient_of_what_it_looks_at():
         assert not row.is_leaf and not relu.is_leaf
         (grad,) = torch.autograd.grad(row.sum(), layer.bias)
         assert grad.tolist() == [1.0] * 4
+
+
+def test_a_result_that_looks_at_all_of_another_is_another_tensor():
+    @dcompile.compile(options={"receipt": False})
+    def function(x):
+        y = x * 2
+        return y, y.view_as(y), y
+
+    y, view, same = function(torch.ones(3, 4))
+    assert view is not y and same is y and view.data_ptr() == y.data_ptr()
+    view.unsqueeze_(0)
+    assert y.shape == (3, 4)

@@ -16,7 +16,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.joint import Cut, donated_positions, take_token
 from dcompile.capture.model import CompiledModel
-from dcompile.capture.results import hand_out, saved_with, to_be_detached
+from dcompile.capture.results import hand_out, saved_with, tell_apart, to_be_detached, to_be_told_apart
 from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
@@ -168,12 +168,16 @@ class Programs:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
+        pairs = to_be_told_apart(gm)
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering = self._gathering(run)
 
         def inference(args: list[Any]) -> list[Any]:
             model.ran(self)
-            return gathering(args)
+            results = gathering(args)
+            if pairs:
+                tell_apart(results, pairs)
+            return results
 
         return inference
 

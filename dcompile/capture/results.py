@@ -40,6 +40,24 @@ def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[int, .
     return tuple(n for n in constant if memories[n] is not None and memories.count(memories[n]) > 1)
 
 
+def to_be_told_apart(gm: Any) -> tuple[tuple[int, int], ...]:
+    """(place, earlier place) of a graph's results that may be one tensor in a program, and are two in the graph.
+
+    A look at all of a result as it lies is the result itself there: `return h, h.view_as(h)`.
+    """
+    nodes = gm.graph.output_node().args[0]
+    memories = [memory_of(node) for node in nodes]
+    pairs = ((place, earlier) for place in range(len(nodes)) for earlier in range(place))
+    return tuple((n, m) for n, m in pairs if nodes[n] is not nodes[m] and memories[n] == memories[m] is not None)
+
+
+def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int]]) -> None:
+    """A tensor of its own for each result that is the same as the earlier one of a pair."""
+    for place, earlier in pairs:
+        if outputs[place] is outputs[earlier]:
+            outputs[place] = outputs[place].detach()
+
+
 def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
     """Put tensors of their own in the places of `results`, and where else `saved_with` has found their memory."""
     for place, saved in results.items():

@@ -88,6 +88,7 @@ def test_ends_of_the_range():
 
 RANDOM = {
     "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout of columns": lambda x: F.dropout(x.t(), 0.3),
     "rand_like": torch.rand_like,
     "bernoulli": torch.bernoulli,
     "randn_like": torch.randn_like,

@@ -187,6 +187,8 @@ def _grid(names: Iterable[str], known: Known) -> dict[str, np.ndarray] | None:
 
 
 def _all_values(index: Index, known: Known, names: Iterable[str] | None = None) -> np.ndarray | None:
+    if not known.keys() >= index.variables:  # a stride may be a symbol where all of the loop's sizes are numbers
+        return None
     grid = _grid(sorted(index.variables) if names is None else names, known)
     if grid is None:
         return None

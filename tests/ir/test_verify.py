@@ -318,6 +318,13 @@ def test_symbolic_sizes():
     rejects(Program("p", ("x",), (), (shape, replace(shape, name="y")), (replace(step, outer=(var("s1"),)),)), "symbol")
 
 
+def test_a_stride_may_be_a_symbol_where_all_sizes_of_a_loop_are_numbers():
+    s0 = var("s0")
+    given, apart = Buffer("x", "float32", (s0, 8), (8, 1)), Buffer("y", "float32", (4, 8), (s0, 1))
+    step = loop([Const(0.0, "float32")], Store("y", I0 * s0 + J0, 0))
+    verify(Program("p", ("x",), (View("y", (4, 8), (s0, 1)),), (given, apart), (step,)))
+
+
 # --- memory ---
 
 

@@ -129,12 +129,13 @@ def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
     """Dropout whose mask is ATen's and whose product is ours: it draws from the generator as eager does.
 
     On a GPU eager has one kernel for both, which draws other numbers than one for the mask alone: that is left whole.
+    So is what lies otherwise than row by row, since `bernoulli` draws for rows, and eager for how the argument lies.
     """
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or not compat.sizes.is_known_contiguous(x):
         return NotImplemented
     mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
     return x * mask * (1 / (1 - p)), mask

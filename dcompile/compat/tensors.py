@@ -104,9 +104,9 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 class Held:
-    """A tensor that is kept, and whether anybody else has its storage: asked at every call, so in 0.2 us."""
+    """A tensor that is kept, and whether anybody else has its storage: asked at every call, so in 0.4 us."""
 
-    __slots__ = ("_address", "_references", "_storage", "_uses", "tensor")
+    __slots__ = ("_address", "_memory", "_references", "_storage", "_uses", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """`tensor` is new: nobody else has it."""
@@ -115,13 +115,20 @@ class Held:
         self.tensor = tensor
         self._storage = tensor.untyped_storage()  # kept: it is one object for all Python code
         self._address = self._storage._cdata
+        self._memory = (self._storage.data_ptr(), self._storage.nbytes())
         self._uses = torch._C._storage_Use_Count(self._address)
         self._references = sys.getrefcount(self._storage)
 
     def alone(self) -> bool:
-        """No other tensor, storage object or holder in C++ refers to the storage."""
+        """No other tensor, storage object or holder in C++ refers to the storage, and its memory is still its own.
+
+        Whoever had it may have freed its memory (`resize_(0)`), or put it where other processes read it
+        (`share_memory_`, `multiprocessing` queues): either gives the storage other memory.
+        """
         import torch
 
+        if (self._storage.data_ptr(), self._storage.nbytes()) != self._memory:
+            return False
         same = torch._C._storage_Use_Count(self._address) == self._uses
         return bool(same and sys.getrefcount(self._storage) == self._references)
 

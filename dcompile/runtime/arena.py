@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dcompile.compat.tensors import Held, storage_use_count
+from dcompile.compat.tensors import Held
 
 ALIGNMENT = 64
 RECYCLE_BYTES = 1 << 18
@@ -67,7 +67,7 @@ class Recycled:
     """
 
     def __init__(self) -> None:
-        self._holder: torch.Tensor | None = None
+        self._holder: Held | None = None
 
     def __call__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         holder, self._holder = self._holder, None
@@ -75,11 +75,11 @@ class Recycled:
         if wanted < RECYCLE_BYTES:
             self._holder = holder
             return torch.empty_strided(shape, strides, dtype=dtype)
-        fits = holder is not None and wanted <= holder.nbytes <= 2 * wanted
-        if holder is None or not fits or storage_use_count(holder) != 1:
-            holder = torch.empty(wanted, dtype=torch.uint8)
+        fits = holder is not None and wanted <= holder.tensor.nbytes <= 2 * wanted
+        if holder is None or not fits or not holder.alone():
+            holder = Held(torch.empty(wanted, dtype=torch.uint8))
         self._holder = holder
-        return over(holder, dtype, shape, strides, 0)
+        return over(holder.tensor, dtype, shape, strides, 0)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from dcompile.runtime.arena import ALIGNMENT, Arena, Fresh
+from dcompile.runtime.arena import ALIGNMENT, RECYCLE_BYTES, Arena, Fresh, Recycled
 
 
 def test_views_of_the_arena_lie_where_they_were_planned():
@@ -68,6 +71,24 @@ def test_a_result_is_a_tensor_of_its_own():
     del second
     assert fresh().data_ptr() != address, "a view of the last result is still there"
     assert held.storage_offset() == 3
+
+
+def recycled() -> Callable[[], torch.Tensor]:
+    return functools.partial(Recycled(), torch.uint8, (RECYCLE_BYTES,), (1,))
+
+
+@pytest.mark.parametrize("memory", [lambda: Fresh(torch.uint8, (RECYCLE_BYTES,), (1,)), recycled])
+@pytest.mark.parametrize("lose", [lambda s: s.resize_(0), lambda s: s.resize_(8), lambda s: s.share_memory_()])
+def test_memory_that_was_freed_or_is_shared_with_other_processes_is_not_given_out(memory, lose):
+    make = memory()
+    address = make().data_ptr()
+    assert make().data_ptr() == address, "else this would show nothing"
+    lose(make().untyped_storage())
+    for _ in range(2):
+        x = make()
+        assert x.untyped_storage().nbytes() >= RECYCLE_BYTES and not x.is_shared()
+        assert x.fill_(3).sum() == 3 * RECYCLE_BYTES
+        del x
 
 
 def test_inference_tensors_serve_no_other_mode():

@@ -182,6 +182,8 @@ INLINE float round_float16(float x) {
 }
 template <class T> INLINE float to_bfloat16(T x) { return round_bfloat16((float)x); }
 template <class T> INLINE float to_float16(T x) { return round_float16((float)x); }
+INLINE float to_bfloat16(bool x) { return to_float32(x); } /* nothing to round */
+INLINE float to_float16(bool x) { return to_float32(x); }
 
 /* arithmetic whose corner cases C leaves open */
 template <class T> INLINE T min_(T a, T b) { return a < b || a != a ? a : b; }

@@ -242,10 +242,14 @@ class Body:
                 return args[1] if condition else args[2]
             case "where", _ if args[1] == args[2]:
                 return args[1]
-            case ("and", [Const(value=True, dtype="bool"), _]) | ("or", [Const(value=False, dtype="bool"), _]):
+            case ("and", [Const(value=True, dtype="bool"), _]) | ("or" | "xor", [Const(value=False, dtype="bool"), _]):
                 return args[1]
-            case ("and", [_, Const(value=True, dtype="bool")]) | ("or", [_, Const(value=False, dtype="bool")]):
+            case ("and", [_, Const(value=True, dtype="bool")]) | ("or" | "xor", [_, Const(value=False, dtype="bool")]):
                 return args[0]
+            case "xor", [Const(value=True, dtype="bool"), _]:
+                return self.apply("not", args[1])
+            case "xor", [_, Const(value=True, dtype="bool")]:
+                return self.apply("not", args[0])
             case ("mul" | "div", [_, Const(value=1)]) | ("sub", [_, Const(value=0)]):
                 return args[0] if not _is_negative_zero(values[1]) else None
             case "mul", [Const(value=1), _]:

@@ -55,6 +55,9 @@ def test_constants_and_indices_are_folded() -> None:
     assert b.apply("add", x, b.const(0, "float32")) != x, "-0.0 + 0.0 is 0.0"
     assert b.apply("sub", x, b.const(-0.0, "float32")) != x
     assert b.apply("where", b.const(True, "bool"), x, b.const(0, "float32")) == x
+    negative, no, yes = b.apply("lt", x, b.const(0, "float32")), b.const(False, "bool"), b.const(True, "bool")
+    assert b.apply("xor", no, negative) == b.apply("xor", negative, no) == negative
+    assert b.apply("xor", yes, negative) == b.apply("xor", negative, yes) == b.apply("not", negative)
 
 
 def test_integer_division_by_zero_is_left_to_run_time() -> None:

@@ -32,11 +32,11 @@ def grid_sampler_2d(x: Tensor, grid: Tensor, mode: int, padding: int, align_corn
     if not _is_ours(x, mode, padding):
         return NotImplemented
     image, places = _channels_last(x), grid.to(compute_dtype(x))
-    total = sum(
-        (_pixels(image, row, column) * (weight * inside).unsqueeze(-1))
-        for row, column, inside, weight, _, _ in _corners(places, x, align_corners)
-    )
-    assert isinstance(total, Tensor)
+    addends = [
+        _pixels(image, pixel) * (weight * inside).unsqueeze(-1)
+        for pixel, inside, weight, _, _ in _corners(places, x, align_corners)
+    ]
+    total = addends[0] + addends[1] + addends[2] + addends[3]
     return total.permute(0, 3, 1, 2).contiguous().to(x.dtype)
 
 
@@ -49,15 +49,16 @@ def grid_sampler_2d_backward(
     compute = compute_dtype(x)
     image, places, grads = _channels_last(x), grid.to(compute), grad.to(compute).permute(0, 2, 3, 1)
     total, across, down = torch.zeros_like(image), torch.zeros_like(grads[..., 0]), torch.zeros_like(grads[..., 0])
-    for row, column, inside, weight, towards_column, towards_row in _corners(places, x, align_corners):
+    for pixel, inside, weight, towards_column, towards_row in _corners(places, x, align_corners):
         if mask[0]:
             addend = grads * (weight * inside).unsqueeze(-1)
-            total = aten.index_put(total, [_batch(row), row, column], addend, True)
-        along = (_pixels(image, row, column) * grads).sum(-1) * inside
+            total = aten.index_put(total, [_batch(pixel), pixel], addend, True)
+        along = (_pixels(image, pixel) * grads).sum(-1) * inside
         across, down = across + along * towards_column, down + along * towards_row
     per_column, per_row = (_pixels_per_unit(size, align_corners) for size in (x.shape[3], x.shape[2]))
     of_grid = torch.stack((across * per_column, down * per_row), -1).to(grid.dtype)
-    return total.permute(0, 3, 1, 2).contiguous().to(x.dtype) if mask[0] else None, of_grid
+    of_image = total.permute(0, 2, 1).reshape(x.shape)
+    return of_image.contiguous().to(x.dtype) if mask[0] else None, of_grid
 
 
 def _is_ours(x: Tensor, mode: int, padding: int) -> bool:
@@ -66,16 +67,18 @@ def _is_ours(x: Tensor, mode: int, padding: int) -> bool:
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1).to(compute_dtype(x))
+    """(n, pixels, c), without a copy unless rows lie apart."""
+    return x.flatten(2).permute(0, 2, 1).to(compute_dtype(x))
 
 
-def _batch(row: Tensor) -> Tensor:
-    return torch.arange(row.shape[0], device=row.device).view(-1, 1, 1)
+def _batch(pixel: Tensor) -> Tensor:
+    return torch.arange(pixel.shape[0], device=pixel.device).view(-1, 1, 1)
 
 
-def _pixels(image: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    found: Tensor = aten.index(image, [_batch(row), row, column])
-    return found
+def _pixels(image: Tensor, pixel: Tensor) -> Tensor:
+    n, _, c = image.shape
+    number = pixel.flatten(1).unsqueeze(-1).expand(n, -1, c)
+    return image.gather(1, number).reshape(*pixel.shape, c)
 
 
 def _pixels_per_unit(size: int, align_corners: bool) -> float:
@@ -83,9 +86,10 @@ def _pixels_per_unit(size: int, align_corners: bool) -> float:
 
 
 def _corners(grid: Tensor, x: Tensor, align_corners: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Of the four pixels around each place: row, column, whether they are inside of `x`, weight, its derivatives
+    """Of the four pixels around each place: the number, whether they are inside of `x`, weight, its derivatives
 
-    along the columns and along the rows. Rows and columns outside are given as the nearest ones inside.
+    along the columns and along the rows. Pixels outside have the first one's number. Rows and columns apart, looked at
+    in each channel, took three times as long as reading.
     """
     height, width = x.shape[2], x.shape[3]
     column, row = _place(grid[..., 0], width, align_corners), _place(grid[..., 1], height, align_corners)
@@ -96,9 +100,9 @@ def _corners(grid: Tensor, x: Tensor, align_corners: bool) -> Iterator[tuple[Ten
             by_column, by_row = (to_column if right else 1 - to_column), (to_row if down else 1 - to_row)
             at_column, at_row = left + right, top + down
             inside = (at_column >= 0) & (at_column < width) & (at_row >= 0) & (at_row < height)
+            number = torch.where(inside, at_row, 0).long() * width + torch.where(inside, at_column, 0).long()
             yield (
-                at_row.clamp(0, height - 1).long(), at_column.clamp(0, width - 1).long(), inside, by_column * by_row,
-                by_row if right else -by_row, by_column if down else -by_column,
+                number, inside, by_column * by_row, by_row if right else -by_row, by_column if down else -by_column,
             )  # fmt: skip
 
 

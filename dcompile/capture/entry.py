@@ -52,10 +52,6 @@ class Entry:
             _NEWEST[root] = weakref.ref(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._frames is not None and self._frames.ways:
-            run = self._shortest(self._frames, args, kwargs)
-            if run is not None:
-                return run("", *args, **kwargs)
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and self._ddp() is not ddp:
@@ -69,11 +65,12 @@ class Entry:
             return self._call_sharded(args, kwargs)
         return self._call(inside_ddp, args, kwargs)
 
-    def _shortest(self, frames: compat.frames.Frames, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """What to call in place of all that surrounds compiled code, if it serves this call."""
-        if self.root is not None and (compat.ddp.active_ddp() is not None or _hooked(self.root)):
+    def shortest(self, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """What to call in place of all that surrounds compiled code, with "" first, if it serves this call."""
+        frames = self._frames
+        if frames is None or not frames.ways or self.model.calls.stack:
             return None
-        if self.model.is_running():
+        if self.root is not None and (compat.ddp.active_ddp() is not None or _hooked(self.root)):
             return None
         return frames.find({"hooked": "", "args": args, "kwargs": kwargs, "target": self.target})
 
@@ -190,8 +187,12 @@ def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
 
 def _hooked(root: Module | None) -> str:
     """The kinds of hooks that the compiled module has now. Those of modules inside it are as Dynamo found them."""
+    if root is None or not (
+        root._forward_pre_hooks or root._forward_hooks or root._backward_pre_hooks or root._backward_hooks
+    ):
+        return ""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return "" if root is None else " ".join(kind for kind in kinds if getattr(root, kind))
+    return " ".join(kind for kind in kinds if getattr(root, kind))
 
 
 def unwrapped(module: Any) -> Any:
@@ -209,7 +210,8 @@ def module_call(root: Module, settings: Settings, toolbox: Toolbox) -> Callable[
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return eager(*args, **kwargs)  # part of a larger compiled function: traced with it
-        return entry(*args, **kwargs)
+        run = entry.shortest(args, kwargs)
+        return entry(*args, **kwargs) if run is None else run("", *args, **kwargs)
 
     call._dcompile_entry = entry  # type: ignore[attr-defined]
     return call
@@ -247,7 +249,8 @@ def compile_function(function: Callable[..., Any], settings: Settings, toolbox: 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return entry(*args, **kwargs)
+        run = entry.shortest(args, kwargs)
+        return entry(*args, **kwargs) if run is None else run("", *args, **kwargs)
 
     call._dcompile_entry = entry  # type: ignore[attr-defined]
     # torch.compile and torch._dynamo.disable look through these two to the function itself

@@ -57,6 +57,13 @@ class Variant:
     """Parameters that this kind of call uses outside the compiled graphs, and the like."""
 
 
+class Calls(threading.local):
+    """The calls that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Invocation] = []
+
+
 class CompiledModel:
     """One compile call's state. It holds neither the module nor its parameters: cached code may outlive them."""
 
@@ -74,7 +81,7 @@ class CompiledModel:
         self.newest: Variant | None = None
         self.graph_breaks = 0
         self.compile_seconds = 0.0
-        self._calls = threading.local()
+        self.calls = Calls()
         self._synced: dict[int, list[Programs]] = {}
         self._flushing: set[int] = set()
         self._refusal: str | None = None
@@ -130,28 +137,20 @@ class CompiledModel:
         if inside_ddp and isinstance(adapter, DdpAdapter):
             adapter.before_forward()
             call.sync = adapter.wants_sync()
-        stack = self._stack()
-        stack.append(call)
+        self.calls.stack.append(call)
         return call
 
     def end(self, call: Invocation) -> None:
         """A call is through, or has raised."""
-        self._stack().remove(call)
-
-    def _stack(self) -> list[Invocation]:
-        try:
-            stack: list[Invocation] = self._calls.stack
-        except AttributeError:
-            stack = self._calls.stack = []
-        return stack
+        self.calls.stack.remove(call)
 
     def is_running(self) -> bool:
         """Whether this thread is in a call of the model already."""
-        return bool(getattr(self._calls, "stack", None))
+        return bool(self.calls.stack)
 
     def is_first_call(self) -> bool:
         """Whether a training call runs that every rank has to make: none did before."""
-        stack = self._stack()
+        stack = self.calls.stack
         if self.adapter.group is None or self.settings.config.distributed == "stock" or not stack:
             return False
         inside = stack[-1].inside_ddp or not isinstance(self.adapter, DdpAdapter)
@@ -159,7 +158,7 @@ class CompiledModel:
 
     def ran(self, graph: Programs) -> bool:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce gradients."""
-        stack = self._stack()
+        stack = self.calls.stack
         if not stack:  # nobody calls through us (a plain backend, a whole frame): each graph is a call of its own
             key = (graph.number,)
             known = self.variants.get(key)

@@ -10,6 +10,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.guards import short_guard_of_hooks
 from dcompile.compat.sizes import simplifying_once
 from dcompile.compat.unread import no_unread_latencies
 
@@ -130,7 +131,9 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         _traced_instead(sync_batch_norm),
         simplifying_once(),
         no_unread_latencies(),
+        short_guard_of_hooks(),
         _writes_to_scalars_kept(),
+        _optimizers_whole(),
     ):
         yield
 
@@ -184,6 +187,29 @@ def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
             node.meta["example_value"] = value
 
     return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
+
+
+@contextlib.contextmanager
+def _optimizers_whole() -> Iterator[None]:
+    """Trace through the graph breaks that torch.optim puts around every optimizer's step.
+
+    They are there for AOTAutograd to see that nothing in the step asks for gradients, which it finds by itself today.
+    With them a step is three frames, and two of them are searched for the optimizer's tensors by guards.
+    """
+    import torch._dynamo
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.functions import SkipFunctionVariable
+    from torch.optim import optimizer
+
+    original = SkipFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch._dynamo.graph_break and tx.f_code.co_filename == optimizer.__file__:
+            return ConstantVariable.create(None)
+        return original(self, tx, args, kwargs)
+
+    with unittest.mock.patch.object(SkipFunctionVariable, "call_function", call_function):
+        yield
 
 
 def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:

@@ -33,7 +33,7 @@ class Frames:
         self.ways: tuple[_Way, ...] = ()
         self._function = function
         self._waiting: list[_Way] = []
-        self._usual = _usual_state()
+        self._state = _State()
 
     def add(self, guarded: Any) -> None:
         """What Dynamo has just compiled for the function. It serves from the next `settle` on."""
@@ -48,8 +48,19 @@ class Frames:
             self.ways = (*reversed(waiting), *(way for way in self.ways if way.guards.cache_entry is not None))
 
     def find(self, scope: dict[str, Any]) -> Callable[..., Any] | None:
-        """The code whose guards hold for these arguments, by name; None where Dynamo has to see the call itself."""
-        if not self._usual():
+        """The code whose guards hold for these arguments, by name; None where Dynamo has to see the call itself.
+
+        That is so while something else traces (its modes see what runs, or the evaluation of frames is another's), and
+        after `torch.compiler.set_stance`. Asked here, for a call of Python's takes as long as some kernels.
+        """
+        state = self._state
+        if (
+            state.dynamo._stance is not state.stance
+            or state.callback() is not None
+            or state.modes()
+            or state.is_jit_tracing()
+            or state.fx._is_fx_tracing_flag
+        ):
             return None
         for way in self.ways:
             if way.guards.cache_entry is not None and way.holds(scope):
@@ -91,31 +102,22 @@ def _innermost(graph: Callable[..., Any]) -> Callable[..., Any]:
     return innermost_fn(graph)
 
 
-def _usual_state() -> Callable[[], bool]:
-    """Whether a call just now means what Dynamo's callback would make of it.
+class _State:
+    """Where to ask whether a call just now means what Dynamo's callback would make of it."""
 
-    That is not so while something else traces (its modes see what runs, or the evaluation of frames is another's), or
-    after `torch.compiler.set_stance`.
-    """
-    import torch
-    import torch._dynamo.config as config
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-    from torch._dynamo import eval_frame
-    from torch.fx import _symbolic_trace
+    def __init__(self) -> None:
+        import torch
+        import torch._dynamo.config as config
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+        from torch._dynamo import eval_frame
+        from torch.fx import _symbolic_trace
 
-    modes, is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
-    stance = eval_frame._stance
-    usual = (stance.stance, stance.skip_guard_eval_unsafe, stance.backend) == ("default", False, None)
-    if not usual or config.compiled_autograd or not hasattr(_symbolic_trace, "_is_fx_tracing_flag"):
-        return lambda: False
-
-    def is_usual() -> bool:
-        return not (
-            eval_frame._stance is not stance
-            or get_eval_frame_callback() is not None
-            or modes()
-            or is_jit_tracing()
-            or _symbolic_trace._is_fx_tracing_flag
-        )
-
-    return is_usual
+        self.dynamo: Any = eval_frame
+        self.fx: Any = _symbolic_trace
+        self.callback = get_eval_frame_callback
+        self.modes, self.is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+        now = eval_frame._stance
+        usual = (now.stance, now.skip_guard_eval_unsafe, now.backend) == ("default", False, None)
+        known = usual and not config.compiled_autograd and hasattr(_symbolic_trace, "_is_fx_tracing_flag")
+        self.stance = now if known else None
+        """The stance to find; none is, where this one is not the usual."""

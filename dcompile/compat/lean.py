@@ -31,7 +31,9 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
         usual: Any = own(self, compiled, config, runtime_metadata=runtime_metadata)
         try:
             plain = not self.disable_amp and _is_plain(runtime_metadata)
-            if not plain:
+            # hooks for saved tensors that are in the graph, and must not see them once more
+            hooked = self.trace_joint and runtime_wrappers._should_disable_saved_tensors_hooks()
+            if not plain or hooked:
                 return usual
             if not self.trace_joint:
                 return _inference(compiled, usual, _changed(runtime_metadata, config.keep_inference_input_mutations))
@@ -164,13 +166,17 @@ def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
     metas = cls.metadata.subclass_tangent_meta
     places = _gradients(cls.metadata)
     expected = [(place, meta, meta.memory_format) for place, meta in zip(places, metas, strict=True)]
-    process, coerce = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent, _fitting(runtime_wrappers)
+    process = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent
+    coerce = runtime_wrappers.coerce_to_expected_memory_format
     is_grad_enabled, frames = torch.is_grad_enabled, get_eval_frame_callback
-    in_transform, is_strict = torch._C._functorch.peek_interpreter_stack, torch.are_deterministic_algorithms_enabled
+    in_transform, is_strict = torch._C._functorch.peek_interpreter_stack, torch._C._get_deterministic_algorithms
     has, kept = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
     tensor, free = torch.Tensor, cls.metadata.deterministic is False
+    known: Any = None
+    inner: Any = None
 
     def backward(ctx: Any, *grads: Any) -> Any:
+        nonlocal known, inner
         program = cls.compiled_bw
         if program is None or is_grad_enabled() or in_transform() is not None or (free and is_strict()):
             return usual(ctx, *grads)
@@ -179,14 +185,17 @@ def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
         for place, meta, layout in expected:
             x = given[place]
             if type(x) is tensor:
-                args.append(coerce(x, layout))
+                fits = layout.size is not None and x.shape == layout.size and x.stride() == layout.stride
+                args.append(x if fits else coerce(x, layout))
             else:
                 args.append(x if x is None else process(x, meta)[0])
         if boxed:
             given.clear()
         x = None
         ctx.maybe_clear_saved_tensors()
-        run = program if frames() is not None else innermost_fn(program)
+        if program is not known:
+            known, inner = program, innermost_fn(program)
+        run = program if frames() is not None else inner
         context = kept("context") if has("context") else None  # the caller's variables: this may be another thread
         return tuple(run(args) if context is None else context.run(run, args))
 
@@ -205,14 +214,3 @@ def _gradients(metadata: Any) -> list[int]:
         and issubclass(info.raw_type, torch.Tensor)
         and getattr(info, "requires_grad_for_backward", info.requires_grad)
     ]
-
-
-def _fitting(runtime_wrappers: Any) -> Callable[[Any, Any], Any]:
-    own = runtime_wrappers.coerce_to_expected_memory_format
-
-    def coerce(x: Any, layout: Any) -> Any:
-        if layout.size is not None and x.shape == layout.size and x.stride() == layout.stride:
-            return x
-        return own(x, layout)
-
-    return coerce

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,29 +43,25 @@ class Preparable(Protocol):
 class Workspaces:
     """The workspaces of one model; nothing in an arena outlives a call, so its forwards and backwards share them.
 
-    A call takes an idle one and gives it back; if there is none (a second thread, or a call within a call), it gets
-    another, which is dropped afterwards.
+    A call takes one of the idle ones and puts it back; if there is none (a second thread, or a call within a call), it
+    gets another, which is dropped afterwards.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[Workspace]] = {}
+        self.idle: defaultdict[int, list[Workspace]] = defaultdict(list)
         """For each GPU; -1 is none."""
+        self._begun: set[int] = set()
 
-    def take(self, device: int) -> Workspace:
-        try:
-            return self._idle[device].pop()
-        except (KeyError, IndexError):
-            lasting = device not in self._idle
-            self._idle.setdefault(device, [])
-            return Workspace(device, lasting)
-
-    def give_back(self, workspace: Workspace) -> None:
-        if workspace.lasting:
-            self._idle.setdefault(workspace.device, []).append(workspace)
+    def another(self, device: int) -> Workspace:
+        """A new one. The first of a device lasts."""
+        lasting = device not in self._begun
+        self._begun.add(device)
+        return Workspace(device, lasting)
 
     def release(self) -> None:
         """Let go of the idle ones; a later call makes one anew."""
-        self._idle.clear()
+        self.idle.clear()
+        self._begun.clear()
 
 
 class _Prepared:
@@ -85,6 +81,8 @@ class Workspace:
         self.device, self.lasting = device, lasting
         self.arena: Arena | None = None
         """Calls know only addresses in it."""
+        self.fixed: dict[Preparable, Call] = {}
+        """Calls that are prepared for it, of programs without sizes."""
         self._prepared: dict[Preparable, _Prepared] = {}
 
     def call(self, program: Preparable, sizes: tuple[int, ...]) -> Call:
@@ -105,6 +103,8 @@ class Workspace:
                 prepared.run = Run(arena, program.libraries, prepared.results, self.device)
             call = program.make(prepared.run, *sizes)
         prepared.calls[sizes] = call
+        if not sizes:
+            self.fixed[program] = call
         if len(prepared.calls) > SIZES_KEPT:
             prepared.calls.popitem(last=False)
         return call
@@ -114,6 +114,7 @@ class Workspace:
             for prepared in self._prepared.values():  # before the arena goes to which they point
                 prepared.run = None
                 prepared.calls.clear()
+            self.fixed.clear()
             self.arena = None
             self.arena = Arena(nbytes, "cpu" if self.device < 0 else f"cuda:{self.device}")
         return self.arena

@@ -158,3 +158,50 @@ def test_errors_of_the_program_come_up_as_they_are():
     with pytest.raises(IndexError):
         function(x, torch.tensor([1, 9]))
     assert dynamo.calls == 0 and torch.equal(function(x, inside), x[inside])
+
+
+def test_an_optimizers_step_is_one_graph():
+    torch.manual_seed(0)
+    start = [torch.randn(5), torch.randn(2, 3)]
+    stock, own = ([nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    expected, optimizer = (torch.optim.AdamW(p, lr=0.1, foreach=True) for p in (stock, own))
+    step = dcompile.compile(optimizer.step, fullgraph=True)
+    dynamo = None
+    for number in range(4):
+        for one, other in zip(stock, own, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        expected.step()
+        step()
+        if number == 2:  # the first makes the state, the second reads it
+            dynamo = Counted(step)
+            expected.step()
+    assert dynamo.calls == 0
+    torch.testing.assert_close(own, stock)
+    assert all(parameter.requires_grad for parameter in own) and torch.is_grad_enabled()
+
+
+def test_a_graph_break_of_ones_own_stays_one():
+    @dcompile.compile(fullgraph=True)
+    def function(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        function(torch.ones(2))
+
+
+def test_hooks_for_saved_tensors_that_are_graphs_are_part_of_the_program():
+    """Each of two programs serves again when its hooks, or none, are set, and the hooks see what is saved once."""
+    function = dcompile.compile(lambda x: x.exp().sin().sum())
+    twice, same = (torch.fx.symbolic_trace(f) for f in (lambda t: t * 2, lambda t: t * 1))
+    x, gradients = torch.ones(3, requires_grad=True), []
+    for compiled in [lambda x: x.exp().sin().sum(), *[function] * 3]:
+        with torch.autograd.graph.saved_tensors_hooks(twice, same):
+            hooked = torch.autograd.grad(compiled(x), x)[0]
+        gradients.append((torch.autograd.grad(compiled(x), x)[0], hooked))
+    (plain, _), *found = gradients
+    assert not torch.allclose(found[0][1], plain)
+    for own, hooked in found:
+        torch.testing.assert_close(own, plain)
+        torch.testing.assert_close(hooked, found[0][1])

@@ -95,5 +95,6 @@ def test_a_size_met_before_is_not_prepared_again():
         compiled(torch.randn(rows, 5))
     (graph,) = find_model(compiled).graphs
     program = graph.executables["inference"]
-    prepared = program._workspaces.take(-1)._prepared[program]
+    (workspace,) = program._workspaces.idle[-1]
+    prepared = workspace._prepared[program]
     assert sorted(prepared.calls) == [(4, 5), (9, 5)]

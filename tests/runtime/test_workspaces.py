@@ -7,6 +7,9 @@ from torch import nn
 
 import dcompile
 from dcompile.capture.entry import find_model
+from dcompile.collectives.params import Report
+from dcompile.runtime.compiled import CompiledGraph, Loadable
+from dcompile.runtime.launch import HostProgram
 from dcompile.runtime.workspaces import Workspace, Workspaces
 
 
@@ -43,16 +46,31 @@ def test_growing_for_one_size_forgets_addresses_in_the_old_arena():
     assert program.prepared == [100, 300, 300]
 
 
-def test_who_finds_no_idle_workspace_gets_one_that_ends_with_the_call():
+def test_a_call_within_a_call_has_memory_of_its_own():
+    """Of a program that calls itself, as one may that calls an operator whose implementation is compiled."""
+    source = "def make(run):\n    return lambda args, buckets=None, sync=False: args[0](run)"
+    graph = CompiledGraph(source, (), (), 64, {}, Report())
+    program = HostProgram("nested", Loadable(graph, {}, {}))
+    seen: list[int] = []
+
+    def outer(run):
+        seen.append(run.address)
+        return program([lambda run: [run.address]])
+
+    with torch.no_grad():
+        inner = [program([outer])[0] for _ in range(2)]
+    assert seen[0] == seen[1], "the first lasts"
+    assert seen[0] not in inner
+
+
+def test_only_the_first_workspace_of_a_device_lasts():
     workspaces = Workspaces()
-    first, second = workspaces.take(-1), workspaces.take(-1)
-    assert first is not second
-    workspaces.give_back(second)
-    workspaces.give_back(first)
-    assert workspaces.take(-1) is first
-    assert workspaces.take(-1) not in (first, second)
+    first, second = workspaces.another(-1), workspaces.another(-1)
+    assert first.lasting
+    assert not second.lasting
+    assert workspaces.another(0).lasting, "the first of another device"
     workspaces.release()
-    assert workspaces.take(-1).lasting
+    assert workspaces.another(-1).lasting
 
 
 class Deep(nn.Module):
@@ -78,7 +96,7 @@ def test_forward_and_backward_of_a_model_share_an_arena():
         torch.testing.assert_close(found, expected)
     (graph,) = find_model(compiled).graphs
     forward, backward = (graph.executables[kind] for kind in ("forward", "backward"))
-    workspace = forward._workspaces.take(-1)
-    assert workspace is not None and workspace.lasting
+    (workspace,) = forward._workspaces.idle[-1]
+    assert workspace.lasting
     assert {forward, backward} <= workspace._prepared.keys()
     assert workspace.arena.nbytes == max(forward.needs(), backward.needs())

@@ -1,0 +1,59 @@
+"""Guards of TorchDynamo that are asked with fewer calls of Python."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class _Through:
+    """A builder's tree of guards, whose functions are shortened on their way in."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.root = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def add_lambda_guard(self, holds: Callable[[Any], bool], *texts: Any) -> None:
+        self._manager.root.add_lambda_guard(_shorter(holds), *texts)
+
+
+def _shorter(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The same answer, at once where no hooks for saved tensors are set, if none are set now."""
+    import torch
+
+    hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    if hooks(True) is not None or not holds(None):
+        return holds
+    return lambda value: hooks(True) is None or holds(value)
+
+
+@contextlib.contextmanager
+def short_guard_of_hooks() -> Iterator[None]:
+    """Have every frame's guard on hooks for saved tensors ask first whether there are any.
+
+    torch's takes four calls of Python, 12 of the 109 us that the call of a small kernel takes with cold caches (Zen 4).
+    """
+    from torch._dynamo.guards import GuardBuilder
+
+    own = getattr(GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", None)
+    if own is None:
+        yield
+        return
+
+    @functools.wraps(own)
+    def guard_hooks(self: Any, guard: Any) -> None:
+        manager = self.guard_manager
+        self.guard_manager = _Through(manager)
+        try:
+            own(self, guard)
+        finally:
+            self.guard_manager = manager
+
+    with unittest.mock.patch.object(GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", guard_hooks):
+        yield

@@ -1,4 +1,6 @@
-"""Search for programs that passes or kernels get wrong: python -m tests.fuzz [--seconds 600] [--seed N] [--check NAME].
+"""Search for programs that passes or kernels get wrong, and for modules that do otherwise than in eager mode.
+
+    python -m tests.fuzz [--seconds 600] [--seed N] [--check NAME]
 
 Each failure is shrunk and written to tests/fuzz/kept/, from where the test suite runs it ever after. Exit status 1 if
 there was any.
@@ -10,16 +12,19 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from tests.fuzz.checks import Case, Check, checks
+from tests.fuzz.checks import Check, checks
 from tests.fuzz.keep import keep
-from tests.fuzz.shrink import shrink
+from tests.fuzz.torch_checks import TorchCheck, torch_checks
 
 BATCH = 12
 """Programs whose kernels are built together."""
 
+AnyCheck = Check | TorchCheck
 
-def failure(check: Check, case: Case) -> str | None:
+
+def failure(check: AnyCheck, case: Any) -> str | None:
     """What is wrong with one program under one check; an exception is as wrong as a value."""
     try:
         return check.run([case])[0]
@@ -27,7 +32,7 @@ def failure(check: Check, case: Case) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def search(check: Check, seeds: Sequence[int]) -> list[tuple[int, str]]:
+def search(check: AnyCheck, seeds: Sequence[int]) -> list[tuple[int, str]]:
     """Seeds that fail, each with what is wrong."""
     cases = [check.case(seed) for seed in seeds]
     try:
@@ -37,16 +42,16 @@ def search(check: Check, seeds: Sequence[int]) -> list[tuple[int, str]]:
     return [(seed, text) for seed, text in zip(seeds, found, strict=True) if text is not None]
 
 
-def smallest(check: Check, seed: int, text: str) -> Case:
+def smallest(check: AnyCheck, seed: int, text: str) -> Any:
     """The failing program with as few loops as will do, then shrunk; it must go on failing in the same way."""
     kind = text.split(":")[0]
 
-    def fails(case: Case) -> bool:
+    def fails(case: Any) -> bool:
         found = failure(check, case)
         return found is not None and (found.split(":")[0] == kind or "Error" not in kind + found)
 
     cases = (check.case(seed, size) for size in range(1, check.size + 1))
-    return shrink(next(case for case in cases if fails(case)), fails)
+    return check.shrink(next(case for case in cases if fails(case)), fails)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000 * 1000, help="first seed")
     parser.add_argument("--check", default="", help="part of a check's name")
     arguments = parser.parse_args(argv)
-    chosen = [check for check in checks() if arguments.check in check.name]
+    chosen = [check for check in (*checks(), *torch_checks()) if arguments.check in check.name]
     end, seed, tried, kept = time.monotonic() + arguments.seconds, arguments.seed, 0, 0
     sys.stdout.write(f"from seed {seed}: {', '.join(check.name for check in chosen)}\n")
     while time.monotonic() < end:

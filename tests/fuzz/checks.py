@@ -22,6 +22,7 @@ from dcompile.ir.ops import DTYPES
 from dcompile.ir.symbols import sources, specialise
 from dcompile.ir.verify import verify
 from tests.codegen.emit.harness import call, compiled, placed, read
+from tests.fuzz.shrink import Fails, shrink
 from tests.ir.fuzz import random_program
 
 Inputs = Mapping[str, np.ndarray]
@@ -84,6 +85,10 @@ class Check:
     def case(self, seed: int, size: int | None = None) -> Case:
         """The program of a seed, of that many loops."""
         return random_program(seed, self.size if size is None else size, self.exact, self.symbolic)
+
+    def shrink(self, case: Case, fails: Fails) -> Case:
+        """The smallest case that still fails."""
+        return shrink(case, fails)
 
 
 def checks() -> Iterator[Check]:

@@ -6,6 +6,7 @@ import json
 import re
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +14,22 @@ import dcompile.ir.index
 import dcompile.ir.nodes
 from dcompile.ir.text import show
 from tests.fuzz.checks import Case
+from tests.fuzz.torch_session import TorchProgram
 
 KEPT = Path(__file__).parent / "kept"
-NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.nodes), "inf": inf, "nan": nan}
+NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.nodes), "inf": inf, "nan": nan, "TorchProgram": TorchProgram}
 """What the repr of a program is made of."""
 
 
-def keep(check: str, seed: int, case: Case) -> Path:
+def keep(check: str, seed: int, case: Case | TorchProgram) -> Path:
     """Write a failing case; returns the file."""
-    program, inputs = case
-    saved = {name: [str(a.dtype), list(a.shape), a.ravel().tolist()] for name, a in inputs.items()}
-    record = {"check": check, "seed": seed, "shown": show(program), "program": repr(program), "inputs": saved}
+    record: dict[str, Any] = {"check": check, "seed": seed}
+    if isinstance(case, TorchProgram):
+        record |= {"shown": str(case), "program": repr(case)}
+    else:
+        program, inputs = case
+        saved = {name: [str(a.dtype), list(a.shape), a.ravel().tolist()] for name, a in inputs.items()}
+        record |= {"shown": show(program), "program": repr(program), "inputs": saved}
     KEPT.mkdir(exist_ok=True)
     path = KEPT / f"{re.sub(r'[^a-z]+', '_', check)}_{seed}.json"
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
@@ -31,9 +37,12 @@ def keep(check: str, seed: int, case: Case) -> Path:
     return path
 
 
-def kept_case(path: Path) -> tuple[str, Case]:
+def kept_case(path: Path) -> tuple[str, Any]:
     """The check that failed, and the case."""
     record = json.loads(path.read_text())
+    program = eval(record["program"], dict(NAMES))
+    if isinstance(program, TorchProgram):
+        return record["check"], program
     saved = record["inputs"].items()
     inputs = {name: np.asarray(values, dtype).reshape(shape) for name, (dtype, shape, values) in saved}
-    return record["check"], (eval(record["program"], dict(NAMES)), inputs)
+    return record["check"], (program, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +15,11 @@ from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.interpret import execute, interpret
 from dcompile.ir.nodes import Const, Loop, Program, View
 from dcompile.ir.verify import verify
-from tests.fuzz.checks import Case
 
-Fails = Callable[[Case], bool]
+if TYPE_CHECKING:
+    from tests.fuzz.checks import Case
+
+Fails = Callable[["Case"], bool]
 
 
 def shrink(case: Case, fails: Fails, tries: int = 400) -> Case:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from torch.utils._pytree import tree_leaves
 
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Buffer, Program, View
@@ -13,8 +14,10 @@ from tests.fuzz import keep as keeping
 from tests.fuzz.__main__ import failure, search, smallest
 from tests.fuzz.checks import Check, checks, first_difference
 from tests.fuzz.keep import KEPT, keep, kept_case
+from tests.fuzz.torch_checks import TorchCheck, torch_checks
 
-CHECKS = {check.name: check for check in checks()}
+LOOPS = {check.name: check for check in checks()}
+CHECKS = LOOPS | {check.name: check for check in torch_checks()}
 
 
 @pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
@@ -23,9 +26,33 @@ def test_what_once_failed(path):
     assert failure(CHECKS[name], case) is None
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_every_check_passes_on_a_few_programs(name):
     assert search(CHECKS[name], range(3)) == []
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_torch_programs_do_as_in_eager_mode():
+    assert search(CHECKS["torch programs on ATen"], range(2)) == []
+
+
+class Planted(TorchCheck):
+    """What has two dimensions comes back with one."""
+
+    def compiled(self, module):
+        return lambda *args: [x.flatten() if x.dim() == 2 else x for x in tree_leaves(module(*args))]
+
+    def by_aot(self, module):
+        return module
+
+
+def test_a_planted_fault_in_a_module_is_found_and_its_program_shrunk(tmp_path, monkeypatch):
+    check = Planted("planted", size=4)
+    (seed, text), *_ = search(check, range(4))
+    program = smallest(check, seed, text)
+    assert len(program.forward) <= 1 and len(program.results) == len(program.steps) == 1
+    monkeypatch.setattr(keeping, "KEPT", tmp_path)
+    assert kept_case(keep("planted", seed, program)) == ("planted", program) and failure(check, program)
 
 
 def with_tanh_for_exp(program: Program) -> Program:

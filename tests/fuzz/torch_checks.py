@@ -1,0 +1,134 @@
+"""Random torch programs under this backend, against eager mode; what aot_eager does too is torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import dcompile
+from dcompile.codegen.emit import host, launches
+from dcompile.runtime import arena
+from tests.fuzz.torch_random import random_torch_program
+from tests.fuzz.torch_session import TorchProgram, differences, session
+from tests.poison import poisoned
+
+
+@dataclass(frozen=True)
+class TorchCheck:
+    """A way to compile, and programs for it. What it says of a program names the observation that differs first."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    several: bool = False
+    """Sizes that differ from call to call, symbolic from the start."""
+    poison: bool = False
+    """Memory of every result is given out again as soon as nobody refers to it, and filled with NaN then."""
+    in_place: bool = False
+    size: int = 10
+
+    def case(self, seed: int, size: int | None = None) -> TorchProgram:
+        return random_torch_program(seed, self.size if size is None else size, self.several)
+
+    def run(self, cases: Sequence[TorchProgram]) -> list[str | None]:
+        return [self.difference(program) for program in cases]
+
+    def difference(self, program: TorchProgram) -> str | None:
+        """What a user sees otherwise than in eager mode, and not so with aot_eager."""
+        drops = bool(self.options.get("fallback_random"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            want = session(program, lambda module: module, drops)
+            with given_out_at_once() if self.poison else contextlib.nullcontext():
+                found = differences(want, session(program, self.compiled, drops))
+            if found:
+                theirs = differences(want, session(program, self.by_aot, drops))
+                found = {key: text for key, text in found.items() if not _is_known(key, theirs)}
+        for (step, what), text in found.items():
+            return f"{_kind(what)}: step {step}: {what}: {text}"
+        return None
+
+    def compiled(self, module: nn.Module) -> Callable[..., Any]:
+        torch.compiler.reset()
+        options = {"receipt": False, "verify": True, **self.options}
+        dynamic = True if self.several else None
+        if self.in_place:
+            return dcompile.compile(module, options=options, dynamic=dynamic)
+        return torch.compile(module, backend="dcompile", options=options, dynamic=dynamic)
+
+    def by_aot(self, module: nn.Module) -> Callable[..., Any]:
+        torch.compiler.reset()
+        return torch.compile(module, backend="aot_eager", dynamic=True if self.several else None)
+
+    def shrink(self, program: TorchProgram, fails: Callable[[TorchProgram], bool]) -> TorchProgram:
+        """With as few lines as will do: each goes for which the rest still fails."""
+        lost = True
+        while lost:
+            lost = False
+            for smaller in _smaller(program):
+                if fails(smaller):
+                    program, lost = smaller, True
+                    break
+        return program
+
+
+@contextlib.contextmanager
+def given_out_at_once() -> Iterator[None]:
+    """Small results' memory is recycled as large ones' is, and poisoned. Relies on `verify`, which keeps no program."""
+    with (
+        mock.patch.object(host, "RECYCLE_BYTES", 0),
+        mock.patch.object(arena, "RECYCLE_BYTES", 0),
+        mock.patch.object(launches, "CPU_ROOM_BYTES", 0),
+        poisoned(),
+    ):
+        yield
+
+
+def _is_known(key: tuple[int, str], theirs: Mapping[tuple[int, str], str]) -> bool:
+    """Whether aot_eager differs there as well, or has ended before."""
+    return key in theirs or any(what == "error" and step <= key[0] for step, what in theirs)
+
+
+def _kind(what: str) -> str:
+    """Sharing, layout, error or value."""
+    if what == "error":
+        return what
+    if " and " in what:
+        return "sharing"
+    return what.rpartition(" ")[2] if what.endswith((" is", " lies", " holds", " changes")) else "value"
+
+
+def _smaller(program: TorchProgram) -> Iterator[TorchProgram]:
+    for name in ("steps", "forward"):
+        lines = getattr(program, name)
+        for width in (4, 2, 1):
+            for start in range(len(lines) - width, -1, -1):
+                yield replace(program, **{name: (*lines[:start], *lines[start + width :])})
+    for number, line in enumerate(program.forward):
+        if ":\n    " in line:
+            plain = (*program.forward[:number], line.partition(":\n    ")[2], *program.forward[number + 1 :])
+            yield replace(program, forward=plain)
+    for number in range(len(program.results)):
+        if len(program.results) > 1:
+            yield replace(program, results=(*program.results[:number], *program.results[number + 1 :]))
+    for number in (1, 2):
+        if program.inputs[number] != f"{'abc'[number]} = 0":
+            inputs = (*program.inputs[:number], f"{'abc'[number]} = 0", *program.inputs[number + 1 :])
+            yield replace(program, inputs=inputs)
+
+
+def torch_checks() -> Iterator[TorchCheck]:
+    yield TorchCheck("torch programs")
+    yield TorchCheck("torch programs on ATen", {"kernels": "aten"})
+    yield TorchCheck("torch programs of several sizes", several=True)
+    yield TorchCheck("torch programs of several sizes on ATen", {"kernels": "aten"}, several=True)
+    yield TorchCheck("torch programs compiled in place", in_place=True)
+    yield TorchCheck("torch programs in memory given out again", poison=True)
+    yield TorchCheck("torch programs of several sizes in memory given out again", several=True, poison=True)
+    yield TorchCheck("torch programs with eager's random numbers", {"fallback_random": True})

@@ -222,12 +222,14 @@ def test_a_detached_result_does_not_take_the_gradient_of_what_it_looks_at():
 
     def function(x):
         hidden = layer(x)
-        return hidden.detach(), hidden[0], hidden.relu(), hidden.detach(), hidden[1].detach()
+        constant = hidden[1].detach()
+        return hidden.detach(), hidden[0], hidden.relu(), hidden.detach(), constant, constant
 
     compiled = dcompile.compile(function, options={"receipt": False})
     for call in (function, compiled):
         _, row, relu, *_ = results = call(torch.ones(3, 4))
-        assert [result.requires_grad for result in results] == [False, True, True, False, False]
+        assert [result.requires_grad for result in results] == [False, True, True, False, False, False]
+        assert results[-1] is results[-2] and results[0] is not results[3]
         assert not row.is_leaf and not relu.is_leaf
         (grad,) = torch.autograd.grad(row.sum(), layer.bias)
         assert grad.tolist() == [1.0] * 4

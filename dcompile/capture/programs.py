@@ -194,8 +194,10 @@ class Programs:
             results = list(gathering(args))
             if views:
                 hand_out(results, views)
-            for place in detached:
+            for place, *others in detached:
                 results[place] = results[place].detach()
+                for other in others:
+                    results[other] = results[place]
             if position is not None:
                 results.insert(position, tokens[sync])
             return results

@@ -30,14 +30,20 @@ def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[in
     return found
 
 
-def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[int, ...]:
+def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
     """Of a forward's `constant` results, which have no gradient, those that lie in another result's memory.
 
     Of `h.detach()` beside `h` a program makes one tensor, of `h[0].detach()` a view of it. Autograd, told that the one
-    has no gradient, takes it for the other, or has the view follow what it looks at.
+    has no gradient, takes it for the other, or has the view follow what it looks at. What the graph returns several
+    times is one tensor: its places come together.
     """
-    memories = [memory_of(node) for node in gm.graph.output_node().args[0][:count]]
-    return tuple(n for n in constant if memories[n] is not None and memories.count(memories[n]) > 1)
+    nodes = gm.graph.output_node().args[0][:count]
+    memories = [memory_of(node) for node in nodes]
+    places: dict[Any, list[int]] = {}
+    for n in constant:
+        if memories[n] is not None and memories.count(memories[n]) > 1:
+            places.setdefault(nodes[n], []).append(n)
+    return tuple(map(tuple, places.values()))
 
 
 def to_be_told_apart(gm: Any) -> tuple[tuple[int, int], ...]:

@@ -222,17 +222,31 @@ def test_a_detached_result_does_not_take_the_gradient_of_what_it_looks_at():
 
     def function(x):
         hidden = layer(x)
-        constant = hidden[1].detach()
-        return hidden.detach(), hidden[0], hidden.relu(), hidden.detach(), constant, constant
+        return hidden.detach(), hidden[0], hidden.relu(), hidden.detach(), hidden[1].detach()
 
     compiled = dcompile.compile(function, options={"receipt": False})
     for call in (function, compiled):
         _, row, relu, *_ = results = call(torch.ones(3, 4))
-        assert [result.requires_grad for result in results] == [False, True, True, False, False, False]
-        assert results[-1] is results[-2] and results[0] is not results[3]
+        assert [result.requires_grad for result in results] == [False, True, True, False, False]
+        assert results[0] is not results[3]
         assert not row.is_leaf and not relu.is_leaf
         (grad,) = torch.autograd.grad(row.sum(), layer.bias)
         assert grad.tolist() == [1.0] * 4
+
+
+def test_what_is_returned_twice_beside_a_gradient_is_one_tensor():
+    layer = torch.nn.Linear(4, 4)
+
+    @dcompile.compile(options={"receipt": False})
+    def function(x):
+        total = x.sum()
+        total.squeeze_()
+        same = total.mT  # without dimensions, it is the tensor itself
+        total.clamp_(0, 1)
+        return layer(x), total, same
+
+    _, total, same = function(torch.ones(3, 4))
+    assert total is same
 
 
 def test_a_result_that_looks_at_all_of_another_is_another_tensor():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
@@ -13,10 +13,12 @@ from dcompile import artifacts, compat
 from dcompile.capture.entry import compile_function, compile_module, find_model
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
+from dcompile.collectives.params import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt
-from dcompile.runtime.agree import agree, captured
+from dcompile.ir.nodes import Bucket
+from dcompile.runtime.agree import agree, captured, said_by_any, same_as_first
 from dcompile.runtime.buckets import Buckets, average
 from dcompile.runtime.calibrate import figures_for
 from dcompile.runtime.shards import Shards
@@ -103,8 +105,25 @@ def make_toolbox(config: Config) -> Toolbox:
     compiler = CachingCompiler(config)
     shards = functools.partial(Shards, gathers=config.gathers)
     return Toolbox(
-        compiler, Buckets, agree, average, print_receipt, shards, compiler.meet, captured, figures_for(config)
+        compiler,
+        Buckets,
+        agree,
+        average,
+        print_receipt,
+        shards,
+        compiler.meet,
+        captured,
+        figures_for(config),
+        said_by_any,
+        same_as_first,
+        _all_idle,
     )
+
+
+def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ...]:
+    from dcompile.collectives.insert import all_idle  # late: few models come to it
+
+    return all_idle(params, rule)
 
 
 def print_receipt(model: CompiledModel) -> None:

@@ -25,15 +25,26 @@ Line = tuple[str, str]
 def compare_capture(model: CompiledModel, gm: Any, number: int) -> list[str]:
     """Compare a graph of the first call between ranks; notes. Raises PlanMismatchError, on all ranks."""
     subject = f"graph {number} of model {model.number}"
-    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_lines(model, gm)])
+    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model), *_calls(gm)])
     return [note] if note else []
 
 
-def _lines(model: CompiledModel, gm: Any) -> Iterator[Line]:
+def compare_surroundings(model: CompiledModel, gm: Any) -> tuple[bool, list[str]]:
+    """The same where ranks may run other graphs: compare all but its calls. Whether these are rank 0's too; notes."""
+    subject = f"settings of model {model.number}"
+    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model)])
+    same = not note and model.toolbox.same_as_first(model.peers, f"graph 0 of model {model.number}", [*_calls(gm)])
+    return same, [note] if note else []
+
+
+def _surroundings(model: CompiledModel) -> Iterator[Line]:
     yield f"torch {torch.__version__}, dcompile {own_version()} (source {own_source()[:12]})", ""
     yield f"settings {model.settings.config.key()}", ""
     for info in model.adapter.param_infos():
         yield f"parameter {info.fqn} {list(info.shape)} {info.dtype} {info.kind}", ""
+
+
+def _calls(gm: Any) -> Iterator[Line]:
     names: dict[Any, str] = {}
     calls = 0
     for node in gm.graph.nodes:

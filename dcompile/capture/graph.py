@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
@@ -16,7 +14,7 @@ from dcompile.capture.border import with_plain_border
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
-from dcompile.capture.fingerprint import compare_capture
+from dcompile.capture.fingerprint import compare_capture, compare_surroundings
 from dcompile.capture.grouped import share_repeated_heads
 from dcompile.capture.joint import Cut, looks_returned, partitioner, recompute_views
 from dcompile.capture.keys import hand_out_keys
@@ -39,10 +37,8 @@ class Graph(Programs):
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
-        tokens = [torch.tensor(0), torch.tensor(1)]
         compiler = self.model.toolbox.compiler
-        if self._together:
-            self.notes += compare_capture(self.model, gm, self.number)
+        self._compare(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)
@@ -74,7 +70,7 @@ class Graph(Programs):
             if self._needs_parameters():
                 return boxed(_never)
             self._own_results = compat.aot.own_results()
-            return boxed(self._forward(module, tokens))
+            return boxed(self._forward(module))
 
         def backward(module: Any, _inputs: Any) -> Any:
             compat.aot.no_donation()
@@ -116,6 +112,18 @@ class Graph(Programs):
             layers = None
             compiled = trace(gm)
         return compat.dynamo.no_dynamo(self._leaving_absent(self._checked(compiled)), "a compiled graph")
+
+    def _compare(self, gm: Any) -> None:
+        """Of the first call: see that every rank has captured the same, as far as it must."""
+        if not self._together:
+            return
+        if not isinstance(self.adapter, DdpAdapter) or not self.adapter.uneven:
+            self.notes += compare_capture(self.model, gm, self.number)
+        elif self.number == 0:
+            self._together, notes = compare_surroundings(self.model, gm)
+            self.notes += notes
+        else:  # rank 0 may have no such graph
+            self._together = False
 
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""

@@ -15,9 +15,10 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
-from dcompile.capture.eligibility import outside_use
+from dcompile.capture.eligibility import outside_use, tensors_in
+from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
-from dcompile.capture.toolbox import Peers, ShardedParameters, Toolbox
+from dcompile.capture.toolbox import GradientBuckets, Peers, ShardedParameters, Toolbox
 from dcompile.config import Config
 from dcompile.garbage import without_collecting
 
@@ -43,6 +44,8 @@ class Invocation:
 
     inside_ddp: bool = False
     sync: bool = False
+    token: torch.Tensor | None = None
+    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients. None: 0."""
     graphs: list[int] = field(default_factory=list)
     """Numbers of the graphs that ran in this call, in order."""
 
@@ -82,8 +85,15 @@ class CompiledModel:
         self.graph_breaks = 0
         self.compile_seconds = 0.0
         self.calls = Calls()
-        self._synced: dict[int, list[Programs]] = {}
+        self._tokens = torch.tensor(0), torch.tensor(1)
+        self._synced: dict[int, list[GradientBuckets]] = {}
+        self._all_idle: GradientBuckets | None = None
+        """What calls beside the compiled graphs reduce through."""
         self._flushing: set[int] = set()
+        self._behind: set[int] = set()
+        """Backwards whose gradients are reduced at their end."""
+        self.pool: dict[Any, Any] = {}
+        """Memory of gradient buckets, which the graphs share."""
         self._refusal: str | None = None
         self._reported: set[bool] = set()
         self._owes_report = False
@@ -94,7 +104,7 @@ class CompiledModel:
         self.peers = self.toolbox.meet(adapter.group)
         self.number = self.peers.number("model")
         self.graphs, self.variants, self.newest = [], {}, None
-        self.shards, self._refusal = None, None
+        self.shards, self._refusal, self._all_idle, self.pool = None, None, None, {}
         if isinstance(adapter, ShardedAdapter) and adapter.eligible:
             self.shards = self.toolbox.make_shards(adapter.units, adapter.groups)
         self._reported, self._owes_report = set(), False
@@ -137,6 +147,8 @@ class CompiledModel:
         if inside_ddp and isinstance(adapter, DdpAdapter):
             adapter.before_forward()
             call.sync = adapter.wants_sync()
+            if call.sync:  # of its own, where it may turn out that another way is taken
+                call.token = torch.tensor(1) if adapter.uneven else self._tokens[1]
         self.calls.stack.append(call)
         return call
 
@@ -156,8 +168,8 @@ class CompiledModel:
         inside = stack[-1].inside_ddp or not isinstance(self.adapter, DdpAdapter)
         return inside and torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
 
-    def ran(self, graph: Programs) -> bool:
-        """Record that a graph's forward runs in the current call; whether its backward is to reduce gradients."""
+    def ran(self, graph: Programs) -> torch.Tensor:
+        """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token."""
         stack = self.calls.stack
         if not stack:  # nobody calls through us (a plain backend, a whole frame): each graph is a call of its own
             key = (graph.number,)
@@ -165,9 +177,9 @@ class CompiledModel:
             if known is None:
                 known = self.variants.setdefault(key, Variant(key, graph.training))
             self.newest = known
-            return False
+            return self._tokens[0]
         stack[-1].graphs.append(graph.number)
-        return stack[-1].sync
+        return stack[-1].token if stack[-1].token is not None else self._tokens[0]
 
     def ran_eagerly(self) -> None:
         """A call went past us, as the adapter wants it."""
@@ -182,10 +194,11 @@ class CompiledModel:
         if variant is None:
             self._look_for_virtual(result)
             variant = self.variants[key] = self._examine(key, call, result)
-            self._act_on(variant, call)
+        if variant.objections:
+            self._act_on(variant, call, result)
         self.newest = variant if key or self.newest is None else self.newest
         if not key:
-            self._no_graph_ran(call)
+            self._no_graph_ran(call, result)
         elif not variant.training and False not in self._reported:
             self._report(training=False)
         if self._owes_report:
@@ -211,17 +224,69 @@ class CompiledModel:
             objections.append("find_unused_parameters=True, and the model was captured in several graphs")
         return Variant(key, training, tuple(objections))
 
-    def _act_on(self, variant: Variant, call: Invocation) -> None:
-        if variant.objections and isinstance(self.adapter, DdpAdapter) and self.adapter.eligible:
-            self.adapter.restore("; ".join(variant.objections), call.inside_ddp)
+    def _act_on(self, variant: Variant, call: Invocation, result: Any) -> None:
+        if isinstance(self.adapter, DdpAdapter) and self.adapter.eligible and torch.is_grad_enabled():
+            self._go_around(self.adapter, call, result, variant.objections)
 
-    def _no_graph_ran(self, call: Invocation) -> None:
+    def _no_graph_ran(self, call: Invocation, result: Any) -> None:
         adapter = self.adapter
         if call.inside_ddp and isinstance(adapter, DdpAdapter) and torch.is_grad_enabled():
             if adapter.eligible:
-                adapter.restore("a forward ran without any compiled graph", call.inside_ddp)
+                self._go_around(adapter, call, result, ("a forward ran without any compiled graph",))
             else:
                 adapter.let_go_of_static_graph()
+
+    def _go_around(self, adapter: DdpAdapter, call: Invocation, result: Any, reasons: tuple[str, ...]) -> None:
+        """A call uses parameters beside the compiled graphs, which do not know when all gradients are there.
+
+        DDP reduces from here on. Where ranks may use different parameters, another one may well go on with compiled
+        graphs: then this backward reduces what these would, behind its end.
+        """
+        tensors = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        if not adapter.uneven or adapter.ddp.static_graph or not tensors:
+            adapter.restore("; ".join(reasons), call.inside_ddp)
+            return
+        adapter.watch(reasons)
+        if not call.sync:
+            return
+        if call.token is not None:
+            call.token.data.fill_(0)  # .data: the graphs have saved it, and nothing is to notice
+        for tensor in tensors:
+            compat.tensors.on_gradient(tensor, self._reduce_behind)
+
+    def _reduce_behind(self) -> None:
+        """Inside a backward: when it is through, reduce every gradient."""
+        task = compat.tensors.backward_task()
+        if task not in self._behind:
+            self._behind.add(task)
+            compat.tensors.at_end_of_backward(lambda: self._reduce_all(task))
+
+    def _reduce_all(self, task: int) -> None:
+        self._behind.discard(task)
+        adapter = self.adapter
+        if not isinstance(adapter, DdpAdapter) or not adapter.eligible or not adapter.unreduced:
+            return
+        if self._all_idle is None:
+            infos, rule = adapter.param_infos(), adapter.bucket_rule()
+            assert rule is not None, "what was taken over has buckets"
+            buckets = self.toolbox.all_idle(infos, rule)
+            self._all_idle = self.toolbox.make_buckets(buckets, adapter.refs, adapter.group, self.pool)
+            self.agree_on(plan_of(buckets, infos))
+        self._all_idle.begin(adapter.unreduced)
+        self._all_idle.reduce_all()
+        self._finish_sync([self._all_idle])
+
+    def agree_on(self, plan: list[str]) -> None:
+        """Before the first collective of a program: see that every rank is about to run the same ones.
+
+        A plan that was compared before is not compared again: one rank may compile anew alone (another batch size).
+        """
+        adapter = self.adapter
+        assert isinstance(adapter, DdpAdapter | ShardedAdapter), "only what was taken over has collectives"
+        subject = adapter.subject_of(tuple(plan))
+        if subject is not None:
+            for number, group in enumerate(adapter.process_groups()):
+                self.toolbox.agree(group, f"{subject}.{number}" if number else subject, plan)
 
     # --- backward ---
 
@@ -231,11 +296,8 @@ class CompiledModel:
 
     def before_backward(self) -> None:
         """Inside a backward, before a graph's backward program runs (and before it is compiled)."""
-        if isinstance(self.adapter, DdpAdapter):
-            undecided = self.adapter.state == "undecided"
-            self.adapter.decide(self.objections())
-            if undecided and self.settings.config.distributed != "stock":
-                self._agree_who_reduces(self.adapter)
+        if isinstance(self.adapter, DdpAdapter) and self.adapter.state == "undecided":
+            self._decide(self.adapter)
         if True not in self._reported:
             self._reported.add(True)
             compat.tensors.at_end_of_backward(self._backward_is_through)
@@ -247,18 +309,31 @@ class CompiledModel:
         else:
             self.toolbox.first_step(self)
 
+    def _decide(self, adapter: DdpAdapter) -> None:
+        objections, asked = self.objections(), self.settings.config.distributed != "stock"
+        if asked and adapter.uneven:  # ranks may have run other graphs: if one leaves it to DDP, all do
+            mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
+            said = self.toolbox.said_by_any(adapter.group, f"gradients of model {self.number}", mine)
+            adapter.decide(objections if mine or not said else [said])
+            return
+        adapter.decide(objections)
+        if asked:
+            self._agree_who_reduces(adapter)
+
     def _agree_who_reduces(self, adapter: DdpAdapter) -> None:
         """Ranks that leave it to DDP would wait in other collectives than those that do not."""
         who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
         self.toolbox.agree(adapter.group, f"gradients of model {self.number}", [who])
 
-    def begin_sync(self, graph: Programs) -> None:
+    def begin_sync(self, buckets: GradientBuckets, adapter: DdpAdapter) -> None:
         """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through."""
         task = compat.tensors.backward_task()
-        if task not in self._synced:
+        first = task not in self._synced
+        if first:
             self._synced[task] = []
-            compat.tensors.at_end_of_backward(lambda: self._finish_sync(task))
-        self._synced[task].append(graph)
+            compat.tensors.at_end_of_backward(lambda: self._finish_sync(self._synced.pop(task)))
+        buckets.begin(adapter.unreduced if first and adapter.uneven else (), task, first)
+        self._synced[task].append(buckets)
 
     def flush_after_backward(self) -> None:
         """A backward adds to gradients of sharded parameters: when it is through, reduce what earlier ones left."""
@@ -272,23 +347,24 @@ class CompiledModel:
 
             compat.tensors.at_end_of_backward(flush)
 
-    def _finish_sync(self, task: int) -> None:
-        graphs = self._synced.pop(task)
+    def _finish_sync(self, reduced: list[GradientBuckets]) -> None:
         adapter = self.adapter
         if not isinstance(adapter, DdpAdapter) or not adapter.eligible:
             return
-        sources: dict[int, Programs | None] = {}
+        for buckets in reduced:
+            others = (other.reduced() for other in reduced if other is not buckets)
+            buckets.settle_idle(frozenset().union(*others))
+        sources: dict[int, GradientBuckets | None] = {}
         addresses: dict[int, int] = {}
-        for graph in graphs:
-            assert graph.buckets is not None, "a graph reduced gradients without buckets"
-            found = graph.buckets.reduced()
+        for buckets in reduced:
+            found = buckets.reduced()
             # a parameter of several graphs: autograd has added their reduced gradients up, nothing is missing
-            sources |= {number: None if number in sources else graph for number in found}
+            sources |= {number: None if number in sources else buckets for number in found}
             addresses |= found
         elsewhere = {
-            number: source.buckets.reduced_gradient(number)
+            number: source.reduced_gradient(number)
             for number, source in sources.items()
-            if source is not None and source.buckets is not None and adapter.differs(number, addresses[number])
+            if source is not None and adapter.differs(number, addresses[number])
         }
         adapter.reduce_rest(elsewhere, sources.keys(), self.toolbox.average)
 

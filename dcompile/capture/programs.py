@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.joint import Cut, donated_positions, take_token
 from dcompile.capture.model import CompiledModel
+from dcompile.capture.plans import plan_of
 from dcompile.capture.results import hand_out, saved_with, tell_apart, to_be_detached, to_be_told_apart
 from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
@@ -181,7 +181,7 @@ class Programs:
 
         return inference
 
-    def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Boxed:
+    def _forward(self, gm: Any) -> Boxed:
         position = take_token(gm)
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)
         detached = to_be_detached(gm, compat.aot.constant_results(), self._cut.results)
@@ -190,7 +190,7 @@ class Programs:
         gathering = self._gathering(run)
 
         def forward(args: list[Any]) -> list[Any]:
-            sync = model.ran(self)
+            token = model.ran(self)
             results = list(gathering(args))
             if views:
                 hand_out(results, views)
@@ -199,7 +199,7 @@ class Programs:
                 for other in others:
                     results[other] = results[place]
             if position is not None:
-                results.insert(position, tokens[sync])
+                results.insert(position, token)
             return results
 
         return forward
@@ -265,7 +265,8 @@ class Programs:
         executable = self._build(gm, "backward", **self._reduces())
         if self.grads and adapter.bucket_rule() is not None:
             assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-            self.buckets = self.model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group)
+            model = self.model
+            self.buckets = model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group, model.pool)
         self.model.compile_seconds += time.perf_counter() - began
 
     def _build_whole_backward(self, gm: Any) -> None:
@@ -282,7 +283,7 @@ class Programs:
         if rule is None:
             return {}
         numbers = {number for _, number in self.grads}
-        params = tuple(info for info in self.adapter.param_infos() if info.number in numbers)
+        params = tuple(info for info in self.adapter.param_infos() if rule.every or info.number in numbers)
         return {"grads": self.grads, "params": params, "rule": rule}
 
     def _run_backward(self, kind: str, args: list[Any], sync: bool) -> list[Any]:
@@ -296,8 +297,7 @@ class Programs:
         sync = sync and adapter.eligible and accumulates
         if sync:
             self._agree("backward")
-            buckets.begin()
-            self.model.begin_sync(self)
+            self.model.begin_sync(buckets, adapter)
         elif accumulates:
             adapter.unreduced.update(number for _, number in self.grads)
         return run(args, buckets=buckets, sync=sync)
@@ -312,31 +312,15 @@ class Programs:
         return run(args, buckets=shards.source(run.buckets, "backward", accumulates))
 
     def _agree(self, kind: str) -> None:
-        """Before a program's first collective: see that every rank is about to run the same ones.
-
-        A plan that was compared before is not compared again: one rank may compile anew alone (another batch size).
-        """
+        """Before a program's first collective: see that every rank is about to run the same ones."""
         if kind in self._agreed:
             return
         self._agreed.add(kind)
-        adapter, plan = self.adapter, self.plan(kind)
-        assert isinstance(adapter, DdpAdapter | ShardedAdapter), "only what was taken over has collectives"
-        subject = adapter.subject_of(tuple(plan))
-        if subject is not None:
-            for number, group in enumerate(adapter.process_groups()):
-                about = f"{subject}.{number}" if number else subject
-                self.model.toolbox.agree(group, about, plan)
+        self.model.agree_on(self.plan(kind))
 
     def plan(self, kind: str = "backward") -> list[str]:
         """The collectives of a program, one line each, the same on every rank that runs the same program."""
-        infos = {info.number: info for info in self.adapter.param_infos()}
-        lines = []
-        for bucket in self.executables[kind].buckets:
-            names = ", ".join(f"{infos[n].fqn}[{prod(infos[n].shape)}]" for n in bucket.params)
-            what = f"{bucket.dtype} as {bucket.wire}" if bucket.wire else bucket.dtype
-            exchange = f"{bucket.kind} {bucket.name} {what} {bucket.numel} elements of {bucket.group}"
-            lines.append(f"{exchange}: {names}")
-        return lines + self._own[kind]
+        return plan_of(self.executables[kind].buckets, self.adapter.param_infos()) + self._own[kind]
 
 
 def own_collectives(gm: Any) -> Iterator[str]:

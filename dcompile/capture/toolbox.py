@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from dcompile.collectives.params import BucketSource, Compiler, Phase, ShardGroup, ShardSource, ShardUnit
+from dcompile.collectives.params import (
+    BucketRule,
+    BucketSource,
+    Compiler,
+    ParamInfo,
+    Phase,
+    ShardGroup,
+    ShardSource,
+    ShardUnit,
+)
 from dcompile.figures import Figures, table_figures
 from dcompile.ir.nodes import Bucket
 
@@ -17,8 +26,17 @@ from dcompile.ir.nodes import Bucket
 class GradientBuckets(BucketSource, Protocol):
     """The bucket memory of one backward program, and what capture/ asks of it."""
 
-    def begin(self) -> None:
-        """A synced backward starts: forget the last one."""
+    def begin(self, used: Iterable[int] = (), task: object = None, first: bool = True) -> None:
+        """A synced backward starts: forget the last one. `used`: parameters that earlier ones left gradients for.
+
+        `task`: the backward that this is a part of, and whether it is the `first` part of it that reduces gradients.
+        """
+
+    def reduce_all(self) -> None:
+        """Reduce every bucket, as a program does on its way: what .grad holds of each parameter."""
+
+    def settle_idle(self, elsewhere: Collection[int]) -> None:
+        """A backward is through: parameters that it had no gradient of get what the other ranks' came to."""
 
     def reduced(self) -> dict[int, int]:
         """Parameter number -> address of its reduced gradient, of the last synced backward."""
@@ -65,8 +83,20 @@ def _compared_with_nobody(_peers: Any, _subject: str, _lines: list[tuple[str, st
     return ""
 
 
-MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any], GradientBuckets]
-"""(buckets, parameter number -> weak reference, process group) -> memory."""
+def _said_by_nobody(_group: Any, _subject: str, mine: str) -> str:
+    return mine
+
+
+def _never_the_same(_peers: Any, _subject: str, _lines: list[tuple[str, str]]) -> bool:
+    return False
+
+
+def _no_layout(_params: Any, _rule: Any) -> tuple[Bucket, ...]:
+    return ()
+
+
+MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any, dict[Any, Any]], GradientBuckets]
+"""(buckets, parameter number -> weak reference, process group, what a model's programs share) -> memory."""
 
 
 class ShardedParameters(Protocol):
@@ -112,3 +142,9 @@ class Toolbox:
     """(peers, what was captured, (line, where it comes from)): compare with rank 0; a note if it did not come."""
     figures: Callable[[Any, Any], Figures] = figures_from_table
     """(device, process group or None) -> what the machine can do; the same on every rank of the group."""
+    said_by_any: Callable[[Any, str, str], str] = _said_by_nobody
+    """(process group, what it is about, what this rank says or ""): all ranks come, and hear what one of them says."""
+    same_as_first: Callable[[Any, str, list[tuple[str, str]]], bool] = _never_the_same
+    """(peers, what was captured, (line, where it comes from)) -> whether rank 0 has captured the same."""
+    all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout
+    """(parameters, rule) -> the buckets of a program that has no gradient of any."""

@@ -48,22 +48,35 @@ def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo
     return [bucket.members for bucket in sorted(done, key=lambda b: b.position)]
 
 
-def lay_out(members: Sequence[ParamInfo], name: str, buffers: Sequence[str], wire: str = "") -> Bucket:
-    """The bucket of these parameters, its gradients one after the other, each aligned."""
+def lay_out(
+    members: Sequence[ParamInfo], name: str, buffers: Sequence[str | None], wire: str = "", marks: bool = False
+) -> Bucket:
+    """The bucket of these parameters, its gradients one after the other, each aligned; those without a buffer idle.
+
+    `marks`: it also says of each parameter whether there is a gradient.
+    """
     first = members[0]
     step = ALIGN_BYTES // ITEMSIZE[first.dtype]
-    offsets, end = [], 0
-    for param in members:
-        offsets.append(end)
+    known: list[tuple[int, str, int]] = []
+    idle: list[tuple[int, int]] = []
+    end = 0
+    for param, buffer in zip(members, buffers, strict=True):
+        if buffer is None:
+            idle.append((param.number, end))
+        else:
+            known.append((param.number, buffer, end))
         end += -(-prod(param.shape) // step) * step
     return Bucket(
         name=name,
         dtype=first.dtype,
         device=first.device,
         group=first.group,
-        params=tuple(param.number for param in members),
-        buffers=tuple(buffers),
-        offsets=tuple(offsets),
-        numel=end,
+        params=tuple(number for number, _, _ in known),
+        buffers=tuple(buffer for _, buffer, _ in known),
+        offsets=tuple(offset for _, _, offset in known),
+        numel=end + len(members) * marks,
         wire=first.dtype if wire == "own" else wire,
+        idle=tuple(number for number, _ in idle),
+        idle_offsets=tuple(offset for _, offset in idle),
+        marks=len(members) * marks,
     )

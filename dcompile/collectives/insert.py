@@ -36,15 +36,10 @@ def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: Bucket
     gradients = _gradients(program, {param.number: param for param in params})
     if not gradients:
         return program
-    placed = {gradient.param.number: gradient for gradient in gradients}
-    buckets = []
-    for number, members in enumerate(assign([gradient.param for gradient in gradients], rule)):
-        buffers = [placed[param.number].buffer for param in members]
-        buckets.append(lay_out(members, f"bucket{number}", buffers, rule.wire))
-    late = behind_the_last(buckets, {g.param.number: g.param for g in gradients}, rule)
+    placed = params if rule.every else [gradient.param for gradient in gradients]
+    buckets, late = lay_out_all(placed, rule, {gradient.param.number: gradient.buffer for gradient in gradients})
     if late:
         program = products_last(program, [bucket.buffers for bucket in late])
-        buckets = [*(bucket for bucket in buckets if bucket not in late), *late]
     return replace(
         program,
         outputs=_outputs(program, gradients),
@@ -52,6 +47,26 @@ def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: Bucket
         steps=_steps(program, gradients, buckets),
         buckets=tuple(buckets),
     )
+
+
+def lay_out_all(
+    params: Sequence[ParamInfo], rule: BucketRule, buffers: Mapping[int, str]
+) -> tuple[list[Bucket], list[Bucket]]:
+    """The buckets of these parameters in the order in which they are reduced, and those that come behind the last one.
+
+    `buffers`: parameter number -> the buffer with its gradient, if there is one.
+    """
+    buckets = [
+        lay_out(members, f"bucket{number}", [buffers.get(p.number) for p in members], rule.wire, rule.every)
+        for number, members in enumerate(assign(params, rule))
+    ]
+    late = behind_the_last(buckets, {param.number: param for param in params}, rule)
+    return [*(bucket for bucket in buckets if bucket not in late), *late], late
+
+
+def all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ...]:
+    """The buckets of a program that has no gradient itself: those of every other one, under `BucketRule.every`."""
+    return tuple(lay_out_all(params, rule, {})[0])
 
 
 def behind_the_last(buckets: Sequence[Bucket], params: Mapping[int, ParamInfo], rule: BucketRule) -> list[Bucket]:
@@ -64,7 +79,7 @@ def behind_the_last(buckets: Sequence[Bucket], params: Mapping[int, ParamInfo], 
     if len(buckets) < 3 or rule.wire:
         return []
     last = buckets[-1]
-    first = params[min(last.params)]
+    first = params[min(number for number, _ in last.places)]
     if min(params) != first.number or _nbytes(first) < max(last.numel * ITEMSIZE[last.dtype] // 2, rule.limits[-1]):
         return []
     late: list[Bucket] = []
@@ -208,7 +223,7 @@ def _steps(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) 
     waits: list[Step] = []
     earliest = -1
     for bucket in buckets:
-        earliest = max(earliest, *(ready[name] for name in bucket.buffers))
+        earliest = max([earliest, *(ready[name] for name in bucket.buffers)])
         starts.setdefault(earliest, []).append(Collective("all_reduce", bucket.name, bucket.group, bucket.buffers))
         waits.append(Wait(bucket.name, bucket.buffers))
     steps: list[Step] = [*copies.get(-1, ()), *starts.get(-1, ())]

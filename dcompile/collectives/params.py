@@ -62,6 +62,8 @@ class BucketRule:
     wire: str = ""
     """dtype that gradients are cast to for the exchange, as a compression hook asks for; "own" is their own. Then they
     are divided by the world size there, as DDP's hooks do; where this is empty, they are multiplied by its inverse."""
+    every: bool = False
+    """Whether every parameter has a place in each program, used or not: ranks may use different ones."""
 
     @property
     def limits(self) -> tuple[int, ...]:

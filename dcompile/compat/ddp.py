@@ -81,6 +81,11 @@ def wire(ddp: Any) -> str | None:
     return next((dtype for ours, dtype in known if ours is hook), None) if same_group and not others else None
 
 
+def allows_unused(ddp: Any) -> bool:
+    """Whether ranks may use different parameters in a step."""
+    return bool(ddp.find_unused_parameters or ddp.static_graph)
+
+
 def bucket_bytes(ddp: Any) -> tuple[int, ...]:
     """Sizes at which DDP closes its buckets, in the order of reduction: two or more; the last holds for all others."""
     from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES

@@ -19,6 +19,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+    """Run `callback` inside each backward that reaches this result."""
+    tensor.register_hook(lambda _: callback())  # type: ignore[no-untyped-call, unused-ignore]
+
+
 def will_accumulate(parameter: torch.Tensor) -> bool:
     """Inside a backward: whether it is going to add to this parameter's .grad (torch.autograd.grad does not)."""
     import torch

@@ -324,6 +324,18 @@ class Bucket:
     """Under all_reduce: parameters whose gradients are written multiplied by the factor that averaging asks for."""
     packed: tuple[int, ...] = ()
     """Under all_gather and reduce_scatter: units (places in `units`) that are copied to one message."""
+    idle: tuple[int, ...] = ()
+    """Under all_reduce: parameters that have a place, but no gradient in this program: other ranks may have one."""
+    idle_offsets: tuple[int, ...] = ()
+    marks: int = 0
+    """Elements at the end, one for each parameter in the order of places: whether a rank has a gradient of it. None
+    where every rank has the same gradients."""
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(parameter, where it begins) of all that have a place, in the order of places."""
+        known = zip(self.params, self.offsets, strict=True)
+        return tuple(sorted((*known, *zip(self.idle, self.idle_offsets, strict=True)), key=lambda place: place[1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,29 @@ def exchanged(group: Any, subject: str, text: str, timeout_s: float = TIMEOUT_S)
     return [peers.store.get(f"{place}/said/{rank}").decode() for rank in range(peers.world)]
 
 
+def said_by_any(group: Any, subject: str, mine: str, timeout_s: float = TIMEOUT_S) -> str:
+    """What a rank of `group` says of `subject`, "" if none says anything: all come, and all get the same answer.
+
+    Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
+    """
+    peers = peers_of(group)
+    return mine if peers is None else _hear(peers, subject, mine, timeout_s)
+
+
+def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
+    number = peers.meetings
+    peers.meetings += 1
+    place = f"meeting/{number}"
+    if mine:
+        peers.store.compare_set(f"{place}/said", "", f"rank {peers.rank}: {mine}")
+    if peers.store.add(f"{place}/count", 1) == peers.world:
+        said = peers.store.get(f"{place}/said").decode() if peers.store.check([f"{place}/said"]) else ""
+        peers.store.set(f"{place}/verdict", said)
+    _wait(peers, f"{place}/verdict", number, [(subject, "")], timeout_s)
+    verdict: str = peers.store.get(f"{place}/verdict").decode()
+    return verdict
+
+
 def captured(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float = TIMEOUT_S) -> str:
     """Before compiling: compare what was captured with rank 0, which waits for nobody.
 
@@ -85,19 +108,40 @@ def captured(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float
     if peers.rank == 0:
         _say(peers, place, lines)
         return ""
+    if not _has_captured(peers, place, timeout_s):
+        return f"rank 0 did not capture {subject} within {timeout_s:g} s"
+    difference = _difference(peers, place, lines)
+    if difference:
+        peers.call_off(difference)
+    return ""
+
+
+def same_as_first(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float = TIMEOUT_S) -> bool:
+    """Before compiling: whether rank 0, which waits for nobody, has captured the same. It may have captured something
+    else: then ranks only compile for themselves.
+    """
+    if not isinstance(peers, Peers):
+        return False
+    place = f"captured/{subject}"
+    if peers.rank == 0:
+        _say(peers, place, lines)
+        return True
+    came = _has_captured(peers, place, timeout_s)
+    return came and peers.store.get(f"{place}/digest").decode() == _digest(lines)
+
+
+def _has_captured(peers: Peers, place: str, timeout_s: float) -> bool:
+    """Wait for rank 0 to say what it has captured."""
     others = Others(peers, timeout_s, [0])
     pause = 0.001
     while not peers.store.check([f"{place}/digest"]):
         peers.check()
         others.look()
         if others.out_of_patience([0]):
-            return f"rank 0 did not capture {subject} within {timeout_s:g} s"
+            return False
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-    difference = _difference(peers, place, lines)
-    if difference:
-        peers.call_off(difference)
-    return ""
+    return True
 
 
 def _say(peers: Peers, place: str, lines: Sequence[Line]) -> None:

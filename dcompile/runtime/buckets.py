@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ class BucketMemory:
         return storage_use_count(self.flat) == 1 + len(self.tensors)
 
 
+Pool: TypeAlias = "dict[tuple[Any, ...], list[BucketMemory]]"
+"""Layout of a bucket -> its storages."""
+
+
 @dataclass(eq=False)
 class Buckets:
     """All buckets of one backward program: its BucketSource.
@@ -46,22 +50,35 @@ class Buckets:
     buckets: tuple[Bucket, ...]
     params: Mapping[int, Callable[[], Any]]
     group: Any
+    pool: Pool = field(default_factory=dict)
+    """Memory that the programs of one model share, where they lay out the same parameters: one for each shape, say."""
     _table: dict[str, Bucket] = field(init=False)
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> its bucket and its offset there."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
     _works: dict[str, Flight] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
+    _used: frozenset[int] = field(init=False, default=frozenset())
+    """Parameters that hold gradients of earlier backwards, which this one is to reduce."""
+    _aside: dict[int, Any] = field(init=False, default_factory=dict)
+    """What .grad of idle parameters held before this backward."""
+    _handed_on: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    """Idle parameter -> its reduced gradient, if any rank had one."""
+    _task: object = field(init=False, default=None)
+    _first: bool = field(init=False, default=True)
+    _unsettled: list[tuple[str, BucketMemory, torch.Tensor]] = field(init=False, default_factory=list)
+    """(bucket, memory, marks) until `settle_idle` has looked at them. As views, marks keep the memory from others."""
+    _marks: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    """Bucket -> 1 for each parameter that the program has a gradient of, 0 for idle ones."""
     _scale: float = field(init=False)
     _exact: bool = field(init=False)
     """Whether scaling changes exponents alone, so that it may come before rounding."""
 
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
-        self._places = {
-            n: (b.name, offset) for b in self.buckets for n, offset in zip(b.params, b.offsets, strict=True)
-        }
-        self._kept = {bucket.name: [] for bucket in self.buckets}
+        self._places = {n: (b.name, offset) for b in self.buckets for n, offset in b.places}
+        layouts = {b.name: (b.name, b.places, b.numel, b.dtype, b.wire) for b in self.buckets}
+        self._kept = {name: self.pool.setdefault(layout, []) for name, layout in layouts.items()}
         ranks = dist.get_world_size(self.group)
         self._scale, self._exact = 1 / ranks, ranks & (ranks - 1) == 0
 
@@ -78,7 +95,8 @@ class Buckets:
         return memory
 
     def _allocate(self, bucket: Bucket) -> BucketMemory:
-        device = next((p.device for p in map(self._param, bucket.params) if p is not None), bucket.device)
+        params = (self._param(number) for number, _ in bucket.places)
+        device = next((param.device for param in params if param is not None), bucket.device)
         # zeroed once: the gaps between aligned gradients are reduced too, and should be finite
         flat = torch.zeros(bucket.numel, dtype=getattr(torch, bucket.dtype), device=device)
         cast = bucket.wire not in ("", bucket.dtype)
@@ -87,9 +105,20 @@ class Buckets:
     def _param(self, number: int) -> Any:
         return self.params[number]()
 
-    def begin(self) -> None:
-        """A synced backward starts: forget the last one."""
+    def begin(self, used: Iterable[int] = (), task: object = None, first: bool = True) -> None:
+        """A synced backward starts: forget the last one. `used`: parameters that earlier ones left gradients for.
+
+        `task`: the backward that this is a part of, and whether it is the `first` part of it that reduces gradients:
+        for all later ones, .grad of what they do not compute themselves is reduced already.
+        """
         self._reduced.clear()
+        if task is None or task != self._task:
+            self._task = task
+            self._aside.clear()
+            self._handed_on.clear()
+            self._unsettled.clear()
+        self._used = frozenset(used)
+        self._first = first
 
     def scale(self, sync: bool) -> float:
         """What a program multiplies by as it writes gradients of `Bucket.scaled`."""
@@ -108,6 +137,7 @@ class Buckets:
             if param is not None and param.grad is not None and will_accumulate(param):
                 self._view(number, memory).add_(param.grad.detach(), alpha=self._scale if number in early else 1)
                 param.grad = None
+        self._fill_idle(described, memory)
         if early:
             payload = memory.flat
             if rest := self._unscaled(described, memory):
@@ -116,10 +146,65 @@ class Buckets:
             payload = scaled(memory.flat, self.group, self._scale, described.wire, memory.wire)
         self._works[bucket] = start_sum(self.group, payload, self._label(bucket))
 
+    def _fill_idle(self, bucket: Bucket, memory: BucketMemory) -> None:
+        """Of parameters that this program has no gradient of: what .grad holds already, or zeros. Mark all others."""
+        for number in bucket.idle:
+            param = self._param(number)
+            view = None if param is None else self._view(number, memory)
+            if view is not None and param.grad is not None and self._first:
+                view.copy_(param.grad.detach())
+                self._aside[number], param.grad = param.grad, None
+            elif view is not None:
+                view.zero_()
+        if not bucket.marks:
+            return
+        marks = memory.flat[-bucket.marks :]
+        if bucket.name not in self._marks:  # made once, as a recording cannot copy from the host
+            known = [number in bucket.params for number, _ in bucket.places]
+            self._marks[bucket.name] = torch.tensor(known).to(marks)
+        marks.copy_(self._marks[bucket.name])
+        for place, (number, _) in enumerate(bucket.places):
+            if number in self._used:
+                marks[place].fill_(1)
+
+    def settle_idle(self, elsewhere: Collection[int]) -> None:
+        """A backward is through: parameters that it had no gradient of get what the other ranks' came to.
+
+        Those that no rank has a gradient of stay as they were, as under DDP. `elsewhere`: parameters whose gradients
+        other programs have reduced in the same backward.
+        """
+        unsettled, self._unsettled = self._unsettled, []
+        found: dict[int, torch.Tensor] = {}
+        marked: set[int] = set()
+        for name, memory, marks in unsettled:
+            bucket = self._table[name]
+            for (number, _), mark in zip(bucket.places, marks.tolist(), strict=True):
+                if number in bucket.idle and self._param(number) is not None:
+                    view = self._view(number, memory)
+                    found[number] = found[number] + view if number in found else view
+                    marked |= {number} if mark else set()
+        for number, gradient in found.items():
+            param = self._param(number)
+            before, beside = self._aside.pop(number, None), param.grad
+            came = beside is not None and (before is not None or number not in elsewhere)
+            if number in marked or came:
+                self._handed_on[number] = gradient = like(gradient, param)
+                param.grad = gradient if beside is None else beside + gradient
+            elif beside is None:
+                param.grad = before
+
     def _unscaled(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor]:
         """Gradients that no product has scaled."""
-        rest = (number for number in bucket.params if number not in bucket.scaled)
+        rest = (number for number, _ in bucket.places if number not in bucket.scaled)
         return [self._view(number, memory) for number in rest if self._param(number) is not None]
+
+    def reduce_all(self) -> None:
+        """Reduce every bucket, as a program does on its way: what .grad holds of each parameter."""
+        memories = {bucket.name: self.acquire(bucket.name) for bucket in self.buckets}
+        for name, memory in memories.items():
+            self.start(name, memory)
+        for name, memory in memories.items():
+            self.wait(name, memory)
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""
@@ -131,20 +216,25 @@ class Buckets:
         self._works.pop(bucket).wait()
         if memory.wire is not None:
             memory.flat.copy_(memory.wire)
+        self._landed(bucket, memory)
+
+    def _landed(self, bucket: str, memory: BucketMemory) -> None:
         self._reduced[bucket] = memory
+        if self._table[bucket].idle:
+            self._unsettled.append((bucket, memory, memory.flat[-self._table[bucket].marks :]))
 
     def _label(self, bucket: str) -> str:
         return f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
 
     def accumulated(self) -> bool:
-        """Whether a parameter holds a gradient already."""
-        params = (self._param(number) for bucket in self.buckets for number in bucket.params)
-        return any(param is not None and param.grad is not None for param in params)
+        """Whether a parameter holds a gradient already, or is marked for one that it held."""
+        params = (self._param(number) for bucket in self.buckets for number, _ in bucket.places)
+        return bool(self._used) or any(param is not None and param.grad is not None for param in params)
 
     def replayed(self, bucket: str, memory: BucketMemory) -> None:
         """The all-reduce of this memory was part of a replay."""
         count_replayed(self.group, [self._label(bucket)])
-        self._reduced[bucket] = memory
+        self._landed(bucket, memory)
 
     def _view(self, number: int, memory: BucketMemory) -> torch.Tensor:
         """A parameter's place in its bucket, in the parameter's shape."""
@@ -154,15 +244,23 @@ class Buckets:
 
     def reduced(self) -> dict[int, int]:
         """Parameter number -> address of its reduced gradient, of the last synced backward."""
-        return {
+        known = {
             number: memory.flat.data_ptr() + offset * memory.flat.element_size()
             for name, memory in self._reduced.items()
             for number, offset in zip(self._table[name].params, self._table[name].offsets, strict=True)
         }
+        return known | {number: gradient.data_ptr() for number, gradient in self._handed_on.items()}
 
     def reduced_gradient(self, number: int) -> torch.Tensor:
         """One parameter's reduced gradient, as a view of the bucket, of the last synced backward."""
+        if number in self._handed_on:
+            return self._handed_on[number]
         return self._view(number, self._reduced[self._places[number][0]])
+
+
+def like(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A gradient as autograd lays it out: as its parameter."""
+    return gradient if param.is_contiguous() else torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def scaled(

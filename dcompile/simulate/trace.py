@@ -180,9 +180,9 @@ class _Graph(Graph):
     def _gathering(self, run: Any) -> Any:
         return run
 
-    def _forward(self, gm: Any, tokens: list[torch.Tensor]) -> Any:
+    def _forward(self, gm: Any) -> Any:
         self.results = self._cut.results
-        return super()._forward(gm, tokens)
+        return super()._forward(gm)
 
     def _backward(self, gm: Any) -> Any:
         # a step's gradients are those of its loss, the first of the results

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dcompile.collectives.insert import can_place, insert_buckets
+from dcompile.collectives.insert import all_idle, can_place, insert_buckets
 from dcompile.collectives.params import BucketRule, ParamInfo
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
@@ -156,6 +156,23 @@ def test_parameters_without_gradient_are_left_out():
     made = replace(chain(2), outputs=(view("g0"), None))
     result = insert_buckets(made, (param(0), param(1)), EACH)
     assert [bucket.params for bucket in result.buckets] == [(0,)]
+
+
+def test_under_every_parameters_have_their_places_in_each_program():
+    """Whichever of them it has gradients of: so ranks that run other graphs exchange the same buckets."""
+    rule = replace(EACH, every=True)
+    params = tuple(param(i) for i in range(3))
+    whole = insert_buckets(chain(3), params, rule)
+    parted = replace(chain(3), outputs=(view("g0"), None, view("g2")))
+    part = insert_buckets(parted, params, rule)
+    assert text(part.steps) == "g2 +bucket0 +bucket1 g1 g0 +bucket2 -bucket0 -bucket1 -bucket2"
+    for program in (whole, part):
+        verify(program)
+        assert [(b.name, b.places, b.numel) for b in program.buckets] == [
+            (b.name, b.places, b.numel) for b in all_idle(params, rule)
+        ]
+    assert [bucket.idle for bucket in part.buckets] == [(), (1,), ()]
+    assert {bucket.marks for bucket in part.buckets} == {1}
 
 
 def test_a_program_without_gradients_stays_as_it_is():

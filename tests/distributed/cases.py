@@ -31,6 +31,7 @@ MAKE = {
     "sync_norm": lambda: models.Normed(torch.nn.SyncBatchNorm, bias=False),
     "outside": models.UsedOutside,
     "branching": models.Branching,
+    "tasks": models.Tasks,
     "mlp_bf16": lambda: models.Mlp().bfloat16(),
     "lora": models.Lora,
     "llama": models.llama,
@@ -418,6 +419,80 @@ def ranks_take_other_branches() -> dict[str, Any]:
     ddp = dcompile.compile(DDP(models.Branching()), options=dict(ATEN))
     loss_of(ddp(inputs(), short=dist.get_rank() == 1)).backward()
     return {}
+
+
+TASKS = {
+    "by turns": ([(0,), (1,), (1,), (0,)], [(1,), (0,), (1,), (1,)]),
+    "late": ([(0,), (0,), (0,), (0,), (1,)], [(0,), (0,), (1, "break"), (2, "eager"), (1, "off")]),
+    "broken": ([(0,), (1,), (0,)], [(1, "break"), (0,), (2,)]),
+}
+"""What each rank does in each step: the task, and how; "off": without compiling."""
+
+
+def other_parameters(plan: str, accumulate: bool = False, **ddp: Any) -> dict[str, Any]:
+    """Ranks use different parameters; with momentum, whose parameters move even where a gradient is zeros, not None."""
+    stock, call, wrapped = pair("tasks", **{"find_unused_parameters": True} | ddp)
+    worst, same = [], []
+    trainings = [
+        (each, each_ddp, torch.optim.SGD(each_ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
+        for each, each_ddp in ((stock, stock), (call, wrapped))
+    ]
+    steps = TASKS[plan][dist.get_rank()]
+    for step, what in enumerate(steps):
+        for each, each_ddp, optimizer in trainings:
+            optimizer.zero_grad()
+            if accumulate:
+                with each_ddp.no_sync():
+                    use(each, step + 50, *steps[step - 1])
+            use(each, step, *what)
+        worst += [largest_difference(gradients(stock), gradients(wrapped)), across_ranks(gradients(wrapped))]
+        for _, _, optimizer in trainings:
+            optimizer.step()
+        same.append(all(map(torch.equal, stock.parameters(), wrapped.parameters())))
+    missing = [name for name, gradient in gradients(wrapped).items() if gradient is None]
+    found = find_model(wrapped)
+    assert found is not None
+    storages = sum(map(len, found.pool.values()))
+    return {
+        "grad": worst_of(worst), "same": all(same), "none": missing, "storages": storages,
+        "receipt": dcompile.receipt(call),
+    }  # fmt: skip
+
+
+def use(call: Any, step: int, task: int, how: str = "") -> None:
+    with torch.compiler.set_stance("force_eager" if how == "off" else "default"):
+        loss_of(call(inputs(step), task, how)).backward()
+
+
+def two_tasks_in_one_backward() -> dict[str, Any]:
+    """In another order on each rank, the second time with gradients that have stayed.
+
+    Stock DDP wants a backward for each forward, so the expected values are put together by hand.
+    """
+    reference, call, ddp = make("tasks"), *wrap(make("tasks"), "compile(ddp)", None, find_unused_parameters=True)
+    tasks = (0, 1) if dist.get_rank() else (1, 0)
+    for module in (reference, call):
+        for step in range(2):
+            torch.stack([loss_of(module(inputs(10 * step + task), task)) for task in tasks]).sum().backward()
+    used = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    expected = dict.fromkeys(gradients(ddp)) | average(used)
+    return {"grad": largest_difference(expected, gradients(ddp))}
+
+
+def static_parameters() -> dict[str, Any]:
+    def steps(call: Any, ddp: Any) -> None:
+        for step in range(2):
+            ddp.zero_grad()
+            use(call, step, dist.get_rank())
+
+    return same_as_stock(steps, name="tasks", static_graph=True)
+
+
+def plans_that_differ() -> None:
+    """Ranks may use other parameters, but not put them into other buckets."""
+    size = 25 if dist.get_rank() else 0.0005
+    ddp = dcompile.compile(DDP(make("tasks"), find_unused_parameters=True, bucket_cap_mb=size), options=dict(ATEN))
+    use(ddp, 0, dist.get_rank())
 
 
 def mixed_precision() -> dict[str, Any]:

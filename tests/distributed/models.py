@@ -131,6 +131,29 @@ class Branching(nn.Module):
         return self.c(x if short else torch.relu(self.b(x)))
 
 
+class Tasks(nn.Module):
+    """A trunk, and a head for each task; some ways to use it have a graph break, or run a layer eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.middle = nn.Linear(12, 16), nn.Linear(16, 16)
+        self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, task: int, how: str = "") -> torch.Tensor:
+        x = torch.relu(self.trunk(x))
+        if how == "break":
+            torch._dynamo.graph_break()
+        if how == "eager":
+            x = self.eager(x)
+        elif task == 0:
+            x = torch.relu(self.middle(x))
+        return self.heads[task](x)
+
+    @torch._dynamo.disable
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.middle(x))
+
+
 class Lora(nn.Module):
     """Frozen layers, each with a trained product of two thin matrices beside it."""
 

@@ -129,8 +129,49 @@ def test_gradients_from_elsewhere_are_reduced_and_reported(ranks, case):
 
 def test_gradients_of_no_sync_steps_are_reduced_even_if_the_last_step_does_not_reach_them(ranks):
     for found in values(ranks, "accumulated_where_the_last_step_does_not_reach"):
-        assert found["grad"] == 0 and found["ranks"] == 0
-        assert any("b.weight, b.bias" in note for note in found["receipt"].notes)
+        assert found["grad"] == 0 and found["ranks"] == 0 and found["receipt"].eligible
+
+
+@pytest.mark.parametrize(
+    ("plan", "more"),
+    [
+        ("by turns", {"bucket_cap_mb": 0.0005}),
+        pytest.param("by turns", {"accumulate": True}, marks=pytest.mark.full),
+        pytest.param("by turns", {"gradient_as_bucket_view": True}, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_may_use_other_parameters(ranks, plan, more):
+    for found in values(ranks, "other_parameters", plan=plan, **more):
+        assert found["grad"] == 0 and found["same"] and found["receipt"].eligible and not found["receipt"].notes
+        assert found["none"] == ["heads.2.weight", "heads.2.bias"], "no rank has used them"
+        assert found["storages"] <= 2 * found["receipt"].collectives, "the graphs share memory"
+
+
+def test_a_rank_may_leave_the_compiled_graphs_alone_where_ranks_use_other_parameters(ranks):
+    first, second = values(ranks, "other_parameters", plan="late")
+    for found in (first, second):
+        assert found["grad"] == 0 and found["same"] and found["receipt"].eligible
+    assert not first["receipt"].notes
+    assert len(second["receipt"].notes) == 3, "a graph break, a layer that runs eagerly, a forward that does"
+    for note in second["receipt"].notes:
+        assert note.startswith("some calls reduce their gradients at the end of the backward: ")
+
+
+def test_where_one_rank_leaves_reduction_to_ddp_at_first_all_do(ranks):
+    reason = "find_unused_parameters=True, and the model was captured in several graphs"
+    found = values(ranks, "other_parameters", plan="broken")
+    assert [each["receipt"].reasons for each in found] == [(f"rank 1: {reason}",), (reason,)]
+    for each in found:
+        assert each["grad"] == 0 and each["same"] and not each["receipt"].eligible
+
+
+def test_a_graph_that_stays_the_same_may_be_another_on_each_rank(ranks):
+    for found in values(ranks, "static_parameters"):
+        assert found["grad"] == 0 and found["ranks"] == 0 and found["receipt"].eligible
+
+
+def test_two_tasks_in_one_backward(ranks):
+    assert max(found["grad"] for found in values(ranks, "two_tasks_in_one_backward")) <= 2 * SHARED
 
 
 def test_a_later_branch_gives_reduction_back(ranks):
@@ -179,6 +220,15 @@ def test_calling_the_module_past_ddp_reduces_nothing(ranks):
 
 
 # --- these end the pair of processes
+
+
+@pytest.mark.full
+def test_ranks_with_other_buckets_say_so_in_time(ranks):
+    ranks.run(CASES + "nothing")
+    began = time.monotonic()
+    for outcome in ranks.outcomes(CASES + "plans_that_differ", 60):
+        assert outcome.kind == "PlanMismatchError" and "ranks disagree on their collectives" in outcome.error
+    assert time.monotonic() - began < 10
 
 
 def test_ranks_that_capture_other_graphs_all_say_so(ranks):

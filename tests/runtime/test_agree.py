@@ -1,11 +1,12 @@
 """Agreement over the store: ranks are threads here."""
 
+import re
 import time
 
 import pytest
 
 from dcompile.runtime import waiting
-from dcompile.runtime.agree import _meet, captured
+from dcompile.runtime.agree import _hear, _meet, captured, same_as_first
 from tests.runtime.ranks import Ranks
 
 
@@ -143,6 +144,21 @@ def test_captures_are_compared_before_anybody_waits_for_rank_0_to_compile(ranks)
 def test_a_capture_that_rank_0_does_not_make_is_only_noted(ranks):
     lines = ranks.start(2)
     assert captured(lines[1], "graph 0", [("a", "")], 0.2) == "rank 0 did not capture graph 0 within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"), [(["", "", ""], ""), (["", "no", ""], "rank 1: no"), (["no", "", "no"], "rank [02]: no")]
+)
+def test_all_ranks_hear_what_one_says(ranks, said, heard):
+    answers = ranks.each(lambda line: _hear(line, "gradients", said[line.rank], 5.0), ranks.start(3))
+    assert len(set(answers)) == 1 and re.fullmatch(heard, answers[0])
+
+
+def test_another_capture_than_rank_0s_may_be_allowed(ranks):
+    graphs = [[("relu", "")], [("relu", "")], [("gelu", "")]]
+    lines = ranks.start(3)
+    assert ranks.each(lambda line: same_as_first(line, "graph 0", graphs[line.rank]), lines) == [True, True, False]
+    assert not same_as_first(lines[1], "graph 1", [("a", "")], 0.2), "which rank 0 has not captured"
 
 
 def test_what_was_said_before_a_restart_is_not_believed(ranks, monkeypatch):

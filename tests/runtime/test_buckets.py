@@ -186,6 +186,80 @@ def test_reduced_gives_the_last_synced_values():
     assert [buckets.reduced_gradient(n).tolist() for n in (0, 1)] == [[6.0] * 2, [6.0] * 3]
 
 
+def one_idle(pool=None):
+    """Two parameters, of which the program has a gradient of the first."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    bucket = Bucket("b", "float32", "cpu", "ddp", (0,), ("x",), (0,), 34, idle=(1,), idle_offsets=(16,), marks=2)
+    refs = {n: weakref.ref(p) for n, p in enumerate(params)}
+    return params, Buckets((bucket,), refs, dist.group.WORLD, {} if pool is None else pool)
+
+
+@pytest.mark.parametrize("old", [None, 3.0])
+def test_a_parameter_that_no_rank_has_a_gradient_of_stays_as_it_is(old):
+    params, buckets = one_idle()
+    params[1].grad = before = None if old is None else torch.full((2,), old)
+    step(buckets, params[:1], 5.0)
+    buckets.settle_idle(())
+    assert params[1].grad is before and params[0].grad.tolist() == [5.0, 5.0]
+    assert buckets.reduced().keys() == {0}
+
+
+def test_a_parameter_that_another_rank_has_a_gradient_of_gets_it():
+    params, buckets = one_idle()
+    step(buckets, params[:1], 5.0)
+    flat = buckets._reduced["b"].flat
+    flat[16:18], flat[33] = 2.0, 0.5  # as if it had come by the all-reduce
+    buckets.settle_idle(())
+    assert params[1].grad.tolist() == [2.0, 2.0] and storage_of(params[1].grad) == storage_of(params[0].grad)
+    assert buckets.reduced()[1] == params[1].grad.data_ptr()
+
+
+def test_a_gradient_that_an_earlier_backward_has_left_is_marked():
+    params, buckets = one_idle()
+    params[1].grad = torch.full((2,), 3.0)
+    memory = buckets.acquire("b")
+    buckets.begin([1])
+    buckets.start("b", memory)
+    buckets.wait("b", memory)
+    buckets.settle_idle(())
+    assert params[1].grad.tolist() == [3.0, 3.0] and storage_of(params[1].grad) == storage_of(memory.flat)
+
+
+def test_later_parts_of_a_backward_add_no_gradient_a_second_time():
+    params, buckets = one_idle()
+    params[1].grad = torch.full((2,), 3.0)
+    for first in (True, False):
+        memory = buckets.acquire("b")
+        buckets.begin([1] if first else (), "task", first)
+        buckets.start("b", memory)
+        buckets.wait("b", memory)
+    buckets.settle_idle(())
+    assert params[1].grad.tolist() == [3.0, 3.0]
+
+
+def test_programs_of_one_layout_share_memory():
+    pool = {}
+    storages = set()
+    for _ in range(3):
+        params, buckets = one_idle(pool)
+        step(buckets, params[:1], 1.0)
+        storages.add(storage_of(params[0].grad))
+        buckets.settle_idle(())
+        params[0].grad = None
+    assert len(storages) == 1
+
+
+def test_what_is_not_settled_yet_is_not_given_to_another_program():
+    pool = {}
+    params, buckets = one_idle(pool)
+    step(buckets, params[:1], 1.0)
+    params[0].grad = None
+    memory = buckets._reduced["b"]
+    assert one_idle(pool)[1].acquire("b") is not memory
+    buckets.settle_idle(())
+    assert one_idle(pool)[1].acquire("b") is memory
+
+
 def test_average_of_one_rank_is_the_value():
     tensors = [torch.full((2,), 3.0), torch.full((1,), 5.0)]
     average(dist.group.WORLD, tensors)

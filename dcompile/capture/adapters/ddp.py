@@ -7,6 +7,7 @@ first step is right whichever way the decision goes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,6 +22,10 @@ from dcompile.errors import DcompileError
 
 _SERIAL = itertools.count()
 """Numbers adapters in the order of their creation, which is the same on every rank."""
+
+
+def _add(numbers: set[int], number: int, _parameter: Any) -> None:
+    numbers.add(number)
 
 
 class DdpAdapter(PlainAdapter):
@@ -39,6 +44,8 @@ class DdpAdapter(PlainAdapter):
         self._hooks_at_takeover = 0
         self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()
+        self._watched: dict[int, Any] = {}
+        """Parameter -> its hook that notes gradients."""
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
         missing = compat.ddp.missing(ddp)
@@ -81,7 +88,12 @@ class DdpAdapter(PlainAdapter):
         if self.state != "taken":
             return None
         first, second, *more = compat.ddp.bucket_bytes(self.ddp)
-        return BucketRule(first, second, tuple(more), compat.ddp.wire(self.ddp) or "")
+        return BucketRule(first, second, tuple(more), compat.ddp.wire(self.ddp) or "", self.uneven)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks may use different parameters in a step: then every parameter is reduced in each."""
+        return not self._missing and compat.ddp.allows_unused(self.ddp)
 
     def wants_sync(self) -> bool:
         """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
@@ -143,10 +155,28 @@ class DdpAdapter(PlainAdapter):
         if isinstance(parameter, torch.nn.Parameter):
             self.refs[number] = weakref.ref(parameter)
             self._numbers[id(parameter)] = number
+            if self._watched.pop(number, None) is not None:
+                self._watch(number, parameter)
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
         """See `new_subject`."""
         return new_subject(self._compared, plan, f"collectives, model {self._serial}")
+
+    def watch(self, reasons: Iterable[str]) -> None:
+        """Calls that run beside the compiled graphs, for these reasons: from now on, note each gradient that is added.
+
+        Their parameters are all reduced behind the backward.
+        """
+        note = f"some calls reduce their gradients at the end of the backward: {'; '.join(reasons)}"
+        if note not in self.notes:
+            self.notes = (*self.notes, note)
+        for number, ref in self.refs.items():
+            if number not in self._watched and (parameter := ref()) is not None:
+                self._watch(number, parameter)
+
+    def _watch(self, number: int, parameter: Any) -> None:
+        add = functools.partial(_add, self.unreduced, number)
+        self._watched[number] = parameter.register_post_accumulate_grad_hook(add)
 
     # --- inside a backward ---
 

@@ -165,7 +165,8 @@ class CompiledModel:
         stack = self.calls.stack
         if self.adapter.group is None or self.settings.config.distributed == "stock" or not stack:
             return False
-        inside = stack[-1].inside_ddp or not isinstance(self.adapter, DdpAdapter)
+        adapter = self.adapter
+        inside = not isinstance(adapter, DdpAdapter) or (stack[-1].inside_ddp and not adapter.may_be_alone)
         return inside and torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
 
     def ran(self, graph: Programs) -> torch.Tensor:
@@ -310,7 +311,8 @@ class CompiledModel:
             self.toolbox.first_step(self)
 
     def _decide(self, adapter: DdpAdapter) -> None:
-        objections, asked = self.objections(), self.settings.config.distributed != "stock"
+        objections = self.objections()
+        asked = self.settings.config.distributed != "stock" and not adapter.may_be_alone
         if asked and adapter.uneven:  # ranks may have run other graphs: if one leaves it to DDP, all do
             mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
             said = self.toolbox.said_by_any(adapter.group, f"gradients of model {self.number}", mine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.tensors import at_end_of_backward
@@ -26,7 +27,7 @@ def missing(ddp: Any) -> list[str]:
     names = (
         "_remove_autograd_hooks", "_module_parameters", "_comm_hooks", "_join_config", "mixed_precision", "reducer",
         "_delay_all_reduce_all_params", "_use_python_reducer", "require_backward_grad_sync", "bucket_bytes_cap",
-        "bucket_bytes_cap_default", "_build_params_for_reducer", "_ddp_init_helper", "process_group",
+        "logger", "bucket_bytes_cap_default", "_build_params_for_reducer", "_ddp_init_helper", "process_group",
     )  # fmt: skip
     engine = ("_will_engine_execute_node", "_current_graph_task_id", "_storage_Use_Count")
     missing = [name for name in names if not hasattr(ddp, name)]
@@ -115,19 +116,41 @@ def comm_hook_count(ddp: Any) -> int:
     return len(ddp._comm_hooks)
 
 
-def is_joining(ddp: Any) -> bool:
-    """Whether the Join context manager is on."""
-    return bool(ddp._join_config.enable)
-
-
 def release_static_graph(ddp: Any) -> None:
     """Queue the reduction that `hold_static_graph` kept back; call inside the backward."""
     at_end_of_backward(ddp.reducer._delay_all_reduce)
 
 
-def silence_reducer(ddp: Any) -> None:
-    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are."""
+def is_joining(ddp: Any) -> bool:
+    """Whether the Join context manager is on: on all ranks, of which some may have no input at all."""
+    return bool(ddp._join_config.enable)
+
+
+class _Logger:
+    """DDP's logger, which also tells when a Join context manager is made of the module, on every rank at that point.
+
+    Nothing else of DDP's hears of it before ranks that are out of inputs count on its reducer.
+    """
+
+    def __init__(self, logger: Any, joins: Callable[[], None]) -> None:
+        self._logger = logger
+        self._joins = joins
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def _set_uneven_input_join(self) -> None:
+        self._joins()
+        self._logger._set_uneven_input_join()
+
+
+def silence_reducer(ddp: Any, joins: Callable[[], None]) -> None:
+    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
+
+    `joins` is called before a Join context manager is entered, which needs the reducer.
+    """
     ddp._remove_autograd_hooks()
+    ddp.logger = _Logger(ddp.logger, joins)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:

@@ -401,15 +401,18 @@ def accumulated_where_the_last_step_does_not_reach() -> dict[str, Any]:
     return same_as_stock(steps, name="branching", find_unused_parameters=True)
 
 
-def joined() -> dict[str, Any]:
-    """Uneven inputs: the Join context manager needs DDP's own reducer."""
+def joined(before: int) -> dict[str, Any]:
+    """Uneven inputs: the Join context manager needs DDP's own reducer, on ranks without any input too."""
     from torch.distributed.algorithms.join import Join
 
     def steps(call: Any, ddp: Any) -> None:
-        with Join([ddp]):
-            for step in range(2 + dist.get_rank()):
+        for step in range(before):
+            backward(call, step)
+        with Join([ddp], divide_by_initial_world_size=not before):
+            for step in range(2 * dist.get_rank()):
                 ddp.zero_grad()
                 backward(call, step)
+        backward(call, 5)
 
     return same_as_stock(steps)
 

@@ -55,12 +55,14 @@ def test_parameters_outside_the_graph_leave_reduction_to_ddp(ranks):
     [
         ("comm_hook", "a communication hook is registered"),
         ("comm_hook_after_a_step", "a communication hook was registered after the first step"),
-        ("joined", "the Join context manager is on"),
+        ("joined(0)", "the Join context manager is on"),
+        ("joined(1)", "the Join context manager was entered after the first step"),
         ("stock_by_option", "option distributed='stock'"),
     ],
 )
 def test_what_needs_ddps_own_reducer_gets_it(ranks, case, reason):
-    for found in values(ranks, case):
+    name, _, before = case.partition("(")
+    for found in values(ranks, name, **({"before": int(before[0])} if before else {})):
         assert found["grad"] == 0
         assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
 

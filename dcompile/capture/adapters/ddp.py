@@ -18,7 +18,6 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.params import BucketRule, ParamInfo
-from dcompile.errors import DcompileError
 
 _SERIAL = itertools.count()
 """Numbers adapters in the order of their creation, which is the same on every rank."""
@@ -95,6 +94,11 @@ class DdpAdapter(PlainAdapter):
         """Whether ranks may use different parameters in a step: then every parameter is reduced in each."""
         return not self._missing and compat.ddp.allows_unused(self.ddp)
 
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether other ranks may not run this step, so that nobody can wait for them (Join): all know of it."""
+        return not self._missing and compat.ddp.is_joining(self.ddp)
+
     def wants_sync(self) -> bool:
         """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
         return bool(self.ddp.require_backward_grad_sync)
@@ -106,11 +110,6 @@ class DdpAdapter(PlainAdapter):
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
         if self.state == "taken" and compat.ddp.comm_hook_count(ddp) != self._hooks_at_takeover:
             self.restore("a communication hook was registered after the first step", inside_forward=True)
-        if self.state == "taken" and compat.ddp.is_joining(ddp):
-            raise DcompileError(
-                "dcompile: the Join context manager was entered after dcompile took over gradient reduction; "
-                "enter it before the first step, or compile with options={'distributed': 'stock'}"
-            )
 
     def decide(self, objections: list[str]) -> None:
         """Inside the first compiled backward: take reduction over, or leave it to DDP and say why."""
@@ -124,7 +123,7 @@ class DdpAdapter(PlainAdapter):
                 compat.ddp.release_static_graph(ddp)
             return
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
-        compat.ddp.silence_reducer(ddp)
+        compat.ddp.silence_reducer(ddp, self._joins)
         self._hooks_at_takeover = compat.ddp.comm_hook_count(ddp)
         self.state = "taken"
 
@@ -144,6 +143,11 @@ class DdpAdapter(PlainAdapter):
         compat.ddp.rebuild_reducer(self.ddp, inside_forward)
         self.state, self.reasons = "stock", (reason,)
         self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
+
+    def _joins(self) -> None:
+        """A Join context manager is being made: ranks that are out of inputs will shadow DDP's own reducer."""
+        if self.state == "taken":
+            self.restore("the Join context manager was entered after the first step", inside_forward=False)
 
     def name_of(self, tensor: Any) -> str | None:
         """Name of a parameter that is kept in step."""

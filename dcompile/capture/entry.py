@@ -65,6 +65,12 @@ class Entry:
             return self._call_sharded(args, kwargs)
         return self._call(inside_ddp, args, kwargs)
 
+    @property
+    def has_taken_over(self) -> bool:
+        """Whether parameters are kept in step by the compiled graphs, and by nothing else any more."""
+        adapter = self.model.adapter
+        return type(adapter) is not PlainAdapter and adapter.eligible
+
     def shortest(self, args: Any, kwargs: Any) -> Callable[..., Any] | None:
         """What to call in place of all that surrounds compiled code, with "" first, if it serves this call."""
         frames = self._frames
@@ -206,10 +212,12 @@ def module_call(root: Module, settings: Settings, toolbox: Toolbox) -> Callable[
     """A compiled stand-in for `root._call_impl`."""
     eager: Callable[..., Any] = root._call_impl
     entry = Entry(eager, root, settings, toolbox)
+    apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return eager(*args, **kwargs)  # part of a larger compiled function: traced with it
+            # part of a larger compiled function: traced with it, if nobody would miss what is done around a call
+            return apart(*args, **kwargs) if entry.has_taken_over else eager(*args, **kwargs)
         run = entry.shortest(args, kwargs)
         return entry(*args, **kwargs) if run is None else run("", *args, **kwargs)
 

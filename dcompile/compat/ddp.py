@@ -111,11 +111,6 @@ def let_go_static_graph(ddp: Any) -> None:
     ddp._static_graph_delay_allreduce_enqueued = False
 
 
-def comm_hook_count(ddp: Any) -> int:
-    """Communication hooks registered so far."""
-    return len(ddp._comm_hooks)
-
-
 def release_static_graph(ddp: Any) -> None:
     """Queue the reduction that `hold_static_graph` kept back; call inside the backward."""
     at_end_of_backward(ddp.reducer._delay_all_reduce)
@@ -127,30 +122,34 @@ def is_joining(ddp: Any) -> bool:
 
 
 class _Logger:
-    """DDP's logger, which also tells when a Join context manager is made of the module, on every rank at that point.
+    """DDP's logger, which also tells when a Join context manager is made of the module, or a hook is registered.
 
-    Nothing else of DDP's hears of it before ranks that are out of inputs count on its reducer.
+    Nothing else of DDP's hears of it before its reducer is counted on: by ranks that are out of inputs, by the hook.
     """
 
-    def __init__(self, logger: Any, joins: Callable[[], None]) -> None:
+    def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
         self._logger = logger
-        self._joins = joins
+        self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._logger, name)
 
     def _set_uneven_input_join(self) -> None:
-        self._joins()
+        self._wanted("the Join context manager was entered")
         self._logger._set_uneven_input_join()
 
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._wanted("a communication hook was registered")
+        self._logger._set_comm_hook_name(name)
 
-def silence_reducer(ddp: Any, joins: Callable[[], None]) -> None:
+
+def silence_reducer(ddp: Any, wanted: Callable[[str], None]) -> None:
     """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
 
-    `joins` is called before a Join context manager is entered, which needs the reducer.
+    `wanted` is called, with the reason, before something is done that needs the reducer.
     """
     ddp._remove_autograd_hooks()
-    ddp.logger = _Logger(ddp.logger, joins)
+    ddp.logger = _Logger(ddp.logger, wanted)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:

@@ -192,11 +192,14 @@ def halve(_state, bucket):
     return work.then(lambda future: future.value()[0])
 
 
-def comm_hook_after_a_step() -> dict[str, Any]:
+def comm_hook_after_a_step(builtin: bool) -> dict[str, Any]:
     def steps(call: Any, ddp: Any) -> None:
         backward(call)
         ddp.zero_grad()
-        ddp.register_comm_hook(None, halve)
+        if builtin:
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        else:
+            ddp.register_comm_hook(None, halve)
         for step in range(3):
             backward(call, step)
 
@@ -399,6 +402,23 @@ def accumulated_where_the_last_step_does_not_reach() -> dict[str, Any]:
         loss_of(call(inputs(2), short=True)).backward()
 
     return same_as_stock(steps, name="branching", find_unused_parameters=True)
+
+
+def part_of_a_larger_function() -> dict[str, Any]:
+    """The DDP module is compiled and taken over; a function that is compiled, too, calls it before and after."""
+
+    def larger(call: Any, x: torch.Tensor) -> torch.Tensor:
+        return loss_of(torch.tanh(call(2 * x)))
+
+    compiled = torch.compile(larger, backend="aot_eager")
+    stock, call, ddp = pair()
+    worst = []
+    for step, with_it in enumerate((True, False, True)):
+        for module in (stock, call):
+            module.zero_grad()
+            (compiled if with_it and module is call else larger)(module, inputs(step)).backward()
+        worst += [largest_difference(gradients(stock), gradients(ddp)), across_ranks(gradients(ddp))]
+    return {"grad": worst_of(worst), "receipt": dcompile.receipt(call)}
 
 
 def joined(before: int) -> dict[str, Any]:

@@ -51,18 +51,18 @@ def test_parameters_outside_the_graph_leave_reduction_to_ddp(ranks):
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
+    ("case", "how", "reason"),
     [
-        ("comm_hook", "a communication hook is registered"),
-        ("comm_hook_after_a_step", "a communication hook was registered after the first step"),
-        ("joined(0)", "the Join context manager is on"),
-        ("joined(1)", "the Join context manager was entered after the first step"),
-        ("stock_by_option", "option distributed='stock'"),
+        ("comm_hook", {}, "a communication hook is registered"),
+        ("comm_hook_after_a_step", {"builtin": False}, "a communication hook was registered after the first step"),
+        ("comm_hook_after_a_step", {"builtin": True}, "a communication hook was registered after the first step"),
+        ("joined", {"before": 0}, "the Join context manager is on"),
+        ("joined", {"before": 1}, "the Join context manager was entered after the first step"),
+        ("stock_by_option", {}, "option distributed='stock'"),
     ],
 )
-def test_what_needs_ddps_own_reducer_gets_it(ranks, case, reason):
-    name, _, before = case.partition("(")
-    for found in values(ranks, name, **({"before": int(before[0])} if before else {})):
+def test_what_needs_ddps_own_reducer_gets_it(ranks, case, how, reason):
+    for found in values(ranks, case, **how):
         assert found["grad"] == 0
         assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
 
@@ -181,6 +181,11 @@ def test_a_later_branch_gives_reduction_back(ranks):
         assert found["grad"] == 0 and found["eligible"] == [True, True, False, False, False]
         assert "parameter b.weight is used outside the compiled graph" in found["reasons"][0]
         assert found["notes"][0].startswith("gradient reduction was given back to DDP")
+
+
+def test_a_larger_compiled_function_leaves_what_was_taken_over_apart(ranks):
+    for found in values(ranks, "part_of_a_larger_function"):
+        assert found["grad"] == 0 and found["receipt"].eligible
 
 
 @pytest.mark.parametrize("static_graph", [False, True])

@@ -40,7 +40,6 @@ class DdpAdapter(PlainAdapter):
         self.notes = ()
         self._stock = stock
         self._held_static_graph = False
-        self._hooks_at_takeover = 0
         self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
@@ -108,8 +107,6 @@ class DdpAdapter(PlainAdapter):
         ddp = self.ddp
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
-        if self.state == "taken" and compat.ddp.comm_hook_count(ddp) != self._hooks_at_takeover:
-            self.restore("a communication hook was registered after the first step", inside_forward=True)
 
     def decide(self, objections: list[str]) -> None:
         """Inside the first compiled backward: take reduction over, or leave it to DDP and say why."""
@@ -123,8 +120,7 @@ class DdpAdapter(PlainAdapter):
                 compat.ddp.release_static_graph(ddp)
             return
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
-        compat.ddp.silence_reducer(ddp, self._joins)
-        self._hooks_at_takeover = compat.ddp.comm_hook_count(ddp)
+        compat.ddp.silence_reducer(ddp, self._wanted)
         self.state = "taken"
 
     def standing_objections(self) -> list[str]:
@@ -144,10 +140,10 @@ class DdpAdapter(PlainAdapter):
         self.state, self.reasons = "stock", (reason,)
         self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
 
-    def _joins(self) -> None:
-        """A Join context manager is being made: ranks that are out of inputs will shadow DDP's own reducer."""
+    def _wanted(self, reason: str) -> None:
+        """Something is about to happen, on every rank, that only DDP's reducer can do."""
         if self.state == "taken":
-            self.restore("the Join context manager was entered after the first step", inside_forward=False)
+            self.restore(f"{reason} after the first step", inside_forward=False)
 
     def name_of(self, tensor: Any) -> str | None:
         """Name of a parameter that is kept in step."""

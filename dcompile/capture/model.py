@@ -369,6 +369,8 @@ class CompiledModel:
             if source is not None and adapter.differs(number, addresses[number])
         }
         adapter.reduce_rest(elsewhere, sources.keys(), self.toolbox.average)
+        for buckets in reduced:
+            buckets.forget()
 
     # --- reports ---
 

@@ -38,6 +38,9 @@ class GradientBuckets(BucketSource, Protocol):
     def settle_idle(self, elsewhere: Collection[int]) -> None:
         """A backward is through: parameters that it had no gradient of get what the other ranks' came to."""
 
+    def forget(self) -> None:
+        """All has been handed on."""
+
     def reduced(self) -> dict[int, int]:
         """Parameter number -> address of its reduced gradient, of the last synced backward."""
 

@@ -66,8 +66,9 @@ class Buckets:
     """Idle parameter -> its reduced gradient, if any rank had one."""
     _task: object = field(init=False, default=None)
     _first: bool = field(init=False, default=True)
-    _unsettled: list[tuple[str, BucketMemory, torch.Tensor]] = field(init=False, default_factory=list)
-    """(bucket, memory, marks) until `settle_idle` has looked at them. As views, marks keep the memory from others."""
+    _unsettled: dict[tuple[int, str], tuple[BucketMemory, torch.Tensor]] = field(init=False, default_factory=dict)
+    """(run, bucket) -> memory and marks, until `settle_idle` looks at them. As views, marks keep memory from others."""
+    _runs: int = field(init=False, default=0)
     _marks: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """Bucket -> 1 for each parameter that the program has a gradient of, 0 for idle ones."""
     _scale: float = field(init=False)
@@ -112,6 +113,7 @@ class Buckets:
         for all later ones, .grad of what they do not compute themselves is reduced already.
         """
         self._reduced.clear()
+        self._runs += 1
         if task is None or task != self._task:
             self._task = task
             self._aside.clear()
@@ -119,6 +121,11 @@ class Buckets:
             self._unsettled.clear()
         self._used = frozenset(used)
         self._first = first
+
+    def forget(self) -> None:
+        """A backward is through, and all has been handed on: let others have the memory."""
+        self._handed_on.clear()
+        self._reduced.clear()
 
     def scale(self, sync: bool) -> float:
         """What a program multiplies by as it writes gradients of `Bucket.scaled`."""
@@ -173,10 +180,10 @@ class Buckets:
         Those that no rank has a gradient of stay as they were, as under DDP. `elsewhere`: parameters whose gradients
         other programs have reduced in the same backward.
         """
-        unsettled, self._unsettled = self._unsettled, []
+        unsettled, self._unsettled = self._unsettled, {}
         found: dict[int, torch.Tensor] = {}
         marked: set[int] = set()
-        for name, memory, marks in unsettled:
+        for (_, name), (memory, marks) in unsettled.items():
             bucket = self._table[name]
             for (number, _), mark in zip(bucket.places, marks.tolist(), strict=True):
                 if number in bucket.idle and self._param(number) is not None:
@@ -221,7 +228,7 @@ class Buckets:
     def _landed(self, bucket: str, memory: BucketMemory) -> None:
         self._reduced[bucket] = memory
         if self._table[bucket].idle:
-            self._unsettled.append((bucket, memory, memory.flat[-self._table[bucket].marks :]))
+            self._unsettled[self._runs, bucket] = memory, memory.flat[-self._table[bucket].marks :]
 
     def _label(self, bucket: str) -> str:
         return f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"

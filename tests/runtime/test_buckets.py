@@ -238,14 +238,17 @@ def test_later_parts_of_a_backward_add_no_gradient_a_second_time():
 
 
 def test_programs_of_one_layout_share_memory():
-    pool = {}
+    pool, kept = {}, []
     storages = set()
     for _ in range(3):
         params, buckets = one_idle(pool)
         step(buckets, params[:1], 1.0)
         storages.add(storage_of(params[0].grad))
+        buckets._reduced["b"].flat[33] = 1.0  # as if another rank had a gradient of what is idle here
         buckets.settle_idle(())
-        params[0].grad = None
+        buckets.forget()
+        params[0].grad = params[1].grad = None
+        kept.append(buckets)
     assert len(storages) == 1
 
 

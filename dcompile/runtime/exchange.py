@@ -132,9 +132,10 @@ class Flight:
 
     def _annotate(self, error: RuntimeError) -> None:
         rank = dist.get_rank(self.group)
+        why = self._peers.failure() if self._peers is not None else ""
         error.add_note(
             f"dcompile: rank {rank} was waiting for {self._name()}; "
-            "another rank has failed, stalled, or does not run this step"
+            f"{why or 'another rank has failed, stalled, or does not run this step'}"
         )
 
     def _name(self) -> str:

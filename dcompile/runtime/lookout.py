@@ -59,6 +59,8 @@ class Lookout:
 
         others = self._others = self._others or Others(self._peers, inf)
         rank = self._peers.rank
+        if why := self._peers.failure():
+            return f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; {why}"
         for other, said in others.look().items():
             if said is not None and said.ended and said.started < number:
                 return (

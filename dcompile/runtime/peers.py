@@ -276,12 +276,29 @@ class Peers(Alone):
         self._ended = True
         self._wake.set()
         self._thread.join(2 * BEAT_S)
-        failing = self.aborted or sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
-        if self.started and not failing:
+        failure = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if failure is not None and not self.aborted:
+            with contextlib.suppress(RuntimeError):
+                self._say_why(failure)
+        if self.started and failure is None and not self.aborted:
             with contextlib.suppress(RuntimeError):
                 self._say_goodbye()
             if self.aborted:
                 raise self._over()
+
+    def _say_why(self, failure: BaseException) -> None:
+        """For those who wait for this rank, or see its connections close: the first that fails is why all others do."""
+        first_line = str(failure).partition("\n")[0]
+        text = f"rank {self.rank} has ended with {type(failure).__name__}: {first_line[:200]}"
+        self.store.compare_set("failed", "", text)
+
+    def failure(self) -> str:
+        """With what exception of its own another rank has ended, if one has."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone, with whoever kept it
+            if self.store.check(["failed"]):
+                text: str = self.store.get("failed").decode()
+                return text
+        return ""
 
     def _say_goodbye(self) -> None:
         self._beat(self.store)

@@ -91,7 +91,7 @@ class Others:
         if said is None:
             return f"rank {rank}{more} has said nothing: it has not come to this model, or its process is gone"
         if not self.alive(rank):
-            return f"rank {rank}{more} has fallen silent: its process is gone or stopped"
+            return self._peers.failure() or f"rank {rank}{more} has fallen silent: its process is gone or stopped"
         if said.doing:
             return f"rank {rank}{more} is still {said.doing}"
         return (

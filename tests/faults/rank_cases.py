@@ -322,7 +322,7 @@ def leaves_a_sync_batch_norm() -> Any:
 
 
 def raises_in_backward() -> Any:
-    """Rank 1's own exception, behind its first all-reduce."""
+    """Rank 1's own exception, behind its first all-reduce; its script ends the process group on the way out."""
     model = model_of()
     step(model)
 
@@ -331,6 +331,10 @@ def raises_in_backward() -> Any:
 
     if is_second():
         next(iter(model.module.a.parameters())).register_post_accumulate_grad_hook(fail)
-    for _ in range(2):
-        step(model)
+    try:
+        for _ in range(2):
+            step(model)
+    except ValueError:
+        line_of(model).end()
+        raise
     return None

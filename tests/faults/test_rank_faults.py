@@ -172,7 +172,7 @@ def test_a_rank_that_is_killed_ends_the_other(ranks, case, how, said):
 def test_an_exception_in_a_backward_ends_the_other(ranks):
     first, second = ranks.outcomes(CASES + "raises_in_backward", 60)
     assert second.kind == "ValueError" and "mine" in second.error
-    assert "all-reduce of gradient bucket0" in first.error
+    assert "all-reduce of gradient bucket0" in first.error and "rank 1 has ended with ValueError: mine" in first.error
 
 
 def test_a_collective_of_the_models_own_is_named_too(ranks):

@@ -241,7 +241,7 @@ def test_what_is_returned_twice_beside_a_gradient_is_one_tensor():
     def function(x):
         total = x.sum()
         total.squeeze_()
-        same = total.mT  # without dimensions, it is the tensor itself
+        same = total.contiguous()  # the tensor itself
         total.clamp_(0, 1)
         return layer(x), total, same
 

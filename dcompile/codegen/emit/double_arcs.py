@@ -1,66 +1,21 @@
 """Functions of float64 that numerical code calls: sines, arcs, hyperbolic and error functions, powers, remainders.
 
 Written as those of `doubles.py`, without branches, so that g++ makes vectors of them; without fused multiplications,
-the library's are called. What no polynomial reaches is left to the library, alone among its neighbours: a loop calls a
-function of vectors, by the name under which g++ looks for one (`FAR`).
+the library's are called. What no polynomial reaches is left to the library (`far.py`).
 Of the time that the library's took, one element at a time: sine 0.13, erf 0.11, remainders 0.1 (Zen 4, AVX-512).
 """
 
 from __future__ import annotations
 
-DOUBLE_ARCS = r"""
+from dcompile.codegen.emit.far import FAR
+
+_BEGIN = r"""
 #ifndef NO_DOUBLES
 INLINE double copysign_(double x, double sign) { return __builtin_copysign(x, sign); }
 #ifdef __FMA__
-/* near, but what the library says of a and b where `far` holds */
-#if defined __AVX2__ && !defined __clang__
-typedef double doubles_2 __attribute__((vector_size(16))); typedef double doubles_4 __attribute__((vector_size(32)));
-INLINE u32 far_lanes(doubles_2 x) { return __builtin_ia32_movmskpd(x); }
-INLINE u32 far_lanes(doubles_4 x) { return __builtin_ia32_movmskpd256(x); }
-#ifdef __AVX512DQ__
-typedef double doubles_8 __attribute__((vector_size(64)));
-INLINE u32 far_lanes(doubles_8 x) {
-  typedef long long longs __attribute__((vector_size(64)));
-  return __builtin_ia32_cvtq2mask512((longs)x);
-}
-#define FAR_8(name) FAR_VECTOR(name, doubles_8, _ZGVeN8vvv_##name)
-#else
-#define FAR_8(name)
-#endif
-typedef double (*of_two)(double, double);
-template <class V> static __attribute__((noinline)) V far_apart(V a, V b, V near, u32 lanes, of_two by) {
-  for (; lanes; lanes &= lanes - 1) near[__builtin_ctz(lanes)] = by(a[__builtin_ctz(lanes)], b[__builtin_ctz(lanes)]);
-  return near;
-}
-#define FAR_VECTOR(name, V, called) \
-  extern "C" __attribute__((visibility("hidden"))) V called(V a, V b, V near) { \
-    const u32 lanes = far_lanes((V)is_##name(a, b)); \
-    return __builtin_expect(lanes != 0, 0) ? far_apart(a, b, near, lanes, by_##name) : near; \
-  }
-#define FAR(name) \
-  extern "C" __attribute__((const, simd("notinbranch"), visibility("hidden"))) double name(double, double, double); \
-  extern "C" __attribute__((visibility("hidden"))) double one_##name(double a, double b, double near) __asm__(#name); \
-  extern "C" double one_##name(double a, double b, double near) { return is_##name(a, b) ? by_##name(a, b) : near; } \
-  FAR_VECTOR(name, doubles_2, _ZGVbN2vvv_##name) FAR_VECTOR(name, doubles_4, _ZGVcN4vvv_##name) \
-  FAR_VECTOR(name, doubles_4, _ZGVdN4vvv_##name) FAR_8(name)
-#else
-#define FAR(name) \
-  INLINE double name(double a, double b, double near) { return is_##name(a, b) ? by_##name(a, b) : near; }
-#endif
-template <class V> INLINE V size_of(V x) { return x < 0. ? -x : x; }
-/* beyond that, quarter turns are too many to be taken off in three steps */
-template <class V> INLINE auto is_far_sin(V x, V) { return size_of(x) > 1e9; }
-template <class V> INLINE auto is_far_cos(V x, V) { return size_of(x) > 1e9; }
-template <class V> INLINE auto is_far_tan(V x, V) { return size_of(x) > 1e9; }
-/* a quotient beyond that is not exact, nor is it by what is infinite */
-template <class V> INLINE auto is_far_fmod(V a, V b) {
-  return (size_of(a) >= 0x1p52 * size_of(b)) | (size_of(b) == __builtin_inf());
-}
-static double by_far_sin(double x, double) { return __builtin_sin(x); }
-static double by_far_cos(double x, double) { return __builtin_cos(x); }
-static double by_far_tan(double x, double) { return __builtin_tan(x); }
-static double by_far_fmod(double a, double b) { return __builtin_fmod(a, b); }
-FAR(far_sin) FAR(far_cos) FAR(far_tan) FAR(far_fmod)
+"""
+
+_FUNCTIONS = r"""
 /* what is left of x without quarter turns, d and `low`, and how many they were, plus 2046. The first step is exact */
 INLINE u64 quarters_of(double x, double& d, double& low) {
   const double t = fma_(x, 0.6366197723675814, SHIFT_64), j = t - SHIFT_64;
@@ -370,7 +325,25 @@ INLINE double pow_(double a, double b) {
   const double defined = select_(a < 0. & !is_whole & (x < __builtin_inf()), __builtin_nan(""), turned);
   return select_((b == 0.) | (a == 1.), 1., defined);
 }
+/* of floats, in doubles, that nothing is lost near its zeros: Stirling's series from 8 on, below by recurrence, below 0
+   by reflection; quotients of gammas and sines have one logarithm */
+INLINE float lgamma_(float a) {
+  const double x = a, y = select_(x < 0., 1. - x, abs_(x)), part = x - round_(x);
+  const double product = ((y * (y + 1.)) * ((y + 2.) * (y + 3.))) * (((y + 4.) * (y + 5.)) * ((y + 6.) * (y + 7.)));
+  const double z = select_(y < 8., y + 8., y), by = select_(y < 8., product, 1.), over = 1. / z, s = over * over;
+  double r = fma_(s, 6.410256410256410e-3, -1.917526917526918e-3);
+  r = fma_(r, s, 8.417508417508417e-4);
+  r = fma_(r, s, -5.952380952380953e-4);
+  r = fma_(r, s, 7.936507936507937e-4);
+  r = fma_(r, s, -2.777777777777778e-3);
+  r = fma_(r, s, 8.333333333333333e-2);
+  const double series = fma_(z - 0.5, log_(z), fma_(r, over, 0.9189385332046728 - z));
+  const double sine = abs_(turned_sine(part * 3.141592653589793, 0));
+  const double more = log_(select_(x < 0., by * 3.141592653589793, 1.) / select_(x < 0., sine, by));
+  return float(select_(isinf_(x), __builtin_inf(), more + select_(x < 0., -series, series)));
+}
 #else
+LIBM1(lgamma, lgamma)
 LIBM(sin, sin) LIBM(cos, cos) LIBM(tan, tan) LIBM(asin, asin) LIBM(acos, acos) LIBM(sinh, sinh) LIBM(cosh, cosh)
 LIBM(erf, erf) LIBM(erfc, erfc) LIBM(log2, log2) LIBM(log10, log10) LIBM(asinh, asinh) LIBM(acosh, acosh)
 LIBM(atanh, atanh)
@@ -381,3 +354,5 @@ INLINE double pow_(double a, double b) { return __builtin_pow(a, b); }
 #endif
 #endif
 """
+
+DOUBLE_ARCS = _BEGIN + FAR + _FUNCTIONS

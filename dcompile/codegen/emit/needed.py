@@ -24,9 +24,10 @@ OPERATOR = "operator"
 """The name of what is called without one: kept always."""
 SIGNS = {
     "VECTORS": re.compile("VECTORS|stream_bytes"), "PAIRS": re.compile("pair|quad|two|twice|both", re.IGNORECASE),
-    "DOUBLES": re.compile("float64"),
+    "DOUBLES": re.compile("float64|lgamma_"),
 }  # fmt: skip
-"""How kernels that use vectors can be told, with one that goes by more than one vector (wide.py), and with float64."""
+"""How kernels that use vectors can be told, with one that goes by more than one vector (wide.py), and with float64, in
+which lgamma is computed."""
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _MACRO = re.compile(r"#define (\w+)\(([^()]*)\)(.*)", re.DOTALL)
 _MACROS, _MACROS_ALONE = re.compile(r"\w+\([^()]*\)"), re.compile(r"(?:\w+\([^()]*\)\s*)+")

@@ -20,6 +20,10 @@ from dcompile.codegen.emit.random_prelude import RANDOM
 from dcompile.codegen.emit.wide_prelude import WIDE
 
 _BASE = r"""
+#if !defined NO_DOUBLES && !defined __clang__
+/* a function of vectors is called for all lanes: not where only some of a select's ask for it, by a branch of g++'s */
+#pragma GCC optimize("no-tree-sink", "no-thread-jumps")
+#endif
 typedef bool bool_; typedef unsigned char uint8; typedef signed char int8; typedef short int16; typedef int int32;
 typedef long int64; typedef float float32; typedef double float64; typedef float bfloat16; typedef float float16;
 typedef unsigned int u32; typedef unsigned short u16; typedef unsigned long u64;

@@ -243,9 +243,8 @@ def _digamma(body: Body, x: Ref) -> Ref:
     at = n("where", negative, n("sub", 1.0, x), x)
     total = n.ref(0.0)
     for _ in range(10):
-        small = n("lt", at, 10.0)
-        total = n("where", small, n("sub", total, n("div", 1.0, at)), total)
-        at = n("where", small, n("add", at, 1.0), at)
+        step = n("where", n("lt", at, 10.0), 1.0, 0.0)  # of two values chosen at once, g++ makes branches, no vectors
+        total, at = n("sub", total, n("div", step, at)), n("add", at, step)
     square = n("div", 1.0, n("mul", at, at))
     series = n("where", n("lt", at, 1e17), n("mul", square, n.polynomial(square, DIGAMMA)), 0.0)
     far = n("sub", n("sub", n("add", total, n("log", at)), n("div", 0.5, at)), series)

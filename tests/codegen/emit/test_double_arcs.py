@@ -133,6 +133,17 @@ def test_loops_are_vectors():
         assert op not in far or re.search(rf"call\s+_ZGV[bcde]N[248]vvv_{far[op]}\b", text), op
 
 
+def test_loops_whose_results_are_wanted_under_a_condition_are_vectors():
+    """g++ may not call a function of vectors, nor anything else, only where a select asks for it."""
+    body = loops.Body()
+    x = body.load("x", loops.I0, "float64")
+    above = body.op("lt", body.const(0.0, "float64"), x, dtype="bool")
+    value = body.op("where", above, body.op("sin", x, dtype="float64"), x, dtype="float64")
+    shape = ("float64", (4096,))
+    made = loops.program(body, (4096,), (), [loops.Store("y", loops.I0, value)], x=shape, y=shape)
+    assert re.search(r"call\s+_ZGV[bcde]N[248]vvv_far_sin\b", assembly(made))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_neighbour_of_a_number(dtype):
     numbers = torch.tensor([0.0, -0.0, 1, -1, torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max], dtype=dtype)

@@ -195,7 +195,7 @@ class CompiledModel:
         if variant is None:
             self._look_for_virtual(result)
             variant = self.variants[key] = self._examine(key, call, result)
-        if variant.objections:
+        if key:
             self._act_on(variant, call, result)
         self.newest = variant if key or self.newest is None else self.newest
         if not key:
@@ -226,8 +226,11 @@ class CompiledModel:
         return Variant(key, training, tuple(objections))
 
     def _act_on(self, variant: Variant, call: Invocation, result: Any) -> None:
-        if isinstance(self.adapter, DdpAdapter) and self.adapter.eligible and torch.is_grad_enabled():
-            self._go_around(self.adapter, call, result, variant.objections)
+        adapter = self.adapter
+        if isinstance(adapter, DdpAdapter) and adapter.eligible and torch.is_grad_enabled():
+            reasons = (*variant.objections, *adapter.hooked())
+            if reasons:
+                self._go_around(adapter, call, result, reasons)
 
     def _no_graph_ran(self, call: Invocation, result: Any) -> None:
         adapter = self.adapter
@@ -314,6 +317,7 @@ class CompiledModel:
         objections = self.objections()
         asked = self.settings.config.distributed != "stock" and not adapter.may_be_alone
         if asked and adapter.uneven:  # ranks may have run other graphs: if one leaves it to DDP, all do
+            objections += adapter.hooked()
             mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
             said = self.toolbox.said_by_any(adapter.group, f"gradients of model {self.number}", mine)
             adapter.decide(objections if mine or not said else [said])

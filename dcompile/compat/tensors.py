@@ -19,6 +19,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks may change its gradient."""
+    return bool(tensor._backward_hooks)
+
+
 def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     """Run `callback` inside each backward that reaches this result."""
     tensor.register_hook(lambda _: callback())  # type: ignore[no-untyped-call, unused-ignore]

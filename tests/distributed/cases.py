@@ -447,6 +447,7 @@ def ranks_take_other_branches() -> dict[str, Any]:
 TASKS = {
     "by turns": ([(0,), (1,), (1,), (0,)], [(1,), (0,), (1,), (1,)]),
     "late": ([(0,), (0,), (0,), (0,), (1,)], [(0,), (0,), (1, "break"), (2, "eager"), (1, "off")]),
+    "hooked": ([(0,), (1,), (0,), (0, "hook"), (0,)], [(0,), (1,), (1,), (1, "hook"), (1,)]),
     "broken": ([(0,), (1,), (0,)], [(1, "break"), (0,), (2,)]),
 }
 """What each rank does in each step: the task, and how; "off": without compiling."""
@@ -483,6 +484,9 @@ def other_parameters(plan: str, accumulate: bool = False, **ddp: Any) -> dict[st
 
 
 def use(call: Any, step: int, task: int, how: str = "") -> None:
+    if how == "hook":
+        call.module.trunk.weight.register_hook(lambda gradient: 4 * gradient)
+        call.module.heads[0].weight.register_hook(lambda gradient: 4 * gradient)
     with torch.compiler.set_stance("force_eager" if how == "off" else "default"):
         loss_of(call(inputs(step), task, how)).backward()
 

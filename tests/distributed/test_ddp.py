@@ -159,6 +159,13 @@ def test_a_rank_may_leave_the_compiled_graphs_alone_where_ranks_use_other_parame
         assert note.startswith("some calls reduce their gradients at the end of the backward: ")
 
 
+def test_gradients_that_hooks_change_where_ranks_use_other_parameters(ranks):
+    for found in values(ranks, "other_parameters", plan="hooked"):
+        assert found["grad"] == 0 and found["same"] and found["receipt"].eligible
+        (note,) = found["receipt"].notes
+        assert note.endswith("parameter trunk.weight has a hook; parameter heads.0.weight has a hook")
+
+
 def test_where_one_rank_leaves_reduction_to_ddp_at_first_all_do(ranks):
     reason = "find_unused_parameters=True, and the model was captured in several graphs"
     found = values(ranks, "other_parameters", plan="broken")

@@ -98,6 +98,17 @@ class DdpAdapter(PlainAdapter):
         """Whether other ranks may not run this step, so that nobody can wait for them (Join): all know of it."""
         return not self._missing and compat.ddp.is_joining(self.ddp)
 
+    def hooked(self) -> list[str]:
+        """Hooks that may change a gradient of this rank's, where others may not have it.
+
+        Else all ranks see behind their backward that it has changed, and reduce it once more.
+        """
+        if not self.uneven:
+            return []
+        parameters = ((number, ref()) for number, ref in self.refs.items())
+        names = (self._infos[n].fqn for n, p in parameters if p is not None and compat.tensors.has_hooks(p))
+        return [f"parameter {name} has a hook" for name in names]
+
     def wants_sync(self) -> bool:
         """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
         return bool(self.ddp.require_backward_grad_sync)

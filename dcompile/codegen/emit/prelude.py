@@ -195,6 +195,8 @@ template <class T> INLINE T max_(T a, T b) { return a > b || a != a ? a : b; }
 /* the same where b is no NaN; of two zeros a, as eager's relu and clamp: one instruction */
 INLINE float min_number_(float a, float b) { return b < a ? b : a; }
 INLINE float max_number_(float a, float b) { return b > a ? b : a; }
+INLINE double min_number_(double a, double b) { return b < a ? b : a; }
+INLINE double max_number_(double a, double b) { return b > a ? b : a; }
 template <class T> INLINE T abs_(T x) { return x < 0 ? T(-x) : x; }
 INLINE uint8 abs_(uint8 x) { return x; }
 INLINE float abs_(float x) { return __builtin_fabsf(x); }

@@ -330,7 +330,8 @@ class Statements:
         if value.op == "exp" and value.dtype == "float32" and self._is_at_most_0(value.args[0]):
             return "exp_below_({0})"
         last = self.nest.body[value.args[-1]]
-        if value.op in ("min", "max") and isinstance(last, Const) and last.dtype == "float32" and not isnan(last.value):
+        number = last if isinstance(last, Const) and last.dtype in ("float32", "float64") else None
+        if value.op in ("min", "max") and number is not None and not isnan(number.value):
             return f"{value.op}_number_({{0}}, {{1}})"
         return SPELLING[value.op]
 

@@ -193,3 +193,50 @@ def test_results_of_operators_are_remembered_where_sizes_are_numbers(dynamic):
 def test_a_sum_of_multiplied_summands_is_one_of_torchs_reductions():
     found = compat.groups.multiplied_sum(0.25)
     assert isinstance(found, torch.distributed.ReduceOp) and found == torch.distributed.ReduceOp.PREMUL_SUM
+
+
+def symbolic(x):
+    """A fake tensor like `x`, of a symbol for each size."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC] * x.ndim)
+    return FakeTensorMode(shape_env=ShapeEnv()).from_tensor(x, symbolic_context=context)
+
+
+def windows(x, size=2):
+    rows, height, width = x.shape
+    return x.view(rows, height // size, size, width // size, size)
+
+
+def test_views_of_symbolic_sizes_have_the_sizes_that_were_asked_for():
+    x = symbolic(torch.ones(3, 6, 8))
+    with compat.views.views_as_asked():
+        found = windows(x)
+        again = found.transpose(2, 3).contiguous().view(-1, 4)
+    assert found.shape[2] == 2 and isinstance(found.shape[2], int) and isinstance(found.shape[4], int)
+    assert found.is_contiguous() and found._base is x
+    assert again.shape[1] == 4 and again.shape[0] == x.numel() // 4
+    env = x.shape[0].node.shape_env
+    assert [compat.sizes.known_divisor(env, size.node.expr) for size in x.shape] == [1, 2, 2]
+    by_torch = symbolic(torch.ones(3, 6, 8))
+    windows(by_torch).transpose(2, 3).contiguous().view(-1, 4)
+    assert 4 * len(env.guards) < len(by_torch.shape[0].node.shape_env.guards)  # 7 and 41
+
+
+def test_views_that_hold_other_numbers_of_elements_are_refused():
+    with compat.views.views_as_asked():
+        with pytest.raises(RuntimeError, match="invalid for input"):
+            symbolic(torch.ones(3, 6, 7)).view(3, 6, 8)
+        with pytest.raises(RuntimeError, match="invalid for input"):
+            windows(symbolic(torch.ones(3, 6, 7)))
+
+
+def test_views_of_what_does_not_lie_in_order_are_left_to_torch():
+    x = torch.ones(3, 6, 8)
+    with compat.views.views_as_asked():
+        flat, turned = symbolic(x), symbolic(x).transpose(0, 1)
+        with pytest.raises((RuntimeError, ValueError)):
+            turned.view(-1)
+        assert len(turned.view(6, 3, -1, 2).shape) == 4
+        assert flat.view(-1).stride() == (1,)

@@ -3,7 +3,21 @@
 Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller a way to go on without it.
 """
 
-from dcompile.compat import aot, ddp, dtensor, dynamo, frames, fsdp1, fsdp2, groups, lean, sizes, tensors, versions
+from dcompile.compat import (
+    aot,
+    ddp,
+    dtensor,
+    dynamo,
+    frames,
+    fsdp1,
+    fsdp2,
+    groups,
+    lean,
+    sizes,
+    tensors,
+    versions,
+    views,
+)
 
 __all__ = [
     "aot",
@@ -18,4 +32,5 @@ __all__ = [
     "sizes",
     "tensors",
     "versions",
+    "views",
 ]

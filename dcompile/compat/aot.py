@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dcompile.compat.lean import lean_runtime
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 from dcompile.compat.unread import no_unread_graphs
+from dcompile.compat.views import views_as_asked
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,15 @@ def aot_compile(
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
     remembering = remembering_numbers_alone(example_inputs)
     lean = lean_runtime(example_inputs)
-    with known, tangents_as_results(), simplifying_once(), remembering, no_unread_graphs(), lean:
+    with (
+        known,
+        tangents_as_results(),
+        simplifying_once(),
+        views_as_asked(),
+        remembering,
+        no_unread_graphs(),
+        lean,
+    ):
         return aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcompile.compat.guards import short_guard_of_hooks
 from dcompile.compat.sizes import simplifying_once
 from dcompile.compat.unread import no_unread_latencies
+from dcompile.compat.views import views_as_asked
 
 if TYPE_CHECKING:
     pass
@@ -130,6 +131,7 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         _quiet_metrics(),
         _traced_instead(sync_batch_norm),
         simplifying_once(),
+        views_as_asked(),
         no_unread_latencies(),
         short_guard_of_hooks(),
         _writes_to_scalars_kept(),

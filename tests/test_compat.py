@@ -1,6 +1,7 @@
 """Private torch names behave as this project relies on, on the torch that is installed."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -240,3 +241,33 @@ def test_views_of_what_does_not_lie_in_order_are_left_to_torch():
             turned.view(-1)
         assert len(turned.view(6, 3, -1, 2).shape) == 4
         assert flat.view(-1).stride() == (1,)
+
+
+def changing(x, y):
+    """Equal subexpressions, some of them with a change between them."""
+    first, second = x.exp() + y, x.exp() + y
+    x.add_(1)
+    third, fourth = x.exp() + y, torch.add(x.exp(), y)
+    torch.sin(y, out=x)
+    return first, second, third, fourth, x.exp() + y, x.cos().sum(), x.cos().sum()
+
+
+def test_common_subexpressions_are_searched_for_as_with_inductor(monkeypatch):
+    from torch._functorch import partitioners
+    from torch._inductor import pattern_matcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    own = partitioners.fx_graph_cse
+    traced = make_fx(changing, tracing_mode="fake")(torch.ones(3), torch.ones(3))
+    symbolic_trace = torch.fx.symbolic_trace(changing)
+    for gm in (traced, symbolic_trace):
+        pattern_matcher.compute_mutation_region_ids(gm.graph)
+        expected = [node.meta.pop("mutation_region_id") for node in gm.graph.nodes]
+        compat.regions.number_regions(gm.graph)
+        assert [node.meta["mutation_region_id"] for node in gm.graph.nodes] == expected and expected[-1] == 2
+    wanted = own(traced.graph)
+    monkeypatch.delitem(sys.modules, compat.regions.HOME)
+    with compat.regions.regions_without_inductor():
+        found = partitioners.fx_graph_cse(traced.graph)
+    assert str(found) == str(wanted) and len(found.nodes) < len(traced.graph.nodes)
+    assert compat.regions.HOME not in sys.modules and partitioners.fx_graph_cse is own

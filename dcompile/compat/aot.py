@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.lean import lean_runtime
+from dcompile.compat.regions import regions_without_inductor
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 from dcompile.compat.unread import no_unread_graphs
 from dcompile.compat.views import views_as_asked
@@ -156,7 +157,8 @@ def min_cut_partition(
         changes["ban_recompute_materialized_backward"] = False
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
-    with _more_ops(partitioners, fusible, recomputable), _cutting(minimum_cut), config.patch(changes):
+    ops, cutting = _more_ops(partitioners, fusible, recomputable), _cutting(minimum_cut)
+    with ops, cutting, regions_without_inductor(), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
 

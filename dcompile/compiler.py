@@ -13,7 +13,9 @@ from dcompile.artifacts import log
 from dcompile.collectives.params import Executable, Foreseen, Request
 from dcompile.compat.sizes import guard_count, known_facts
 from dcompile.config import Config
+from dcompile.errors import BuildError
 from dcompile.garbage import without_collecting
+from dcompile.machine import own_products, products_key
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import Loadable
 from dcompile.runtime.graph_key import (
@@ -86,6 +88,19 @@ class CachingCompiler:
         from dcompile.codegen.lower import fusible
 
         return fusible.table()
+
+    def expect_products(self) -> None:
+        """Have the kernel of matrix products built, if there are to be some and it is not there.
+
+        It takes g++ 0.7 s with AVX-512, once a machine: as long as a small model is traced, which is when this runs.
+        """
+        gives = self._sharing is None or self._sharing.gives
+        if not gives or self.config.kernels == "aten" or not own_products(self.config.matmul):
+            return
+        cache = KernelCache.open(self.config)
+        if cache.find(products_key()) is None:
+            with contextlib.suppress(BuildError):  # what needs it says so
+                self._pipeline().begin_products(cache)
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
         """A graph ready to run: from the cache, or compiled now."""

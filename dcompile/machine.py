@@ -57,10 +57,21 @@ def boot() -> str:
         return ""
 
 
+def own_products(matmul: str) -> bool:
+    """Whether matrix products are computed by a kernel of ours under this setting (`Config.matmul`)."""
+    return matmul == "own" or (matmul == "auto" and own_products_pay())
+
+
 def own_products_pay() -> bool:
     """Whether matrix products of ours are faster than ATen's: MKL leaves AVX-512 idle on processors not Intel's."""
     features = cpu_features().split()
     return "avx512f" in features and "GenuineIntel" not in features
+
+
+def products_key() -> str:
+    """A key for the kernel of matrix products that is known without its text, which a warm start does not load."""
+    parts = ("products", own_source(), compiler_stamp(), cpu_features(), own_version(), str(openmp_library()))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from dcompile.artifacts import dump, log
-from dcompile.codegen.emit import build, cpp, host, triton, triton_build, triton_groups
+from dcompile.codegen.emit import build, cpp, gemm, host, triton, triton_build, triton_groups
 from dcompile.codegen.emit.blas import worth_measuring
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
@@ -43,7 +43,7 @@ from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
-from dcompile.machine import own_products_pay, triton_version
+from dcompile.machine import own_products, products_key, triton_version
 from dcompile.runtime import gpu, tune
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import CompiledGraph, Loadable
@@ -123,17 +123,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A graph that is planned, and whose kernels for a GPU, if it has any, are being compiled."""
+    """A graph that is planned, and whose kernels are being compiled."""
 
     plan: Plan
     source: str
     """Its host program."""
-    building: triton_build.Building | None
+    building: triton_build.Both
 
     @property
     def waits(self) -> bool:
         """Whether others are at work for it."""
-        return self.building is not None and self.building.waits
+        return self.building.waits
 
 
 class Pipeline:
@@ -145,6 +145,7 @@ class Pipeline:
         for wanted in filter(None, (*config.skip.split(","), config.until)):
             if wanted not in names:
                 raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
+        self._compilers = build.Compilers(config)
         self._crews: dict[int, triton_build.Crew] = {}
         """Those who compile kernels for GPUs of one compute capability, for all graphs."""
         self._tuned: dict[Geometry, Algorithm | None] = {}
@@ -205,7 +206,7 @@ class Pipeline:
         """The rest: build."""
         plan, source, building = begun.plan, begun.source, begun.building
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
-        built = self._timed(request, "build", lambda: self._build(kernels, building, cache))
+        built = self._timed(request, "build", building.result)
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._dump_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
@@ -230,28 +231,24 @@ class Pipeline:
     def _crew(self, arch: int, cache: KernelCache) -> triton_build.Crew:
         return self._crews.setdefault(arch, triton_build.Crew(arch, cache.directory))
 
-    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_build.Building | None:
-        """Have the kernels for GPUs compiled, if there are any."""
-        sources = [source for source in kernels.sources if source.launches]
-        if not sources:
-            return None
-        assert arch is not None, "a graph with kernels for a GPU is on one"
-        return triton_build.Building(sources, arch, self.config, cache, self._crew(arch, cache))
-
-    def _build(self, kernels: Kernels, building: triton_build.Building | None, cache: KernelCache) -> Built:
-        """All kernels, by the compilers they are for, which work at the same time."""
+    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_build.Both:
+        """Have all kernels compiled."""
         sources = [source for source in kernels.sources if not source.launches]
-        if building is None:
-            return build.build(sources, self.config, cache)
+        others = [source for source in kernels.sources if source.launches]
+        if not others:
+            return triton_build.Both(self._compiled(sources, cache), None)
+        assert arch is not None, "a graph with kernels for a GPU is on one"
+        theirs = triton_build.Building(others, arch, self.config, cache, self._crew(arch, cache))
         launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
-        ours = build.build([*sources, launcher], self.config, cache)
-        theirs = building.result()
-        return Built(
-            {**ours.libraries, **theirs.libraries},
-            ours.built + theirs.built,
-            ours.cache_hits + theirs.cache_hits,
-            {**ours.keys, **theirs.keys},
-        )
+        return triton_build.Both(self._compiled([*sources, launcher], cache), theirs)
+
+    def _compiled(self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False) -> build.Building:
+        return self._compilers.begin(sources, cache, early=early, aliases={gemm.source().name: products_key()})
+
+    def begin_products(self, cache: KernelCache) -> None:
+        """Have the kernel of matrix products compiled. Who needs it waits for it, and learns what is wrong with it."""
+        if build.workers() > 1:  # with one core, it would take as long later
+            self._compiled([gemm.source()], cache, early=True)
 
     def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
         return lower(
@@ -290,7 +287,7 @@ class Pipeline:
             dump(self.config, f"{program.name}/graph_diagram.svg", draw(program))
 
     def _own_products(self) -> bool:
-        return self.config.matmul == "own" or (self.config.matmul == "auto" and own_products_pay())
+        return own_products(self.config.matmul)
 
     def _why_aten(self, gm: Any) -> str | None:
         """Why this graph is left to ATen altogether, if it is."""

@@ -23,6 +23,7 @@ from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import save_no_images, shorten_positions
+from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
@@ -38,6 +39,8 @@ class Graph(Programs):
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
         compiler = self.model.toolbox.compiler
+        if multiplies(gm):
+            compiler.expect_products()
         self._compare(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)

@@ -291,6 +291,9 @@ class Compiler(Protocol):
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """(ops that become part of a loop, those of them that may be computed again), beside what torch knows."""
 
+    def expect_products(self) -> None:
+        """A graph that multiplies matrices on the CPU is about to be traced."""
+
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
         """Compile one torch.fx.GraphModule with fake tensors in meta["val"].
 

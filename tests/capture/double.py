@@ -72,6 +72,9 @@ class InterpreterCompiler:
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         return frozenset(), frozenset()
 
+    def expect_products(self) -> None:
+        pass
+
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> InterpreterExecutable:
         del foreseen
         self.requests.append(request)

@@ -15,8 +15,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -42,6 +43,9 @@ CRASHED = "internal compiler error"
 SIMPLER = ("-fno-tree-slp-vectorize",)
 """Without the pass in which g++ 12.2 crashed on some random programs; it changes no value."""
 ADVICE = 'set CXX to a C++ compiler (g++ 9 or later), or run without one: options={"kernels": "aten"}'
+
+
+NONE: Mapping[str, str] = {}
 
 
 class Cache(Protocol):
@@ -70,20 +74,96 @@ class Built:
 
 def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Built:
     """Find or compile all kernels. Raises BuildError."""
-    unique = {source.name: source for source in sources}
-    if not unique:
-        return Built({}, 0, 0)
-    compiler = find_compiler(config.compile_timeout_s)
-    keys = {name: _key(source, compiler) for name, source in unique.items()}
-    libraries = {name: path for name, key in keys.items() if (path := cache.find(key)) is not None}
-    missing = [source for name, source in unique.items() if name not in libraries]
-    parts = balance(missing, workers())
-    with ThreadPoolExecutor(max(len(parts), 1)) as pool:
-        jobs = [pool.submit(_compile, compiler, part, config.compile_timeout_s, cache, keys) for part in parts]
-        for part, job in zip(parts, jobs, strict=True):
-            path = job.result()
-            libraries |= {source.name: path for source in part}
-    return Built(libraries, len(missing), len(unique) - len(missing), keys)
+    return Compilers(config).begin(sources, cache).result()
+
+
+class Compilers:
+    """The compilers at work for one model: what they have begun for one graph they do not begin for another."""
+
+    def __init__(self, config: Config) -> None:
+        self._timeout_s = config.compile_timeout_s
+        self._begun: dict[str, Future[Path]] = {}
+        """By key: what nobody has waited for yet."""
+        self._early: set[str] = set()
+        """Those begun before it was known that a graph has them: the first that does has had them built."""
+        self._room, self._owner = threading.BoundedSemaphore(workers()), os.getpid()
+
+    def begin(
+        self, sources: Iterable[KernelSource], cache: Cache, *, early: bool = False, aliases: Mapping[str, str] = NONE
+    ) -> Building:
+        """Have compiled what is not in the cache. `aliases`: name -> another key that it is to be found by."""
+        self._after_fork()
+        unique = {source.name: source for source in sources}
+        if not unique:
+            return Building(self, {}, {}, {}, frozenset())
+        compiler = find_compiler(self._timeout_s)
+        keys = {name: _key(source, compiler) for name, source in unique.items()}
+        jobs = {name: self._begun[key] for name, key in keys.items() if key in self._begun}
+        others = [name for name in unique if name not in jobs]
+        libraries = {name: path for name in others if (path := cache.find(keys[name])) is not None}
+        missing = [unique[name] for name in others if name not in libraries]
+        built = {source.name for source in missing} | {name for name in jobs if keys[name] in self._early}
+        self._early -= {keys[name] for name in jobs}
+        jobs |= self._start(compiler, missing, cache, keys, aliases)
+        if early:
+            self._early |= {keys[name] for name in built}
+        return Building(self, keys, libraries, jobs, frozenset(built))
+
+    def _after_fork(self) -> None:
+        """A forked process has none of the threads that wait for compilers."""
+        if os.getpid() != self._owner:
+            self._begun, self._early = {}, set()
+            self._room, self._owner = threading.BoundedSemaphore(workers()), os.getpid()
+
+    def _start(
+        self, compiler: Compiler, sources: Sequence[KernelSource], cache: Cache, keys: Mapping[str, str],
+        aliases: Mapping[str, str],
+    ) -> dict[str, Future[Path]]:  # fmt: skip
+        parts = balance(sources, workers())
+        if not parts:
+            return {}
+        room, found = self._room, dict[str, Future[Path]]()
+        names = {s.name: (keys[s.name], *filter(None, (aliases.get(s.name),))) for s in sources}
+
+        def compile_part(part: list[KernelSource]) -> Path:
+            with room:
+                return _compile(compiler, part, self._timeout_s, cache, names)
+
+        pool = ThreadPoolExecutor(len(parts))  # of its own: a process forked later would miss its threads
+        for part in parts:
+            job = pool.submit(compile_part, part)
+            found |= {source.name: job for source in part}
+        pool.shutdown(wait=False)
+        self._begun |= {keys[name]: job for name, job in found.items()}
+        return found
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """These are in the cache now, or have failed and may be tried again."""
+        for key in keys:
+            self._begun.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Building:
+    """Kernels of a graph, some of which are being compiled."""
+
+    compilers: Compilers
+    keys: Mapping[str, str]
+    libraries: Mapping[str, Path]
+    jobs: Mapping[str, Future[Path]]
+    built: frozenset[str]
+
+    @property
+    def waits(self) -> bool:
+        """Whether compilers are at work for it."""
+        return not all(job.done() for job in self.jobs.values())
+
+    def result(self) -> Built:
+        """Wait for all of them. Raises BuildError."""
+        wait(self.jobs.values())
+        self.compilers.forget(self.keys[name] for name in self.jobs)
+        libraries = {**self.libraries, **{name: job.result() for name, job in self.jobs.items()}}
+        return Built(libraries, len(self.built), len(libraries) - len(self.built), self.keys)
 
 
 def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSource]]:
@@ -176,7 +256,11 @@ def text_of(sources: Sequence[KernelSource]) -> str:
 
 
 def _compile(
-    compiler: Compiler, sources: Sequence[KernelSource], timeout_s: int, cache: Cache, keys: Mapping[str, str]
+    compiler: Compiler,
+    sources: Sequence[KernelSource],
+    timeout_s: int,
+    cache: Cache,
+    keys: Mapping[str, Sequence[str]],
 ) -> Path:
     """Build one library and publish it in the cache."""
     ordered = sorted(sources, key=lambda source: source.name)
@@ -208,7 +292,7 @@ def _compile(
                 raise _no_space(cache.directory, tail(said))
             what = failure(code) if code else "reports success but wrote no library"
             raise BuildError(f"dcompile: {name} {what} on {len(sources)} kernels:\n{tail(said)}\n{ADVICE}")
-        return cache.put([keys[source.name] for source in ordered], output)
+        return cache.put([key for source in ordered for key in keys[source.name]], output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -21,10 +21,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from dcompile.codegen.emit import triton_worker
+from dcompile.codegen.emit import build, triton_worker
 from dcompile.codegen.emit.build import Built, Cache, end_process, failure, tail, workers
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
@@ -77,6 +78,27 @@ class Building:
         for name, file in files.items():  # another program may have had the same one compiled, and kept it
             self._archives[name] = self._cache.find(self._keys[name]) or self._cache.put([self._keys[name]], file)
         return Built(self._archives, len(files), len(self._keys) - len(files), self._keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The kernels of a graph, which compilers of two kinds work on at the same time."""
+
+    cpu: build.Building
+    gpu: Building | None
+
+    @property
+    def waits(self) -> bool:
+        return self.cpu.waits or (self.gpu is not None and self.gpu.waits)
+
+    def result(self) -> Built:
+        """All of them, once they are there. Raises BuildError."""
+        cpu = self.cpu.result()
+        if self.gpu is None:
+            return cpu
+        gpu = self.gpu.result()
+        libraries, keys = {**cpu.libraries, **gpu.libraries}, {**cpu.keys, **gpu.keys}
+        return Built(libraries, cpu.built + gpu.built, cpu.cache_hits + gpu.cache_hits, keys)
 
 
 class Crew:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.build import balance, build, find_compiler, text_of
+from dcompile.codegen.emit.build import Compilers, balance, build, find_compiler, text_of
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
+from dcompile.errors import BuildError
 from dcompile.machine import cpu_features, openmp_library
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.libraries import kernel
@@ -104,3 +105,39 @@ def test_ranks_share_the_cores(monkeypatch):
     for most in (1, cores + 1):
         monkeypatch.setenv("MAX_JOBS", str(most))
         assert module.workers() == min(most, cores)
+
+
+@pytest.fixture
+def counting(monkeypatch, tmp_path):
+    """A compiler that notes each start, and refuses to go on while there is a file `wrong` beside it."""
+    compiler, starts = tmp_path / "counting", tmp_path / "starts"
+    lines = f'case "$*" in *--version*) exec g++ "$@";; esac\necho x >> {starts}\n'
+    compiler.write_text(f'#!/bin/sh\n{lines}[ -e {tmp_path}/wrong ] && echo no luck && exit 1\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MAX_JOBS", "2")
+    return lambda: len(starts.read_text().splitlines())
+
+
+def test_graphs_wait_for_what_was_begun_for_others(counting, tmp_path):
+    cache, compilers, sources = KernelCache(tmp_path), Compilers(Config()), [source("one", 1), source("two", 2)]
+    compilers.begin(sources[:1], cache, early=True, aliases={"one": "1" * 64, "two": "2" * 64})
+    first, second = compilers.begin(sources, cache), compilers.begin(sources, cache)
+    found = [second.result(), first.result()]
+    assert [(made.built, made.cache_hits) for made in found] == [(0, 2), (2, 0)] and counting() == 2
+    assert found[0].libraries == found[1].libraries and not first.waits
+    assert cache.find("1" * 64) == found[0].libraries["one"] and cache.find("2" * 64) is None
+    again = compilers.begin(sources, cache).result()
+    assert (again.built, again.cache_hits) == (0, 2) and counting() == 2
+
+
+def test_what_goes_wrong_is_said_where_the_kernel_is_needed(counting, tmp_path):
+    (tmp_path / "wrong").touch()
+    cache, compilers = KernelCache(tmp_path), Compilers(Config())
+    compilers.begin([source("one", 1)], cache, early=True)
+    assert compilers.begin([source("two", 2)], cache, early=True).waits or counting() == 2  # nobody asks for it
+    with pytest.raises(BuildError, match="no luck"):
+        compilers.begin([source("one", 1)], cache).result()
+    (tmp_path / "wrong").unlink()
+    made = compilers.begin([source("one", 1)], cache).result()
+    assert made.built == 1 and kernel(made.libraries["one"], "one")() == 1

@@ -1,0 +1,25 @@
+"""Whether a graph multiplies matrices, seen before it is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+NAMES = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+"""What functions and methods are called that become products of matrices, most of the time."""
+
+
+def multiplies(gm: Any) -> bool:
+    """Whether a Dynamo graph seems to multiply float32 matrices on the CPU, in itself or in graphs that it holds."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    return any(_is_product(node) for graph in graphs for node in graph.nodes)
+
+
+def _is_product(node: Any) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    value = node.meta.get("example_value")
+    if node.op not in ("call_function", "call_method") or name not in NAMES or not isinstance(value, torch.Tensor):
+        return False
+    return value.dtype == torch.float32 and value.device.type == "cpu"

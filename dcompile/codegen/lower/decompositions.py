@@ -113,15 +113,23 @@ def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
 def convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any) -> Any:
     """The gradient of the bias as a sum of ours: the library's reads the gradient another time, on one core in places.
 
-    `how` ends with the mask of wanted gradients.
+    That of large depthwise filters is a call of its own, as it is inside the library's: it takes much memory for itself
+    and can wait (`schedule/peak.py`). `how` ends with the mask of wanted gradients.
     """
     *more, mask = how
-    if not mask[2] or grad.device.type != "cpu":
+    groups = more[-1]
+    large = weight.shape[0] == groups and weight.shape[1] == 1 and weight.numel() > 9 * groups
+    apart = mask[0] and mask[1] and large
+    if grad.device.type != "cpu" or not (mask[2] or apart):
         return NotImplemented
-    sums = grad.sum([0, *range(2, grad.dim())])
-    if not mask[0] and not mask[1]:
-        return None, None, sums
-    rest = torch.ops.aten.convolution_backward.default(grad, x, weight, bias, *more, [mask[0], mask[1], False])
+
+    def gradients(*wanted: bool) -> Any:
+        return torch.ops.aten.convolution_backward.default(grad, x, weight, bias, *more, [*wanted, False])
+
+    sums = grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+    if apart:
+        return gradients(True, False)[0], gradients(False, True)[1], sums
+    rest = gradients(mask[0], mask[1]) if mask[0] or mask[1] else (None, None)
     return rest[0], rest[1], sums
 
 

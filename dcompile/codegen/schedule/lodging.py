@@ -104,7 +104,7 @@ def workspace_bytes(step: Step, table: Mapping[str, Buffer]) -> int:
     order, and converted to ours, which is the result. That of depthwise filters larger than 3 x 3 it sums up in dense
     blocks of 16 by 16 channels (seen in torch 2.13's, whatever the image's size).
     """
-    if not isinstance(step, Extern) or step.op != "aten.convolution_backward.default":
+    if not isinstance(step, Extern) or step.op != "aten.convolution_backward.default" or step.outs[1] is None:
         return 0
     filters = step.args[2]
     buffer = table[filters.buffer] if isinstance(filters, View) else None

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from dcompile.codegen.schedule.dependences import edges
-from dcompile.codegen.schedule.lodging import is_known, workspaces
+from dcompile.codegen.schedule.lodging import is_known, workspace_bytes
 from dcompile.codegen.schedule.memory import escaping, plan_memory
-from dcompile.ir.nodes import LODGED, Collective, Program, View
+from dcompile.ir.nodes import LODGED, Collective, Program, Step, View
 
 WINDOW = 6
 """Steps that may be taken before the one whose turn it is: what is near shares caches, and planning stays linear."""
@@ -27,13 +27,31 @@ def plan_frugally(program: Program, saves: bool = False) -> Program:
     planned = plan_memory(program, saves)
     if any(isinstance(step, Collective) for step in program.steps):
         return planned
-    other = plan_memory(free_first(program), saves)
-    return other if peak_bytes(other) + WORTH <= peak_bytes(planned) else planned
+    planned = _better(planned, free_first(program), saves)
+    while (moved := put_off(planned)) is not None:
+        better = _better(planned, replace(program, steps=moved), saves)
+        if better is planned:
+            break
+        planned = better
+    return planned
+
+
+def _better(planned: Program, other: Program, saves: bool) -> Program:
+    """The plan of another order, if it is worth it."""
+    found = plan_memory(other, saves)
+    return found if peak_bytes(found) + WORTH <= peak_bytes(planned) else planned
 
 
 def peak_bytes(planned: Program) -> int:
     """Arena, results, the library's tensors and donated inputs at the step where they are most; known sizes only."""
-    count = len(planned.steps)
+    arena = planned.arena_bytes if isinstance(planned.arena_bytes, int) else 0
+    begun, ended = _held(planned)
+    own = [workspace_bytes(step, planned.table) for step in planned.steps]
+    return arena + int((_while(begun, ended) + own).max(initial=0))
+
+
+def _held(planned: Program) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that each step is the first to hold, and the last, besides the arena; donated inputs from the beginning."""
     storages = {buffer.name: buffer.storage or "" for buffer in planned.buffers}
     guests = {name: storage.removeprefix(LODGED) for name, storage in storages.items() if storage.startswith(LODGED)}
     spans: dict[str, tuple[int, int]] = dict.fromkeys(planned.donated, (0, 0))
@@ -42,15 +60,45 @@ def peak_bytes(planned: Program) -> int:
             for held in (name, guests.get(name, name)):
                 spans[held] = (spans.get(held, (position, position))[0], position)
     kept = escaping(planned)
-    change = workspaces(planned)
+    begun, ended = (np.zeros(len(planned.steps), np.int64) for _ in range(2))
     for buffer in planned.buffers:
         counts = buffer.storage in ("out", "library") or buffer.name in planned.donated
         if counts and buffer.name in spans and is_known(buffer):
             first, last = spans[buffer.name]
-            change[first] += buffer.nbytes
-            change[count if buffer.name in kept else last + 1] -= buffer.nbytes
-    arena = planned.arena_bytes if isinstance(planned.arena_bytes, int) else 0
-    return arena + int(np.cumsum(change).max(initial=0))
+            begun[first] += buffer.nbytes
+            ended[last] += 0 if buffer.name in kept else buffer.nbytes
+    return begun, ended
+
+
+def _while(begun: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Bytes held while each step runs."""
+    held: np.ndarray = np.cumsum(begun) - np.cumsum(ended) + ended
+    return held
+
+
+def put_off(planned: Program) -> tuple[Step, ...] | None:
+    """The steps with the library call at the peak behind later ones, if it takes much memory for itself.
+
+    The gradients of a model's last filters come first in its backward, where all that it has saved is still there, and
+    nothing waits for them: a few steps later what the layer before has saved is gone. What the call reads is held until
+    then. None where another step is at the peak, or the next one needs the call.
+    """
+    steps = planned.steps
+    own = np.array([workspace_bytes(step, planned.table) for step in steps])
+    if own.max(initial=0) < WORTH:
+        return None
+    begun, ended = _held(planned)
+    held = _while(begun, ended)
+    at = int((held + own).argmax())
+    before = edges(steps)
+    stop = next((n for n in range(at + 1, len(steps)) if at in before[n]), len(steps))
+    if own[at] < WORTH or stop == at + 1:
+        return None
+    meanwhile = (held + own)[at + 1 : stop] + ended[at] - begun[at]
+    itself = (held - ended)[at + 1 : stop] + ended[at] + own[at]
+    peaks = np.maximum(np.maximum.accumulate(meanwhile), itself)
+    to = at + 2 + int(peaks.argmin())
+    return (*steps[:at], *steps[at + 1 : to], steps[at], *steps[to:])
 
 
 def free_first(program: Program) -> Program:

@@ -259,3 +259,13 @@ def test_a_result_that_looks_at_all_of_another_is_another_tensor():
     assert view is not y and same is y and view.data_ptr() == y.data_ptr()
     view.unsqueeze_(0)
     assert y.shape == (3, 4)
+
+
+def test_a_model_on_meta_tells_shapes():
+    """Which no kernel is made for: what runs are ATen's, and the receipt says so."""
+    layer = torch.nn.Linear(4, 2, device="meta")
+    compiled = dcompile.compile(layer, options={"receipt": False})
+    result = compiled(torch.ones(3, 4, device="meta"))
+    result.sum().backward()
+    assert (result.device.type, result.shape, layer.weight.grad.shape) == ("meta", (3, 2), (2, 4))
+    assert "it is on meta" in str(dcompile.receipt(compiled))

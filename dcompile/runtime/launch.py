@@ -35,7 +35,7 @@ class HostProgram:
         self.late_sizes = graph.late_sizes
         self.libraries = loadable.libraries
         self._constants = [loadable.constants[constant] for constant in graph.constants]
-        self.on_gpu = graph.device != "cpu"
+        self.on_gpu = graph.device == "cuda"
         for symbol, path in self.libraries.items():
             if path.suffix == ".so":
                 kernel(path, symbol)  # a library that cannot be loaded shows now, not in the first step

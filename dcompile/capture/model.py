@@ -320,7 +320,8 @@ class CompiledModel:
             objections += adapter.hooked()
             mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
             said = self.toolbox.said_by_any(adapter.group, f"gradients of model {self.number}", mine)
-            adapter.decide(objections if mine or not said else [said])
+            several = any(len(variant.graphs) > 1 for variant in self.variants.values())
+            adapter.decide(objections if mine or not said else [said], several)
             return
         adapter.decide(objections)
         if asked:
@@ -338,7 +339,7 @@ class CompiledModel:
         if first:
             self._synced[task] = []
             compat.tensors.at_end_of_backward(lambda: self._finish_sync(self._synced.pop(task)))
-        buckets.begin(adapter.unreduced if first and adapter.uneven else (), task, first)
+        buckets.begin(adapter.unreduced if first and adapter.every else (), task, first)
         self._synced[task].append(buckets)
 
     def flush_after_backward(self) -> None:

@@ -179,6 +179,15 @@ def test_a_graph_that_stays_the_same_may_be_another_on_each_rank(ranks):
         assert found["grad"] == 0 and found["ranks"] == 0 and found["receipt"].eligible
 
 
+@pytest.mark.full
+def test_several_graphs_that_stay_the_same_reduce_each_parameter_where_they_use_it(ranks):
+    for found in values(ranks, "against_stock", name="shared", static_graph=True, bucket_cap_mb=0.001):
+        without = values(ranks, "against_stock", name="shared", bucket_cap_mb=0.001)[0]["receipt"]
+        assert found["receipt"].eligible and found["receipt"].graphs == 2
+        assert found["receipt"].collectives == without.collectives
+        assert found["grad"] <= SHARED and found["ranks"] == 0
+
+
 def test_two_tasks_in_one_backward(ranks):
     assert max(found["grad"] for found in values(ranks, "two_tasks_in_one_backward")) <= 2 * SHARED
 

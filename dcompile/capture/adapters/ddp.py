@@ -55,6 +55,8 @@ class DdpAdapter(PlainAdapter):
             ParamInfo(number, name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type)
             for number, (name, p) in enumerate(parameters)
         )
+        self.every = self.uneven
+        """Whether each graph reduces all parameters."""
 
     @property
     def eligible(self) -> bool:  # type: ignore[override]
@@ -86,7 +88,7 @@ class DdpAdapter(PlainAdapter):
         if self.state != "taken":
             return None
         first, second, *more = compat.ddp.bucket_bytes(self.ddp)
-        return BucketRule(first, second, tuple(more), compat.ddp.wire(self.ddp) or "", self.uneven)
+        return BucketRule(first, second, tuple(more), compat.ddp.wire(self.ddp) or "", self.every)
 
     @property
     def uneven(self) -> bool:
@@ -119,8 +121,12 @@ class DdpAdapter(PlainAdapter):
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
 
-    def decide(self, objections: list[str]) -> None:
-        """Inside the first compiled backward: take reduction over, or leave it to DDP and say why."""
+    def decide(self, objections: list[str], several: bool = False) -> None:
+        """Inside the first compiled backward: take reduction over, or leave it to DDP and say why.
+
+        `several`: the forward was captured in several graphs. If each had all parameters in its buckets, these would be
+        reduced so many times; ranks then have to use the same parameters after all.
+        """
         if self.state != "undecided":
             return
         ddp = self.ddp
@@ -132,7 +138,7 @@ class DdpAdapter(PlainAdapter):
             return
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
         compat.ddp.silence_reducer(ddp, self._wanted)
-        self.state = "taken"
+        self.state, self.every = "taken", self.every and not several
 
     def standing_objections(self) -> list[str]:
         """What speaks against taking over whatever the model does."""

@@ -20,28 +20,34 @@ from typing import Any
 
 @contextlib.contextmanager
 def views_as_asked() -> Iterator[None]:
-    """While graphs are traced, look at dense tensors of symbolic sizes with the very sizes that are asked for."""
+    """While graphs are traced, look at dense tensors of symbolic sizes with the very sizes that are asked for.
+
+    Within itself (Dynamo's tracing calls AOTAutograd's) it changes nothing.
+    """
     import torch
     from torch._subclasses import fake_impls
 
     known: dict[Any, Callable[..., Any]] = getattr(fake_impls, "op_implementations_dict", {})
     views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-    with unittest.mock.patch.dict(known, {op: _looking(known[op]) for op in views if op in known}):
+    theirs = {op: known[op] for op in views if op in known and not isinstance(known[op], _Looking)}
+    with unittest.mock.patch.dict(known, {op: _Looking(own) for op, own in theirs.items()}):
         yield
 
 
-def _looking(own: Callable[..., Any]) -> Callable[..., Any]:
+class _Looking:
     """torch's own implementation of a view, with a shorter way."""
-    from torch._prims_common import infer_size, make_contiguous_strides_for
 
-    def view(mode: Any, func: Any, x: Any, *shape: Any, **more: Any) -> Any:
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+
+    def __call__(self, mode: Any, func: Any, x: Any, *shape: Any, **more: Any) -> Any:
+        from torch._prims_common import infer_size, make_contiguous_strides_for
+
         if more or len(shape) != 1 or not _is_simple(x, shape[0]):
-            return own(mode, func, x, *shape, **more)
+            return self._own(mode, func, x, *shape, **more)
         _divide(x, shape[0])
         asked = infer_size(tuple(shape[0]), x.numel())  # sees to it that there are as many elements
         return x.as_strided(asked, make_contiguous_strides_for(asked))
-
-    return view
 
 
 def _is_simple(x: Any, shape: Any) -> bool:

@@ -36,10 +36,15 @@ def agree(group: Any, subject: str, lines: Sequence[str], timeout_s: float = TIM
         _meet(peers, [(subject, ""), *((line, "") for line in lines)], timeout_s)
 
 
-def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float) -> None:
+def _next_meeting(peers: Peers) -> tuple[int, str]:
+    """Its number, which every rank counts alike, and its place in the store."""
     number = peers.meetings
     peers.meetings += 1
-    place = f"meeting/{number}"
+    return number, f"meeting/{number}"
+
+
+def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float) -> None:
+    number, place = _next_meeting(peers)
     if peers.rank == 0:
         _say(peers, place, lines)
     elif _wait(peers, f"{place}/digest", number, lines, timeout_s):
@@ -63,9 +68,7 @@ def exchanged(group: Any, subject: str, text: str, timeout_s: float = TIMEOUT_S)
     peers = peers_of(group)
     if peers is None:
         return [text]
-    number = peers.meetings
-    peers.meetings += 1
-    place = f"meeting/{number}"
+    number, place = _next_meeting(peers)
     peers.store.set(f"{place}/said/{peers.rank}", text)
     if peers.store.add(f"{place}/count", 1) == peers.world:
         peers.store.set(f"{place}/verdict", "")
@@ -83,9 +86,7 @@ def said_by_any(group: Any, subject: str, mine: str, timeout_s: float = TIMEOUT_
 
 
 def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
-    number = peers.meetings
-    peers.meetings += 1
-    place = f"meeting/{number}"
+    number, place = _next_meeting(peers)
     if mine:
         peers.store.compare_set(f"{place}/said", "", f"rank {peers.rank}: {mine}")
     if peers.store.add(f"{place}/count", 1) == peers.world:

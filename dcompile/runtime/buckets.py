@@ -189,7 +189,8 @@ class Buckets:
                 if number in bucket.idle and self._param(number) is not None:
                     view = self._view(number, memory)
                     found[number] = found[number] + view if number in found else view
-                    marked |= {number} if mark else set()
+                    if mark:
+                        marked.add(number)
         for number, gradient in found.items():
             param = self._param(number)
             before, beside = self._aside.pop(number, None), param.grad

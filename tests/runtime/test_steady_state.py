@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 def allocations(call) -> Counter[int]:
     """Sizes of what torch's allocator hands out during a call, empty tensors apart."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         call()
     events = found.profiler.kineto_results.events()
     return Counter(event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0)

@@ -1,6 +1,6 @@
 """Search for programs that passes or kernels get wrong, and for modules that do otherwise than in eager mode.
 
-    python -m tests.fuzz [--seconds 600] [--seed N] [--check NAME]
+    python -m tests.fuzz [--seconds 600] [--seed N] [--check NAME] [--device cuda]
 
 Each failure is shrunk and written to tests/fuzz/kept/, from where the test suite runs it ever after. Exit status 1 if
 there was any.
@@ -59,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="of wall time")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000 * 1000, help="first seed")
     parser.add_argument("--check", default="", help="part of a check's name")
+    parser.add_argument("--device", default="cpu", help="cuda: modules alone, on a GPU")
     arguments = parser.parse_args(argv)
-    chosen = [check for check in (*checks(), *torch_checks()) if arguments.check in check.name]
+    every = (*checks(), *torch_checks()) if arguments.device == "cpu" else torch_checks(arguments.device)
+    chosen = [check for check in every if arguments.check in check.name]
     end, seed, tried, kept = time.monotonic() + arguments.seconds, arguments.seed, 0, 0
     sys.stdout.write(f"from seed {seed}: {', '.join(check.name for check in chosen)}\n")
     while time.monotonic() < end:

@@ -31,6 +31,8 @@ class TorchCheck:
     poison: bool = False
     """Memory of every result is given out again as soon as nobody refers to it, and filled with NaN then."""
     in_place: bool = False
+    device: str = "cpu"
+    """Where it runs. Programs are written on the CPU."""
     size: int = 10
 
     def case(self, seed: int, size: int | None = None) -> TorchProgram:
@@ -42,7 +44,8 @@ class TorchCheck:
     def difference(self, program: TorchProgram) -> str | None:
         """What a user sees otherwise than in eager mode, and not so with aot_eager."""
         drops = bool(self.options.get("fallback_random"))
-        with warnings.catch_warnings():
+        device = contextlib.nullcontext() if self.device == "cpu" else torch.device(self.device)
+        with warnings.catch_warnings(), device:
             warnings.simplefilter("ignore")
             want = session(program, lambda module: module, drops)
             with given_out_at_once() if self.poison else contextlib.nullcontext():
@@ -123,12 +126,16 @@ def _smaller(program: TorchProgram) -> Iterator[TorchProgram]:
             yield replace(program, inputs=inputs)
 
 
-def torch_checks() -> Iterator[TorchCheck]:
-    yield TorchCheck("torch programs")
-    yield TorchCheck("torch programs on ATen", {"kernels": "aten"})
-    yield TorchCheck("torch programs of several sizes", several=True)
-    yield TorchCheck("torch programs of several sizes on ATen", {"kernels": "aten"}, several=True)
-    yield TorchCheck("torch programs compiled in place", in_place=True)
-    yield TorchCheck("torch programs in memory given out again", poison=True)
-    yield TorchCheck("torch programs of several sizes in memory given out again", several=True, poison=True)
-    yield TorchCheck("torch programs with eager's random numbers", {"fallback_random": True})
+def torch_checks(device: str = "cpu") -> Iterator[TorchCheck]:
+    """Every check of modules on a device."""
+    yield TorchCheck("torch programs", device=device)
+    yield TorchCheck("torch programs on ATen", {"kernels": "aten"}, device=device)
+    yield TorchCheck("torch programs of several sizes", several=True, device=device)
+    yield TorchCheck("torch programs of several sizes on ATen", {"kernels": "aten"}, several=True, device=device)
+    yield TorchCheck("torch programs compiled in place", in_place=True, device=device)
+    yield TorchCheck("torch programs with eager's random numbers", {"fallback_random": True}, device=device)
+    if device == "cpu":
+        yield TorchCheck("torch programs in memory given out again", poison=True)
+        yield TorchCheck("torch programs of several sizes in memory given out again", several=True, poison=True)
+    else:
+        yield TorchCheck("torch programs as CUDA graphs", {"triton.cudagraphs": True}, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -94,8 +95,10 @@ class Base(nn.Module):
 
 
 def leaf(seed: int, shape: tuple[int, ...], dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
-    """A tensor of known values."""
-    values = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
+    """A tensor of known values, on the default device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
+    values = values.to(torch.get_default_device())
     if not dtype.is_floating_point:
         return values > 0 if dtype == torch.bool else (values * 5).to(dtype)
     return values.to(dtype).requires_grad_(grad)
@@ -131,13 +134,15 @@ def descend(module: nn.Module) -> None:
 
 
 def in_thread(run: Callable[[], Any]) -> Any:
-    """The same in another thread."""
+    """The same in another thread, which has the same default device."""
+    device = torch.get_default_device()
     found: list[Any] = []
     errors: list[BaseException] = []
 
     def guarded() -> None:
         try:
-            found.append(run())
+            with device if device.type != "cpu" else contextlib.nullcontext():
+                found.append(run())
         except Exception as error:
             errors.append(error)
 
@@ -173,9 +178,9 @@ def runs(program: TorchProgram) -> bool:
 def session(
     program: TorchProgram, compiled: Callable[[nn.Module], Callable[..., Any]], drops: bool = False, looks: bool = True
 ) -> list[Seen]:
-    """What is seen after each step; the last one may be an error."""
+    """What is seen after each step on the default device; the last one may be an error."""
     scope: dict[str, Any] = dict(WORDS)
-    exec(compile(program.source(), "<program>", "exec"), scope)
+    exec(compile(_for_device(program.source()), "<program>", "exec"), scope)
     module = scope["module"] = scope["Model"]()
     module.drops = drops
     scope["model"] = compiled(module)
@@ -186,11 +191,15 @@ def session(
         for line in ("N = 3", *program.inputs, *program.steps):
             torch.manual_seed(0)
             anew = program.inputs if found and line.startswith("N = ") else ()
-            exec("\n".join((line, *anew)), scope)
+            exec(_for_device("\n".join((line, *anew))), scope)
             found.append(dict((*_seen(scope), *_changed(scope, versions))) if looks else {})
     except Exception as error:
         found.append({"error": f"{type(error).__name__}: {str(error)[:300]}"})
     return found
+
+
+def _for_device(text: str) -> str:
+    return text.replace("autocast('cpu'", f"autocast('{torch.get_default_device().type}'")
 
 
 def _tensors(scope: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

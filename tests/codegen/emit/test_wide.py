@@ -226,17 +226,20 @@ def paired(n: int, rows: int = 6) -> Program:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("n", "many"), [(16, "pair"), (64, "quad"), (130, "pair"), (1000, "quad"), (9001, "quad")])
+@pytest.mark.parametrize(
+    ("n", "many"), [(32, "pair"), (48, "bfloat16"), (64, "quad"), (130, "pair"), (1000, "quad"), (9001, "quad")]
+)
 @pytest.mark.parametrize("streams", [False, True])
 def test_pairs_of_vectors_are_what_the_plain_loop_makes(
     n: int, many: str, streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As are two pairs at a time, where a row is long or whole."""
+    """As are two pairs at a time, where a row is long or whole, and single vectors, where it is short and not."""
     if streams:
         monkeypatch.setattr("dcompile.codegen.emit.wide.STREAM_BYTES", 0)
     made, rng = paired(n), np.random.default_rng(n)
     text = source_of(made).text
-    assert f"+ {many.upper()} <=" in text and (f"stream_{many}" in text) == streams
+    step = "WIDTH" if many == "bfloat16" else many.upper()
+    assert f"+ {step} <=" in text and (f"stream_{many}" in text) == streams
 
     def some(*shape: int) -> np.ndarray:
         return from_bfloat16(to_bfloat16(rng.normal(size=shape).astype(np.float32)))
@@ -259,6 +262,20 @@ def test_a_long_body_takes_one_pair_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     """Two would not fit into registers."""
     monkeypatch.setattr("dcompile.codegen.emit.wide.MOST", 8)
     assert "+ PAIR <=" in source_of(paired(64)).text
+
+
+@pytest.mark.parametrize("n", [16, 32, 96, 112])
+def test_short_rows_of_bfloat16_are_added_up_in_vectors(n: int) -> None:
+    """In pairs, where a row is a whole number of them."""
+    b = Body()
+    made = program(
+        b, (5,), (n,), [Store("s", I0, b.reduce("sum", b.load("x", I0 * n + J0, "bfloat16")))],
+        x=("bfloat16", (5, n)), s=("float32", (5,)),
+    )  # fmt: skip
+    assert f"{'wide' if n % 32 else 'pair'} x0" in source_of(made).text
+    values = from_bfloat16(to_bfloat16(np.random.default_rng(n).normal(size=(5, n)).astype(np.float32)))
+    (sums,), _ = both(made, {"x": values})
+    assert np.allclose(sums, values.astype(np.float64).sum(1), rtol=0, atol=1e-6 * np.abs(values).sum(1).max())
 
 
 def test_a_nan_is_seen_in_any_lane() -> None:

@@ -256,6 +256,53 @@ def test_views_are_asked_for_once_where_dynamo_calls_aotautograd():
     assert known == theirs
 
 
+INDEXED = {
+    "an index turned around": ((5, 3), (3, 1), [(2, 3)]),
+    "two that broadcast": ((5, 4), (4, 1), [(2, 1), (2, 3)]),
+    "apart": ((4, 2, 5), (10, 5, 1), [(2, 3), None, (2, 3)]),
+    "a second dimension": ((2, 5, 3), (15, 3, 1), [None, (2, 3)]),
+    "one of no dimensions": ((5, 4), (4, 1), [(2, 3), ()]),
+}
+
+
+def indexed(name, make):
+    """x[i, ...] of tensors that `make` makes of real ones; indices lie column by column."""
+    shape, strides, places = INDEXED[name]
+    indices = [
+        None if s is None else torch.zeros(s[::-1], dtype=torch.int64).mT if len(s) > 1 else torch.tensor(0)
+        for s in places
+    ]
+    x = torch.empty_strided(shape, strides)
+    return torch.ops.aten.index.Tensor(make(x), [None if i is None else make(i) for i in indices])
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_what_an_index_reads_lies_while_traced_as_the_kernel_leaves_it(name):
+    from torch._subclasses import FakeTensorMode
+
+    real, by_torch = indexed(name, lambda x: x), FakeTensorMode()
+    with by_torch:
+        indexed(name, by_torch.from_tensor)  # remembered by torch for all modes
+    with FakeTensorMode() as mode, compat.indexed.strides_of_indices(), compat.indexed.strides_of_indices():
+        found = indexed(name, mode.from_tensor)
+    assert (found.shape, found.stride()) == (real.shape, real.stride())
+    with FakeTensorMode() as mode:
+        again = indexed(name, mode.from_tensor)
+    assert name == "one of no dimensions" or again.stride() != found.stride()  # nobody else gets ours
+
+
+def test_rows_read_by_an_index_that_is_turned_around_lie_as_in_eager_mode():
+    torch.compiler.reset()
+    table, places = torch.rand(5, 3), torch.arange(6).view(3, 2).remainder(5)
+
+    def rows(table, places):
+        return table[places.t()].sin(), table[places.t()]
+
+    for found, want in zip(torch.compile(rows, backend="dcompile")(table, places), rows(table, places), strict=True):
+        assert torch.equal(found, want) or (found - want).abs().max() < 1e-6
+        assert found.stride() == want.stride() == (3, 6, 1)
+
+
 def changing(x, y):
     """Equal subexpressions, some of them with a change between them."""
     first, second = x.exp() + y, x.exp() + y

@@ -8,6 +8,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.lean import lean_runtime
 from dcompile.compat.regions import regions_without_inductor
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
@@ -46,6 +47,7 @@ def aot_compile(
         tangents_as_results(),
         simplifying_once(),
         views_as_asked(),
+        strides_of_indices(),
         remembering,
         no_unread_graphs(),
         lean,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.guards import short_guard_of_hooks
+from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.sizes import simplifying_once
 from dcompile.compat.unread import no_unread_latencies
 from dcompile.compat.views import views_as_asked
@@ -132,6 +133,7 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         _traced_instead(sync_batch_norm),
         simplifying_once(),
         views_as_asked(),
+        strides_of_indices(),
         no_unread_latencies(),
         short_guard_of_hooks(),
         _writes_to_scalars_kept(),

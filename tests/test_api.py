@@ -261,6 +261,23 @@ def test_a_result_that_looks_at_all_of_another_is_another_tensor():
     assert y.shape == (3, 4)
 
 
+def test_what_looks_at_all_of_a_result_is_its_view_for_the_graph_behind_a_break():
+    """AOTAutograd looks for what the two have in common, and looks at it again for the result."""
+
+    @dcompile.compile(options={"receipt": False})
+    def function(x):
+        y = x * 2
+        view, free = y.as_strided(y.shape, y.stride()), y.detach()
+        torch._dynamo.graph_break()
+        view[1:] = view[:-1].clone()
+        return y[..., 0], view, free
+
+    x = torch.arange(3.0).view(3, 1)
+    first, view, free = function(x)
+    assert torch.equal(first, torch.tensor([0.0, 0.0, 2.0])) and first._base is view._base is not None
+    assert torch.equal(free, view)
+
+
 def test_a_model_on_meta_tells_shapes():
     """Which no kernel is made for: what runs are ATen's, and the receipt says so."""
     layer = torch.nn.Linear(4, 2, device="meta")

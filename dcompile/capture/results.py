@@ -46,22 +46,35 @@ def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[
     return tuple(map(tuple, places.values()))
 
 
-def to_be_told_apart(gm: Any) -> tuple[tuple[int, int], ...]:
-    """(place, earlier place) of a graph's results that may be one tensor in a program, and are two in the graph.
+def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:
+    """(place, earlier place, whether as a view) of a graph's results that may be one tensor in a program, and are two.
 
-    A look at all of a result as it lies is the result itself there: `return h, h.view_as(h)`.
+    A look at all of a result as it lies is the result itself there: `return h, h.view_as(h)`. The view has a base in
+    eager mode, and AOTAutograd asks for it where a later graph changes the one and returns a view of the other;
+    `h.detach()` has none.
     """
     nodes = gm.graph.output_node().args[0]
     memories = [memory_of(node) for node in nodes]
     pairs = ((place, earlier) for place in range(len(nodes)) for earlier in range(place))
-    return tuple((n, m) for n, m in pairs if nodes[n] is not nodes[m] and memories[n] == memories[m] is not None)
+    apart = [(n, m) for n, m in pairs if nodes[n] is not nodes[m] and memories[n] == memories[m] is not None]
+    return tuple((n, m, not (_detached(nodes[n]) or _detached(nodes[m]))) for n, m in apart)
 
 
-def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int]]) -> None:
+def _detached(node: Any) -> bool:
+    """Whether a view is one by way of `detach`."""
+    while node.op == "call_function" and getattr(node.target, "is_view", False):
+        if node.target is torch.ops.aten.detach.default:
+            return True
+        node = node.args[0]
+    return False
+
+
+def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> None:
     """A tensor of its own for each result that is the same as the earlier one of a pair."""
-    for place, earlier in pairs:
-        if outputs[place] is outputs[earlier]:
-            outputs[place] = outputs[place].detach()
+    for place, earlier, view in pairs:
+        x = outputs[place]
+        if x is outputs[earlier]:
+            outputs[place] = x.as_strided(x.shape, x.stride()) if view else x.detach()
 
 
 def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch.utils._pytree import tree_leaves
 
 from dcompile.ir.interpret import interpret
@@ -15,6 +16,7 @@ from tests.fuzz.__main__ import failure, search, smallest
 from tests.fuzz.checks import Check, checks, first_difference
 from tests.fuzz.keep import KEPT, keep, kept_case
 from tests.fuzz.torch_checks import TorchCheck, torch_checks
+from tests.fuzz.torch_session import TorchProgram
 
 LOOPS = {check.name: check for check in checks()}
 CHECKS = LOOPS | {check.name: check for check in torch_checks()}
@@ -53,6 +55,24 @@ def test_a_planted_fault_in_a_module_is_found_and_its_program_shrunk(tmp_path, m
     assert len(program.forward) <= 1 and len(program.results) == len(program.steps) == 1
     monkeypatch.setattr(keeping, "KEPT", tmp_path)
     assert kept_case(keep("planted", seed, program)) == ("planted", program) and failure(check, program)
+
+
+@pytest.mark.parametrize("theirs", [KeyError, ValueError])
+def test_an_error_is_known_where_aot_eager_ends_with_one_of_the_same_type(theirs):
+    def ending(error):
+        def compiled(*args):
+            raise error("as planted")
+
+        return lambda module: torch.compile(module, backend=lambda gm, inputs: compiled())
+
+    class Ending(TorchCheck):
+        compiled, by_aot = staticmethod(ending(KeyError)), staticmethod(ending(theirs))
+
+    program = TorchProgram(
+        ("a = leaf(1, (2,), torch.float32)", "b = c = a"), (), ("a + 1",), ("r0 = call(model, a, b, c)",)
+    )
+    found = Ending("planted").difference(program)
+    assert found is None if theirs is KeyError else found.startswith("error: step 3: error: KeyError:")
 
 
 def with_tanh_for_exp(program: Program) -> Program:

@@ -16,7 +16,7 @@ import dcompile
 from dcompile.codegen.emit import host, launches
 from dcompile.runtime import arena
 from tests.fuzz.torch_random import random_torch_program
-from tests.fuzz.torch_session import TorchProgram, differences, session
+from tests.fuzz.torch_session import TorchProgram, differences, error_type, session
 from tests.poison import poisoned
 
 
@@ -52,7 +52,7 @@ class TorchCheck:
                 found = differences(want, session(program, self.compiled, drops))
             if found:
                 theirs = differences(want, session(program, self.by_aot, drops))
-                found = {key: text for key, text in found.items() if not _is_known(key, theirs)}
+                found = {key: text for key, text in found.items() if not _is_known(key, text, theirs)}
         for (step, what), text in found.items():
             return f"{_kind(what)}: step {step}: {what}: {text}"
         return None
@@ -93,9 +93,12 @@ def given_out_at_once() -> Iterator[None]:
         yield
 
 
-def _is_known(key: tuple[int, str], theirs: Mapping[tuple[int, str], str]) -> bool:
-    """Whether aot_eager differs there as well, or has ended before."""
-    return key in theirs or any(what == "error" and step <= key[0] for step, what in theirs)
+def _is_known(key: tuple[int, str], text: str, theirs: Mapping[tuple[int, str], str]) -> bool:
+    """Whether aot_eager differs there as well, by an error of the same type if it is one, or has ended before."""
+    ended = next(((step, said) for (step, what), said in theirs.items() if what == "error"), None)
+    if ended is not None and ended[0] == key[0] and key[1] == "error":
+        return error_type(ended[1]) == error_type(text)
+    return key in theirs or (ended is not None and ended[0] <= key[0])
 
 
 def _kind(what: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, TorchRuntimeError
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -194,8 +195,18 @@ def session(
             exec(_for_device("\n".join((line, *anew))), scope)
             found.append(dict((*_seen(scope), *_changed(scope, versions))) if looks else {})
     except Exception as error:
-        found.append({"error": f"{type(error).__name__}: {str(error)[:300]}"})
+        found.append({"error": f"{type(_unwrapped(error)).__name__}: {str(error)[:300]}"})
     return found
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What was raised, where Dynamo says so by an error of its own."""
+    while isinstance(error, BackendCompilerFailed | TorchRuntimeError | InternalTorchDynamoError):
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
+    return error
 
 
 def _for_device(text: str) -> str:
@@ -253,14 +264,20 @@ def differences(want: list[Seen], got: list[Seen]) -> dict[tuple[int, str], str]
     found: dict[tuple[int, str], str] = {}
     for step, (one, two) in enumerate(zip(want, got, strict=False)):
         if "error" in one or "error" in two:
-            if ("error" in one) != ("error" in two):
-                found[step, "error"] = f"{two.get('error', 'no error')}, not {one.get('error', 'no error')}"
+            text, want_text = two.get("error", "no error"), one.get("error", "no error")
+            if error_type(text) != error_type(want_text):
+                found[step, "error"] = f"{text}, not {want_text}"
             break
         for key in (*one, *(key for key in two if key not in one)):
             text = _difference(one.get(key), two.get(key))
             if text is not None:
                 found[step, key] = text
     return found
+
+
+def error_type(text: str) -> str:
+    """The type that a step's error begins with; messages may say the same in other words."""
+    return text.partition(":")[0]
 
 
 def _difference(one: Any, two: Any) -> str | None:

@@ -41,7 +41,7 @@ VIEWS = (
     "{x}.as_strided((2, 2), (1, 2), {k})", "{x}.as_strided({x}.shape, {x}.stride())", "{x}.mT", "{x}.expand_as({y})",
     "{x}.view({x}.shape[0], -1)", "{x}.view(torch.int32)", "{x}.requires_grad_()", "torch.atleast_2d({x})",
     "{x}.swapaxes(0, {d})", "{x}.to({x}.dtype)", "torch.ops.aten.alias({x})", "{x}.unflatten(-1, (2, 2))",
-    "{x}.permute(*range({x}.dim())[::-1])",
+    "{x}.permute(*reversed(range({x}.dim())))",
 )  # fmt: skip
 """What looks at a tensor, more or less."""
 

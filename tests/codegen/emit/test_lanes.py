@@ -141,3 +141,24 @@ def test_rows_without_a_reduction_go_side_by_side_too(sizes):
     inputs = random_inputs(program)
     for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
         assert np.allclose(want, got, rtol=2e-6, atol=1e-6)
+
+
+def few(n: int, rows: int, picked: bool = False) -> Program:
+    """A sum over a few numbers that all rows have in common, of each with the row's own."""
+    b = loops.Body()
+    w = b.load("w", loops.J0)
+    x = b.load("x", loops.I0 * n + loops.J0) if picked else b.load("x", loops.I0)
+    stores = [Store("y", loops.I0, b.reduce("sum", b.op("lgamma", b.op("add", x, w))))]
+    shape = (rows, n) if picked else (rows,)
+    return loops.program(
+        b, (rows,), (n,), stores, x=("float32", shape), w=("float32", (n,)), y=("float32", (rows,))
+    )  # fmt: skip
+
+
+def test_rows_of_few_elements_go_side_by_side_where_rows_are_as_near():
+    program = few(3, 2 * LANES + 5)
+    assert nest_of(program).lane is not None
+    assert all(nest_of(p).lane is None for p in (few(3, LANES - 1), few(16, 2 * LANES), few(3, 2 * LANES, True)))
+    inputs = {name: np.abs(array) + 0.5 for name, array in random_inputs(program).items()}
+    for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
+        assert np.allclose(want, got, rtol=2e-6, atol=2e-6)

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.codegen.lower import aten_graph, products
+from dcompile.codegen.lower.assembled import find_assembled, read_from
 from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.indices import same_layout
@@ -86,6 +87,7 @@ class _Walk:
         self.low = Lowering(name)
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
         self.numbers = numbers_of(gm)
+        self.assembled = find_assembled(gm.graph)
         self.values: dict[Node, Any] = self.low.values
         self.arguments: list[str] = []
         self.storages: set[int] = set()
@@ -105,6 +107,8 @@ class _Walk:
                 case "call_function" if node in self.numbers:
                     number = constant(self.numbers[node], (), dtype_name(node.meta["val"].dtype))
                     self.values[node] = self._settled(node, number)
+                case "call_function" if node in self.assembled.needless:
+                    pass
                 case "call_function":
                     self.low.origin = origin_of(node)
                     self.values[node] = self._settled(node, self._lowered(node))
@@ -196,6 +200,9 @@ class _Walk:
         return arg
 
     def _lowered(self, node: Node) -> Any:
+        if (whole := self.assembled.whole.get(node)) is not None:
+            assert whole.source is not None, "what is whole is read from somewhere"
+            return read_from(self.low, node.meta["val"], self.values[whole.source], whole.lines)
         args = [self._argument(arg) for arg in node.args]
         kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
         if node.target is operator.getitem:

@@ -16,7 +16,7 @@ from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.joint import Cut, donated_positions, take_token
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.plans import plan_of
-from dcompile.capture.results import hand_out, saved_with, tell_apart, to_be_detached, to_be_told_apart
+from dcompile.capture.results import hand_out, returned_again, saved_with, tell_apart, to_be_detached, to_be_told_apart
 from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
@@ -168,7 +168,7 @@ class Programs:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
-        pairs = to_be_told_apart(gm)
+        pairs, again = to_be_told_apart(gm), returned_again(gm)
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering = self._gathering(run)
 
@@ -177,6 +177,8 @@ class Programs:
             results = gathering(args)
             if pairs:
                 tell_apart(results, pairs)
+            for place, earlier in again:
+                results[place] = results[earlier]
             return results
 
         return inference

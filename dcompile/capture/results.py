@@ -69,6 +69,18 @@ def _detached(node: Any) -> bool:
     return False
 
 
+def returned_again(gm: Any) -> tuple[tuple[int, int], ...]:
+    """(place, first place) of what a graph returns several times, and is one tensor.
+
+    A program looks anew at memory for each place. Two inputs that overlap are what a graph behind a break then has for
+    one, and AOTAutograd refuses to change such a one by way of `as_strided`.
+    """
+    first: dict[Any, int] = {}
+    nodes = enumerate(gm.graph.output_node().args[0])
+    found = [(place, first.setdefault(node, place)) for place, node in nodes if isinstance(node, torch.fx.Node)]
+    return tuple((place, earlier) for place, earlier in found if place != earlier)
+
+
 def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> None:
     """A tensor of its own for each result that is the same as the earlier one of a pair."""
     for place, earlier, view in pairs:

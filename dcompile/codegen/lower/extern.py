@@ -153,7 +153,9 @@ def _in_its_storage(low: Lowering, node: Node, tensor: T) -> T:
     if tensor.view is not None and tensor.view.buffer in low.inputs:
         return tensor  # a view of the caller's own tensor
     fake = node.args[0].meta["val"]  # type: ignore[union-attr]
-    if not (isinstance(offset := fake.storage_offset(), int) and offset == 0 and is_dense(fake)):
+    # fewer bytes than the storage has: by way of `as_strided` of an input, say, which is a copy here, and ends there
+    is_all = fake.storage_offset() == 0 and is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes
+    if not is_all:
         raise Unsupported(f"dcompile: {node.target} looks at the storage behind a slice")
     view = low.exact(tensor)
     out = low.buffer(tensor.shape, tensor.dtype, strides_of(fake), f"{view.buffer}_storage")

@@ -12,6 +12,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "input": lambda x: x.as_strided((3,), (2,), 1) * 2,
     "input relative": lambda x: x.as_strided((3,), (2,)) * 2,
     "result": lambda x: (x @ x.t()).as_strided((2, 2), (1, 4), 3) + 1,
+    "look at a part of an input": lambda x: x[:3, 0].as_strided((2, 2), (1, 2), 0).as_strided((2, 2), (1, 2), 1),
     "slice of a result": lambda x: (x * 2)[1:].as_strided((3,), (1,), 0) + 1,
     "scatter into a result": lambda x: torch.as_strided_scatter((x + 1) @ (x @ x.t())[:3], x[0, :2], (2,), (3,), 4) * 3,
     "scatter over all": lambda x: torch.as_strided_scatter(torch.zeros(12), (-x).view(4, 3), (4, 3), (3, 1), 0) * 3,

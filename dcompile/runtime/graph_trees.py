@@ -329,7 +329,7 @@ class _Results:
         self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
         self._args = args
         self._by_address: dict[int, Memory] = {}
-        self._slots = {slot.tensor.untyped_storage().data_ptr() for slot in slots}
+        self._slots = {slot.tensor.untyped_storage().data_ptr(): slot for slot in slots}
         self._virtual = {id(args[i]): i for i in stay if _is_virtual(args[i])}
         self._seen: dict[Memory, None] = {}
 
@@ -349,21 +349,28 @@ class _Results:
         storage = value.untyped_storage()
         position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
         if position is not None:
-            source = self._args[position]
-            offset = value.storage_offset() - source.storage_offset()
-            return Result("input", position, 0, tuple(value.shape), value.stride(), offset)
+            return _look(position, self._args[position], value)
+        slot = self._slots.get(storage.data_ptr())
+        if slot is not None and kept is not None:  # a saved one is read from the slot
+            return _look(slot.position, slot.tensor, value)
         bucket = self._buckets.get(storage.data_ptr())
         if bucket is not None:
             return Result("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
         memory = self._by_address.get(storage.data_ptr())
         if memory is None:
-            memory = Memory(storage, self._pool, pinned=storage.data_ptr() in self._slots)
+            memory = Memory(storage, self._pool, pinned=slot is not None)
             self._by_address[storage.data_ptr()] = memory
         if kept is not None and storage.nbytes() <= COPY_BYTES:
             return Result("copy", memory, memory.add(value))
         self._seen[memory] = None
         memory.kept = memory.kept or kept
         return Result("memory", memory, memory.add(value), kept=kept)
+
+
+def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> Result:
+    """A result that lies in the memory of `source`, which the input of this position is or was copied to."""
+    offset = value.storage_offset() - source.storage_offset()
+    return Result("input", position, 0, tuple(value.shape), value.stride(), int(offset))
 
 
 def _key(args: Sequence[Any]) -> tuple[Any, ...]:

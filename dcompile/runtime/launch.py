@@ -90,8 +90,9 @@ class HostProgram:
         """Run with an arena that ends with the call: to be recorded, with memory of the recorder's pool."""
         args.extend(self._constants)
         sizes = () if self._sizes is None else self._sizes(args)
+        workspace = Workspace(self._device(args))  # held for as long as the call runs, which knows addresses in it
         with torch.no_grad():
-            return Workspace(self._device(args)).call(self, sizes)(args, buckets, sync)
+            return workspace.call(self, sizes)(args, buckets, sync)
 
     def release(self) -> None:
         """Let go of the arenas of earlier calls; a later call makes one anew."""

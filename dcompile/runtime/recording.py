@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
+from dcompile.runtime.arena import over
 
 
 @dataclass(eq=False, slots=True)
@@ -42,11 +43,15 @@ class Memory:
         self.address, self.nbytes, self.device = storage.data_ptr(), storage.nbytes(), storage.device
         self._storage = storage
         self._templates: list[torch.Tensor] = []
+        self._whole = False
+        """Whether a copy takes all of the storage: for results that lie together in it, or with gaps."""
         self._own = (0, 0)
 
     def add(self, like: torch.Tensor) -> int:
         """Make a template like this tensor, which lies in this memory; its number."""
-        self._templates.append(self._over(like.dtype, like.shape, like.stride(), int(like.storage_offset())))
+        template = self._over(like.dtype, like.shape, like.stride(), int(like.storage_offset()))
+        self._whole = self._whole or bool(self._templates) or torch.empty_like(template).stride() != template.stride()
+        self._templates.append(template)
         return len(self._templates) - 1
 
     def _over(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -75,9 +80,14 @@ class Memory:
         """A tensor for the caller."""
         return self._templates[template].detach()
 
-    def copy(self, template: int) -> torch.Tensor:
-        """A copy for the caller, in memory of its own."""
-        return self._templates[template].clone()
+    def copy(self, template: int, copied: dict[Memory, torch.Tensor]) -> torch.Tensor:
+        """A copy for the caller, which lies to other `copied` results of this call as they do here."""
+        tensor = self._templates[template]
+        if not self._whole:
+            return tensor.clone()
+        if self not in copied:
+            copied[self] = self._over(torch.uint8, (self.nbytes,), (1,), 0).clone()
+        return over(copied[self], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset() * tensor.itemsize)
 
     def give_up(self) -> None:
         """Let the allocator have the memory once nobody else holds it. The address stays known."""
@@ -121,15 +131,15 @@ class Result:
     """Of a look at an input or bucket: in elements, from where that begins."""
     kept: Kept | None = None
 
-    def of(self, args: Sequence[Any], buckets: Mapping[str, Any]) -> Any:
-        """What the caller gets."""
+    def of(self, args: Sequence[Any], buckets: Mapping[str, Any], copied: dict[Memory, torch.Tensor]) -> Any:
+        """What the caller gets; `copied` as in `Memory.copy`."""
         match self.kind:
             case "value":
                 return self.source
             case "memory" if self.kept is None or not self.kept.found:
                 return self.source.hand_out(self.template)
             case "memory" | "copy":
-                return self.source.copy(self.template)
+                return self.source.copy(self.template, copied)
             case "input":
                 tensor = args[self.source]
                 if self.offset == 0 and tensor.shape == self.shape and tensor.stride() == self.strides:
@@ -164,7 +174,8 @@ class Recording:
         self.replay()
         for slot in self.slots:
             slot.copy_back(args)
-        results = [result.of(args, buckets) for result in self.results]
+        copied: dict[Memory, torch.Tensor] = {}
+        results = [result.of(args, buckets, copied) for result in self.results]
         args.clear()
         return results
 

@@ -15,6 +15,7 @@ from torch import nn
 import dcompile
 from dcompile.codegen.emit import host, launches
 from dcompile.runtime import arena
+from tests.fuzz.recordings import recorded
 from tests.fuzz.torch_random import random_torch_program
 from tests.fuzz.torch_session import TorchProgram, differences, error_type, session
 from tests.poison import poisoned
@@ -30,6 +31,8 @@ class TorchCheck:
     """Sizes that differ from call to call, symbolic from the start."""
     poison: bool = False
     """Memory of every result is given out again as soon as nobody refers to it, and filled with NaN then."""
+    recorded: bool = False
+    """As CUDA graphs are, on the CPU."""
     in_place: bool = False
     device: str = "cpu"
     """Where it runs. Programs are written on the CPU."""
@@ -48,7 +51,7 @@ class TorchCheck:
         with warnings.catch_warnings(), device:
             warnings.simplefilter("ignore")
             want = session(program, lambda module: module, drops)
-            with given_out_at_once() if self.poison else contextlib.nullcontext():
+            with self._around():
                 found = differences(want, session(program, self.compiled, drops))
             if found:
                 theirs = differences(want, session(program, self.by_aot, drops))
@@ -56,6 +59,11 @@ class TorchCheck:
         for (step, what), text in found.items():
             return f"{_kind(what)}: step {step}: {what}: {text}"
         return None
+
+    def _around(self) -> contextlib.AbstractContextManager[None]:
+        if self.recorded:
+            return recorded()
+        return given_out_at_once() if self.poison else contextlib.nullcontext()
 
     def compiled(self, module: nn.Module) -> Callable[..., Any]:
         torch.compiler.reset()
@@ -140,5 +148,7 @@ def torch_checks(device: str = "cpu") -> Iterator[TorchCheck]:
     if device == "cpu":
         yield TorchCheck("torch programs in memory given out again", poison=True)
         yield TorchCheck("torch programs of several sizes in memory given out again", several=True, poison=True)
+        yield TorchCheck("torch programs replayed", {"triton.cudagraphs": True}, recorded=True)
+        yield TorchCheck("torch programs of several sizes replayed", {"triton.cudagraphs": True}, True, recorded=True)
     else:
         yield TorchCheck("torch programs as CUDA graphs", {"triton.cudagraphs": True}, device=device)

@@ -1,0 +1,83 @@
+"""CUDA graphs without a GPU: what is recorded is computed again at each replay, into the memory it was recorded in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from dcompile import compat, compiler
+from dcompile.capture import programs
+from dcompile.runtime import cuda_graphs
+
+
+class Repeats:
+    """A `Recorder` of calls on the CPU. Like a stream that captures, it leaves everything as it was while it records."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kept: list[torch.Tensor] = []
+        """Results as recorded, whose memory stays theirs: as that of a pool, and nobody else may have it."""
+
+    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
+        """See `Recorder`."""
+        given = _boxed(function)
+        looks = [_look(x) for x in given[-1]]
+        before, state = [(x, x.clone()) for x in _memories(looks)], torch.get_rng_state()
+        results = function()
+        for memory, bytes_before in before:
+            memory.copy_(bytes_before)
+        torch.set_rng_state(state)
+        self._kept += (x.detach() for x in results if isinstance(x, torch.Tensor))
+        own = [_look(x) for x in results]
+
+        def replay() -> None:
+            given.append([_look(x) for x in looks])
+            again = function()
+            for to, made in zip(own, again, strict=True):
+                if isinstance(to, torch.Tensor) and to.data_ptr() != made.data_ptr():
+                    to.copy_(made)
+
+        return replay, results
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """As if the CPU were the device."""
+        return tensor.device.type == "cpu"
+
+
+def _boxed(function: Any) -> list[list[Any]]:
+    """What `Replayed` passes to a program that is recorded: a list that it pops the arguments from."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    inside: list[list[Any]] = cells["inside"].cell_contents
+    return inside
+
+
+def _look(x: Any) -> Any:
+    """The same memory, held by nobody."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    storage = x.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), x.device)
+    return torch.empty(0, dtype=x.dtype).set_(outside, x.storage_offset(), x.shape, x.stride())
+
+
+def _memories(looks: list[Any]) -> Iterator[torch.Tensor]:
+    """All bytes of the storages under these tensors, once each."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in looks if isinstance(x, torch.Tensor)}
+    for storage in storages.values():
+        yield torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Programs on the CPU are recorded and replayed as those on a GPU are."""
+    with (
+        mock.patch.object(cuda_graphs, "CudaRecorder", Repeats),
+        mock.patch.object(compiler, "gpus", lambda gm: {"cpu"}),
+        mock.patch.object(programs, "donated_positions", lambda gm: ()),
+    ):
+        yield

@@ -133,7 +133,7 @@ class CachingCompiler:
             from dcompile.runtime.cuda_graphs import CudaRecorder
 
             self._trees[device] = Tree(CudaRecorder(torch.device(device)))
-        return Replayed(program, self._trees[device], results=request.results)
+        return Replayed(program, self._trees[device], results=request.results, saved=bool(request.saved))
 
     def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:
         try:

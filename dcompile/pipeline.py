@@ -182,8 +182,9 @@ class Pipeline:
                 "max_autotune has no effect: it measures products on one GPU, beside kernels of ours"
             )
         chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if measures else None
+        saved = frozenset(plan.lowered.program.inputs[position] for position in request.saved)
         source = self._timed(
-            request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen)
+            request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen, saved=saved)
         )
         return Begun(plan, source, building)
 

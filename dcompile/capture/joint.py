@@ -55,6 +55,7 @@ def partitioner(
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         hand_out_keys(joint)
         keep_old_values(joint)
+        keep_looks_by_strides(joint)
         prepare(joint)
         forward, backward = compat.aot.min_cut_partition(
             joint,
@@ -96,6 +97,18 @@ def keep_old_values(joint: Any) -> None:
     for old in placeholders:
         if old in changed and _is_read_in(old, backward):
             compat.aot.never_recompute(_only_copy(old) or _read_a_copy(joint, old, placeholders[-1]))
+
+
+def keep_looks_by_strides(joint: Any) -> None:
+    """Have the forward save what it sees of an input by `as_strided`, as eager does, rather than the input alone.
+
+    In the backward the input may lie otherwise (`p.data = p.data.t()`). It is copied to where it lay, then: the same
+    numbers in other memory, of which the same strides would show something else.
+    """
+    inputs = {memory_of(node) for node in joint.graph.find_nodes(op="placeholder")} - {None}
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        if memory_of(node) in inputs:
+            compat.aot.never_recompute(node)
 
 
 def _is_read_in(node: Any, backward: set[Any]) -> bool:
@@ -250,6 +263,12 @@ def _may_be_lent(result: Any) -> bool:
 def donated_positions(backward: Any) -> tuple[int, ...]:
     """Positions of the inputs that `mark_donated` has marked."""
     return tuple(n for n, node in enumerate(backward.graph.find_nodes(op="placeholder")) if DONATED in node.meta)
+
+
+def saved_positions(backward: Any) -> tuple[int, ...]:
+    """Positions of the inputs that are tensors which the forward has saved."""
+    places = enumerate(backward.graph.find_nodes(op="placeholder"))
+    return tuple(n for n, node in places if memory_of(node) is not None and not compat.aot.is_tangent(node))
 
 
 def memory_of(node: Any) -> int | None:

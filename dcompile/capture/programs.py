@@ -13,10 +13,18 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
-from dcompile.capture.joint import Cut, donated_positions, take_token
+from dcompile.capture.joint import Cut, donated_positions, saved_positions, take_token
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.plans import plan_of
-from dcompile.capture.results import hand_out, returned_again, saved_with, tell_apart, to_be_detached, to_be_told_apart
+from dcompile.capture.results import (
+    hand_out,
+    returned_again,
+    saved_looks,
+    saved_with,
+    tell_apart,
+    to_be_detached,
+    to_be_told_apart,
+)
 from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
@@ -92,6 +100,7 @@ class Programs:
             name=f"{WHOLE if whole else kind}{self.number}",
             kind=kind,
             donated=donated,
+            saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
             together=self._together and not whole,
             **self._machine(),
             **more,
@@ -187,6 +196,7 @@ class Programs:
         position = take_token(gm)
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)
         detached = to_be_detached(gm, compat.aot.constant_results(), self._cut.results)
+        looks = saved_looks(gm, self._cut.results)
         run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
         model = self.model
         gathering = self._gathering(run)
@@ -196,6 +206,8 @@ class Programs:
             results = list(gathering(args))
             if views:
                 hand_out(results, views)
+            for place in looks:
+                results[place] = results[place].detach()
             for place, *others in detached:
                 results[place] = results[place].detach()
                 for other in others:

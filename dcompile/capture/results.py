@@ -46,6 +46,17 @@ def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[
     return tuple(map(tuple, places.values()))
 
 
+def saved_looks(gm: Any, count: int) -> tuple[int, ...]:
+    """Behind a forward's `count` results: positions of what it saves that looks at an input and is not that input.
+
+    A look at all of an input as it lies is the input itself in a program, and by the backward that may have another
+    `.data`, which a look of eager's does not follow.
+    """
+    inputs = {memory_of(node) for node in gm.graph.find_nodes(op="placeholder")} - {None}
+    saved = enumerate(gm.graph.output_node().args[0][count:], count)
+    return tuple(n for n, node in saved if memory_of(node) in inputs and node.op != "placeholder")
+
+
 def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     """(place, earlier place, whether as a view) of a graph's results that may be one tensor in a program, and are two.
 

@@ -88,6 +88,8 @@ class Request:
     """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
     donated: tuple[int, ...] = ()
     """Positions of the inputs that are the graph's own: saved tensors that nobody outside can see."""
+    saved: tuple[int, ...] = ()
+    """Positions of the inputs of a backward that come from its forward, by way of autograd."""
     together: bool = False
     """Whether every rank captured this graph in the same call, the first one: then rank 0 compiles it for all."""
     figures: Figures = CPU

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import unittest.mock
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Through:
@@ -31,6 +34,21 @@ def _shorter(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     if hooks(True) is not None or not holds(None):
         return holds
     return lambda value: hooks(True) is None or holds(value)
+
+
+def like_these(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Whether as many tensors have the same dtypes, shapes, strides and devices as these: 0.3 us for 3, 19 for 300.
+
+    It may also say no for another reason, such as `requires_grad`. None, where torch has no such function.
+    """
+    from torch._C._dynamo import guards
+
+    made = getattr(guards, "TensorGuards", None)
+    if made is None:
+        return None
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    check: Callable[..., bool] = made(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
 
 
 @contextlib.contextmanager

@@ -159,11 +159,12 @@ class Tree:
 class Replayed:
     """An executable that is recorded and replayed. See `collectives.params.Executable`.
 
-    `results`: how many of its first results the user sees; the others are saved tensors or gradients.
+    `results`: how many of its first results the user sees; the others are saved tensors or gradients. `saved`: whether
+    it gets what a forward has saved.
     """
 
-    def __init__(self, program: Recordable, tree: Tree, *, results: int = 0) -> None:
-        self._program, self._tree, self._results = program, tree, results
+    def __init__(self, program: Recordable, tree: Tree, *, results: int = 0, saved: bool = False) -> None:
+        self._program, self._tree, self._results, self._saved = program, tree, results, saved
         self._mutated = frozenset(program.mutated)
         self._kept = Kept()
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
@@ -279,7 +280,8 @@ class Replayed:
         )
         del results
         made.settle()
-        recording = Recording(replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive))
+        lie = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
+        recording = Recording(replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), lie)
         recordings.append(recording)
         self._program.release()
         self.report.recordings += 1

@@ -162,10 +162,14 @@ class Recording:
     memories: tuple[Memory, ...]
     pool: int
     tolerates: frozenset[Memory]
+    lie: Callable[..., bool] | None = None
+    """Of a backward: whether the fixed inputs have the layouts that they had: a new `.data` may lie there, too."""
 
     def fits(self, args: list[Any]) -> bool:
         """Whether the inputs lie where this recording reads them."""
-        return compat.tensors.addresses_are(args, self.addresses, self.fixed)
+        if not compat.tensors.addresses_are(args, self.addresses, self.fixed):
+            return False
+        return self.lie is None or self.lie(*[args[place] for place in self.fixed])
 
     def run(self, args: list[Any], buckets: Mapping[str, Any]) -> list[Any]:
         """Replay with these inputs and this memory of gradient buckets; `args` is emptied."""

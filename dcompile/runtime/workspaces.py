@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dcompile.collectives.params import AnySource
+from dcompile.collectives.params import AnySource, Report
 from dcompile.compat.tensors import is_only_reference
 from dcompile.ir.geometry import Geometry
 from dcompile.runtime import checks, gpu
@@ -19,6 +19,7 @@ from dcompile.runtime.arena import Arena, Fresh, Recycled, like, over
 from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.calls import Calls
 from dcompile.runtime.libraries import kernel, library
+from dcompile.runtime.saved import Layout, Saved
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
@@ -30,6 +31,7 @@ class Preparable(Protocol):
     """A program that can be prepared for an arena."""
 
     libraries: Mapping[str, Path]
+    report: Report
 
     @property
     def make(self) -> Callable[..., Call]:
@@ -100,7 +102,8 @@ class Workspace:
             arena = self._arena_of(program.needs(*sizes))
             prepared = self._prepared.setdefault(program, _Prepared())
             if prepared.run is None:
-                prepared.run = Run(arena, program.libraries, prepared.results, self.device)
+                notes = program.report.notes
+                prepared.run = Run(arena, program.libraries, prepared.results, self.device, notes)
             call = program.make(prepared.run, *sizes)
         prepared.calls[sizes] = call
         if not sizes:
@@ -123,8 +126,10 @@ class Workspace:
 class Run:
     """What a host program asks for while it prepares itself, and for rare cases while it runs."""
 
-    def __init__(self, arena: Arena, libraries: Mapping[str, Path], results: dict[str, Recycled], device: int) -> None:
-        self.device = device
+    def __init__(
+        self, arena: Arena, libraries: Mapping[str, Path], results: dict[str, Recycled], device: int, notes: list[str]
+    ) -> None:
+        self.device, self.notes = device, notes
         self.arena = arena
         self.libraries = libraries
         self.results = results
@@ -174,6 +179,10 @@ class Run:
         for place, copy in copies.items():
             given[place].copy_(copy)
         return results
+
+    def saved(self, *layouts: Layout) -> Saved:
+        """How the program's saved tensors have to lie."""
+        return Saved(layouts, self.notes)
 
     @property
     def address(self) -> int:

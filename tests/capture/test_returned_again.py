@@ -18,7 +18,7 @@ def test_is_one_tensor_behind_a_graph_break() -> None:
         other.as_strided((2,), (1,)).add_(1)
         return one, other
 
-    a = torch.linspace(-1, 1, 16).view(4, 4)
+    a = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
     got = torch.compile(function, backend="dcompile", options={"receipt": False})(a)
     assert got[0] is got[1]
     assert torch.equal(got[0], function(a)[0])

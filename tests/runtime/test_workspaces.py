@@ -18,6 +18,7 @@ class Program:
 
     def __init__(self, nbytes: int) -> None:
         self.libraries: dict = {}
+        self.report = Report()
         self.prepared: list[int] = []
         self.nbytes = nbytes
 

@@ -20,7 +20,7 @@ from dcompile.codegen.emit.launches import Launches
 from dcompile.codegen.emit.library import function, in_torch, out_overload, returns_one_tensor
 from dcompile.codegen.emit.uses import all_views, last_uses
 from dcompile.ir.geometry import Chosen
-from dcompile.ir.index import Index, as_index, var
+from dcompile.ir.index import Index, Size, as_index, var
 from dcompile.ir.nodes import SCALE, SCALED, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
 
@@ -41,21 +41,32 @@ _STARTS = {"all_gather": "start_gather", "reduce_scatter": "start_scatter"}
 _WAITS = {"all_gather": "wait_gather", "reduce_scatter": "wait_scatter"}
 
 
-def emit(program: Program, kernels: Kernels, *, recycle: bool = True, chosen: Chosen | None = None) -> str:
+def emit(
+    program: Program,
+    kernels: Kernels,
+    *,
+    recycle: bool = True,
+    chosen: Chosen | None = None,
+    saved: frozenset[str] = frozenset(),
+) -> str:
     """The text of the host program. `chosen`: algorithms for matrix products that are not to be ATen's.
+
+    `saved`: inputs of a backward that may lie otherwise than in the forward by now.
 
     With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
     in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
     """
-    return _Host(program, kernels, recycle, chosen or {}).text()
+    return _Host(program, kernels, recycle, chosen or {}, saved).text()
 
 
 class _Host(Launches):
     """Collects the lines of `make` and of `call`."""
 
-    def __init__(self, program: Program, kernels: Kernels, recycle: bool, chosen: Chosen) -> None:
+    def __init__(
+        self, program: Program, kernels: Kernels, recycle: bool, chosen: Chosen, saved: frozenset[str]
+    ) -> None:
         super().__init__(program, kernels, late_symbols(program))
-        self.recycle, self.chosen = recycle, chosen
+        self.recycle, self.chosen, self.saved = recycle, chosen, saved
         self.calls, self.products = kernels.calls, kernels.products
         self.last = last_uses(program, self.calls, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
@@ -145,14 +156,43 @@ class _Host(Launches):
         names = [self.name(name) for name in self.program.inputs]
         if names:
             self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        for symbol, source in self.early.items():
+            if symbol not in self.program.inputs:
+                self.lines.append(f"{self.name(symbol)} = {self._value(source, self.name(source.input))}")
+        self._check_saved()
         self._check_alignment()
         if self.on_gpu:
             self.lines.append("stream = run.stream()")
         self.lines.append("args.clear()")
-        for symbol, source in self.early.items():
-            if symbol not in self.program.inputs:
-                self.lines.append(f"{self.name(symbol)} = {self._value(source, self.name(source.input))}")
         self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
+
+    def _check_saved(self) -> None:
+        """Kernels, and looks at a tensor in another shape, count on where tracing has seen what the forward saves.
+
+        Replayed as a CUDA graph, a program has these lines recorded for what they found (`runtime.recording`).
+        """
+        written = {name for step in self.program.steps for name in step.writes} - {*self.program.donated}
+        names, layouts, sizes = list[str](), list[str](), list[Size]()
+        for name in self.program.inputs:
+            if name in self.saved and self._relies_on(name):
+                buffer = self.table[name]
+                shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
+                names.append(self.name(name))
+                layouts.append(f"(torch.{buffer.dtype}, {shape}, {strides}, {buffer.device!r}, {name in written})")
+                sizes += [*buffer.shape, *buffer.strides]
+        if names:
+            text, given = f"run.saved({', '.join(layouts)})", ", ".join(names)
+            saved = self._prepared(text, "saved", sizes)
+            if saved == text:
+                saved = "_saved"
+                self.lines.append(f"{saved} = {text}")
+            self.lines += [f"if not {saved}.check({given}):", f"    [{given}] = {saved}.fit({given})"]
+
+    def _relies_on(self, name: str) -> bool:
+        """Whether the program knows by itself where the elements of an input lie."""
+        buffer = self.table[name]
+        whole = View(name, buffer.shape, buffer.strides)
+        return name in self.in_kernels or any(view != whole for view in self.looks.get(name, ()))
 
     def _check_alignment(self) -> None:
         """GPU kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""

@@ -87,7 +87,8 @@ class Memory:
             return tensor.clone()
         if self not in copied:
             copied[self] = self._over(torch.uint8, (self.nbytes,), (1,), 0).clone()
-        return over(copied[self], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset() * tensor.itemsize)
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        return over(copied[self], tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def give_up(self) -> None:
         """Let the allocator have the memory once nobody else holds it. The address stays known."""

@@ -245,7 +245,7 @@ def _seen(scope: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"{name} lies", [stride for size, stride in strides if size > 1 and x.numel()]
     tensors += [(f"{name}.grad", x.grad) for name, x in tensors if x.is_leaf and isinstance(x.grad, torch.Tensor)]
     for number, (name, x) in enumerate(tensors):
-        yield f"{name} is", (x.dtype, tuple(x.shape), x.requires_grad, x.is_leaf, x.is_inference())
+        yield f"{name} is", (x.device.type, x.dtype, tuple(x.shape), x.requires_grad, x.is_leaf, x.is_inference())
         yield name, x.detach().clone(memory_format=torch.contiguous_format)
         for other, y in tensors[:number]:
             yield f"{name} and {other}", _relation(x, y)
@@ -282,7 +282,7 @@ def error_type(text: str) -> str:
 
 def _difference(one: Any, two: Any) -> str | None:
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        if one.dtype != two.dtype or one.shape != two.shape:
+        if one.dtype != two.dtype or one.shape != two.shape or one.device != two.device:
             return None  # said by what it is
         tolerance = TOLERANCE.get(one.dtype, 0.0)
         scale = max(1.0, float(one.abs().max())) if one.numel() and one.dtype.is_floating_point else 1.0

@@ -457,3 +457,30 @@ def test_nothing_is_recorded_or_replayed_while_measured():
     training.forward.replayed.measure(None)
     training.run_backward(training.run_forward())
     assert training.forward.report.replays == replays + 1
+
+
+def test_results_lie_to_each_other_as_the_programs_own():
+    """Small results are handed out as copies; those together in memory, or with gaps, are copied together."""
+
+    def together(w, x):
+        a = w * x
+        return [a, a[1:], a[::2]]
+
+    program = Program(Worst(), together, results=3)
+    w = Parameter(torch.randn(6))
+    for _ in range(3):
+        x = torch.randn(6)
+        with torch.no_grad():
+            whole, part, wide = program.replayed([w, x])
+        assert torch.equal(whole, w.detach() * x) and torch.equal(part, whole[1:]) and torch.equal(wide, whole[::2])
+        assert part.data_ptr() - whole.data_ptr() == 4 and wide.data_ptr() == whole.data_ptr()
+        assert wide.stride() == (2,)
+    assert program.report.replays == 2
+
+
+def test_a_copy_keeps_its_gaps():
+    program = Program(Worst(), lambda w: [(w * 2)[:, :1]], results=1)
+    w = Parameter(torch.randn(3, 4))
+    with torch.no_grad():
+        strides = [program.replayed([w])[0].stride() for _ in range(3)]
+    assert strides == [(4, 1)] * 3 and program.report.replays == 2

@@ -15,7 +15,7 @@ from dcompile.runtime import cuda_graphs
 
 
 class Repeats:
-    """A `Recorder` of calls on the CPU. Like a stream that captures, it leaves everything as it was while it records."""
+    """A `Recorder` of calls on the CPU. As a stream that captures, it leaves all as it was while it records."""
 
     def __init__(self, device: torch.device) -> None:
         self._kept: list[torch.Tensor] = []

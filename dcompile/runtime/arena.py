@@ -101,3 +101,11 @@ def over(
 def like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for the same shape and strides, gaps and all, where `torch.empty_like` would close them."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, where both have the same strides; expanded dimensions (stride 0) hold one element and are copied once."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source, non_blocking=True)

@@ -276,7 +276,8 @@ class Replayed:
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
         made = _Results([i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call)
         kept = tuple(
-            made.result(value, self._kept if number < self._results else None) for number, value in enumerate(results)
+            made.result(value, self._kept if number < self._results else None, _seen(results, number, self._results))
+            for number, value in enumerate(results)
         )
         del results
         made.settle()
@@ -345,14 +346,16 @@ class _Results:
         for memory in self._by_address.values():
             memory.settle()
 
-    def result(self, value: Any, kept: Kept | None) -> Result:
+    def result(self, value: Any, kept: Kept | None, earlier: int | None) -> Result:
         if not isinstance(value, torch.Tensor):
             return Result("value", value)
+        if earlier is not None:
+            return Result("again", earlier)
         storage = value.untyped_storage()
         position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
         if position is not None:
             return _look(position, self._args[position], value)
-        slot = self._slots.get(storage.data_ptr())
+        slot = self._slots.get(storage.data_ptr()) if storage.nbytes() else None
         if slot is not None and kept is not None:  # a saved one is read from the slot
             return _look(slot.position, slot.tensor, value)
         bucket = self._buckets.get(storage.data_ptr())
@@ -367,6 +370,12 @@ class _Results:
         self._seen[memory] = None
         memory.kept = memory.kept or kept
         return Result("memory", memory, memory.add(value), kept=kept)
+
+
+def _seen(results: Sequence[Any], number: int, users: int) -> int | None:
+    """Where a result of the user's stands before, as the same tensor."""
+    earlier = range(number) if number < users else ()
+    return next((place for place in earlier if results[place] is results[number]), None)
 
 
 def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> Result:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
-from dcompile.runtime.arena import over
+from dcompile.runtime.arena import copy_elements, over
 
 
 @dataclass(eq=False, slots=True)
@@ -120,11 +120,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One result: a `value` that is no tensor; a look at an `input` or `bucket`; or `memory`, itself or as a copy."""
+    """One result: a `value` that is no tensor; a look at an `input` or `bucket`; `memory`, itself or as a copy; or an
+    earlier one `again`: what looks at it, and what counts its changes, go by the tensor."""
 
-    kind: Literal["value", "input", "bucket", "memory", "copy"]
+    kind: Literal["value", "input", "bucket", "memory", "copy", "again"]
     source: Any
-    """The value; the input's position; the bucket's name; or the `Memory`."""
+    """The value; the input's position; the bucket's name; the `Memory`; or the earlier result's position."""
     template: int = 0
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -132,9 +133,13 @@ class Result:
     """Of a look at an input or bucket: in elements, from where that begins."""
     kept: Kept | None = None
 
-    def of(self, args: Sequence[Any], buckets: Mapping[str, Any], copied: dict[Memory, torch.Tensor]) -> Any:
-        """What the caller gets; `copied` as in `Memory.copy`."""
+    def of(
+        self, args: Sequence[Any], buckets: Mapping[str, Any], copied: dict[Memory, torch.Tensor], earlier: list[Any]
+    ) -> Any:
+        """What the caller gets, behind `earlier` results; `copied` as in `Memory.copy`."""
         match self.kind:
+            case "again":
+                return earlier[self.source]
             case "value":
                 return self.source
             case "memory" if self.kept is None or not self.kept.found:
@@ -180,14 +185,8 @@ class Recording:
         for slot in self.slots:
             slot.copy_back(args)
         copied: dict[Memory, torch.Tensor] = {}
-        results = [result.of(args, buckets, copied) for result in self.results]
+        results: list[Any] = []
+        for result in self.results:
+            results.append(result.of(args, buckets, copied, results))  # noqa: PERF401: each looks at those before it
         args.clear()
         return results
-
-
-def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, where both have the same strides; expanded dimensions (stride 0) hold one element and are copied once."""
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source, non_blocking=True)

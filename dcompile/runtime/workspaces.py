@@ -15,7 +15,7 @@ from dcompile.collectives.params import AnySource, Report
 from dcompile.compat.tensors import is_only_reference
 from dcompile.ir.geometry import Geometry
 from dcompile.runtime import checks, gpu
-from dcompile.runtime.arena import Arena, Fresh, Recycled, like, over
+from dcompile.runtime.arena import Arena, Fresh, Recycled, copy_elements, like, over
 from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.calls import Calls
 from dcompile.runtime.libraries import kernel, library
@@ -262,7 +262,9 @@ class Run:
         fits = tensor.numel() == 0 or all(size == 1 or actual == planned for size, actual, planned in pairs)
         if fits and not (tensor.is_cuda and tensor.data_ptr() % 16):
             return tensor
-        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        fitting = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        copy_elements(fitting, tensor)
+        return fitting
 
     @staticmethod
     def failed(status: int) -> None:

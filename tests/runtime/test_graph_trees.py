@@ -484,3 +484,17 @@ def test_a_copy_keeps_its_gaps():
     with torch.no_grad():
         strides = [program.replayed([w])[0].stride() for _ in range(3)]
     assert strides == [(4, 1)] * 3 and program.report.replays == 2
+
+
+def test_a_result_that_stands_there_twice_is_one_tensor():
+    def twice(w):
+        a = w * 2
+        return [a, a]
+
+    program = Program(Worst(), twice, results=2)
+    w = Parameter(torch.randn(4))
+    for _ in range(3):
+        with torch.no_grad():
+            one, other = program.replayed([w])
+        assert one is other and torch.equal(one, w.detach() * 2)
+    assert program.report.replays == 2

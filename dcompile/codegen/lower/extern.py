@@ -154,8 +154,8 @@ def _in_its_storage(low: Lowering, node: Node, tensor: T) -> T:
         return tensor  # a view of the caller's own tensor
     fake = node.args[0].meta["val"]  # type: ignore[union-attr]
     # fewer bytes than the storage has: by way of `as_strided` of an input, say, which is a copy here, and ends there
-    is_all = fake.storage_offset() == 0 and is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes
-    if not is_all:
+    at_start = isinstance(offset := fake.storage_offset(), int) and offset == 0
+    if not (at_start and is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes):
         raise Unsupported(f"dcompile: {node.target} looks at the storage behind a slice")
     view = low.exact(tensor)
     out = low.buffer(tensor.shape, tensor.dtype, strides_of(fake), f"{view.buffer}_storage")

@@ -43,6 +43,7 @@ class Entry:
         self.target = target
         self.root = root
         self._graph = graph
+        self.hooked: Callable[[], str] = (lambda: "") if root is None else compat.hooks.Hooks(root).kinds
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
@@ -52,6 +53,8 @@ class Entry:
             _NEWEST[root] = weakref.ref(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if compat.dynamo.is_traced_by_another():
+            return self.target(*args, **kwargs)
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and self._ddp() is not ddp:
@@ -71,20 +74,20 @@ class Entry:
         adapter = self.model.adapter
         return type(adapter) is not PlainAdapter and adapter.eligible
 
-    def shortest(self, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """What to call in place of all that surrounds compiled code, with "" first, if it serves this call."""
+    def shortest(self, hooked: str, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """What to call in place of all that surrounds compiled code, `hooked` first, if it serves this call."""
         frames = self._frames
         if frames is None or not frames.ways or self.model.calls.stack:
             return None
-        if self.root is not None and (compat.ddp.active_ddp() is not None or _hooked(self.root)):
+        if self.root is not None and compat.ddp.active_ddp() is not None:
             return None
-        return frames.find({"hooked": "", "args": args, "kwargs": kwargs, "target": self.target})
+        return frames.find({"hooked": hooked, "args": args, "kwargs": kwargs, "target": self.target})
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
         call = self.model.begin(inside_ddp)
         try:
-            result = self._compiled(_hooked(self.root), *args, **kwargs)
+            result = self._compiled(self.hooked(), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
@@ -174,7 +177,7 @@ class Entry:
 
 
 def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
-    """A function with a code object of its own that calls `target`; its first argument is what `_hooked` says.
+    """A function with a code object of its own that calls `target`; its first argument says which hooks there are.
 
     Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
     function is traced whole, with the module's hooks; a bound `_call_impl`, which Module.compile() uses, is not, and
@@ -189,16 +192,6 @@ def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
     name = f"dcompile_entry_{next(_SERIAL)}"
     code = entry.__code__.replace(co_name=name)
     return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
-
-
-def _hooked(root: Module | None) -> str:
-    """The kinds of hooks that the compiled module has now. Those of modules inside it are as Dynamo found them."""
-    if root is None or not (
-        root._forward_pre_hooks or root._forward_hooks or root._backward_pre_hooks or root._backward_hooks
-    ):
-        return ""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return " ".join(kind for kind in kinds if getattr(root, kind))
 
 
 def unwrapped(module: Any) -> Any:
@@ -218,8 +211,9 @@ def module_call(root: Module, settings: Settings, toolbox: Toolbox) -> Callable[
         if torch.compiler.is_compiling():
             # part of a larger compiled function: traced with it, if nobody would miss what is done around a call
             return apart(*args, **kwargs) if entry.has_taken_over else eager(*args, **kwargs)
-        run = entry.shortest(args, kwargs)
-        return entry(*args, **kwargs) if run is None else run("", *args, **kwargs)
+        hooked = entry.hooked()
+        run = entry.shortest(hooked, args, kwargs)
+        return entry(*args, **kwargs) if run is None else run(hooked, *args, **kwargs)
 
     call._dcompile_entry = entry  # type: ignore[attr-defined]
     return call
@@ -257,7 +251,7 @@ def compile_function(function: Callable[..., Any], settings: Settings, toolbox: 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        run = entry.shortest(args, kwargs)
+        run = entry.shortest("", args, kwargs)
         return entry(*args, **kwargs) if run is None else run("", *args, **kwargs)
 
     call._dcompile_entry = entry  # type: ignore[attr-defined]

@@ -280,6 +280,28 @@ def is_off() -> bool:
     return bool(getattr(config, "disable", False)) or stance in ("force_eager", "eager_on_recompile")
 
 
+def is_traced_by_another() -> bool:
+    """Whether a call is made to look at its operations (`torch.jit.trace`, `make_fx`), or at shapes, with fake tensors.
+
+    Compiled code shows none, and its kernels would read memory that is not there.
+    """
+    import torch
+    from torch._subclasses import FakeTensorMode
+    from torch.fx import _symbolic_trace
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    if torch._C._is_tracing() or getattr(_symbolic_trace, "_is_fx_tracing_flag", False):
+        return True
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def have_no_data(inputs: Sequence[Any]) -> bool:
+    """Whether a graph was called with fake tensors of the user's own: Dynamo hands a backend what is real as it is."""
+    from torch._subclasses import FakeTensor
+
+    return any(isinstance(value, FakeTensor) for value in inputs)
+
+
 def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:
     """Graph breaks of this process from the `begin`-th on: the reason, and the user's frames (innermost last)."""
     import torch._dynamo.output_graph as output_graph

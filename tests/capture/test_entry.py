@@ -3,11 +3,14 @@
 import copy
 import gc
 import io
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
 from dcompile import compat
@@ -96,6 +99,26 @@ def test_a_hook_of_the_root_counts_from_when_it_is_registered(door):
     before.remove()
     hook.remove()
     assert torch.equal(call(x), expected)
+
+
+def test_a_hook_inside_counts_from_when_it_is_registered_until_it_is_removed():
+    module, x = dcompile.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))), torch.randn(3, 4)
+    expected, seen = module(x), []
+    hooks = [part.register_forward_hook(lambda _m, _i, out: seen.append(out.detach())) for part in module]
+    everywhere = nn.modules.module.register_module_forward_pre_hook(lambda part, _args: seen.append(part))
+    assert torch.equal(module(x), expected) and len(seen) == 7 and torch.equal(seen[-1], expected)
+    everywhere.remove()
+    assert torch.equal(module(x), expected) and len(seen) == 10
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(module(x), expected) and len(seen) == 10
+    module[2] = nn.Linear(4, 2)
+    hook = module[2].register_full_backward_hook(lambda _m, grads, _out: (grads[0] * 0,))
+    module(x).sum().backward()
+    assert not module[0].weight.grad.any() and module[2].weight.grad.any()
+    hook.remove()
+    module(x).sum().backward()
+    assert module[0].weight.grad.any()
 
 
 def test_functions_get_a_wrapper():
@@ -312,3 +335,18 @@ def test_an_exception_in_forward_is_the_users_own():
         module(torch.randn(3, 4))
     module.fail = False
     module(torch.randn(3, 4)).sum().backward()
+
+
+def test_what_looks_at_a_call_sees_its_operations():
+    """Traced by something else, or with fake tensors, of which kernels would read memory that is not there."""
+    module, x = dcompile.compile(nn.Linear(4, 2)), torch.randn(3, 4)
+    expected = module(x)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        assert torch.equal(torch.jit.trace(module, (x,))(x), expected)
+    assert torch.equal(make_fx(module)(x)(x), expected)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert module(torch.randn(5, 4)).shape == (5, 2)
+    function = dcompile.compile(lambda given: given["x"] * 2 + 1)
+    assert torch.equal(function({"x": x}), x * 2 + 1)
+    assert function({"x": FakeTensorMode().from_tensor(torch.randn(5, 4))}).shape == (5, 4)
+    assert torch.equal(function({"x": x}), x * 2 + 1)

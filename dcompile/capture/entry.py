@@ -43,16 +43,16 @@ class Entry:
         self.target = target
         self.root = root
         self._graph = graph
-        self.hooked: Callable[[], str] = (lambda: "") if root is None else compat.hooks.Hooks(root).kinds
+        self._hooks = None if root is None else compat.hooks.Hooks(root)
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
-        self._frames: compat.frames.Frames | None = None
+        self._frames = compat.frames.Frames()
         """Compiled code that calls may go to at once: only of models with nothing to keep in step around a call."""
         if root is not None:
             _NEWEST[root] = weakref.ref(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
         ddp = compat.ddp.active_ddp()
@@ -74,20 +74,25 @@ class Entry:
         adapter = self.model.adapter
         return type(adapter) is not PlainAdapter and adapter.eligible
 
-    def shortest(self, hooked: str, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """What to call in place of all that surrounds compiled code, `hooked` first, if it serves this call."""
-        frames = self._frames
-        if frames is None or not frames.ways or self.model.calls.stack:
-            return None
-        if self.root is not None and compat.ddp.active_ddp() is not None:
-            return None
-        return frames.find({"hooked": hooked, "args": args, "kwargs": kwargs, "target": self.target})
+    def entrance(self, traced: Callable[..., Any]) -> Callable[..., Any]:
+        """What the user is to call. As part of a larger compiled function, `traced` runs in its place."""
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return traced(*args, **kwargs) if torch.compiler.is_compiling() else self(*args, **kwargs)
+
+        call = compat.frames.entrance(self._frames, self.target, whole, self.model.calls, self._hooks)
+        if self.root is None:
+            functools.update_wrapper(call, self.target)
+        call._dcompile_entry = self  # type: ignore[attr-defined]
+        call._torchdynamo_inline = traced  # type: ignore[attr-defined]
+        return call
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
+        hooked = "" if self._hooks is None else self._hooks.kinds()
         call = self.model.begin(inside_ddp)
         try:
-            result = self._compiled(self.hooked(), *args, **kwargs)
+            result = self._compiled(hooked, *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
@@ -96,8 +101,7 @@ class Entry:
         finally:
             self.model.end(call)
         self.model.judge(call, result)
-        if self._frames is not None:
-            self._frames.settle()
+        self._frames.settle()
         return result
 
     def _take_over_shards(self) -> None:
@@ -162,14 +166,14 @@ class Entry:
         )
         function = _fresh_function(self.target)
         model, own = self.model, function.__code__
-        self._frames = compat.frames.Frames(function) if type(model.adapter) is PlainAdapter else None
-        known = None if self._frames is None else weakref.ref(self._frames)  # Dynamo never drops its callback
+        self._frames.begin(function if type(model.adapter) is PlainAdapter else None)
+        known = weakref.ref(self._frames)  # Dynamo never drops its callback
 
         def compiled_frame(code: Any, guarded: Any) -> None:
             model.compiled(code, own, guarded is not None)
-            frames = None if known is None else known()
-            if code is own and guarded is not None and frames is not None:
-                frames.add(guarded)
+            frames = known()
+            if guarded is not None and frames is not None:
+                frames.add(code, guarded)
 
         compat.dynamo.wrap_frame_callback(context, lambda code: model.compiling(code, own), compiled_frame)
         compiled: Callable[..., Any] = context(function)
@@ -184,7 +188,7 @@ def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
     for bare torch.nn classes would not be traced at all.
     """
 
-    def entry(hooked: str, *args: Any, **kwargs: Any) -> Any:
+    def entry(hooked: str, /, *args: Any, **kwargs: Any) -> Any:
         if hooked:  # a guard on it: of hooks, Dynamo guards on each that it has traced, and never on there being none
             return target(*args, **kwargs)
         return target(*args, **kwargs)
@@ -207,16 +211,11 @@ def module_call(root: Module, settings: Settings, toolbox: Toolbox) -> Callable[
     entry = Entry(eager, root, settings, toolbox)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # part of a larger compiled function: traced with it, if nobody would miss what is done around a call
-            return apart(*args, **kwargs) if entry.has_taken_over else eager(*args, **kwargs)
-        hooked = entry.hooked()
-        run = entry.shortest(hooked, args, kwargs)
-        return entry(*args, **kwargs) if run is None else run(hooked, *args, **kwargs)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        """Part of a larger compiled function: traced with it, if nobody would miss what is done around a call."""
+        return apart(*args, **kwargs) if entry.has_taken_over else eager(*args, **kwargs)
 
-    call._dcompile_entry = entry  # type: ignore[attr-defined]
-    return call
+    return entry.entrance(traced)
 
 
 def compile_module(module: Module, settings: Settings, toolbox: Toolbox) -> None:
@@ -245,16 +244,7 @@ def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Calla
 def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
     """A compiled stand-in for a function; the function itself stays as it is."""
     function = original_function(function)
-    entry = Entry(function, None, settings, toolbox)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        run = entry.shortest("", args, kwargs)
-        return entry(*args, **kwargs) if run is None else run("", *args, **kwargs)
-
-    call._dcompile_entry = entry  # type: ignore[attr-defined]
+    call = Entry(function, None, settings, toolbox).entrance(function)
     # torch.compile and torch._dynamo.disable look through these two to the function itself
     call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
     call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]

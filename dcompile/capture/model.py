@@ -60,13 +60,6 @@ class Variant:
     """Parameters that this kind of call uses outside the compiled graphs, and the like."""
 
 
-class Calls(threading.local):
-    """The calls that a thread is in, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[Invocation] = []
-
-
 class CompiledModel:
     """One compile call's state. It holds neither the module nor its parameters: cached code may outlive them."""
 
@@ -84,7 +77,8 @@ class CompiledModel:
         self.newest: Variant | None = None
         self.graph_breaks = 0
         self.compile_seconds = 0.0
-        self.calls = Calls()
+        self.calls: dict[int, list[Invocation]] = {}
+        """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
         self._tokens = torch.tensor(0), torch.tensor(1)
         self._synced: dict[int, list[GradientBuckets]] = {}
         self._all_idle: GradientBuckets | None = None
@@ -149,20 +143,23 @@ class CompiledModel:
             call.sync = adapter.wants_sync()
             if call.sync:  # of its own, where it may turn out that another way is taken
                 call.token = torch.tensor(1) if adapter.uneven else self._tokens[1]
-        self.calls.stack.append(call)
+        self.calls.setdefault(threading.get_ident(), []).append(call)
         return call
 
     def end(self, call: Invocation) -> None:
         """A call is through, or has raised."""
-        self.calls.stack.remove(call)
+        stack = self.calls[threading.get_ident()]
+        stack.remove(call)
+        if not stack:
+            del self.calls[threading.get_ident()]
 
     def is_running(self) -> bool:
         """Whether this thread is in a call of the model already."""
-        return bool(self.calls.stack)
+        return threading.get_ident() in self.calls
 
     def is_first_call(self) -> bool:
         """Whether a training call runs that every rank has to make: none did before."""
-        stack = self.calls.stack
+        stack = self.calls.get(threading.get_ident())
         if self.adapter.group is None or self.settings.config.distributed == "stock" or not stack:
             return False
         adapter = self.adapter
@@ -171,7 +168,7 @@ class CompiledModel:
 
     def ran(self, graph: Programs) -> torch.Tensor:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token."""
-        stack = self.calls.stack
+        stack = self.calls.get(threading.get_ident())
         if not stack:  # nobody calls through us (a plain backend, a whole frame): each graph is a call of its own
             key = (graph.number,)
             known = self.variants.get(key)

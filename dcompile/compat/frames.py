@@ -8,9 +8,12 @@ The guards are all asked, by the same tree of Dynamo's. torch's own `aot_compile
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcompile.compat.hooks import Hooks
 
 GRAPH, REST = "__compiled_fn", "__resume_at"
 """How Dynamo's code calls graphs, and functions for what comes behind a graph break."""
@@ -29,17 +32,23 @@ class _Way:
 class Frames:
     """The compiled code of one function, the last used first, as Dynamo itself keeps it."""
 
-    def __init__(self, function: types.FunctionType) -> None:
+    def __init__(self) -> None:
         self.ways: tuple[_Way, ...] = ()
-        self._function = function
+        self.stance: Any = None
+        """The stance of Dynamo's in which they serve."""
+        self._function: types.FunctionType | None = None
         self._waiting: list[_Way] = []
-        self._state = _State()
 
-    def add(self, guarded: Any) -> None:
-        """What Dynamo has just compiled for the function. It serves from the next `settle` on."""
-        way = _way(guarded, self._function)
-        if way is not None:
-            self._waiting.append(way)
+    def begin(self, function: types.FunctionType | None) -> None:
+        """Hold the code of this function from now on, of no other; or of none at all."""
+        self._function, self.ways, self._waiting = function, (), []
+        self.stance = None if function is None else _usual_stance()
+
+    def add(self, code: types.CodeType, guarded: Any) -> None:
+        """What Dynamo has just compiled for the function that has this code. It serves from the next `settle` on."""
+        if self._function is not None and self._function.__code__ is code:
+            way = _way(guarded, self._function)
+            self._waiting += [] if way is None else [way]
 
     def settle(self) -> None:
         """A call is through whose frames Dynamo saw itself."""
@@ -47,27 +56,53 @@ class Frames:
             waiting, self._waiting = self._waiting, []
             self.ways = (*reversed(waiting), *(way for way in self.ways if way.guards.cache_entry is not None))
 
-    def find(self, scope: dict[str, Any]) -> Callable[..., Any] | None:
-        """The code whose guards hold for these arguments, by name; None where Dynamo has to see the call itself.
+    def prefer(self, way: _Way) -> None:
+        """Ask this one first from now on."""
+        self.ways = (way, *(other for other in self.ways if other is not way))
 
-        That is so while something else traces (its modes see what runs, or the evaluation of frames is another's), and
-        after `torch.compiler.set_stance`. Asked here, for a call of Python's takes as long as some kernels.
-        """
-        state = self._state
+
+def entrance(
+    frames: Frames,
+    target: Callable[..., Any],
+    whole: Callable[..., Any],
+    calls: Collection[Any],
+    hooks: Hooks | None,
+) -> Callable[..., Any]:
+    """A stand-in for `target`, with the `hooks` of the module that it is of: compiled code once its guards hold.
+
+    `whole` is called where Dynamo has to see the call itself: while something else traces (its modes see what runs, or
+    the evaluation of frames is another's), after `torch.compiler.set_stance`, while some thread is in one of `calls`
+    (what runs is then a part of these), and inside DDP. All of it is asked in one function: where a kernel has swept
+    the caches, a call of Python's takes 2 us, as long as a hundredth of that kernel (Zen 5).
+    """
+    import torch
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as callback
+    from torch._dynamo import eval_frame
+    from torch.fx import _symbolic_trace as fx
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    modes, is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+    dynamo: Any = eval_frame
+    compiler: Any = torch.compiler
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         if (
-            state.dynamo._stance is not state.stance
-            or state.callback() is not None
-            or state.modes()
-            or state.is_jit_tracing()
-            or state.fx._is_fx_tracing_flag
+            dynamo._stance is frames.stance
+            and callback() is None
+            and not (calls or modes() or is_jit_tracing() or fx._is_fx_tracing_flag or compiler._is_compiling_flag)
+            and (hooks is None or Ddp._active_ddp_module is None)
         ):
-            return None
-        for way in self.ways:
-            if way.guards.cache_entry is not None and way.holds(scope):
-                if way is not self.ways[0]:
-                    self.ways = (way, *(other for other in self.ways if other is not way))
-                return way.run
-        return None
+            hooked = "" if hooks is None else hooks.kinds()
+            scope = {"hooked": hooked, "args": args, "kwargs": kwargs, "target": target}
+            for way in frames.ways:
+                if way.guards.cache_entry is not None and way.holds(scope):
+                    if way is not frames.ways[0]:
+                        frames.prefer(way)
+                    return way.run(hooked, *args, **kwargs)
+        return whole(*args, **kwargs)
+
+    _pass_over(call.__code__)
+    return call
 
 
 def _way(guarded: Any, function: types.FunctionType) -> _Way | None:
@@ -102,22 +137,21 @@ def _innermost(graph: Callable[..., Any]) -> Callable[..., Any]:
     return innermost_fn(graph)
 
 
-class _State:
-    """Where to ask whether a call just now means what Dynamo's callback would make of it."""
+def _usual_stance() -> Any:
+    """What `torch.compiler.set_stance` has set, if it is the usual, and all can be asked that a call depends on."""
+    import torch
+    import torch._dynamo.config as config
+    from torch._dynamo import eval_frame
+    from torch.fx import _symbolic_trace
 
-    def __init__(self) -> None:
-        import torch
-        import torch._dynamo.config as config
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback
-        from torch._dynamo import eval_frame
-        from torch.fx import _symbolic_trace
+    now = eval_frame._stance
+    usual = (now.stance, now.skip_guard_eval_unsafe, now.backend) == ("default", False, None)
+    flags = hasattr(_symbolic_trace, "_is_fx_tracing_flag") and hasattr(torch.compiler, "_is_compiling_flag")
+    return now if usual and flags and not config.compiled_autograd else None
 
-        self.dynamo: Any = eval_frame
-        self.fx: Any = _symbolic_trace
-        self.callback = get_eval_frame_callback
-        self.modes, self.is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
-        now = eval_frame._stance
-        usual = (now.stance, now.skip_guard_eval_unsafe, now.backend) == ("default", False, None)
-        known = usual and not config.compiled_autograd and hasattr(_symbolic_trace, "_is_fx_tracing_flag")
-        self.stance = now if known else None
-        """The stance to find; none is, where this one is not the usual."""
+
+def _pass_over(code: types.CodeType) -> None:
+    """Where Dynamo meets a frame of this code by itself, leave it and all below it to what they are compiled with."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

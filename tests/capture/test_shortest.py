@@ -1,5 +1,6 @@
 """Calls that go to compiled code as soon as its guards hold, and those that Dynamo has to see."""
 
+import threading
 import warnings
 
 import pytest
@@ -138,6 +139,64 @@ def test_a_compiled_function_inside_another_one():
     inner(torch.ones(2))
     outer = torch.compile(lambda x: inner(x) * 2, backend="eager")
     assert torch.equal(outer(torch.ones(2)), torch.full((2,), 4.0))
+
+
+def test_a_compiled_function_in_a_frame_that_another_backend_leaves_alone():
+    """Dynamo then meets the call by itself, and is to leave it to what it was compiled with."""
+    inner, seen = dcompile.compile(lambda x: x + 1), []
+    dynamo = Counted(inner, torch.ones(2))
+
+    def backend(gm, inputs):
+        seen.append(gm)
+        return gm
+
+    @torch._dynamo.disable(recursive=False)
+    def left_alone(x):
+        return inner(x) * 2
+
+    def outer(x):
+        return left_alone(x.sin())
+
+    compiled = torch.compile(outer, backend=backend)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.zeros(2)), torch.full((2,), 2.0))
+    assert len(seen) == 1 and dynamo.calls == 0
+
+
+def test_an_argument_may_have_any_name():
+    function = dcompile.compile(lambda x, hooked, self: x * hooked + self)
+    for _ in range(2):
+        assert torch.equal(function(torch.ones(2), hooked=3, self=4), torch.full((2,), 7.0))
+
+
+def test_a_call_beside_one_of_another_thread_is_a_call_of_its_own():
+    """What runs in a thread's call through Dynamo is part of it, in that thread alone."""
+
+    @dcompile.compile
+    def function(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        meet()
+        return y * 2
+
+    def beside():
+        other["result"] = other["function"](torch.ones(2))
+
+    @torch.compiler.disable
+    def meet():
+        if "function" in other:
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+
+    other = {}
+    function(torch.ones(2))
+    graphs = function._dcompile_entry.model.newest.graphs
+    other["function"] = lambda x: function._dcompile_entry(x) if other.pop("function") else None
+    assert torch.equal(function(torch.ones(2)), torch.full((2,), 4.0))
+    assert torch.equal(other["result"], torch.full((2,), 4.0))
+    model = function._dcompile_entry.model
+    assert len(graphs) == 2 and list(model.variants) == [graphs] and not model.calls
 
 
 def test_transforms_of_functions_see_what_they_wrap():

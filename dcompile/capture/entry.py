@@ -53,7 +53,7 @@ class Entry:
             _NEWEST[root] = weakref.ref(self)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if compat.dynamo.is_traced_by_another():
+        if self._graph.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)

@@ -35,6 +35,9 @@ class Graph(Programs):
     gpu = "cuda"
     """The kind of device whose kernels decide what is rewritten for GPUs."""
 
+    needs_data = True
+    """Whether programs read memory, which fake tensors lack."""
+
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
@@ -214,7 +217,7 @@ class Backend:
     def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
-        if compat.dynamo.have_no_data(example_inputs):
+        if self._graph.needs_data and compat.dynamo.have_no_data(example_inputs):
             return gm  # type: ignore[no-any-return]
         gm, inputs, border = with_plain_border(gm, example_inputs, model.adapter)
         return border.around(self._graph(model, inputs).compile(gm, inputs))

@@ -152,6 +152,7 @@ class _Graph(Graph):
     """A graph whose backward is planned with its forward, for ranks that the adapter makes up."""
 
     gpu = "cpu"  # which stands for one here
+    needs_data = False
 
     placeholders: dict[str, int]
     results = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.indexed import strides_of_indices
-from dcompile.compat.lean import lean_runtime
+from dcompile.compat.lean import lean_runtime, unpacked
 from dcompile.compat.regions import regions_without_inductor
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 from dcompile.compat.unread import no_unread_graphs
@@ -52,7 +52,7 @@ def aot_compile(
         no_unread_graphs(),
         lean,
     ):
-        return aot_module_simplified(
+        compiled = aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,
             fw_compiler=forward,  # type: ignore[arg-type, unused-ignore]
@@ -62,6 +62,7 @@ def aot_compile(
             decompositions=decompositions,
             keep_inference_input_mutations=True,
         )
+        return unpacked(compiled, gm)
 
 
 @contextlib.contextmanager

@@ -91,8 +91,9 @@ def _inference(compiled: Boxed, usual: Boxed, changed: Sequence[int]) -> Boxed:
         return usual
     checked = False
 
-    def run(args: list[Any]) -> Any:
+    def run(*given: Any) -> Any:
         nonlocal checked
+        args = [*given]
         if not checked:  # torch looks at what custom operators do in the first call
             checked = True
             return usual(args)
@@ -106,7 +107,7 @@ def _inference(compiled: Boxed, usual: Boxed, changed: Sequence[int]) -> Boxed:
         finally:
             set_grad_enabled(True)
 
-    return run
+    return _boxed(run)
 
 
 def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence[int]) -> Boxed:
@@ -117,8 +118,9 @@ def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence
     apply = super(torch.autograd.Function, cls).apply  # past the part in Python, which deals with transforms
     checked = False
 
-    def run(args: list[Any]) -> Any:
+    def run(*given: Any) -> Any:
         nonlocal checked
+        args = [*given]
         if not checked or not is_grad_enabled() or transforms():
             checked = True
             return usual(args)
@@ -129,7 +131,24 @@ def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence
                 args[place] = args[place].detach()
         return apply(*args)
 
-    return run
+    return _boxed(run)
+
+
+def _boxed(run: Callable[..., Any]) -> Boxed:
+    """`run` as torch calls it here."""
+
+    def boxed(args: list[Any]) -> Any:
+        return run(*args)
+
+    boxed.unpacked = run  # type: ignore[attr-defined]
+    return boxed
+
+
+def unpacked(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]:
+    """What torch's function around a compiled graph would call with a list of the same arguments, if it is ours."""
+    run: Callable[..., Any] | None = getattr(getattr(forward, "__wrapped__", None), "unpacked", None)
+    own = next(gm.parameters(), None) is not None or next(gm.buffers(), None) is not None  # torch adds them
+    return forward if run is None or own else run
 
 
 def _shorten(cls: Any, runtime_wrappers: Any) -> None:
@@ -144,7 +163,11 @@ def _shorten(cls: Any, runtime_wrappers: Any) -> None:
 
     def forward(ctx: Any, *args: Any) -> Any:
         found = program([*args])
-        ctx.save_for_backward(*[x.detach() if x._is_view() else x for x in found[results:]])
+        saved = found[results:]
+        for place, x in enumerate(saved):
+            if x._is_view():
+                saved[place] = x.detach()
+        ctx.to_save = tuple(saved)  # as save_for_backward does
         if constant:
             ctx.mark_non_differentiable(*[found[n] for n in constant if isinstance(found[n], torch.Tensor)])
         ctx._materialize_non_diff_grads = False

@@ -8,6 +8,7 @@ import torch
 
 import dcompile
 from dcompile import compat
+from dcompile.backend import dcompile_backend
 
 # Dynamo itself looks at .grad of a non-leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -35,6 +36,16 @@ def compared(function, *inputs, times=3):
 def test_a_plain_graph_takes_the_short_way():
     compiled = compared(lambda x, y: x.sin() * y, torch.randn(3, requires_grad=True), torch.randn(3))
     assert is_lean(compiled(torch.randn(3, requires_grad=True), torch.randn(3)))
+
+
+def test_tensors_that_a_graph_holds_are_inputs_too():
+    """torch then puts them before the others, which it would not where its function is left out."""
+    graph, held = torch.fx.Graph(), torch.nn.Linear(3, 2)
+    graph.output((graph.call_module("held", (graph.placeholder("x"),)),))
+    gm, x = torch.fx.GraphModule({"held": held}, graph), torch.randn(4, 3)
+    compiled = dcompile_backend(gm, [x], options={"receipt": False})
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x)[0], held(x))
 
 
 def test_an_input_that_gets_no_gradient_is_left_alone():

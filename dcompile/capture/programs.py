@@ -18,9 +18,11 @@ from dcompile.capture.model import CompiledModel
 from dcompile.capture.plans import plan_of
 from dcompile.capture.results import (
     hand_out,
+    look_as_other_dtypes,
     returned_again,
     saved_looks,
     saved_with,
+    take_other_dtypes,
     tell_apart,
     to_be_detached,
     to_be_told_apart,
@@ -178,6 +180,7 @@ class Programs:
 
     def _inference(self, gm: Any) -> Boxed:
         pairs, again = to_be_told_apart(gm), returned_again(gm)
+        retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering, alone = self._gathering(run), (self.number,)
 
@@ -188,6 +191,8 @@ class Programs:
             results = gathering(args)
             if pairs:
                 tell_apart(results, pairs)
+            if retyped:
+                look_as_other_dtypes(results, retyped)
             for place, earlier in again:
                 results[place] = results[earlier]
             return results
@@ -199,6 +204,7 @@ class Programs:
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)
         detached = to_be_detached(gm, compat.aot.constant_results(), self._cut.results)
         looks = saved_looks(gm, self._cut.results)
+        retyped = take_other_dtypes(gm, self._cut.results)
         run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
         model = self.model
         gathering, alone = self._gathering(run), (self.number,)
@@ -210,6 +216,8 @@ class Programs:
             results = list(gathering(args))
             if views:
                 hand_out(results, views)
+            if retyped:
+                look_as_other_dtypes(results, retyped)
             for place in looks:
                 results[place] = results[place].detach()
             for place, *others in detached:

@@ -57,6 +57,40 @@ def saved_looks(gm: Any, count: int) -> tuple[int, ...]:
     return tuple(n for n, node in saved if memory_of(node) in inputs and node.op != "placeholder")
 
 
+Steps = tuple[tuple[Any, tuple[Any, ...], Mapping[str, Any]], ...]
+
+
+def take_other_dtypes(gm: Any, count: int) -> tuple[tuple[int, int, Steps], ...]:
+    """Of a graph's `count` results, those that look at another one as another dtype: (place, its place, how).
+
+    From here on the graph returns the other one there, and whoever calls it looks: what lies in a program's memory has
+    one dtype, and a copy would not change with what it was made of.
+    """
+    output = gm.graph.output_node()
+    results = list(output.args[0])
+    places = {node: place for place, node in reversed([*enumerate(results[:count])])}
+    found, unread = [], set[Any]()
+    for place, node in enumerate(results[:count]):
+        base, looks = node, list[Any]()
+        while _is_plain_look(base) and (base is node or base not in places):
+            looks.append(base)
+            base = base.args[0]
+        if base in places and any(look.target is torch.ops.aten.view.dtype for look in looks):
+            found.append((place, places[base], tuple((x.target, x.args[1:], x.kwargs) for x in reversed(looks))))
+            results[place] = base
+            unread.update(looks)
+    output.args = (tuple(results),)
+    for node in reversed(gm.graph.nodes):
+        if node in unread and not node.users:
+            gm.graph.erase_node(node)
+    return tuple(found)
+
+
+def _is_plain_look(node: Any) -> bool:
+    """Whether a node is a view of one tensor, without numbers that differ from call to call."""
+    return node.op == "call_function" and getattr(node.target, "is_view", False) and len(node.all_input_nodes) == 1
+
+
 def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     """(place, earlier place, whether as a view) of a graph's results that may be one tensor in a program, and are two.
 
@@ -98,6 +132,15 @@ def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> No
         x = outputs[place]
         if x is outputs[earlier]:
             outputs[place] = x.as_strided(x.shape, x.stride()) if view else x.detach()
+
+
+def look_as_other_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Steps]]) -> None:
+    """See `take_other_dtypes`."""
+    for place, source, steps in looks:
+        x = outputs[source]
+        for target, args, keywords in steps:
+            x = target(x, *args, **keywords)
+        outputs[place] = x
 
 
 def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:

@@ -43,6 +43,8 @@ class Memory:
         self.address, self.nbytes, self.device = storage.data_ptr(), storage.nbytes(), storage.device
         self._storage = storage
         self._templates: list[torch.Tensor] = []
+        self._base = 0
+        """The largest of them: what the others look at."""
         self._whole = False
         """Whether a copy takes all of the storage: for results that lie together in it, or with gaps."""
         self._own = (0, 0)
@@ -52,6 +54,8 @@ class Memory:
         template = self._over(like.dtype, like.shape, like.stride(), int(like.storage_offset()))
         self._whole = self._whole or bool(self._templates) or torch.empty_like(template).stride() != template.stride()
         self._templates.append(template)
+        if template.nbytes > self._templates[self._base].nbytes:
+            self._base = len(self._templates) - 1
         return len(self._templates) - 1
 
     def _over(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -76,19 +80,31 @@ class Memory:
         count, references = self._holders()
         return count - self._own[0] + references - self._own[1]
 
-    def hand_out(self, template: int) -> torch.Tensor:
-        """A tensor for the caller."""
-        return self._templates[template].detach()
+    def hand_out(self, template: int, given: Given, copies: bool, looks: bool) -> torch.Tensor:
+        """A tensor for the caller, or a copy; `given` holds what this call's other results in this memory look at.
 
-    def copy(self, template: int, copied: dict[Memory, torch.Tensor]) -> torch.Tensor:
-        """A copy for the caller, which lies to other `copied` results of this call as they do here."""
-        tensor = self._templates[template]
+        As in a call without a recording, one tensor counts the changes of all that lie together, and what the user
+        sees of it, who `looks`, is a view: `v.requires_grad_()` is known to a part of `v` then.
+        """
+        base = given.get((self, copies))
+        if base is None:
+            base = given[self, copies] = self._copy() if copies else self._templates[self._base].detach()
+        if template == self._base:
+            return base
+        like = self._templates[template]
+        if like.dtype != base.dtype:
+            return over(base, like.dtype, like.shape, like.stride(), int(like.storage_offset()) * like.itemsize)
+        look = base.as_strided(like.shape, like.stride(), like.storage_offset())
+        return look if looks else look.detach()  # a view would hold what it looks at
+
+    def _copy(self) -> torch.Tensor:
+        """Of the largest result: in as much memory as there is here, if others lie there."""
+        tensor = self._templates[self._base]
         if not self._whole:
             return tensor.clone()
-        if self not in copied:
-            copied[self] = self._over(torch.uint8, (self.nbytes,), (1,), 0).clone()
+        memory = self._over(torch.uint8, (self.nbytes,), (1,), 0).clone()
         start = int(tensor.storage_offset()) * tensor.itemsize
-        return over(copied[self], tensor.dtype, tensor.shape, tensor.stride(), start)
+        return over(memory, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def give_up(self) -> None:
         """Let the allocator have the memory once nobody else holds it. The address stays known."""
@@ -98,6 +114,10 @@ class Memory:
         self._templates = [self._over(t.dtype, t.shape, t.stride(), int(t.storage_offset())) for t in old]
         del old
         self.settle()
+
+
+Given = dict[tuple[Memory, bool], torch.Tensor]
+"""(memory, whether copies of it) -> what this call has handed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +153,18 @@ class Result:
     """Of a look at an input or bucket: in elements, from where that begins."""
     kept: Kept | None = None
 
-    def of(
-        self, args: Sequence[Any], buckets: Mapping[str, Any], copied: dict[Memory, torch.Tensor], earlier: list[Any]
-    ) -> Any:
-        """What the caller gets, behind `earlier` results; `copied` as in `Memory.copy`."""
+    def of(self, args: Sequence[Any], buckets: Mapping[str, Any], given: Given, earlier: list[Any]) -> Any:
+        """What the caller gets, behind `earlier` results; `given` as in `Memory.hand_out`."""
         match self.kind:
             case "again":
                 return earlier[self.source]
             case "value":
                 return self.source
-            case "memory" if self.kept is None or not self.kept.found:
-                return self.source.hand_out(self.template)
-            case "memory" | "copy":
-                return self.source.copy(self.template, copied)
+            case "memory":
+                kept = self.kept
+                return self.source.hand_out(self.template, given, kept is not None and kept.found, kept is not None)
+            case "copy":
+                return self.source.hand_out(self.template, given, True, True)
             case "input":
                 tensor = args[self.source]
                 if self.offset == 0 and tensor.shape == self.shape and tensor.stride() == self.strides:
@@ -184,9 +203,9 @@ class Recording:
         self.replay()
         for slot in self.slots:
             slot.copy_back(args)
-        copied: dict[Memory, torch.Tensor] = {}
+        given: Given = {}
         results: list[Any] = []
         for result in self.results:
-            results.append(result.of(args, buckets, copied, results))  # noqa: PERF401: each looks at those before it
+            results.append(result.of(args, buckets, given, results))  # noqa: PERF401: each looks at those before it
         args.clear()
         return results

@@ -476,6 +476,9 @@ def test_results_lie_to_each_other_as_the_programs_own():
         assert part.data_ptr() - whole.data_ptr() == 4 and wide.data_ptr() == whole.data_ptr()
         assert wide.stride() == (2,)
     assert program.report.replays == 2
+    part.add_(1)
+    assert whole._version == part._version == wide._version > 0, "one change, of whichever"
+    assert part._base is whole is wide._base
 
 
 def test_a_copy_keeps_its_gaps():

@@ -47,7 +47,9 @@ def _softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_floa
         exp = body.apply("exp", _shifted(body, x))
         return body.apply("div", exp, body.reduce("sum", exp))
 
-    return _by_row(low, value, [x], dim, opmath(x.dtype), build)
+    # of integers, eager takes those without elements
+    compute = opmath(x.dtype) if value.dtype.is_floating_point else "float32"
+    return _by_row(low, value, [x], dim, compute, build)
 
 
 def _log_softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> Result:

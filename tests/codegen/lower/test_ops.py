@@ -278,6 +278,10 @@ def test_rows(dtype: torch.dtype) -> None:
         check(lambda x: torch.linalg.vector_norm(x, ord=float("inf")), x)
 
 
+def test_softmax_of_integers_which_eager_takes_without_elements() -> None:
+    check(lambda x: torch.softmax(x, -1), tensor(0, 4, dtype=torch.int64))
+
+
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "reshape": lambda x: x.reshape(6, 4),
     "flatten": lambda x: x.reshape(-1),

@@ -77,6 +77,8 @@ class Programs:
         """Positions of the gradients that the backward's program does without, once it is compiled."""
         self._follows: dict[frozenset[int], tuple[int, ...]] = {}
         """Absent gradients -> positions of the backward's results that are absent, too."""
+        self._numbers: tuple[int, ...] = ()
+        """Positions of the forward's inputs that are numbers."""
         self._cut = Cut(())
         self._parted: Any = None
         """The backward as partitioning left it, until the forward is compiled."""
@@ -201,6 +203,8 @@ class Programs:
 
     def _forward(self, gm: Any) -> Boxed:
         position = take_token(gm)
+        inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+        self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)
         detached = to_be_detached(gm, compat.aot.constant_results(), self._cut.results)
         looks = saved_looks(gm, self._cut.results)
@@ -257,12 +261,19 @@ class Programs:
         return backward
 
     def _without_what_follows(self, results: list[Any], gm: Any, absent: frozenset[int]) -> list[Any]:
-        """None for gradients that are zeros because what they follow from is absent; what ranks exchange stays."""
+        """None for gradients that are zeros because what they follow from is absent; what ranks exchange stays.
+
+        So do those of leaves with hooks.
+        """
         if absent not in self._follows:
             exchanged = {place for place, _ in self.grads}
             self._follows[absent] = tuple(place for place in following(gm, absent) if place not in exchanged)
-        for place in self._follows[absent]:
-            results[place] = None
+        follows = self._follows[absent]
+        hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
+        for place in follows:
+            # eager calls no hook where there is no gradient; the edge is there now, and a hook would get None
+            stays = hooked and place - sum(number < place for number in self._numbers) in hooked
+            results[place] = torch.zeros_like(results[place]) if stays else None
         return results
 
     def _backward_for(self, gm: Any, absent: frozenset[int]) -> str:

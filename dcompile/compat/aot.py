@@ -315,6 +315,15 @@ def absent_shapes() -> Mapping[int, Any]:
     return getattr(torch._C._current_autograd_node(), "dcompile_shapes", {})
 
 
+def hooked_leaves() -> frozenset[int]:
+    """Inside a compiled backward: positions, among the tensors its forward got, of leaves with hooks on gradients."""
+    import torch
+
+    edges = enumerate(torch._C._current_autograd_node().next_functions)  # type: ignore[attr-defined, unused-ignore]
+    leaves = ((n, getattr(function, "variable", None)) for n, (function, _) in edges)
+    return frozenset(n for n, leaf in leaves if leaf is not None and leaf._backward_hooks)
+
+
 def always_recompute(node: Any) -> None:
     """Have the partitioner compute this node again in the backward, whatever it costs to save it.
 

@@ -100,6 +100,18 @@ def test_with_symbolic_sizes_too_layers_that_gave_nothing_get_no_gradient(order)
     assert len(find_model(call).graphs) == 1
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_hook_of_a_parameter_without_a_gradient_gets_zeros_and_never_none(dynamic):
+    """Eager does not call it; autograd calls it with None for what a function returns None for."""
+    model = Rows()
+    call, got = dcompile.compile(model, dynamic=dynamic, options={"receipt": False}), []
+    model.second.weight.register_hook(lambda gradient: got.append(gradient * 2))
+    call(torch.randn(3, 8), torch.randint(32, (3,)))[0].backward()
+    (gradient,) = got
+    assert torch.equal(gradient, torch.zeros_like(model.second.weight))
+    assert model.second.bias.grad is None and model.first.weight.grad.count_nonzero()
+
+
 @pytest.mark.parametrize("use", ["loss", "both"])
 def test_the_program_neither_takes_nor_reads_what_is_absent(use):
     model, x, y = case()

@@ -285,8 +285,11 @@ def _as_dtype(value: bool | int | float, dtype: str) -> bool | int | float:
     kind = DTYPES[dtype]
     if kind == "bool":
         return bool(value)
+    if kind == "int" and isinstance(value, float) and not abs(value) < 2**63:
+        with np.errstate(all="ignore"):
+            return int(np.asarray(value).astype(dtype))  # what this processor makes of it, as ATen's code does
     if kind == "int":
-        return int(np.asarray(int(value)).astype(dtype)) if value == value and abs(value) < 2**63 else int(value)
+        return int(np.asarray(int(value)).astype(dtype)) if abs(value) < 2**63 else int(value)
     number = float(value)
     if dtype == "float64" or not math.isfinite(number):
         return number

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+import torch
+
 from dcompile.codegen.lower.body import Body
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Store
@@ -87,3 +92,12 @@ def test_dead_values_are_dropped_and_runtime_indices_renamed() -> None:
     values, stores = b.finish((Store("y", var("i0"), x),))
     assert [v.buffer for v in values if isinstance(v, Load)] == ["rows", "x"]
     assert values[1] == Load("x", var("v0") * 4, "float32") and stores[0].value == 1
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e30, -1e30])
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_a_number_that_no_integer_holds_becomes_what_it_does_in_eager(number: float, dtype: str) -> None:
+    """T5 takes the logarithm of a distance of 0 and makes an integer of it, which it does not use."""
+    b = body()
+    found = b.values[b.cast(b.const(number, "float32"), dtype)]
+    assert found == Const(int(torch.full((8,), number).to(getattr(torch, dtype))[0]), dtype)

@@ -1,4 +1,5 @@
-"""Imports point down, ir/ knows no torch, the run time loads no compiler, and private torch names live in compat/."""
+"""Imports point down, ir/ knows no torch, the run time loads no compiler, private torch names live in compat/, and
+what makes a tensor says on which device."""
 
 from __future__ import annotations
 
@@ -87,6 +88,23 @@ def private_torch_names(source: str, module: str) -> list[str]:
     return [f"{module}:{line} uses {name}: private torch names belong in compat/" for line, name in sorted(found)]
 
 
+FACTORIES = frozenset((
+    "arange", "as_tensor", "empty", "empty_permuted", "empty_strided", "eye", "frombuffer", "full", "linspace", "ones",
+    "rand", "randint", "randn", "tensor", "zeros",
+))  # fmt: skip
+
+
+def factories_without_device(source: str, module: str) -> list[str]:
+    """Tensors that would be made on the user's default device (`torch.set_default_device`), whatever they are for."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        f"{module}:{call.lineno} makes a tensor by {ast.unparse(call.func)} and does not say on which device"
+        for call in calls
+        if ast.unparse(call.func) in {f"torch.{name}" for name in FACTORIES}
+        and not any(keyword.arg == "device" for keyword in call.keywords)
+    ]
+
+
 def _is_private(dotted: str) -> bool:
     first, *rest = dotted.split(".")
     return first == "torch" and any(piece.startswith("_") and not piece.startswith("__") for piece in rest)
@@ -112,6 +130,13 @@ def test_private_torch_names_are_in_compat() -> None:
         for w in private_torch_names(path.read_text(), name)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_factories_name_their_device() -> None:
+    wrong = [w for path, name in modules() for w in factories_without_device(path.read_text(), name)]
+    assert not wrong, "\n".join(wrong)
+    assert factories_without_device("x = torch.empty(3, dtype=torch.int64)", "dcompile.api")
+    assert not factories_without_device("x = torch.empty(3, device=y.device), torch.empty_like(y)", "dcompile.api")
 
 
 def test_every_part_has_a_level() -> None:

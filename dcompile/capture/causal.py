@@ -93,7 +93,11 @@ def _verdict(mask: Node, square: tuple[int, int]) -> str | None:
         return None
     if bool(allowed.all()):
         return "full"
-    return "causal" if bool((allowed == torch.ones(square, dtype=torch.bool).tril()).all()) else None
+    return (
+        "causal"
+        if bool((allowed == torch.ones(square, dtype=torch.bool, device=allowed.device).tril()).all())
+        else None
+    )
 
 
 def _square(node: Node) -> tuple[int, int] | None:
@@ -154,14 +158,15 @@ def _computed(steps: list[Node]) -> torch.Tensor | None:
             return torch.device("cpu")
         return "cpu" if isinstance(arg, str) and arg.partition(":")[0] == "cuda" else arg
 
-    for node in steps:
-        args, kwargs = map_aggregate(node.args, real), map_aggregate(node.kwargs, real)
-        assert isinstance(args, tuple) and isinstance(kwargs, dict), "arguments keep their form"
-        if node.op == "call_method":
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            assert callable(node.target), f"{node} calls {node.target!r}"
-            values[node] = node.target(*args, **kwargs)
+    with torch.device("cpu"):  # for steps that name none: Dynamo traces `torch.arange(n)` as it is written
+        for node in steps:
+            args, kwargs = map_aggregate(node.args, real), map_aggregate(node.kwargs, real)
+            assert isinstance(args, tuple) and isinstance(kwargs, dict), "arguments keep their form"
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                assert callable(node.target), f"{node} calls {node.target!r}"
+                values[node] = node.target(*args, **kwargs)
     result = values[steps[-1]]
     return result if isinstance(result, torch.Tensor) else None
 

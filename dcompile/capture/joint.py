@@ -210,7 +210,7 @@ def add_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any)
     backward's inputs.
     """
     with fake_mode:
-        value = torch.empty((), dtype=torch.int64)
+        value = torch.empty((), dtype=torch.int64, device="cpu")
     output = forward.graph.output_node()
     with forward.graph.inserting_before(output):
         token = forward.graph.create_node(

@@ -79,7 +79,7 @@ class CompiledModel:
         self.compile_seconds = 0.0
         self.calls: dict[int, list[Invocation]] = {}
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
-        self._tokens = torch.tensor(0), torch.tensor(1)
+        self._tokens = torch.tensor(0, device="cpu"), torch.tensor(1, device="cpu")
         self._synced: dict[int, list[GradientBuckets]] = {}
         self._all_idle: GradientBuckets | None = None
         """What calls beside the compiled graphs reduce through."""
@@ -142,7 +142,7 @@ class CompiledModel:
             adapter.before_forward()
             call.sync = adapter.wants_sync()
             if call.sync:  # of its own, where it may turn out that another way is taken
-                call.token = torch.tensor(1) if adapter.uneven else self._tokens[1]
+                call.token = torch.tensor(1, device="cpu") if adapter.uneven else self._tokens[1]
         self.calls.setdefault(threading.get_ident(), []).append(call)
         return call
 

@@ -148,7 +148,7 @@ def _lonely_storage_references() -> int:
     """The reference count of a storage object that one local variable has: 2 or 3, depending on torch and Python."""
     import torch
 
-    tensor = torch.empty(1)  # kept: the reference that a living tensor has to it counts, in some versions
+    tensor = torch.empty(1, device="cpu")  # kept: the reference that a living tensor has to it counts, in some versions
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
 
@@ -190,7 +190,7 @@ def _uses_of_one_tensor() -> int:
     """Holders of a storage that one tensor has, while Python looks at it."""
     import torch
 
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))
 

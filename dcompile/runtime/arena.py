@@ -52,10 +52,10 @@ class Fresh:
 
     def __call__(self) -> torch.Tensor:
         if torch.is_inference_mode_enabled():  # a result there is an inference tensor, which cannot serve elsewhere
-            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
+            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="cpu")
         holder, self._holder = self._holder, None  # taken first: another thread then finds nothing, and allocates
         if holder is None or not holder.alone():
-            holder = Held(torch.empty_strided(self._shape, self._strides, dtype=self._dtype))
+            holder = Held(torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="cpu"))
         self._holder = holder
         return holder.tensor.data  # a tensor of its own: no view, with its own version counter
 
@@ -74,10 +74,10 @@ class Recycled:
         wanted = _extent(shape, strides) * dtype.itemsize
         if wanted < RECYCLE_BYTES:
             self._holder = holder
-            return torch.empty_strided(shape, strides, dtype=dtype)
+            return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         fits = holder is not None and wanted <= holder.tensor.nbytes <= 2 * wanted
         if holder is None or not fits or not holder.alone():
-            holder = Held(torch.empty(wanted, dtype=torch.uint8))
+            holder = Held(torch.empty(wanted, dtype=torch.uint8, device="cpu"))
         self._holder = holder
         return over(holder.tensor, dtype, shape, strides, 0)
 

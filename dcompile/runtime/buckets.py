@@ -168,7 +168,7 @@ class Buckets:
         marks = memory.flat[-bucket.marks :]
         if bucket.name not in self._marks:  # made once, as a recording cannot copy from the host
             known = [number in bucket.params for number, _ in bucket.places]
-            self._marks[bucket.name] = torch.tensor(known).to(marks)
+            self._marks[bucket.name] = torch.tensor(known, dtype=marks.dtype, device=marks.device)
         marks.copy_(self._marks[bucket.name])
         for place, (number, _) in enumerate(bucket.places):
             if number in self._used:

@@ -82,7 +82,7 @@ def trace(
     planner = _Planner(Config.make(options=options))
     with compat.tensors.fake_mode(), _default_dtype(getattr(torch, dtype)):
         model = models.from_config(config).train()
-        tokens = torch.zeros((batch, length), dtype=torch.int64)
+        tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
         toolbox = Toolbox(planner, _nothing, _nothing, _nothing, _nothing, _nothing)
         entry = Entry(model._call_impl, None, Settings(planner.config), toolbox, _Graph)
         adapter = _Adapter(model, spread)

@@ -1,0 +1,57 @@
+"""`torch.set_default_device` and `with torch.device(...)` say where a model's factories put tensors, not where ours do.
+
+The device is `meta` here, whose tensors have no memory: a kernel that was given one would write to address 0.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dcompile
+from dcompile.runtime.arena import RECYCLE_BYTES, Fresh, Recycled
+
+ROWS = RECYCLE_BYTES // 4 // 64
+"""Rows of 64 float32 that make a result large enough to be given out again."""
+
+
+def test_memory_of_results_is_the_cpus():
+    fresh, recycled = Fresh(torch.float32, (3,), (1,)), Recycled()
+    with torch.device("meta"):
+        results = [fresh(), recycled(torch.float32, (3,), (1,)), recycled(torch.float32, (ROWS, 64), (64, 1))]
+        with torch.inference_mode():
+            results.append(fresh())
+    assert {result.device.type for result in results} == {"cpu"}
+
+
+def model(x, weight):
+    """Results large and small, a random number and a constant causal mask, each on the device of `x`."""
+    rows = torch.arange(x.shape[0] // 64, device=x.device)
+    q = (x.sin() * weight).view(1, -1, 64, 64).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(q, q, q, attn_mask=rows[None] <= rows[:, None])
+    return mixed, mixed.exp(), mixed.sum(-1), torch.rand(4, device=x.device) + x[0, 0]
+
+
+def run(call, sizes, device, training):
+    """Results, and gradients in training, for each number of rows, with the factories' default as said."""
+    torch.manual_seed(0)
+    inputs = [(torch.randn(rows, 64), torch.randn(64, requires_grad=training)) for rows in sizes]
+    found = []
+    with torch.device(device):
+        for x, weight in inputs:
+            torch.manual_seed(1)
+            results = call(x, weight)
+            if training:
+                sum(result.square().sum() for result in results).backward()
+            found += [*(result.detach() for result in results), weight.grad]
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_calls_under_another_default_device(dynamic, training):
+    """Memory of results is given out again in inference alone."""
+    sizes = (ROWS, 2 * ROWS) if dynamic else (ROWS,)
+    call = dcompile.compile(model, dynamic=dynamic, fullgraph=True, options={"fallback_random": True})
+    torch.testing.assert_close(run(call, sizes, "meta", training), run(model, sizes, "cpu", training))

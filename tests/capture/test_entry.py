@@ -54,6 +54,33 @@ def test_modules_train_as_eager_ones_do(make, compilers):
     assert kinds(compilers) == ["forward", "backward"]  # a bare torch.nn class really reaches the compiler
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self):
+        return self.w * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.requires_grad_(False),
+        lambda module: module.double(),
+        lambda module: setattr(module.w, "data", module.w.data.t().contiguous().t()),
+    ],
+    ids=("frozen", "of another dtype", "lying otherwise"),
+)
+def test_what_has_become_of_a_parameter_is_seen_by_the_next_call(change, compilers):
+    module = dcompile.compile(Twice())
+    module(), module()
+    assert len(kinds(compilers)) == 1
+    change(module)
+    module()
+    assert len(kinds(compilers)) == 2
+
+
 def test_the_same_object_comes_back_with_its_own_parameters():
     module = Net()
     before, keys = list(module.named_parameters()), list(module.state_dict())

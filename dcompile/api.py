@@ -90,7 +90,8 @@ def compile(
         if disable:
             return target
         if not callable(target):
-            raise TypeError(f"dcompile: compile needs a module or a function, not {type(target).__name__}")
+            what = "step = dcompile.compile(optimizer.step)" if hasattr(target, "step") else "give it one of these"
+            raise TypeError(f"dcompile: compile needs a module or a function, not {type(target).__name__}; {what}")
         own = replace(settings, config=artifacts.own_dump(settings.config))
         if isinstance(target, Module):
             compile_module(target, own, make_toolbox(own.config))

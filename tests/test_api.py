@@ -69,6 +69,12 @@ def test_what_cannot_be_called_cannot_be_compiled(thing):
         dcompile.compile(thing)
 
 
+def test_an_optimizer_is_compiled_by_its_step():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(TypeError, match=r"not SGD; .*compile\(optimizer\.step\)"):
+        dcompile.compile(optimizer)
+
+
 def test_receipt_before_the_first_step():
     module = dcompile.compile(torch.nn.Linear(2, 2))
     with pytest.raises(NotCompiledError, match="no compiled step has run yet"):

@@ -248,7 +248,19 @@ def compile_function(function: Callable[..., Any], settings: Settings, toolbox: 
     # torch.compile and torch._dynamo.disable look through these two to the function itself
     call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
     call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    if isinstance(function, types.MethodType):
+        # a learning rate scheduler calls an optimizer's `step.__func__`, also of a compiled one put in its place
+        call.__self__, call.__func__ = function.__self__, _with_owner(call)  # type: ignore[attr-defined]
     return call
+
+
+def _with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled bound method as the function that it is of."""
+
+    def method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return functools.update_wrapper(method, call, updated=())
 
 
 def original_function(function: Callable[..., Any]) -> Callable[..., Any]:

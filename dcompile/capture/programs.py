@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile import compat
+from dcompile.capture import batched
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
@@ -237,15 +238,20 @@ class Programs:
     def _backward(self, gm: Any) -> Boxed:
         """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
         position = take_token(gm)
-        places = tangents(gm) if self._may_lack else ()
+        given = tangents(gm)
+        places = given if self._may_lack else ()
         alone = position is None and not places and type(self.adapter) is PlainAdapter
         settled: Executable | None = None
+        is_batch = compat.aot.batch_test()
 
         def backward(args: list[Any]) -> list[Any]:
             nonlocal settled
+            sync = bool(args.pop(position)) if position is not None else False
+            for place in given:
+                if args[place] is not None and is_batch(args[place]):
+                    return self._batched(gm, args)
             if settled is not None:
                 return settled(args)
-            sync = bool(args.pop(position)) if position is not None else False
             self.model.before_backward()
             absent = frozenset(place for place in places if args[place] is None)
             kind = self._backward_for(gm, absent)
@@ -259,6 +265,11 @@ class Programs:
             return self._without_what_follows(results, gm, absent) if absent else results
 
         return backward
+
+    def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
+        """A backward of several gradients at once, which are for the caller alone: none is reduced."""
+        self.notes += [] if batched.NOTE in self.notes else [batched.NOTE]
+        return batched.run_batched(gm, args, bool(self._sharded))
 
     def _without_what_follows(self, results: list[Any], gm: Any, absent: frozenset[int]) -> list[Any]:
         """None for gradients that are zeros because what they follow from is absent; what ranks exchange stays.

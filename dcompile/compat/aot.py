@@ -315,6 +315,13 @@ def absent_shapes() -> Mapping[int, Any]:
     return getattr(torch._C._current_autograd_node(), "dcompile_shapes", {})
 
 
+def batch_test() -> Callable[[torch.Tensor], bool]:
+    """What tells a batch of `is_grads_batched=True` and `jacobian(vectorize=True)`; torch refuses those of `vmap`."""
+    import torch
+
+    return torch._C._functorch.is_legacy_batchedtensor
+
+
 def hooked_leaves() -> frozenset[int]:
     """Inside a compiled backward: positions, among the tensors its forward got, of leaves with hooks on gradients."""
     import torch

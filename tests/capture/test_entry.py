@@ -161,6 +161,30 @@ def test_functions_get_a_wrapper():
         dcompile.receipt(double)
 
 
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_an_optimizers_own_step_may_be_replaced_beside_a_scheduler(compiled_first, recwarn):
+    """Schedulers wrap `optimizer.step.__func__`, and say so where they are stepped before the optimizer."""
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(5))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        if compiles and compiled_first:
+            optimizer.step = step = dcompile.compile(optimizer.step)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if compiles and not compiled_first:
+            optimizer.step = step = dcompile.compile(optimizer.step)
+        for _ in range(5):
+            parameter.grad = torch.randn(5)
+            optimizer.step()
+            scheduler.step()
+        results.append([parameter.detach(), torch.tensor(scheduler.get_last_lr())])
+        if compiles:
+            assert dcompile.receipt(step).graphs == 1
+    torch.testing.assert_close(*results)
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+
+
 def test_decorator(compilers):
     @dcompile.compile
     def plain(x):

@@ -51,6 +51,20 @@ class Border:
         return compat.dynamo.no_dynamo(call, "a compiled graph")
 
 
+def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], Border]:
+    """Inputs without the subclasses of tensors that say nothing of operators, such as an image's; a way to take these.
+
+    What they say of functions (`__torch_function__`) Dynamo has traced. torch's look at a first call's custom operators
+    refuses them, and so all of that call.
+    """
+    found = {position: _plain for position, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
+    if not found:
+        return inputs, Border()
+    nodes = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    plain = [node.meta["example_value"] if n in found else value for n, (node, value) in enumerate(nodes)]
+    return plain, Border(tuple(range(len(inputs))), found, {})
+
+
 def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> tuple[Any, Sequence[Any], Border]:
     """A graph that takes and returns plain tensors where `gm` has DTensors, its inputs, and the way between the two.
 
@@ -147,6 +161,10 @@ def _take_outputs_apart(gm: Any) -> dict[int, Convert]:
 
 def _always(value: Any) -> Convert:
     return lambda _: value
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.as_subclass(torch.Tensor)
 
 
 def _to_local(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
-from dcompile.capture.border import with_plain_border
+from dcompile.capture.border import with_plain_border, with_plain_tensors
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
@@ -219,8 +219,9 @@ class Backend:
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
         if self._graph.needs_data and compat.dynamo.have_no_data(example_inputs):
             return gm  # type: ignore[no-any-return]
-        gm, inputs, border = with_plain_border(gm, example_inputs, model.adapter)
-        return border.around(self._graph(model, inputs).compile(gm, inputs))
+        inputs, relabelled = with_plain_tensors(gm, example_inputs)
+        gm, inputs, border = with_plain_border(gm, inputs, model.adapter)
+        return relabelled.around(border.around(self._graph(model, inputs).compile(gm, inputs)))
 
 
 def _never(args: list[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.lean import lean_runtime, unpacked
+from dcompile.compat.outputs import results_in_their_places
 from dcompile.compat.regions import regions_without_inductor
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 from dcompile.compat.unread import no_unread_graphs
@@ -50,6 +51,7 @@ def aot_compile(
         strides_of_indices(),
         remembering,
         no_unread_graphs(),
+        results_in_their_places(),
         lean,
     ):
         compiled = aot_module_simplified(

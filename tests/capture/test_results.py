@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -30,3 +32,32 @@ def test_a_result_seen_as_another_dtype_lies_in_the_same_memory(learns: bool) ->
     if learns:
         assert torch.equal(*(torch.autograd.grad(results[1].sum(), x)[0] for results in (got, want)))
     assert not dcompile.receipt(model).fallbacks
+
+
+class Counting(torch.nn.Module):
+    """Adds to what comes in, and counts that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.arange(4.0))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x += self.shift
+        self.steps += 1
+        return x.sin(), x.sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_model_that_changes_its_input_and_a_buffer_returns_its_results() -> None:
+    """AOTAutograd returned the buffer in place of the first one."""
+    eager = Counting()
+    compiled = dcompile.compile(copy.deepcopy(eager), options={"receipt": False})
+    start = torch.linspace(-1, 1, 12).view(3, 4)
+    for _ in range(2):
+        inputs = [start.clone().requires_grad_() for _ in range(2)]
+        got, want = (model(x * 1) for model, x in zip((compiled, eager), inputs, strict=True))
+        torch.testing.assert_close(got, want)
+        grads = [torch.autograd.grad(a.sum() + b.prod(), x) for (a, b), x in zip((got, want), inputs, strict=True)]
+        torch.testing.assert_close(*grads)
+    assert compiled.steps == eager.steps == 2

@@ -1,8 +1,8 @@
 """Results of a graph in their own places.
 
-A result that is an input which the graph changes itself (a counter: `self.steps += 1`) is that input. AOTAutograd, torch
-2.11 to 2.13, puts it in the place that it has among the results; but inputs that it changes behind the graph (what has a
-gradient and is no leaf: `x += self.shift`) come before them. So the model returned its counter in another's place.
+A result that is an input which the graph changes itself (a counter: `self.steps += 1`) is that input. AOTAutograd puts
+it in the place that it has among the results; but inputs that are changed behind the graph (what has a gradient and is
+no leaf: `x += self.shift`) come before them. With torch 2.11 to 2.13, a model returned its counter in another place.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _inference(compiled: Boxed, usual: Boxed, changed: Sequence[int]) -> Boxed:
         finally:
             set_grad_enabled(True)
 
-    return _boxed(run)
+    return _Plain(run)
 
 
 def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence[int]) -> Boxed:
@@ -131,24 +131,27 @@ def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence
                 args[place] = args[place].detach()
         return apply(*args)
 
-    return _boxed(run)
+    return _Plain(run)
 
 
-def _boxed(run: Callable[..., Any]) -> Boxed:
-    """`run` as torch calls it here."""
+class _Plain:
+    """`run` as torch calls it here. A class: `functools.wraps` would give attributes of a function to what wraps it.
 
-    def boxed(args: list[Any]) -> Any:
-        return run(*args)
+    Such are torch's functions for inputs that are passed twice or look at one another, around this one.
+    """
 
-    boxed.unpacked = run  # type: ignore[attr-defined]
-    return boxed
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self.run(*args)
 
 
 def unpacked(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]:
     """What torch's function around a compiled graph would call with a list of the same arguments, if it is ours."""
-    run: Callable[..., Any] | None = getattr(getattr(forward, "__wrapped__", None), "unpacked", None)
+    plain = getattr(forward, "__wrapped__", None)
     own = next(gm.parameters(), None) is not None or next(gm.buffers(), None) is not None  # torch adds them
-    return forward if run is None or own else run
+    return plain.run if isinstance(plain, _Plain) and not own else forward
 
 
 def _shorten(cls: Any, runtime_wrappers: Any) -> None:

@@ -48,6 +48,26 @@ def test_tensors_that_a_graph_holds_are_inputs_too():
         torch.testing.assert_close(compiled(x)[0], held(x))
 
 
+def test_inputs_that_look_at_one_another_go_through_torchs_function_around_ours():
+    """A program then gets the tensor that both are made of in place of them."""
+
+    def step(function):
+        base, weight = torch.arange(4.0), torch.ones(3, requires_grad=True)
+        results = []
+        for _ in range(3):
+            result = function(base, base[1:], weight)
+            result.sum().backward()
+            results += [result.detach(), base.clone(), weight.grad.clone()]
+        return results
+
+    def function(whole, part, weight):
+        part.mul_(2)
+        return whole[:3] * weight
+
+    for found, expected in zip(step(dcompile.compile(function, fullgraph=True)), step(function), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_an_input_that_gets_no_gradient_is_left_alone():
     compared(lambda x, y: x.sin() * y.detach(), *(torch.randn(3, requires_grad=True) for _ in range(2)))
 

@@ -263,11 +263,28 @@ def _with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(method, call, updated=())
 
 
-def original_function(function: Callable[..., Any]) -> Callable[..., Any]:
+def original_function(function: Any) -> Any:
     """The function that a wrapper of ours stands for."""
-    while "_dcompile_entry" in getattr(function, "__dict__", {}) and hasattr(function, "__wrapped__"):
+    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function) and hasattr(function, "_dcompile_entry"):
         function = function.__wrapped__
-    return function
+    return _unmarked(function)
+
+
+def _unmarked(function: Any) -> Any:
+    """`function` itself; a copy, if `functools.wraps` has given it the marks of a wrapper of ours that it calls.
+
+    Dynamo would trace what the marks say in place of the function.
+    """
+    if not isinstance(function, types.FunctionType) or "_dcompile_entry" not in function.__dict__:
+        return function
+    clean = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    clean.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(clean, function)
+    for mark in ("_dcompile_entry", "_torchdynamo_inline", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"):
+        clean.__dict__.pop(mark, None)
+    return clean
 
 
 def find_model(thing: Any) -> CompiledModel | None:

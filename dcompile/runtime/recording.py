@@ -206,6 +206,6 @@ class Recording:
         given: Given = {}
         results: list[Any] = []
         for result in self.results:
-            results.append(result.of(args, buckets, given, results))  # noqa: PERF401 - each looks at those before it
+            results.append(result.of(args, buckets, given, results))  # each looks at those before it
         args.clear()
         return results

@@ -1,6 +1,7 @@
 """Compiling in place: what is compiled, what stays the user's own, and what separate models share (nothing)."""
 
 import copy
+import functools
 import gc
 import io
 import warnings
@@ -183,6 +184,22 @@ def test_an_optimizers_own_step_may_be_replaced_beside_a_scheduler(compiled_firs
             assert dcompile.receipt(step).graphs == 1
     torch.testing.assert_close(*results)
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
+
+
+def test_a_wrapper_around_a_compiled_function_is_compiled_with_what_it_adds():
+    """functools.wraps gives it all attributes of what it wraps, by which Dynamo and we know our own."""
+    inner = dcompile.compile(lambda x: x.sin())
+
+    @functools.wraps(inner)
+    def outer(x, *, factor=2):
+        return inner(x) * factor
+
+    own, torchs = dcompile.compile(outer), torch.compile(outer, backend="dcompile")
+    x = torch.ones(3)
+    for function in (outer, own, dcompile.compile(own), torchs):
+        torch.testing.assert_close(function(x), x.sin() * 2)
+        torch.testing.assert_close(function(x, factor=3), x.sin() * 3)
+    assert dcompile.receipt(own).graphs == 1
 
 
 def test_decorator(compilers):

@@ -14,6 +14,7 @@ from dcompile.capture import batched
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.capture.aliases import look_at_changed_inputs
 from dcompile.capture.joint import Cut, donated_positions, saved_positions, take_token
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.plans import plan_of
@@ -182,6 +183,7 @@ class Programs:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
+        look_at_changed_inputs(gm, compat.aot.looks_at_inputs())
         pairs, again = to_be_told_apart(gm), returned_again(gm)
         retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
@@ -204,6 +206,7 @@ class Programs:
 
     def _forward(self, gm: Any) -> Boxed:
         position = take_token(gm)
+        look_at_changed_inputs(gm, compat.aot.looks_at_inputs())
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)

@@ -134,6 +134,29 @@ def not_only_read() -> frozenset[int]:
     return frozenset((*changed, *(n for n in aliases if n is not None)))
 
 
+def looks_at_inputs() -> dict[int, int]:
+    """Inside the compiler of a forward or an inference graph: position of a result -> of the input it is a view of.
+
+    AOTAutograd hands out views of the inputs there, and reads no more of the results than how they lie.
+    """
+    metadata = _metadata()
+    if metadata is None:
+        return {}
+    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
+    kinds = enumerate(metadata.output_info, changed)
+    return {place: info.base_idx for place, info in kinds if info.output_type.name == "alias_of_input"}
+
+
+def returned_changes(gm: Any) -> dict[Any, Any]:
+    """Placeholders of inputs that AOTAutograd changes behind this graph -> what it returns for them."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    output = gm.graph.output_node()
+    placeholders = {node.meta.get("desc"): node for node in gm.graph.find_nodes(op="placeholder")}
+    described = zip(output.args[0], output.meta.get("desc", ()), strict=False)
+    return {placeholders[d.mutated_input]: node for node, d in described if isinstance(d, InputMutationAOTOutput)}
+
+
 def min_cut_partition(
     joint: Any,
     joint_inputs: Any,

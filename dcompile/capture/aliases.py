@@ -1,0 +1,76 @@
+"""Results that look at an input which the graph changes: `x.mul_(2); return x[: len(x) // 2]`.
+
+AOTAutograd hands out a view of the input itself. Where the way to it has symbols in it, it asks what the graph returned
+how that view lies: in traced graphs, a look at the new values, which begin at 0 and may lie in another order than the
+input. With any backend of torch 2.11 to 2.13, the rows of a slice then come from the front of what was sliced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dcompile import compat
+
+
+def look_at_changed_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
+    """Have a graph return looks at its own inputs for these results: position of a result -> of the input.
+
+    Guarantees: whatever else the graph returns, and does. What is in those results is read by nobody.
+    """
+    if not aliases:
+        return
+    placeholders, output = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node()
+    written = _written(gm, placeholders)
+    results, left = list(output.args[0]), set[Any]()
+    for place, number in aliases.items():
+        way = _way(results[place], written.get(placeholders[number]))
+        if way:
+            results[place] = _looked(gm, placeholders[number], way)
+            left.update(way)
+    output.args = (tuple(results),)
+    for node in reversed(gm.graph.nodes):
+        if node in left and not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _written(gm: Any, placeholders: list[Any]) -> dict[Any, Any]:
+    """Input -> its new values, if the graph changes it: itself, or by its caller."""
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    found = {copy.args[0]: copy.args[1] for copy in copies if copy.args[0] in placeholders}
+    return found | compat.aot.returned_changes(gm)
+
+
+def _way(result: Any, start: Any) -> list[Any]:
+    """The views that lead from a node to a result, in order; none if it is no view of that node."""
+    way, node = list[Any](), result
+    while start is not None and node is not start:
+        if node.op != "call_function" or not (node.target is operator.getitem or _is_view(node)):
+            return []
+        way.append(node)
+        node = node.args[0]
+    return way[::-1]
+
+
+def _is_view(node: Any) -> bool:
+    # steps of as_strided count from the beginning of memory, which new values have to themselves
+    return getattr(node.target, "is_view", False) and node.target is not torch.ops.aten.as_strided.default
+
+
+def _looked(gm: Any, start: Any, way: list[Any]) -> Any:
+    """The same views of another node."""
+    node, output = start, gm.graph.output_node()
+    for view in way:
+        args = (node, *view.args[1:])
+        with gm.graph.inserting_before(output):
+            looked = gm.graph.call_function(view.target, args, view.kwargs)
+        looked.meta = dict(view.meta)
+        values, keywords = torch.fx.map_arg((args, view.kwargs), lambda source: source.meta["val"])
+        with compat.aot.detect_fake_mode([start.meta["val"]]):
+            looked.meta["val"] = view.target(*values, **keywords)
+        node = looked
+    return node

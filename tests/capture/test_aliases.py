@@ -1,0 +1,46 @@
+"""Results that look at an input which the graph changes lie where they lie in eager mode."""
+
+import pytest
+import torch
+
+import dcompile
+
+
+def half(x):
+    x.mul_(2)
+    return x[: x.shape[0] // 2]
+
+
+def inner(x):
+    x.transpose(0, 1)[0] += 1
+    return x[1 : x.shape[0] - 1].t()
+
+
+def behind_one_another(x):
+    x.add_(1)
+    return x.unsqueeze(0).expand(x.shape[0], *x.shape)[1:]
+
+
+def part(x):
+    x.add_(1)
+    return x.unbind(1)[1].view_as(x[:, 0])
+
+
+# Dynamo itself looks at .grad of a graph's input that is no leaf
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("columns", [slice(0, 8), slice(2, 6)], ids=("all columns", "some columns"))
+@pytest.mark.parametrize(
+    ("function", "learns"),
+    [(part, False)]  # eager's has a history of its own that nobody may change, with gradients
+    + [(function, learns) for function in (half, inner, behind_one_another) for learns in (False, True)],
+)
+def test_a_look_at_an_input_that_is_changed(function, columns, learns):
+    """AOTAutograd began at the front of the memory that the input is a part of, with several sizes."""
+    compiled = dcompile.compile(function, dynamic=True)
+    for size in (6, 8):
+        whole = [torch.arange(200.0).requires_grad_(learns) * 1 for _ in range(2)]
+        inputs = [x[4 : 4 + 8 * size].view(size, 8)[:, columns] for x in whole]
+        got, want = compiled(inputs[0]), function(inputs[1])
+        assert torch.equal(got, want) and got.stride() == want.stride()
+        assert got.storage_offset() == want.storage_offset()
+        assert torch.equal(*whole)

@@ -62,6 +62,13 @@ def own_products(matmul: str) -> bool:
     return matmul == "own" or (matmul == "auto" and own_products_pay())
 
 
+def caches_are_far() -> bool:
+    """Whether the third level cache takes so long that loops have to ask for what they read: Intel's servers, where
+    it lies in pieces beside all cores. (With AVX-512: its desktop processors since 2021 have none.)"""
+    features = cpu_features().split()
+    return "avx512f" in features and "GenuineIntel" in features
+
+
 def own_products_pay() -> bool:
     """Whether matrix products of ours are faster than ATen's: MKL leaves AVX-512 idle on processors not Intel's."""
     features = cpu_features().split()

@@ -39,15 +39,17 @@ class Beside(Abreast):
         0.7 in bfloat16 (Zen 3), 16 rows 0.97 and 1.3. With AVX-512 several vectors of each take 0.93 of the time of
         one, and in bfloat16 a row at a time 0.7 of it, 0.8 from the caches, of two tensors 0.54 (Zen 5; float32 1.0).
         """
-        self._open_add(", ".join(f"wide& x{n}" for n in self.columns))
-        for n in self.columns:
-            self.line(f"x{n} += {self._as_vector(self.nest.stores[n].value)};")
-        self.depth -= 1
-        self.line("};")
         (last,) = self.nest.elements
         assert isinstance(last.size, int), "columns of symbolic size are not added up together"
         loads = [value for ref in self._wide_values(0) if isinstance(value := self.nest.body[ref], Load)]
         short = all(ITEMSIZE[load.dtype] == 2 for load in loads) and last.size <= NEAR
+        self._open_add(", ".join(f"wide& x{n}" for n in self.columns))
+        for how, place, nbytes in self._asked(0, [], last.name) if short else ():
+            self.line(f"{how}<WIDTH * {nbytes}>(&{place});")
+        for n in self.columns:
+            self.line(f"x{n} += {self._as_vector(self.nest.stores[n].value)};")
+        self.depth -= 1
+        self.line("};")
         known = int(block) if block.isdigit() else None
         across = math.gcd(last.size // WIDTH, ACROSS) if len(self.columns) <= 2 else 1
         self.line(f"constexpr int64 across = WIDTH == 16 ? {across} : 1;")

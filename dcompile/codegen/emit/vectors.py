@@ -87,6 +87,8 @@ class Vectors(Wide):
         self.open(f"for ({'' if at else f'int64 {step} = {low}'}; {step} + WIDTH <= {high}; {step} += WIDTH)")
         if at:
             self.line(f"const int64 {last.name} = {at};")
+        for place, nbytes in self.ahead if number == self.asking else ():
+            self.line(f"ask<WIDTH * {nbytes}>(&{place});")
         self._declare_vectors(number, last.name, self._needed(number, [sought]))
         self.open(f"if (const u32 here = holding({self.name(sought)}))")
         self.line(f"{s} = {last.name} + __builtin_ctz(here);")
@@ -117,8 +119,8 @@ class Vectors(Wide):
 
     def _vectors_at(self, number: int, name: str, reduces: list[Ref], stores: list[int], way: str) -> None:
         """What becomes of the elements from `name` on."""
-        for place in self.ahead if number == self.asking else self._soon(number, stores, name):
-            self.line(f"__builtin_prefetch(&{place});")
+        for how, place, nbytes in self._asked(number, stores, name):
+            self.line(f"{how}<{self._width()} * {nbytes}>(&{place});")
         if self.counted and self.counted.positions:
             self.line(f"const {self._type('int32')} place = places{'_two' if self.many else ''}({name});")
         self._declare_vectors(number, name, self._wide_values(number))

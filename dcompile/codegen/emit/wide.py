@@ -46,10 +46,6 @@ AHEAD_BYTES = 1 << 20
 """Size from which the next row of a tensor is asked for while this one is worked on: smaller ones lie in caches."""
 AHEAD_ROWS = 384 << 10
 """Bytes of a row of all of them, and of the next: less than a second level cache has."""
-SOON_BYTES = 1024
-"""How far ahead a loop asks for what it reads, if it streams what functions make of one large tensor: what comes next
-is fetched too late then. An exponential of 16 MB took 0.9 of the time, cross-entropy's backward 0.86 to 0.98, sigmoid
-0.95, GELU 0.99 (Zen 3); 2 and 4 KB were no better. Loops over several tensors took 1.0 to 1.04."""
 PICKED = 512
 """Bytes of a row from which elements are picked, from which on the next one is asked for."""
 LIGHT = 8
@@ -196,6 +192,11 @@ class Wide(Scans):
                 return hit if beyond and self.levels.element[hit] else None
         return None
 
+    def _may_stop(self, number: int) -> bool:
+        """Does a pass look for places, as `_sought` tells while it is written? It need not come to the row's end."""
+        chosen = (self.nest.body[self._reduce(ref).arg] for ref in self._roots(number)[0])
+        return any(isinstance(value, Apply) and (value.op, value.dtype) == ("where", "int32") for value in chosen)
+
     def _wide_values(self, number: int) -> list[Ref]:
         """The element values of a pass, without positions that are only compared."""
         needed, used = self._needed(number, self._targets(number)), set(self._targets(number))
@@ -335,16 +336,17 @@ class Wide(Scans):
         return store.mode == "set" and in_order and self._steps(store.index, last) == 1
 
     @functools.cached_property
-    def ahead(self) -> tuple[str, ...]:
-        """Addresses in the next row of what rows are read from, where later passes find this one's in the caches.
+    def ahead(self) -> tuple[tuple[str, int], ...]:
+        """Addresses in the next row of what rows are read from, where later passes find this one's in the caches; the
+        bytes of an element.
 
         Memory is idle there otherwise: a cross-entropy's forward took 0.7 of the time so, RMSNorm 0.65 (16 MB, Zen 3).
         """
         nest = self.nest
-        if self._passes() < 2 or nest.lane or not nest.rows or nest.rows[-1].tile > 1:
+        if not self._later_passes() or nest.lane or not nest.rows or nest.rows[-1].tile > 1:
             return ()
         row, last = nest.rows[-1].name, nest.elements[-1].name
-        found, size = dict[str, None](), 0
+        found, size = dict[str, int](), 0
         for ref in self._needed(0, self._targets(0)):
             value = nest.body[ref]
             if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
@@ -353,9 +355,11 @@ class Wide(Scans):
             if not isinstance(nbytes, int) or not isinstance(distance, int) or distance <= 0:
                 continue
             if nbytes >= AHEAD_BYTES and stride(value.index, last) == 1:
-                found[self.place(value.buffer, substitute(value.index, {row: var(row) + 1}, {}))] = None
+                found[self.place(value.buffer, substitute(value.index, {row: var(row) + 1}, {}))] = ITEMSIZE[
+                    value.dtype
+                ]
                 size += distance * ITEMSIZE[value.dtype]
-        return tuple(found) if 2 * size <= AHEAD_ROWS else ()
+        return tuple(found.items()) if 2 * size <= AHEAD_ROWS else ()
 
     def _picked_ahead(self, number: int, axis: Axis) -> list[str]:
         """Addresses in the next of the rows that elements are picked from in any order: asked for in order.
@@ -379,28 +383,52 @@ class Wide(Scans):
                 found[self.place(value.buffer, substitute(along, {row: var(row) + 1}, {}))] = None
         return list(found)
 
+    def _later_passes(self) -> list[int]:
+        """Those that go through the row once more."""
+        return [number for number in range(1, self._passes()) if self._roots(number) != ([], [])]
+
     @functools.cached_property
     def asking(self) -> int | None:
         """The pass that asks for the next row: the one with most work, for which memory need not hurry."""
-        later = range(1, self._passes())
+        later = self._later_passes()
         works = {n: self._work_of(r for r in self._wide_values(n) if self.kept.get(r, n) >= n) for n in later}
         return max(works, key=lambda n: (works[n], n)) if self.ahead else None
 
-    def _soon(self, number: int, stores: list[int], name: str) -> list[str]:
-        """The address, a little ahead, of what a pass reads."""
-        if self.turned or number == self.asking or not any(n in self.streams for n in stores):
-            return []
+    def _asked(self, number: int, stores: list[int], name: str) -> list[tuple[str, str, int]]:
+        """What a step of a pass asks for: how, where, and the bytes of an element.
+
+        A little ahead, if functions of one large tensor are streamed: what comes next is fetched too late then. An
+        exponential of 16 MB took 0.9 of the time, cross-entropy's backward 0.86 to 0.98, sigmoid 0.95, GELU 0.99 (Zen
+        3, 1 KB ahead; 2 and 4 were no better); loops over several tensors 1.0 to 1.04. Where caches are far, all of
+        it (Intel's servers, 8 and 16 MB from the third level): cross-entropy's backward 0.76 with 4 KB, argmax 0.74,
+        SwiGLU, sums of rows and of columns in bfloat16 0.85 to 0.9, a chain 0.93, AdamW 1.0.
+        """
+        if number == self.asking:
+            return [("ask", place, nbytes) for place, nbytes in self.ahead]
+        loads = self._large_loads(number, name)
         values = [self.nest.body[ref] for ref in self._wide_values(number) if self.kept.get(ref, number) >= number]
-        large = [
-            value
-            for value in values
-            if isinstance(value, Load)
-            and self._steps(value.index, name) == 1
-            and isinstance(nbytes := self.bytes_of(value.buffer), int)
-            and nbytes >= AHEAD_BYTES
-        ]
         functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)
-        if len(large) != 1 or large[0].mask is not None or not functions:
+        soon = len(loads) == 1 and functions and any(n in self.streams for n in stores)
+        how = "ask_soon" if soon else "ask_far"
+        return [(how, self.place(load.buffer, load.index), ITEMSIZE[load.dtype]) for load in loads]
+
+    def _large_loads(self, number: int, name: str) -> list[Load]:
+        """What a pass reads, element by element, of large tensors that no pass before has read or asked for.
+
+        Not what the kernel writes as well: AdamW in bfloat16 took 1.02 to 1.05 of the time.
+        """
+        if self.turned or (number == 0 and self.asking is not None and not self._may_stop(self.asking)):
             return []
-        ahead = SOON_BYTES // ITEMSIZE[large[0].dtype]
-        return [f"{self.place(large[0].buffer, large[0].index)} + {ahead}"]
+        before = {self.nest.body[ref] for earlier in range(number) for ref in self._wide_values(earlier)}
+        written = {store.buffer for store in self.nest.stores}
+        found = dict[Load, None]()
+        for ref in self._wide_values(number):
+            value = self.nest.body[ref]
+            if not isinstance(value, Load) or value.mask is not None or value in before:
+                continue
+            if value.buffer in written:
+                continue
+            nbytes = self.bytes_of(value.buffer)
+            if self._steps(value.index, name) == 1 and isinstance(nbytes, int) and nbytes >= AHEAD_BYTES:
+                found[value] = None
+        return list(found)

@@ -15,15 +15,16 @@ from tests.codegen.emit import loops
 from tests.codegen.emit.loops import I0, J0, Body, program
 
 
-def assembly(made: Program) -> str:
-    """The kernel's own, of its vectors."""
+def assembly(made: Program, *, far: bool = False) -> str:
+    """The kernel's own, of its vectors; `far`: where caches are."""
     (loop,) = made.steps
     assert isinstance(loop, Loop)
     text = cpp.emit(loop, made.table).text
     compiler = find_compiler(30)
     if "clang" in compiler.version:
         pytest.skip("vectors are g++'s only")
-    flags = (*(flag for flag in compiler.flags if flag != "-march=native"), "-march=sapphirerapids")
+    usual = (flag for flag in compiler.flags if flag not in ("-march=native", "-DFAR_CACHES"))
+    flags = (*usual, "-march=sapphirerapids", *(("-DFAR_CACHES",) if far else ()))
     command = (*compiler.command, *flags, "-mprefer-vector-width=512", "-S", "-x", "c++", "-", "-o", "-")
     return subprocess.run(command, input=needed(text) + text, capture_output=True, text=True, check=True).stdout
 
@@ -68,3 +69,18 @@ def test_columns_of_bfloat16_are_added_up_a_row_at_a_time() -> None:
     (loop, *_) = [loop.split("jne")[0] for loop in loops_of_it if "%zmm" in loop]
     assert loop.count("vpmovzxwd") == 4 and len(re.findall(r"vmovups\s+%zmm\d+, ", loop)) == 4
     assert not re.search(r"movq\s+\S*\(", loop)
+
+
+def test_each_line_of_a_step_is_asked_for() -> None:
+    """Two vectors of float32 are two lines."""
+    assert assembly(loops.softmax(256, 1024)).count("prefetcht0") == 2
+
+
+def test_what_is_read_is_asked_for_where_caches_are_far() -> None:
+    """All of it; elsewhere, of one tensor alone, what functions are made of and streamed: not that far ahead."""
+    one, two, sums = loops.unary("exp", 1 << 22), loops.binary("pow", 1 << 22), loops.row_sum(4096, 1024, "max")
+    assert [assembly(made).count("prefetcht0") for made in (one, two, sums)] == [2, 0, 0]
+    assert assembly(one, far=True).count("prefetcht0") == 2
+    assert assembly(two, far=True).count("prefetcht0") == 4
+    assert "prefetcht0" in assembly(sums, far=True)
+    assert "prefetch" not in assembly(loops.binary("pow", 4096), far=True)

@@ -392,11 +392,14 @@ def test_the_first_place_is_found_wherever_it_lies(op: str, n: int) -> None:
 
 def test_the_next_row_is_asked_for_where_the_work_is() -> None:
     text = source_of(loops.softmax(256, 1024)).text
-    before, asking = text[: text.index("__builtin_prefetch")], text[text.index("__builtin_prefetch") :]
-    assert text.count("__builtin_prefetch(&a0[j0 + i0*1024 + 1024]);") == 1
+    before, asking = text[: text.index("ask<")], text[text.index("ask<") :]
+    assert text.count("ask<PAIR * 4>(&a0[j0 + i0*1024 + 1024]);") == 1
     assert "fill(" in before and "exp_below_(" not in before and "exp_below_(" in asking
     for small in (loops.softmax(64, 1024), loops.softmax(4, 1 << 18)):  # in caches anyway; more than they hold
-        assert "prefetch" not in source_of(small).text
+        assert "ask<" not in source_of(small).text
+    assert "ask<" not in source_of(loops.row_sum(256, 2048)).text, "no pass goes through a row again"
+    text = source_of(loops.argmax(256, 2048)).text
+    assert text.index("ask_far<") < text.index("ask<WIDTH * 4>(&a0[j0 + i0*2048 + 2048]);") < text.index("holding(")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -421,12 +424,19 @@ def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int) ->
 
 
 def test_what_is_read_is_asked_for_a_little_earlier_where_functions_of_it_are_streamed() -> None:
-    """Not where results are small, nothing but arithmetic is done, or several tensors are read."""
+    """Not where results are small, nothing but arithmetic is done, or several tensors are read: there, where caches
+    are far; and nothing that is small, or that the kernel writes."""
     many, few = STREAM_BYTES // 4, 4096
-    assert source_of(loops.unary("exp", many)).text.count("__builtin_prefetch(") == 1
-    assert "__builtin_prefetch(" not in source_of(loops.unary("exp", few)).text
-    assert "__builtin_prefetch(" not in source_of(loops.unary("neg", many)).text
-    assert "__builtin_prefetch(" not in source_of(loops.binary("pow", many)).text
+    assert source_of(loops.unary("exp", many)).text.count("ask_soon<") == 1
+    assert "ask_" not in source_of(loops.unary("exp", few)).text
+    for made, count in ((loops.unary("neg", many), 1), (loops.binary("pow", many), 2)):
+        text = source_of(made).text
+        assert "ask_soon<" not in text and text.count("ask_far<") == count
+    (loop,) = loops.unary("exp", many).steps
+    assert isinstance(loop, Loop)
+    table = loops.unary("exp", many).table
+    inside = replace(loop, stores=tuple(replace(store, buffer="x") for store in loop.stores))
+    assert "ask_" not in cpp.emit(inside, table).text
 
 
 def test_results_that_the_kernel_reads_and_small_ones_are_not_streamed() -> None:

@@ -16,7 +16,7 @@ from dcompile.capture.toolbox import Toolbox
 from dcompile.collectives.params import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
-from dcompile.explain.receipt import Receipt, make_receipt
+from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.agree import agree, captured, said_by_any, same_as_first
 from dcompile.runtime.buckets import Buckets, average
@@ -128,11 +128,12 @@ def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ..
 
 
 def print_receipt(model: CompiledModel) -> None:
-    """Say on rank 0, after the first compiled step, what became of the model."""
-    receipt = make_receipt(model)
-    artifacts.dump(model.settings.config, "receipt.txt", f"{receipt}\n")
+    """Say on rank 0, after the first step, what became of the model."""
+    runs_eagerly = not model.graphs and not model.adapter.eager
+    text = nothing_compiled(model) if runs_eagerly else str(make_receipt(model))
+    artifacts.dump(model.settings.config, "receipt.txt", f"{text}\n")
     if model.settings.config.receipt and artifacts.rank() == 0:
-        for line in str(receipt).splitlines():
+        for line in text.splitlines():
             artifacts.say(line)
 
 

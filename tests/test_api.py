@@ -1,5 +1,6 @@
 """dcompile.compile's arguments and errors, and what `import dcompile` costs."""
 
+import copy
 import functools
 import inspect
 import subprocess
@@ -133,6 +134,32 @@ def test_with_dynamo_off_by_its_variable_everything_runs_eagerly(monkeypatch):
     assert torch.equal(torch.compile(module, backend="dcompile")(x), expected)
     with pytest.raises(NotCompiledError, match="nothing of it was compiled"):
         dcompile.receipt(module)
+
+
+class InALoop(torch.nn.Module):
+    """Dynamo leaves a frame alone whose loop it cannot get through, and torch's own modules in it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_of_which_nothing_is_compiled_says_so_once_and_where_it_ended(capsys, monkeypatch):
+    monkeypatch.setenv("DCOMPILE_RECEIPT", "1")
+    eager = InALoop()
+    model, x = dcompile.compile(copy.deepcopy(eager)), torch.ones(1, 2)
+    for _ in range(2):
+        assert torch.equal(model(x), eager(x))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dcompile: ")]
+    assert len(said) == 1 and "nothing of it was compiled" in said[0] and "test_api.py" in said[0]
+    with pytest.raises(NotCompiledError, match=r"nothing of it was compiled.*test_api\.py"):
+        dcompile.receipt(model)
 
 
 def test_max_autotune_says_that_it_measures_nothing_on_the_cpu():

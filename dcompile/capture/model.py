@@ -76,6 +76,8 @@ class CompiledModel:
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
         self.graph_breaks = 0
+        self.breaks: list[tuple[str, list[Any]]] = []
+        """What they are, with those that end our own outermost frame: the reason, and the user's frames."""
         self.compile_seconds = 0.0
         self.calls: dict[int, list[Invocation]] = {}
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
@@ -89,7 +91,8 @@ class CompiledModel:
         self.pool: dict[Any, Any] = {}
         """Memory of gradient buckets, which the graphs share."""
         self._refusal: str | None = None
-        self._reported: set[bool] = set()
+        self._reported: set[bool | None] = set()
+        """Kinds of steps that were reported: training or not. None: that nothing was compiled."""
         self._owes_report = False
 
     def adopt(self, adapter: PlainAdapter) -> None:
@@ -109,12 +112,14 @@ class CompiledModel:
     def compiling(self, code: Any, entry: Any) -> Iterator[None]:
         """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
+        known = len(compat.dynamo.graph_breaks())
         try:
             settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm)
             with self.peers.busy("capturing"), settings, without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began
+            self.breaks += compat.dynamo.graph_breaks(known)
             # a break inside the model also ends our outermost frame, where it is found first: count it once
             if code is not entry:
                 self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
@@ -236,6 +241,9 @@ class CompiledModel:
                 self._go_around(adapter, call, result, ("a forward ran without any compiled graph",))
             else:
                 adapter.let_go_of_static_graph()
+        if self.breaks and not self.graphs and None not in self._reported:
+            self._reported.add(None)
+            self.toolbox.first_step(self)
 
     def _go_around(self, adapter: DdpAdapter, call: Invocation, result: Any, reasons: tuple[str, ...]) -> None:
         """A call uses parameters beside the compiled graphs, which do not know when all gradients are there.

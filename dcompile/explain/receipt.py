@@ -9,6 +9,7 @@ from typing import Any
 from dcompile.capture.model import CompiledModel, Variant
 from dcompile.collectives.params import Report
 from dcompile.errors import NotCompiledError
+from dcompile.explain.sources import source_of_frames
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,7 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
     variant = model.newest
     reports = _reports(model, variant) if variant is not None else []
     if variant is not None and not variant.graphs and not model.adapter.eager:
-        raise NotCompiledError(
-            "dcompile: a step has run, but nothing of it was compiled; TORCH_LOGS=graph_breaks,recompiles says why"
-        )
+        raise NotCompiledError(f"dcompile: {nothing_compiled(model)}")
     if variant is None or not (reports or model.adapter.eager):
         raise NotCompiledError("dcompile: no compiled step has run yet; run one step first, then ask for the receipt")
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
@@ -111,6 +110,18 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
             dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports), *model.settings.config.idle()))
         ),
         variants=tuple(VariantReceipt(len(v.graphs), v.training, v.objections) for v in model.variants.values()),
+    )
+
+
+def nothing_compiled(model: CompiledModel) -> str:
+    """What to say of a model whose steps run eagerly: where its first graph break is, and what to do next."""
+    said = "a step has run, but nothing of it was compiled"
+    if not model.breaks:
+        return f"{said}; TORCH_LOGS=graph_breaks,recompiles says why"
+    reason, frames = model.breaks[0]
+    return (
+        f"{said}: {reason.splitlines()[0]}, at {source_of_frames(frames)}; "
+        "dcompile.explain(model, *inputs) lists every graph break, fullgraph=True makes them errors"
     )
 
 

@@ -21,7 +21,7 @@ def model(newest, *graphs, adapter=None):
     variants = {newest.graphs: newest, (9,): Variant((9,), False)}
     return SimpleNamespace(
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
-        compile_seconds=1.5, settings=Settings(Config()),
+        breaks=[], compile_seconds=1.5, settings=Settings(Config()),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from dcompile import compat, compiler
 from dcompile.capture import programs
 from dcompile.runtime import cuda_graphs
+from dcompile.runtime.arena import copy_elements
 
 
 class Repeats:
@@ -38,7 +39,7 @@ class Repeats:
             again = function()
             for to, made in zip(own, again, strict=True):
                 if isinstance(to, torch.Tensor) and to.data_ptr() != made.data_ptr():
-                    to.copy_(made)
+                    copy_elements(to, made)
 
         return replay, results
 

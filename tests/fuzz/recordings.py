@@ -11,12 +11,14 @@ import torch
 
 from dcompile import compat, compiler
 from dcompile.capture import programs
-from dcompile.runtime import cuda_graphs
+from dcompile.runtime import checks, cuda_graphs
 from dcompile.runtime.arena import copy_elements
 
 
 class Repeats:
     """A `Recorder` of calls on the CPU. As a stream that captures, it leaves all as it was while it records."""
+
+    capturing = False
 
     def __init__(self, device: torch.device) -> None:
         self._kept: list[torch.Tensor] = []
@@ -27,10 +29,13 @@ class Repeats:
         given = _boxed(function)
         looks = [_look(x) for x in given[-1]]
         before, state = [(x, x.clone()) for x in _memories(looks)], torch.get_rng_state()
-        results = function()
-        for memory, bytes_before in before:
-            memory.copy_(bytes_before)
-        torch.set_rng_state(state)
+        try:
+            with mock.patch.object(Repeats, "capturing", True):
+                results = function()
+        finally:
+            for memory, bytes_before in before:
+                memory.copy_(bytes_before)
+            torch.set_rng_state(state)
         self._kept += (x.detach() for x in results if isinstance(x, torch.Tensor))
         own = [_look(x) for x in results]
 
@@ -46,6 +51,13 @@ class Repeats:
     def takes(self, tensor: torch.Tensor) -> bool:
         """As if the CPU were the device."""
         return tensor.device.type == "cpu"
+
+
+def _set_data(*args: Any) -> None:
+    """As it does on a GPU."""
+    if Repeats.capturing:
+        raise RuntimeError("it gives a tensor other memory (.data = ...)")
+    checks.set_data(*args)
 
 
 def _boxed(function: Any) -> list[list[Any]]:
@@ -79,6 +91,7 @@ def recorded() -> Iterator[None]:
     with (
         mock.patch.object(cuda_graphs, "CudaRecorder", Repeats),
         mock.patch.object(compiler, "gpus", lambda gm: {"cpu"}),
+        mock.patch.dict(checks._OWN, {"dcompile.set_data": _set_data}),
         mock.patch.object(programs, "donated_positions", lambda gm: ()),
     ):
         yield

@@ -15,6 +15,7 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.aliases import look_at_changed_inputs
+from dcompile.capture.gradients import Apart
 from dcompile.capture.joint import Cut, donated_positions, saved_positions, take_token
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.plans import plan_of
@@ -244,8 +245,8 @@ class Programs:
         given = tangents(gm)
         places = given if self._may_lack else ()
         alone = position is None and not places and type(self.adapter) is PlainAdapter
-        settled: Executable | None = None
-        is_batch = compat.aot.batch_test()
+        settled: Boxed | None = None
+        is_batch, apart = compat.aot.batch_test(), Apart()
 
         def backward(args: list[Any]) -> list[Any]:
             nonlocal settled
@@ -262,9 +263,9 @@ class Programs:
             for place in absent - lacks:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
-            results = self._run_backward(kind, args, sync)
+            results = apart.of((kind, sync), self._run_backward(kind, args, sync))
             if alone:  # all that is asked above has been answered for good
-                settled = self.executables[kind]
+                settled = apart.around((kind, sync), self.executables[kind])
             return self._without_what_follows(results, gm, absent) if absent else results
 
         return backward

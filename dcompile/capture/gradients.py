@@ -1,0 +1,70 @@
+"""Gradients that lie in the same memory: autograd would have one parameter's `.grad` change with another's.
+
+What is added up (`x + a + b`) gets one gradient, which a program returns as a look at its memory for each. Autograd
+asks of each tensor alone whether somebody else has it, and makes it `.grad` if not. The next backward then adds to the
+same memory twice, and clipping scales it twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+Run = Callable[[list[Any]], list[Any]]
+Pair = tuple[int, int, bool]
+
+
+class Apart:
+    """Has the gradients of a graph's programs lie apart. What they share is found in the first call of each."""
+
+    def __init__(self) -> None:
+        self._shared: dict[Hashable, tuple[Pair, ...]] = {}
+
+    def of(self, program: Hashable, gradients: list[Any]) -> list[Any]:
+        """What this program has returned, apart."""
+        if program not in self._shared:
+            self._shared[program] = sharing(gradients)
+        return keep_apart(gradients, self._shared[program])
+
+    def around(self, program: Hashable, run: Run) -> Run:
+        """The way to call a program that was called before."""
+        pairs = self._shared[program]
+        return (lambda args: keep_apart(run(args), pairs)) if pairs else run
+
+
+def sharing(gradients: Sequence[Any]) -> tuple[Pair, ...]:
+    """(place, another place, whether both are the same) of gradients that lie in the same memory."""
+    spans = sorted((*_span(x), place) for place, x in enumerate(gradients) if _has_memory(x))
+    found, reach, holder = list[Pair](), 0, -1
+    for begin, end, place in spans:
+        x = gradients[place]
+        if begin < reach and x is not gradients[holder]:
+            found.append((place, holder, _same(x, gradients[holder])))
+        elif begin >= reach:
+            holder = place
+        reach = max(reach, end)
+    return tuple(found)
+
+
+def keep_apart(gradients: list[Any], pairs: Sequence[Pair]) -> list[Any]:
+    """One tensor where two are the same, of which autograd makes copies itself; memory of its own for any other."""
+    for place, other, same in pairs:
+        gradients[place] = gradients[other] if same else gradients[place].clone()
+    return gradients
+
+
+def _has_memory(x: Any) -> bool:
+    return type(x) is torch.Tensor and x.layout == torch.strided and not x.is_meta and x.numel() > 0
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    begin = x.data_ptr()
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (reach + 1) * x.element_size()
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    known = ((z.data_ptr(), z.dtype, z.shape, z.stride()) for z in (x, y))
+    return next(known) == next(known)

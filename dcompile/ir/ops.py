@@ -163,6 +163,7 @@ OPS: Mapping[str, Op] = {
         Op("tanh", 1, "same", _FLOAT, np.tanh, 15),
         Op("sigmoid", 1, "same", _FLOAT, _sigmoid, 15),
         Op("erf", 1, "same", _FLOAT, _erf, 15),
+        Op("one_plus_erf", 1, "same", _FLOAT, lambda x: 1 + _erf(x), 14),
         Op("erfc", 1, "same", _FLOAT, _erfc, 20),
         Op("lgamma", 1, "same", _FLOAT, _lgamma, 40),
         Op("asin", 1, "same", _FLOAT, np.arcsin, 20),

@@ -352,6 +352,7 @@ INLINE double hypot_(double a, double b) { return __builtin_hypot(a, b); }
 INLINE double fmod_(double a, double b) { return __builtin_fmod(a, b); }
 INLINE double pow_(double a, double b) { return __builtin_pow(a, b); }
 #endif
+INLINE double one_plus_erf_(double a) { return 1. + erf_(a); }
 #endif
 """
 

@@ -14,7 +14,8 @@ from dcompile.ir.ops import DTYPES
 
 _KEEPING = frozenset(
     ("add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "reciprocal", "sqrt", "rsqrt", "exp", "exp2",
-     "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "floor", "ceil", "trunc", "round", "sign", "cast"),
+     "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "one_plus_erf", "floor", "ceil", "trunc", "round", "sign",
+     "cast"),
 )  # fmt: skip
 """Operations whose NaN is that of an argument or the processor's own: arithmetic, and functions of the prelude."""
 

@@ -156,7 +156,7 @@ def gelu(body: Body, x: Ref, approximate: str = "none") -> Ref:
     if approximate == "tanh":
         weight = body.apply("add", one, body.apply("tanh", tanh_inner(body, x)))
     else:
-        weight = body.apply("add", one, body.apply("erf", times(body, x, math.sqrt(0.5))))
+        weight = body.apply("one_plus_erf", times(body, x, math.sqrt(0.5)))
     return body.apply("mul", times(body, x, 0.5), weight)
 
 
@@ -170,7 +170,7 @@ def gelu_backward(body: Body, grad: Ref, x: Ref, approximate: str = "none") -> R
         slope = body.apply("mul", one_minus(body, body.apply("mul", tanh, tanh)), inner)
         right = body.apply("mul", times(body, x, 0.5 * math.sqrt(2 / math.pi)), slope)
     else:
-        left = times(body, body.apply("add", one, body.apply("erf", times(body, x, math.sqrt(0.5)))), 0.5)
+        left = times(body, body.apply("one_plus_erf", times(body, x, math.sqrt(0.5))), 0.5)
         density = times(body, body.apply("exp", times(body, square, -0.5)), 1 / math.sqrt(2 * math.pi))
         right = body.apply("mul", x, density)
     return body.apply("mul", grad, body.apply("add", left, right))

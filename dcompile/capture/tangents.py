@@ -31,12 +31,21 @@ def _is_plain(node: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
     if _is_fixed(value):
-        return value.is_contiguous()
+        return _order(value) is not None
     return compat.aot.result_index(node) is not None and compat.sizes.is_known_contiguous(value)
 
 
 def _is_fixed(value: torch.Tensor) -> bool:
     return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a dense tensor as they lie in memory, the outermost first; None if it has gaps or overlaps."""
+    if value.is_contiguous():
+        return tuple(range(value.ndim))
+    strides = value.stride()
+    order = sorted(range(value.ndim), key=lambda dim: (-strides[dim], dim))
+    return tuple(order) if value.permute(order).is_contiguous() else None
 
 
 def fixed(backward: Any, places: Iterable[int]) -> frozenset[int]:
@@ -81,13 +90,26 @@ def without(backward: Any, places: Iterable[int]) -> Any:
     inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
     for node in backward.graph.nodes:
         if inputs.get(node) in absent:
-            value = node.meta["val"]
-            keywords = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            copies[node] = graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), keywords)
-            copies[node].meta["val"] = value
+            copies[node] = _zeros(graph, node.meta["val"])
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return torch.fx.GraphModule(backward, graph)
+
+
+def _zeros(graph: Any, value: torch.Tensor) -> Any:
+    """Zeros that lie as a gradient was to lie."""
+    order = _order(value)
+    assert order is not None, "only what is dense can be absent"
+    laid = value.permute(order)
+    keywords = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    zeros = graph.call_function(torch.ops.aten.full.default, (list(laid.shape), 0), keywords)
+    zeros.meta["val"] = laid
+    if order == tuple(range(value.ndim)):
+        return zeros
+    back = [order.index(dim) for dim in range(value.ndim)]
+    looked = graph.call_function(torch.ops.aten.permute.default, (zeros, back))
+    looked.meta["val"] = value
+    return looked
 
 
 def following(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
@@ -111,8 +133,9 @@ def zeros_for(backward: Any, place: int) -> torch.Tensor:
     node = backward.graph.find_nodes(op="placeholder")[place]
     value = node.meta["val"]
     index = compat.aot.result_index(node)
-    shape = value.shape if _is_fixed(value) or index is None else compat.aot.absent_shapes()[index]
-    return torch.zeros(shape, dtype=value.dtype, device=value.device)
+    if _is_fixed(value) or index is None:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+    return torch.zeros(compat.aot.absent_shapes()[index], dtype=value.dtype, device=value.device)
 
 
 def take_out(args: list[Any], places: Iterable[int]) -> None:

@@ -280,12 +280,16 @@ def takes_absent_tangents() -> bool:
 
 
 def own_results() -> tuple[int, ...]:
-    """Inside a compiler of AOTAutograd: positions of results that its node of the autograd graph has made itself."""
+    """Inside a compiler of AOTAutograd: positions of results that its node of the autograd graph has made itself.
+
+    Views of what the graph computes are such, where it is the only one to see that.
+    """
     metadata = _metadata()
     if metadata is None:
         return ()
+    own = ("non_alias", "unsafe_view_alias")
     kinds = enumerate(metadata.output_info)
-    return tuple(n for n, info in kinds if info.output_type.name == "non_alias" and info.requires_grad)
+    return tuple(n for n, info in kinds if info.output_type.name in own and info.requires_grad)
 
 
 def constant_results() -> tuple[int, ...]:

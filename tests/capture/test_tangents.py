@@ -112,6 +112,43 @@ def test_a_hook_of_a_parameter_without_a_gradient_gets_zeros_and_never_none(dyna
     assert model.second.bias.grad is None and model.first.weight.grad.count_nonzero()
 
 
+class Heads(torch.nn.Module):
+    """Two results, both of which look at what was computed, in this or another order."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.first, self.second, self.look = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6), look
+
+    def forward(self, x):
+        return self.look(self.first(x).sin()), self.look(self.second(x).sin())
+
+
+@pytest.mark.parametrize("use", [(0,), (1, 0), (0, 0, 1)])
+@pytest.mark.parametrize(
+    ("look", "dynamic"),
+    [
+        (lambda x: x.view(-1), False),
+        (lambda x: x.view(-1), True),
+        (lambda x: x.t(), False),
+        (lambda x: x.view(-1, 2, 3).permute(2, 0, 1), False),
+    ],
+)
+def test_a_head_that_nothing_was_computed_with_gets_no_gradient(look, dynamic, use):
+    """As in eager mode: an optimizer lets its parameters be, where zeros would have it decay them."""
+    model = Heads(look)
+    call = dcompile.compile(model, dynamic=dynamic, options={"receipt": False, "verify": True})
+    for head in use:
+        x, found = torch.randn(5, 4), []
+        for run in (call, Heads.forward.__get__(model)):
+            model.zero_grad()
+            result = run(x)[head]
+            (result * torch.linspace(1, 2, result.numel()).view(result.shape)).sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        got, want = found
+        assert [g is None for g in got] == [g is None for g in want]
+        torch.testing.assert_close([g for g in got if g is not None], [g for g in want if g is not None])
+
+
 @pytest.mark.parametrize("use", ["loss", "both"])
 def test_the_program_neither_takes_nor_reads_what_is_absent(use):
     model, x, y = case()

@@ -54,7 +54,7 @@ INLINE pair_int shr_(pair_int a, int32 b) { return {shr_(a.even, b), shr_(a.odd,
 PAIR_CALL(pair, floor_, pair) PAIR_CALL(pair, ceil_, pair) PAIR_CALL(pair, trunc_, pair) PAIR_CALL(pair, round_, pair)
 PAIR_CALL(pair, abs_, pair) PAIR_CALL(pair, sqrt_, pair) PAIR_CALL(pair, nearest_bfloat16, pair)
 PAIR_CALL(pair, to_bfloat16, pair) PAIR_CALL(pair, to_float32, pair_int) PAIR_CALL(pair, from_int32, pair_int)
-PAIR_CALL(pair_int, not_, pair_int)
+PAIR_CALL(pair_int, not_, pair_int) PAIR_CALL(pair_int, signbit_, pair)
 #define PAIR_CALL_2(name) \
   INLINE pair name(pair a, pair b) { return {name(a.even, b.even), name(a.odd, b.odd)}; } \
   INLINE pair name(pair a, float b) { return {name(a.even, b), name(a.odd, b)}; } \

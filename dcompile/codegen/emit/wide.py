@@ -67,7 +67,7 @@ GAINS = frozenset((
 FLOATS = frozenset(("float32", "bfloat16", "float16"))
 ROUNDING = frozenset(("floor", "ceil", "trunc", "round"))
 ARITHMETIC = GAINS | ROUNDING | {"add", "sub", "mul", "div", "neg", "abs", "min", "max", "sqrt", "rsqrt", "reciprocal"}
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan"))
+COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan", "signbit"))
 LOGIC = frozenset(("and", "or", "xor", "not"))
 WHOLE = frozenset(("cast", "lt", "and", "shr"))
 """What is made of an int32 and a number: shares of random bits."""

@@ -182,6 +182,7 @@ INLINE wide_int match(int32 first, int32 place) {
 INLINE wide to_float32(wide_int mask) { return mask ? 1.f : 0.f; }
 INLINE wide from_int32(wide_int x) { return __builtin_convertvector(x, wide); }
 INLINE wide_int shr_(wide_int x, int32 by) { return x >> by; }
+INLINE wide_int signbit_(wide x) { return (wide_int)bits(x) < 0; }
 INLINE wide_int not_(wide_int mask) { return ~mask; }
 INLINE wide as_number(wide_bits u) { return __builtin_convertvector((wide_int)u, wide); }
 INLINE wide_bits as_integer(wide x) { return (wide_bits)__builtin_convertvector(x, wide_int); }

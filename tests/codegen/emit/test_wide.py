@@ -197,6 +197,21 @@ def test_rows_of_every_length_are_what_the_plain_loop_makes_of_them(n: int) -> N
         assert close, name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_signs_are_told_in_vectors(dtype: str) -> None:
+    """Of zeros and of NaN as well; by one vector, two and four at a time."""
+    for n in (48, 96, 4096):
+        b = Body()
+        x = b.load("x", I0, dtype)
+        y = b.op("where", b.op("signbit", x, dtype="bool"), b.const(-2.0), b.op("exp", x))
+        stores = [Store("y", I0, b.narrow(y, dtype))]
+        made = program(b, (n,), (), stores, x=(dtype, (n,)), y=(dtype, (n,)))
+        given = np.resize(np.float32([-0.0, 0.0, np.nan, -np.nan, -np.inf, np.inf, 1.5, -1.5]), n)
+        (got,), (want,) = both(made, {"x": given})
+        signs = np.signbit(given) & (~np.isnan(given) | (dtype == "float32"))  # `placed` makes one NaN of all
+        assert np.array_equal(bits(got), bits(want)) and ((got == -2) == signs).all()
+
+
 def paired(n: int, rows: int = 6) -> Program:
     """What pairs of vectors know: all in memory is bfloat16, or a value of the row."""
     b, at = Body(), I0 * n + J0

@@ -18,6 +18,8 @@ from dcompile.machine import own_source, own_version
 if TYPE_CHECKING:
     from dcompile.capture.model import CompiledModel
 
+_OF_A_PART = "torch.ops.higher_order."
+
 Line = tuple[str, str]
 """(what is compared, the line of the user's model, for people)."""
 
@@ -25,7 +27,7 @@ Line = tuple[str, str]
 def compare_capture(model: CompiledModel, gm: Any, number: int) -> list[str]:
     """Compare a graph of the first call between ranks; notes. Raises PlanMismatchError, on all ranks."""
     subject = f"graph {number} of model {model.number}"
-    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model), *_calls(gm)])
+    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model), *calls_of(gm)])
     return [note] if note else []
 
 
@@ -33,7 +35,7 @@ def compare_surroundings(model: CompiledModel, gm: Any) -> tuple[bool, list[str]
     """The same where ranks may run other graphs: compare all but its calls. Whether these are rank 0's too; notes."""
     subject = f"settings of model {model.number}"
     note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model)])
-    same = not note and model.toolbox.same_as_first(model.peers, f"graph 0 of model {model.number}", [*_calls(gm)])
+    same = not note and model.toolbox.same_as_first(model.peers, f"graph 0 of model {model.number}", [*calls_of(gm)])
     return same, [note] if note else []
 
 
@@ -44,21 +46,29 @@ def _surroundings(model: CompiledModel) -> Iterator[Line]:
         yield f"parameter {info.fqn} {list(info.shape)} {info.dtype} {info.kind}", ""
 
 
-def _calls(gm: Any) -> Iterator[Line]:
+def calls_of(gm: Any) -> Iterator[Line]:
+    """The calls that make tensors, the same whichever sizes vary."""
     names: dict[Any, str] = {}
     calls = 0
     for node in gm.graph.nodes:
+        if not _makes_tensor(node):
+            continue
         if not node.op.startswith("call_"):
             names[node] = node.name
-        elif _makes_tensor(node):  # numbered by itself: names count calls that compute sizes too
-            names[node] = f"%{calls}"
-            calls += 1
-            arguments = ", ".join(_argument(arg, names) for arg in node.args)
-            yield f"{names[node]} = {_target(gm, node)}({arguments})", _line_of(node)
+            continue
+        names[node], target = f"%{calls}", _target(gm, node)  # numbered by itself: names count calls for sizes too
+        calls += 1
+        # a call of a part of the graph gets the sizes that vary as arguments of their own
+        given = [arg for arg in node.args if not (target.startswith(_OF_A_PART) and _is_size(arg))]
+        yield f"{names[node]} = {target}({', '.join(_argument(arg, names) for arg in given)})", _line_of(node)
+
+
+def _is_size(argument: Any) -> bool:
+    return isinstance(argument, torch.fx.Node) and not _makes_tensor(argument)
 
 
 def _makes_tensor(node: Any) -> bool:
-    """Calls that compute sizes are as many as the sizes that vary, on this rank."""
+    """Inputs and calls that are sizes are as many as the sizes that vary, on this rank."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
 

@@ -105,6 +105,10 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         if (look := _strided_look(low, op, value, args)) is not None:
             return look
         aliasing = False
+    elif op in COMPUTING and not isinstance(args[0], T) and isinstance(value, torch.Tensor):
+        # of a number: the backward of a product with one of Python's
+        op, kwargs = "aten.scalar_tensor.default", {"dtype": value.dtype, "device": value.device}
+        args, aliasing = [_computed(str(target), args[0])], False
     elif aliasing and (copying := copying_variant(target)) is not None:
         op, aliasing = copying, False
     outs, result = name_results(low, value, node)
@@ -328,6 +332,10 @@ def returns_alias(target: Any) -> bool:
 
 COMPUTING = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
 """Views that change values when they are read -> what computes them, into the same layout."""
+
+
+def _computed(op: str, number: complex) -> complex:
+    return number.conjugate() if op == "aten._conj.default" else -number
 
 
 def copying_variant(target: Any) -> str | None:

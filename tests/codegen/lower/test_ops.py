@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import dcompile
 from dcompile.codegen.lower import rewrites
 from dcompile.codegen.lower.decompositions import table
 from dcompile.codegen.lower.program import lower
@@ -519,3 +520,19 @@ def test_the_sum_of_a_row_with_one_element_is_that_element() -> None:
     assert [
         value for step in program.steps if isinstance(step, Loop) for value in step.body if isinstance(value, Reduce)
     ]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (torch.view_as_complex(x) * 1j).abs(),
+        lambda x: (torch.view_as_complex(x) / 2j).abs(),
+        lambda x: torch.fft.ifft(torch.fft.fft(x) * (2 + 1j)).real,
+    ],
+)
+def test_gradients_of_products_with_complex_numbers(function) -> None:
+    """The backward has the number's conjugate: a view, of what is no tensor."""
+    x = tensor(4, 2).requires_grad_()
+    compiled = dcompile.compile(function, options={"receipt": False})
+    found, expected = (torch.autograd.grad(call(x).sum(), x)[0] for call in (compiled, function))
+    torch.testing.assert_close(found, expected)

@@ -110,12 +110,13 @@ class Entry:
         if self.root is None or (isinstance(known, ShardedAdapter) and not known.eligible):
             return
         stock = self.model.settings.config.distributed == "stock"
-        if states := compat.fsdp2.states_in(self.root):
-            # a replay keeps nothing for the next call: with CUDA graphs, backwards gather from all
-            parts = not self.model.settings.config.triton_cudagraphs
-            self.model.adopt(Fsdp2Adapter(states, stock, parts=parts))
-        elif instances := compat.fsdp1.instances_in(self.root):
-            self.model.adopt(Fsdp1Adapter(self.root, instances, stock))
+        with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
+            if states := compat.fsdp2.states_in(self.root):
+                # a replay keeps nothing for the next call: with CUDA graphs, backwards gather from all
+                parts = not self.model.settings.config.triton_cudagraphs
+                self.model.adopt(Fsdp2Adapter(states, stock, parts=parts))
+            elif instances := compat.fsdp1.instances_in(self.root):
+                self.model.adopt(Fsdp1Adapter(self.root, instances, stock))
 
     def _call_sharded(self, args: Any, kwargs: Any) -> Any:
         """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""

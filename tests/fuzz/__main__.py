@@ -1,4 +1,4 @@
-"""Search for programs that passes or kernels get wrong, and for modules that do otherwise than in eager mode.
+"""Search for programs that passes or kernels get wrong, and for modules and training scripts that do otherwise.
 
     python -m tests.fuzz [--seconds 600] [--seed N] [--check NAME] [--device cuda]
 
@@ -16,12 +16,13 @@ from typing import Any
 
 from tests.fuzz.checks import Check, checks
 from tests.fuzz.keep import keep
+from tests.fuzz.ranks_checks import RanksCheck
 from tests.fuzz.torch_checks import TorchCheck, torch_checks
 
 BATCH = 12
 """Programs whose kernels are built together."""
 
-AnyCheck = Check | TorchCheck
+AnyCheck = Check | TorchCheck | RanksCheck
 
 
 def failure(check: AnyCheck, case: Any) -> str | None:
@@ -61,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", default="", help="part of a check's name")
     parser.add_argument("--device", default="cpu", help="cuda: modules alone, on a GPU")
     arguments = parser.parse_args(argv)
-    every = (*checks(), *torch_checks()) if arguments.device == "cpu" else torch_checks(arguments.device)
+    every: tuple[AnyCheck, ...] = (
+        (*checks(), *torch_checks(), RanksCheck())
+        if arguments.device == "cpu"
+        else tuple(torch_checks(arguments.device))
+    )
     chosen = [check for check in every if arguments.check in check.name]
     end, seed, tried, kept = time.monotonic() + arguments.seconds, arguments.seed, 0, 0
     sys.stdout.write(f"from seed {seed}: {', '.join(check.name for check in chosen)}\n")

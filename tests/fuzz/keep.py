@@ -9,22 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import dcompile.ir.index
 import dcompile.ir.nodes
 from dcompile.ir.text import show
 from tests.fuzz.checks import Case
+from tests.fuzz.ranks_session import RanksProgram
 from tests.fuzz.torch_session import TorchProgram
 
 KEPT = Path(__file__).parent / "kept"
-NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.nodes), "inf": inf, "nan": nan, "TorchProgram": TorchProgram}
+NAMES = {
+    **vars(dcompile.ir.index),
+    **vars(dcompile.ir.nodes),
+    "inf": inf,
+    "nan": nan,
+    "TorchProgram": TorchProgram,
+    "RanksProgram": RanksProgram,
+    "torch": torch,
+}
 """What the repr of a program is made of."""
 
 
-def keep(check: str, seed: int, case: Case | TorchProgram) -> Path:
+def keep(check: str, seed: int, case: Case | TorchProgram | RanksProgram) -> Path:
     """Write a failing case; returns the file."""
     record: dict[str, Any] = {"check": check, "seed": seed}
-    if isinstance(case, TorchProgram):
+    if isinstance(case, TorchProgram | RanksProgram):
         record |= {"shown": str(case), "program": repr(case)}
     else:
         program, inputs = case
@@ -41,7 +51,7 @@ def kept_case(path: Path) -> tuple[str, Any]:
     """The check that failed, and the case."""
     record = json.loads(path.read_text())
     program = eval(record["program"], dict(NAMES))
-    if isinstance(program, TorchProgram):
+    if isinstance(program, TorchProgram | RanksProgram):
         return record["check"], program
     saved = record["inputs"].items()
     inputs = {name: np.asarray(values, dtype).reshape(shape) for name, (dtype, shape, values) in saved}

@@ -17,7 +17,7 @@ from dcompile.codegen.emit import host, launches
 from dcompile.runtime import arena
 from tests.fuzz.recordings import recorded
 from tests.fuzz.torch_random import random_torch_program
-from tests.fuzz.torch_session import TorchProgram, differences, error_type, session
+from tests.fuzz.torch_session import TorchProgram, differences, error_type, kind_of, session
 from tests.poison import poisoned
 
 
@@ -57,7 +57,7 @@ class TorchCheck:
                 theirs = differences(want, session(program, self.by_aot, drops))
                 found = {key: text for key, text in found.items() if not _is_known(key, text, theirs)}
         for (step, what), text in found.items():
-            return f"{_kind(what)}: step {step}: {what}: {text}"
+            return f"{kind_of(what)}: step {step}: {what}: {text}"
         return None
 
     def _around(self) -> contextlib.AbstractContextManager[None]:
@@ -107,15 +107,6 @@ def _is_known(key: tuple[int, str], text: str, theirs: Mapping[tuple[int, str], 
     if ended is not None and ended[0] == key[0] and key[1] == "error":
         return error_type(ended[1]) == error_type(text)
     return key in theirs or (ended is not None and ended[0] <= key[0])
-
-
-def _kind(what: str) -> str:
-    """Sharing, layout, error or value."""
-    if what == "error":
-        return what
-    if " and " in what:
-        return "sharing"
-    return what.rpartition(" ")[2] if what.endswith((" is", " lies", " holds", " changes")) else "value"
 
 
 def _smaller(program: TorchProgram) -> Iterator[TorchProgram]:

@@ -195,8 +195,13 @@ def session(
             exec(_for_device("\n".join((line, *anew))), scope)
             found.append(dict((*_seen(scope), *_changed(scope, versions))) if looks else {})
     except Exception as error:
-        found.append({"error": f"{type(_unwrapped(error)).__name__}: {str(error)[:300]}"})
+        found.append({"error": error_text(error)})
     return found
+
+
+def error_text(error: BaseException) -> str:
+    """The type of what was raised, and what it says."""
+    return f"{type(_unwrapped(error)).__name__}: {str(error)[:300]}"
 
 
 def _unwrapped(error: BaseException) -> BaseException:
@@ -259,8 +264,8 @@ def _relation(x: torch.Tensor, y: torch.Tensor) -> str:
     return "apart"
 
 
-def differences(want: list[Seen], got: list[Seen]) -> dict[tuple[int, str], str]:
-    """(step, what) -> how the second run differs."""
+def differences(want: list[Seen], got: list[Seen], rougher: float = 1) -> dict[tuple[int, str], str]:
+    """(step, what) -> how the second run differs. `rougher`: than each dtype's tolerance."""
     found: dict[tuple[int, str], str] = {}
     for step, (one, two) in enumerate(zip(want, got, strict=False)):
         if "error" in one or "error" in two:
@@ -269,7 +274,7 @@ def differences(want: list[Seen], got: list[Seen]) -> dict[tuple[int, str], str]
                 found[step, "error"] = f"{text}, not {want_text}"
             break
         for key in (*one, *(key for key in two if key not in one)):
-            text = _difference(one.get(key), two.get(key))
+            text = _difference(one.get(key), two.get(key), rougher)
             if text is not None:
                 found[step, key] = text
     return found
@@ -280,11 +285,20 @@ def error_type(text: str) -> str:
     return text.partition(":")[0]
 
 
-def _difference(one: Any, two: Any) -> str | None:
+def kind_of(what: str) -> str:
+    """Sharing, layout, error or value: what sort of thing a difference is in."""
+    if what == "error":
+        return what
+    if " and " in what:
+        return "sharing"
+    return what.rpartition(" ")[2] if what.endswith((" is", " lies", " holds", " changes")) else "value"
+
+
+def _difference(one: Any, two: Any, rougher: float) -> str | None:
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         if one.dtype != two.dtype or one.shape != two.shape or one.device != two.device:
             return None  # said by what it is
-        tolerance = TOLERANCE.get(one.dtype, 0.0)
+        tolerance = rougher * TOLERANCE.get(one.dtype, 0.0)
         scale = max(1.0, float(one.abs().max())) if one.numel() and one.dtype.is_floating_point else 1.0
         if torch.allclose(one, two, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
             return None

@@ -127,14 +127,29 @@ class Config:
         "Measure cuBLASLt's algorithms for each large matrix product in 16 bits on a GPU, two seconds each, and take "
         "the fastest where ATen's choice is not.",
     )
+    coordinate_descent_tuning: bool = setting(
+        False,
+        "Measure block sizes and warps of kernels, step by step.",
+        in_key=False,
+        idle="block sizes and warps of our kernels follow from their sizes and are not measured",
+    )
     shape_padding: bool = setting(
-        True, "Pad matrices to sizes that GPUs multiply faster.", in_key=False, idle="matrices keep the sizes they have"
+        True,
+        "Put zeros behind large 16-bit matrices on GPUs whose rows do not end at whole 16 bytes: their products take "
+        "half the time or less. Off, matrices keep the sizes they have.",
     )
     triton_cudagraphs: bool = setting(
         False,
         "Replay programs on GPUs as CUDA graphs.",
         in_key=False,
         option="triton.cudagraphs",
+    )
+    triton_cudagraph_trees: bool = setting(
+        True,
+        "Let the CUDA graphs of a model share memory.",
+        in_key=False,
+        option="triton.cudagraph_trees",
+        idle="recordings of a model always share memory, in a tree as torch's",
     )
 
     @classmethod
@@ -257,6 +272,11 @@ def describe() -> list[tuple[str, str, str, str]]:
         (_option_of(f), _variable(name), repr(f.default), f.metadata["help"] + _idle_text(f))
         for name, f in _fields().items()
     ]
+
+
+def idle_options() -> list[str]:
+    """Names of the options that are accepted without effect."""
+    return [_option_of(f) for f in _fields().values() if f.metadata["idle"]]
 
 
 def _idle_text(f: dataclasses.Field[Any]) -> str:

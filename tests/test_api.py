@@ -1,6 +1,7 @@
 """dcompile.compile's arguments and errors, and what `import dcompile` costs."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 import subprocess
@@ -105,20 +106,30 @@ def test_modes_are_those_of_torch_and_stand_for_options_of_ours():
 
 def test_options_that_torch_knows_by_these_names_are_accepted():
     ours, theirs = set(dcompile.list_options()), set(torch._inductor.list_options())
-    shared = {"epilogue_fusion", "max_autotune", "fallback_random", "shape_padding", "triton.cudagraphs"}
-    assert shared | {"trace.enabled", "trace.graph_diagram"} <= ours & theirs
+    shared = {"epilogue_fusion", "max_autotune", "fallback_random", "shape_padding", "coordinate_descent_tuning"}
+    dotted = {"trace.enabled", "trace.graph_diagram", "triton.cudagraphs", "triton.cudagraph_trees"}
+    assert shared | dotted <= ours & theirs
     assert Config.make(options={"epilogue-fusion": False}) == Config.make(options={"epilogue_fusion": False})
-    for name in shared - {"triton.cudagraphs"}:  # inductor may turn these on by the environment
+    for name in shared:
         assert getattr(Config(), name) == torch._inductor.config.get_config_copy()[name]
+
+
+@pytest.mark.parametrize("mode", sorted(set(torch._inductor.list_mode_options()) - {"lite"}))
+def test_options_that_torch_lists_for_a_mode_are_accepted(mode):
+    chosen = torch._inductor.list_mode_options(mode)
+    assert dataclasses.replace(Config.make(options=chosen), coordinate_descent_tuning=False) == Config.make(mode)
 
 
 def test_an_option_without_effect_says_so_once_it_is_changed():
     assert Config.make().idle() == Config.make(options={"epilogue_fusion": True}).idle() == ()
     (fusion,) = Config.make(options={"epilogue_fusion": False}).idle()
     assert fusion.startswith("option epilogue_fusion=False has no effect: ")
-    module = dcompile.compile(torch.nn.Linear(2, 2), options={"receipt": False, "shape_padding": False})
+    idle = {"coordinate_descent_tuning": True, "triton.cudagraph_trees": False}
+    module = dcompile.compile(torch.nn.Linear(2, 2), options={"receipt": False, **idle})
     module(torch.ones(1, 2))
-    assert any("shape_padding=False has no effect" in note for note in dcompile.receipt(module).notes)
+    notes = "\n".join(dcompile.receipt(module).notes)
+    for name, value in idle.items():
+        assert f"option {name}={value} has no effect: " in notes
 
 
 def test_a_misspelt_variable_is_a_note(monkeypatch):

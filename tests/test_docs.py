@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dcompile.config import MODES, describe
+from dcompile.config import MODES, describe, idle_options
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -24,8 +24,9 @@ def settings_page() -> str:
             "",
             'Each is an option, `dcompile.compile(model, options={"name": value})` or the same in `torch.compile`,',
             "and an environment variable; options win. An unknown name raises `OptionError` (a `ValueError`, and a",
-            "`RuntimeError` as in torch.compile), which names the nearest and all valid ones. Options of torch.compile",
-            "that change nothing here are accepted, and the receipt says so where one was changed from its default.",
+            "`RuntimeError` as in torch.compile), which names the nearest and all valid ones. Of options",
+            f"of torch.compile that change nothing here, {_listed(idle_options())}",
+            "are accepted, and the receipt says so where one was changed from its default. Others are errors.",
             "This page is printed from `dcompile/config.py`: `pytest tests/test_docs.py --update-golden`.",
             "",
             "| Option | Environment | Default | Meaning |",
@@ -36,7 +37,9 @@ def settings_page() -> str:
             "",
             "As in torch.compile, a mode stands for a set of options, so give one or the other.",
             "Where an option has no effect, a `note:` line of the receipt says so and why.",
-            "So far all modes but `lite` run the same program, on GPUs with or without CUDA graphs.",
+            "`default` and `reduce-overhead` run the same program, without and with CUDA graphs. The two with",
+            "`max-autotune` call cuBLASLt for large products that another of its algorithms multiplies faster;",
+            "on a CPU they are `default`. `lite` leaves every kernel to ATen.",
             "",
             "| Mode | Options |",
             "|---|---|",
@@ -44,6 +47,11 @@ def settings_page() -> str:
             "",
         ]
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} and {last}"
 
 
 def _options(options: Mapping[str, Any]) -> str:

@@ -172,9 +172,12 @@ class Graph(Programs):
         return list(found)
 
     def _lay_out(self, module: Any) -> None:
-        if self.model.settings.config.kernels != "aten":
+        config = self.model.settings.config
+        if config.kernels == "aten":
+            return
+        if config.shape_padding:
             pad_products(module)
-            lay_channels_last(module)
+        lay_channels_last(module)
 
     def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, noticing when a parameter object was replaced (load_state_dict(assign=True))."""

@@ -79,3 +79,12 @@ def test_a_classifier_gives_the_same_and_its_logits_have_their_strides():
     for a, b in zip(*found, strict=True):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize(("options", "columns"), [({}, 16), ({"shape_padding": False}, 13)])
+def test_the_option_says_whether_a_compiled_product_grows(options, columns, compilers):
+    x, w, bias = operands()
+    found = dcompile.compile(torch.addmm, options={"receipt": False, **options})(bias, x, w.t())
+    torch.testing.assert_close(found, torch.addmm(bias, x, w.t()))
+    (product,) = products(compilers[0].modules[0])
+    assert product.meta["val"].shape == (32, columns)

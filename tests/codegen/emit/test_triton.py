@@ -161,9 +161,8 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_rows_are_read_and_written_16_bytes_at_a_time(name, machine_code):
-    ptx = machine_code[name][0]
+def assert_wide(ptx: str) -> None:
+    """Memory is read and written 16 bytes at a time, but for a few places."""
     widths = re.findall(r"(?:ld|st)\.global[.\w]*?(v\d)?\.(?:b|u|f)(\d+)", ptx)
     wide = sum(int(many[1:]) * int(bits) == 128 for many, bits in widths if many)
     assert wide >= 2
@@ -171,25 +170,53 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(name, machine_code):
     assert wide >= sum(not many for many, _ in widths), "more single than wide accesses"
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_nothing_is_spilled(name, machine_code, tmp_path):
-    used = resources(machine_code[name][2], tmp_path)
+def assert_nothing_spilled(cubin: bytes, folder: Path) -> None:
+    used = resources(cubin, folder)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128
 
 
-@pytest.mark.parametrize("name", ["rms_norm_backward", "transpose"])
-def test_a_kernel_takes_its_buffers_and_two_pointers_for_scratch(name, machine_code):
-    """What the launch table passes; both 3.6 and 3.7 do it so."""
+@pytest.mark.parametrize("name", LARGE)
+def test_rows_are_read_and_written_16_bytes_at_a_time(name, machine_code):
+    assert_wide(machine_code[name][0])
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_nothing_is_spilled(name, machine_code, tmp_path):
+    assert_nothing_spilled(machine_code[name][2], tmp_path)
+
+
+SIGNATURES = Path(__file__).with_name("signatures.json")
+"""Version of Triton -> kernel -> widths of the parameters that it takes."""
+PASSED = {"*": "u64", "i64": "u64", "i32": "u32"}
+
+
+def passed(name: str) -> list[str]:
+    """What the launch table passes: the buffers and sizes, and two pointers for scratch memory."""
+    types = source(LARGE[name]).launches[-1].types
+    return [*(PASSED["*" if kind[0] == "*" else kind] for kind in types), "u64", "u64"]
+
+
+@pytest.mark.parametrize("name", ["rms_norm_backward", "transpose", "rms_norm of symbols"])
+def test_a_kernel_takes_its_buffers_and_two_pointers_for_scratch(name, machine_code, update_golden):
     ptx, entry, _ = machine_code[name]
     head = ptx[ptx.index(f".entry {entry}") :].split("{")[0]
-    assert head.count(".param .u64") == len(source(LARGE[name]).arguments) + 2
+    taken = re.findall(r"\.param \.(\w+)", head)
+    known = json.loads(SIGNATURES.read_text())
+    if update_golden:
+        known.setdefault(triton_version(), {})[name] = taken
+        SIGNATURES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    assert taken == passed(name)
+    minors = {version.rpartition(".")[0]: kernels for version, kernels in known.items()}
+    assert {"3.6", "3.7"} <= minors.keys() and all(kernels[name] == taken for kernels in minors.values())
 
 
+@pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("arch", [80, 100])
-def test_other_gpus(arch, tmp_path):
-    for name in ("rms_norm_backward", "cross_entropy"):
-        ptx, _, _ = compiled(source(LARGE[name]), arch, tmp_path)
-        assert f".target sm_{arch}" in ptx
+def test_other_gpus(arch, name, tmp_path):
+    ptx, _, cubin = compiled(source(LARGE[name]), arch, tmp_path)
+    assert f".target sm_{arch}" in ptx
+    assert_wide(ptx)
+    assert_nothing_spilled(cubin, tmp_path)
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["first", "second"])

@@ -98,7 +98,7 @@ class Body:
         if isinstance(value, Index):
             ref = self.index(value)
             return self.cast(ref if dtype in COMPUTE_DTYPES else self.cast(ref, "float32"), dtype)
-        number = _as_dtype(value, dtype)
+        number = as_dtype(value, dtype)
         if dtype in COMPUTE_DTYPES:
             return self._add(Const(number, dtype))
         return self._add(Apply("cast", (self.const(number, "float32"),), dtype))
@@ -280,7 +280,7 @@ def _is_negative_zero(value: Value) -> bool:
     return isinstance(value, Const) and value.value == 0 and math.copysign(1.0, value.value) < 0
 
 
-def _as_dtype(value: bool | int | float, dtype: str) -> bool | int | float:
+def as_dtype(value: bool | int | float, dtype: str) -> bool | int | float:
     """The Python number that `value` becomes in `dtype`."""
     kind = DTYPES[dtype]
     if kind == "bool":

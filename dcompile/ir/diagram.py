@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 from statistics import fmean
+from typing import TypeAlias
 
 from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.text import show_buffer
 
 CHARACTER, LINE, PAD, GAP, LAYER = 6.2, 14, 8, 18, 52
 """Pixels: a character's width, a line's height, around text, between boxes, between layers."""
+SMALL_CHARACTER, SMALL_LINE = 5.0, 10
+"""The same of what is written beside lines."""
+HEADER = 24 + LINE
+"""Height of title and legend."""
 SWEEPS = 4
 COLOURS = {"kernel": "#d5e8d4", "library": "#dae8fc", "fallback": "#f8cecc", "collective": "#ffe6cc", "wait": "#fff2cc"}
 
@@ -97,20 +102,32 @@ def draw(program: Program) -> str:
     paths = {pair: _route(boxes, *pair) for pair in found}
     rows = _ordered(boxes)
     tops = _place(boxes, rows)
-    width = max((box.x + box.width / 2 for box in boxes), default=0) + GAP
+    curves = {pair: _points(boxes, tops, path) for pair, path in paths.items()}
+    labels = _labels({pair: (curves[pair], _flow_words(found[pair], table)) for pair in curves})
+    title = ", ".join(
+        [
+            f"{program.name}: {_count(len(program.steps), 'step')}",
+            _count(len(program.inputs), "input"),
+            _count(len(program.outputs), "output"),
+        ]
+    )
+    legend, legend_end = _legend()
+    ends = [GAP + len(title) * CHARACTER * 1.05, legend_end]  # bold is a little wider
+    ends += [box.x + box.width / 2 for box in boxes]
+    ends += [label.x + label.width for label in labels.values()]
     height = (tops[-1] + max(boxes[n].height for n in rows[-1]) if rows else 0) + GAP
-    title = f"{program.name}: {len(program.steps)} steps, {len(program.inputs)} inputs, {len(program.outputs)} outputs"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 360):.0f}" height="{height + 24:.0f}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(ends) + GAP:.0f}" height="{height + HEADER:.0f}" '
             'font-family="monospace" font-size="10">',
             f"<title>{escape(title)}</title>",
             '<rect width="100%" height="100%" fill="white"/>',
             f'<text x="{GAP}" y="16" font-weight="bold">{escape(title)}</text>',
-            *_legend(),
-            '<g transform="translate(0 24)">',
-            *(_line(boxes, tops, path, found[pair], table) for pair, path in paths.items()),
+            *legend,
+            f'<g transform="translate(0 {HEADER})">',
+            *(_line(curves[pair], tops, boxes, path, found[pair], table) for pair, path in paths.items()),
             *(_box(box, tops[box.layer]) for box in boxes if box.lines),
+            *(_label(label) for label in labels.values()),  # last, so that no line goes over one
             "</g>",
             "</svg>",
             "",
@@ -139,10 +156,18 @@ def _words(step: Step, program: Program, escaping: set[str]) -> tuple[str, ...]:
     lines.append(f"in {_total(step.reads, table)}, out {_total(step.writes, table)}")
     ends = []
     if count := len(step.reads & inputs):
-        ends.append(f"{count} inputs")
+        ends.append(_count(count, "input"))
     if count := len(step.writes & escaping):
-        ends.append(f"{count} outputs")
+        ends.append(_count(count, "output"))
     return (*lines, ", ".join(ends)) if ends else tuple(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _flow_words(names: Sequence[str], table: Mapping[str, Buffer]) -> str:
+    return f"{_short(', '.join(names), 24)} {_total(names, table)}"
 
 
 def _short(text: str, longest: int = 48) -> str:
@@ -234,16 +259,60 @@ def _spread(wanted: Sequence[float], widths: Sequence[float]) -> list[float]:
     return found
 
 
+def _points(boxes: Sequence[_Box], tops: Sequence[float], path: Sequence[int]) -> list[tuple[float, float]]:
+    """Where a line begins, enters each layer that it passes, and ends."""
+    first, last = boxes[path[0]], boxes[path[-1]]
+    begin = first.x, tops[first.layer] + first.height
+    return [begin, *((boxes[n].x, tops[boxes[n].layer]) for n in path[1:-1]), (last.x, tops[last.layer])]
+
+
+@dataclass
+class _Words:
+    """What is written beside a line: where it begins, and its base line."""
+
+    text: str
+    x: float
+    y: float
+
+    @property
+    def width(self) -> float:
+        return len(self.text) * SMALL_CHARACTER
+
+    def covers(self, other: _Words) -> bool:
+        across = self.x < other.x + other.width and other.x < self.x + self.width
+        return across and abs(self.y - other.y) < SMALL_LINE
+
+
+Pair: TypeAlias = "tuple[int, int]"
+Curve: TypeAlias = "list[tuple[float, float]]"
+
+
+def _labels(wanted: Mapping[Pair, tuple[Curve, str]]) -> dict[Pair, _Words]:
+    """Words near the lower end of each line's first bend, higher up or further right where others stand there."""
+    placed: dict[Pair, _Words] = {}
+    for pair, (points, text) in wanted.items():
+        (x, y), (to_x, to_y) = points[:2]
+        words = _Words(text, (x + 3 * to_x) / 4 + 3, (y + 4 * to_y) / 5)
+        lowest, highest = words.y, max(y, to_y - LAYER) + SMALL_LINE
+        while above := [other for other in placed.values() if words.covers(other)]:
+            words.y -= SMALL_LINE
+            if words.y < highest:
+                words.x, words.y = max(other.x + other.width for other in above) + SMALL_CHARACTER, lowest
+        placed[pair] = words
+    return placed
+
+
 # --- SVG --------------------------------------------------------------------------------------------------------------
 
 
-def _legend() -> list[str]:
-    lines, x = [], 420.0
+def _legend() -> tuple[list[str], float]:
+    """Its elements, and where it ends."""
+    lines, x = [], float(GAP)
     for kind, colour in COLOURS.items():
-        lines.append(f'<rect x="{x:.0f}" y="7" width="10" height="10" fill="{colour}" stroke="#666"/>')
-        lines.append(f'<text x="{x + 14:.0f}" y="16">{kind}</text>')
+        lines.append(f'<rect x="{x:.0f}" y="23" width="10" height="10" fill="{colour}" stroke="#666"/>')
+        lines.append(f'<text x="{x + 14:.0f}" y="32">{kind}</text>')
         x += 30 + len(kind) * CHARACTER
-    return lines
+    return lines, x - 16
 
 
 def _box(box: _Box, top: float) -> str:
@@ -260,12 +329,13 @@ def _box(box: _Box, top: float) -> str:
 
 
 def _line(
-    boxes: Sequence[_Box], tops: Sequence[float], path: Sequence[int], names: Sequence[str], table: Mapping[str, Buffer]
+    points: Curve,
+    tops: Sequence[float],
+    boxes: Sequence[_Box],
+    path: Sequence[int],
+    names: Sequence[str],
+    table: Mapping[str, Buffer],
 ) -> str:
-    first, last = boxes[path[0]], boxes[path[-1]]
-    points = [(first.x, tops[first.layer] + first.height)]
-    points += [(boxes[n].x, tops[boxes[n].layer]) for n in path[1:-1]]
-    points.append((last.x, tops[last.layer]))
     (x, y), *rest = points
     curve = f"M{x:.1f} {y:.1f}"
     for number, (to_x, to_y) in zip(path[1:], rest, strict=True):
@@ -275,10 +345,13 @@ def _line(
         if number != path[-1]:  # past the boxes of this layer
             y = tops[boxes[number].layer + 1] - LAYER
             curve += f" L{x:.1f} {y:.1f}"
-    label = _short(", ".join(names), 24) + f" {_total(names, table)}"
     tip = "\n".join(show_buffer(table[name]) for name in names)
-    at_x, at_y = (points[0][0] + 3 * points[1][0]) / 4, (points[0][1] + 4 * points[1][1]) / 5
+    return f'<g class="flow"><title>{escape(tip)}</title><path d="{curve}" fill="none" stroke="#888"/></g>'
+
+
+def _label(words: _Words) -> str:
+    """On a white rim, since lines may pass below."""
     return (
-        f'<g class="flow"><title>{escape(tip)}</title><path d="{curve}" fill="none" stroke="#888"/>'
-        f'<text x="{at_x + 3:.1f}" y="{at_y:.1f}" fill="#555" font-size="8">{escape(label)}</text></g>'
+        f'<text class="label" x="{words.x:.1f}" y="{words.y:.1f}" fill="#555" font-size="8" stroke="white" '
+        f'stroke-width="3" paint-order="stroke">{escape(words.text)}</text>'
     )

@@ -38,6 +38,44 @@ def test_random_programs(seed):
         seen.append((left, right, top))
 
 
+def size_of(text):
+    """Left, right, top and bottom of a text, by the width that characters have here."""
+    small = text.get("font-size") == "8"
+    left, base = float(text.get("x")), float(text.get("y"))
+    return left, left + len(text.text) * (5 if small else 6.2), base - (7 if small else 9), base + 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_words_beside_lines_are_whole_and_apart_and_off_the_boxes(seed):
+    picture = ElementTree.fromstring(draw(random_program(seed, size=12)[0]))
+    labels = [size_of(text) for text in picture.iter(f"{SVG}text") if text.get("class") == "label"]
+    assert len(labels) == len([group for group in picture.iter(f"{SVG}g") if group.get("class") == "flow"])
+    rects = [
+        {name: float(value) for name, value in box.find(f"{SVG}rect").items() if name in ("x", "y", "width", "height")}
+        for box in boxes_of(picture)
+    ]
+    others = [(r["x"], r["x"] + r["width"], r["y"], r["y"] + r["height"]) for r in rects]
+    for number, (left, right, top, bottom) in enumerate(labels):
+        assert left >= 0 and right <= float(picture.get("width"))
+        for start, end, upper, lower in [*labels[:number], *others]:
+            assert right <= start or end <= left or bottom <= upper or lower <= top
+
+
+def test_title_and_legend_are_whole_however_small_the_picture_is():
+    for name in ("none", "a" * 90):
+        picture = ElementTree.fromstring(draw(Program(name, (), (), (), ())))
+        texts = {text.text: size_of(text) for text in picture.findall(f"{SVG}text")}
+        assert [*texts] == [
+            f"{name}: 0 steps, 0 inputs, 0 outputs",
+            "kernel",
+            "library",
+            "fallback",
+            "collective",
+            "wait",
+        ]
+        assert all(right <= float(picture.get("width")) for _, right, _, _ in texts.values())
+
+
 def test_kinds_sizes_and_names_are_shown_and_escaped():
     buffers = tuple(Buffer(name, "float32", (256, 4), (4, 1)) for name in "xyz")
     call = Extern(
@@ -50,11 +88,13 @@ def test_kinds_sizes_and_names_are_shown_and_escaped():
     text = draw(program)
     ElementTree.fromstring(text)
     assert "aten.&lt;mm&gt;" in text and "layers.0" in text and "a.py:3" in text
-    assert "in 4.0 KiB, out 4.0 KiB" in text and "1 inputs, 1 outputs" in text and "y 4.0 KiB" in text
-
-
-def test_an_empty_program_is_a_picture_too():
-    assert ElementTree.fromstring(draw(Program("none", (), (), (), ()))).get("width") == "360"
+    assert (
+        "in 4.0 KiB, out 4.0 KiB" in text
+        and "1 input, 1 output" in text
+        and "1 inputs" not in text
+        and "3 steps, 1 input, 1 output" in text
+        and "y 4.0 KiB" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -178,15 +178,18 @@ class Pipeline:
         recycle = request.kind == "inference"
         measures = self.config.max_autotune and arch is not None
         if self.config.max_autotune and not measures:
-            plan.report.notes.append(
-                "max_autotune has no effect: it measures products on one GPU, beside kernels of ours"
-            )
+            plan.report.notes.append(f"max_autotune has no effect: {self._why_not_tuned(gm)}")
         chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if measures else None
         saved = frozenset(plan.lowered.program.inputs[position] for position in request.saved)
         source = self._timed(
             request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen, saved=saved)
         )
         return Begun(plan, source, building)
+
+    def _why_not_tuned(self, gm: Any) -> str:
+        if _devices(gm) <= {torch.device("cpu")}:
+            return "it measures products on GPUs, and this graph runs on the CPU"
+        return "it measures products beside kernels of ours, and this graph runs on ATen's"
 
     def _chosen(self, plan: Plan, gm: Any) -> Chosen:
         """By measuring: algorithms for large matrix products. The receipt says what it came to."""

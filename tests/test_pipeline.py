@@ -130,9 +130,12 @@ def test_kernels_say_which_modules_they_came_from_in_both_directions(tmp_path):
         assert alone + together and all("# " in "\n".join(host[n - 3 : n]) for n in alone + together)
 
 
-def test_pass_times_are_logged_on_their_channel(capfd):
-    against_eager(log="passes")
-    assert "[passes] backward0 fuse:" in capfd.readouterr().err
+def test_passes_and_kernels_are_logged_on_their_channels(capfd):
+    against_eager(log="passes,kernels")
+    said = capfd.readouterr().err
+    assert "[passes] backward0 fuse:" in said
+    (line,) = (line for line in said.splitlines() if "[kernels] backward0: " in line)
+    assert " kernel calls of " in line and "Report(" not in line
 
 
 def test_symbolic_sizes_become_arguments_of_kernels():

@@ -140,6 +140,21 @@ class Report:
     exposed_us: float = 0.0
     """Of that, how long nothing is computed because a collective is waited for."""
 
+    def __str__(self) -> str:
+        """A line for people; notes are the receipt's."""
+        got = {"built": self.built, "in the cache": self.cache_hits, "received": self.kernels_received}
+        came = ", ".join(f"{count} {how}" for how, count in got.items() if count)
+        left = ", ".join(f"{op} x{count}" for op, count in sorted(self.fallbacks.items()))
+        parts = (
+            "received from rank 0" if self.graphs_received else "loaded from the cache" if self.graphs_cached else "",
+            f"{self.kernel_calls} kernel calls of {self.kernels} kernels{f' ({came})' if came else ''}",
+            f"{self.library_calls} library calls",
+            f"fallbacks: {left}" if left else "",
+            f"{self.collectives} collectives" if self.collectives else "",
+            f"{self.compile_seconds:.2f} s",
+        )
+        return "; ".join(filter(None, parts))
+
 
 class BucketSource(Protocol):
     """Gives a backward program the memory of its buckets, and carries out its collectives."""

@@ -48,7 +48,7 @@ class Receipt:
     replays: int = 0
     bytes_copied: int = 0
     """What a step copies only to bring gradients to where they are reduced."""
-    exposed_us: float = 0.0
+    predicted_exposed_us: float = 0.0
     """Of a step, by the cost model: nothing is computed because a collective is waited for. `profile` measures it."""
     reasons: tuple[str, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),
         bytes_copied=sum(report.bytes_copied for report in reports),
-        exposed_us=sum(report.exposed_us for report in reports),
+        predicted_exposed_us=sum(report.exposed_us for report in reports),
         reasons=tuple(model.adapter.reasons),
         fallbacks=_fallbacks(reports),
         notes=tuple(

@@ -295,13 +295,25 @@ def grouped(calls: Iterable[Call], with_source: bool = False) -> Iterator[Row]:
 
 
 def collapsed(modules: Iterable[str]) -> tuple[str, ...]:
-    """Paths that differ in numbers alone as one: `layers.0.mlp.1` and `layers.1.mlp.1` become `layers.*.mlp.1`."""
+    """Paths that differ in numbers alone as one: `layers.0.mlp.1` and `layers.1.mlp.1` become `layers.0-1.mlp.1`."""
     found: dict[tuple[str, ...], list[list[str]]] = {}
     for module in dict.fromkeys(modules):
         parts = module.split(".")
         found.setdefault(tuple("*" if part.isdigit() else part for part in parts), []).append(parts)
     columns = (zip(*same, strict=True) for same in found.values())
-    return tuple(".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in column) for column in columns)
+    return tuple(".".join(parts[0] if len(set(parts)) == 1 else _runs(parts) for parts in column) for column in columns)
+
+
+def _runs(numbers: Iterable[str]) -> str:
+    """`0-3`, or `{0-3,7}`."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(set(map(int, numbers))):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    texts = [f"{first}-{last}" if first < last else str(first) for first, last in runs]
+    return texts[0] if len(texts) == 1 else f"{{{','.join(texts)}}}"
 
 
 def size_text(count: int | None) -> str:

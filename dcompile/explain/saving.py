@@ -45,7 +45,7 @@ def timeline_lines(timeline: Timeline) -> Iterator[str]:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         yield from ("  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
         for found in timeline.collectives:
-            yield f"  {found.bucket}: {blockers(found)}"
+            yield f"  {found.program} {found.bucket}: {blockers(found)}"
             yield f"    {found.advice}"
     yield from (f"  note: {note}" for note in timeline.notes)
 

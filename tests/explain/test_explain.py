@@ -95,14 +95,15 @@ def test_guards_are_named(report):
 
 
 def test_repeated_layers_are_one_line():
-    assert collapsed(["layers.0.mlp", "layers.1.mlp", "head"]) == ("layers.*.mlp", "head")
+    assert collapsed(["layers.0.mlp", "layers.1.mlp", "head"]) == ("layers.0-1.mlp", "head")
     assert collapsed(["layers.0.mlp", "layers.0.mlp"]) == ("layers.0.mlp",)
-    assert collapsed(["a.0.1", "a.1.1", "a.0"]) == ("a.*.1", "a.0")
+    assert collapsed(["a.0.1", "a.1.1", "a.0"]) == ("a.0-1.1", "a.0")
+    assert collapsed(["0", "2", "3", "4", "10"]) == ("{0,2-4,10}",)
     report = dcompile.explain(
         nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))), torch.ones(2, 4)
     )
     lines = str(report).splitlines()
-    assert any(" x4 " in line and line.endswith(" *.0") for line in lines)
+    assert any(" x4 " in line and line.endswith(" 0-3.0") for line in lines)
     assert "entry.py" not in str(report)  # what is all torch's own has no line of the user's
 
 

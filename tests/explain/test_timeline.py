@@ -139,6 +139,7 @@ def test_the_table(tmp_path):
     found = timeline(notes=("said",), predicted={("backward0", "bucket0"): 9 * MS})
     text = "\n".join(timeline_lines(found))
     assert "all_reduce bucket0" in text and "4.0 MiB" in text and "9 ms" in text and "unknown" in text
-    assert "bucket1: starts behind tail; the end of the program waits 10 ms" in text and "note: said" in text
+    assert "  backward0 bucket1: starts behind tail; the end of the program waits 10 ms" in text
+    assert "note: said" in text
     page = save_timeline(found, tmp_path / "x.html").read_text()
     assert "<svg" in page and "://" not in page.replace("http://www.w3.org/2000/svg", "")

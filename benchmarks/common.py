@@ -241,6 +241,33 @@ def save(benchmark: str, device: str, result: Mapping[str, Any]) -> Path:
     return path
 
 
+def stored(files: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """Results that earlier runs have kept, for `--merge`."""
+    found = []
+    for file in files:
+        try:
+            found.append(json.loads(Path(file).read_text()))
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--merge: {file} is no result of a benchmark: {error}") from error
+        if not isinstance(found[-1], dict) or "lines" not in found[-1]:
+            raise SystemExit(f"--merge: {file} is no result of a benchmark: it holds no lines")
+    return found
+
+
+def last_lines(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each line the last."""
+    return {name: line for result in results for name, line in result["lines"].items()}
+
+
+def last_peers(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Lines that are peers by name: of each peer of each line the last."""
+    lines: dict[str, dict[str, Any]] = {}
+    for result in results:
+        for label, line in result["lines"].items():
+            lines.setdefault(label, {}).update(line)
+    return lines
+
+
 def parser(
     benchmark: str, doc: str | None, names: Sequence[str], seconds: float, *, several: bool = False
 ) -> argparse.ArgumentParser:

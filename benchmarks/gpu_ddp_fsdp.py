@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, finish, gpu_time, table
+from benchmarks.common import environment, finish, gpu_time, last_peers, stored, table
 from benchmarks.gpu_train import SHAPES, Shape, make
 from benchmarks.ranks import Job, is_rank, joined, run_job
 
@@ -461,15 +461,11 @@ def _cell(value: float | None, digits: int) -> str:
 
 def merge(paths: Sequence[str]) -> dict[str, Any]:
     """One result of several: lines of all, the environment of the last."""
-    results = [json.loads(Path(path).read_text()) for path in paths]
+    results = stored(paths)
     ranks = {result["ranks"] for result in results}
     if len(ranks) > 1:
         raise SystemExit(f"--merge: results on {sorted(ranks)} ranks do not belong together")
-    lines: dict[str, Any] = {}
-    for result in results:
-        for label, line in result["lines"].items():
-            lines.setdefault(label, {}).update(line)
-    return {**results[-1], "lines": lines, "complete": all(result["complete"] for result in results)}
+    return {**results[-1], "lines": last_peers(results), "complete": all(result["complete"] for result in results)}
 
 
 def launch(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import dcompile  # noqa: F401  registers the backend
-from benchmarks.common import environment, finish, table
+from benchmarks.common import environment, finish, last_lines, stored, table
 
 BANDWIDTH = 4.3e12
 """Bytes a second that an H200 moves when it copies; `benchmarks.gpu_kernels` measures it."""
@@ -235,8 +233,8 @@ def main() -> int:
 
 def merged(files: Sequence[str]) -> dict[str, Any]:
     """Several runs as one: of each peer the last."""
-    results = [json.loads(Path(file).read_text()) for file in files]
-    lines = {name: line for result in results for name, line in result["lines"].items()}
+    results = stored(files)
+    lines = last_lines(results)
     return {**results[-1], "lines": lines, "complete": not any("error" in line for line in lines.values())}
 
 

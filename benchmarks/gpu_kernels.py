@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks.common import environment, finish, geomean, table, worst_of
+from benchmarks.common import environment, finish, geomean, last_lines, stored, table, worst_of
 
 TOKENS, WIDTH, INNER, VOCABULARY, HEADS, KV_HEADS = 8192, 4096, 14336, 128256, 32, 8
 PEERS = ("eager", "inductor", "dcompile")
@@ -273,10 +271,9 @@ def summary(lines: dict[str, Any], rate: float) -> dict[str, Any]:
 
 def merged(files: Sequence[str]) -> dict[str, Any]:
     """Several runs as one: of each line the last."""
-    results = [json.loads(Path(file).read_text()) for file in files]
-    lines = {name: line for result in results for name, line in result["lines"].items()}
+    results = stored(files)
     kept = {key: value for key, value in results[-1].items() if key in ("device", "environment")}
-    return {**summary(lines, results[-1]["copy_bytes_per_second"]), **kept}
+    return {**summary(last_lines(results), results[-1]["copy_bytes_per_second"]), **kept}
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """Whole training steps on one GPU: eager, torch.compile and dcompile on the same Hugging Face Llama, in one process.
 
     python -m benchmarks.gpu_train --only 160M --json
+    python -m benchmarks.gpu_train --merge FIRST.json SECOND.json
 
 A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Peers with "+ optimizer" in
 their names compile AdamW's step too, then of many small operations (`foreach`); for those, and for max-autotune,
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 import dcompile
-from benchmarks.common import environment, finish, gpu_time, table
+from benchmarks.common import environment, finish, gpu_time, last_peers, stored, table
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,33 @@ def show(label: str, line: dict[str, Any], longest: bool) -> None:
         print(f"\n{table([name, 'launches', 'ms'], listed)}", flush=True)
 
 
-def main() -> int:
+def merged(files: Sequence[str]) -> dict[str, Any]:
+    """Several runs as one: of each peer of each model the last."""
+    results = stored(files)
+    return summary(last_peers(results)) | {
+        key: value for key, value in results[-1].items() if key in ("device", "environment")
+    }
+
+
+def summary(lines: dict[str, Any]) -> dict[str, Any]:
+    """A result of these lines."""
+    complete = all("error" not in found for line in lines.values() for found in line.values())
+    return {"benchmark": "gpu_train", "lines": lines, "complete": complete}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All models, each shown as soon as it is through."""
+    lines: dict[str, Any] = {}
+    for label in arguments.only.split(","):
+        lines[label] = measure(label, arguments.peers.split(","), arguments.rounds, arguments.steps)
+        show(label, lines[label], arguments.longest)
+        gc.collect()
+        torch.cuda.empty_cache()
+    found = {**environment(torch.get_num_threads()), "cuda": torch.version.cuda}
+    return {**summary(lines), "device": torch.cuda.get_device_name(), "environment": found}
+
+
+def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="1B,160M", help=f"models, of {', '.join(SHAPES)}")
     parser.add_argument(
@@ -230,25 +257,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")
     parser.add_argument("--longest", action="store_true", help="list the kernels that take longest")
+    parser.add_argument("--merge", nargs="+", metavar="FILE", help="show files of earlier runs as one")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    arguments = parser.parse_args(given)
+    if arguments.merge:
+        result = merged(arguments.merge)
+        for label, line in result["lines"].items():
+            show(label, line, arguments.longest)
+    elif torch.cuda.is_available():
+        result = run(arguments)
+    else:
         parser.error("this needs a CUDA GPU")
-    lines: dict[str, Any] = {}
-    for label in arguments.only.split(","):
-        lines[label] = measure(label, arguments.peers.split(","), arguments.rounds, arguments.steps)
-        show(label, lines[label], arguments.longest)
-        gc.collect()
-        torch.cuda.empty_cache()
-    device = torch.cuda.get_device_name().replace(" ", "-").lower()
-    result = {
-        "benchmark": "gpu_train",
-        "device": torch.cuda.get_device_name(),
-        "environment": {**environment(torch.get_num_threads()), "cuda": torch.version.cuda},
-        "lines": lines,
-        "complete": all("error" not in found for line in lines.values() for found in line.values()),
-    }
+    device = str(result.get("device", "none")).replace(" ", "-").lower()
     return finish("gpu_train", device, result, keep=arguments.save, as_json=arguments.json)
 
 

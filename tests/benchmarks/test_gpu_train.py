@@ -1,5 +1,6 @@
 """The GPU training benchmark: what its peers compile, on a small model and the CPU."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -40,3 +41,30 @@ def test_peers_are_the_same_unless_others_are_asked_for():
     assert not gpu_train.PEERS.keys() & gpu_train.OPTIMIZERS.keys()
     assert not any("max-autotune" in name for name in gpu_train.DEFAULT_PEERS)
     assert all("," not in name for name in gpu_train.OPTIMIZERS), "--peers is separated by commas"
+
+
+def peer(ms):
+    return {"ms": ms, "spread": 0.0, "peak_mib": 1.0, "kernels": 1, "busy_ms": ms, "idle_ms": 0.0, "warm_up_s": 1.0}
+
+
+def test_runs_are_merged_peer_by_peer_and_shown_as_one(tmp_path, capsys):
+    runs = {
+        "early": {"1B": {"torch.compile": peer(4.0), "dcompile": peer(9.0)}},
+        "late": {"1B": {"dcompile": peer(3.0)}, "160M": {"dcompile": {"error": "OutOfMemoryError"}}},
+    }
+    for name, lines in runs.items():
+        (tmp_path / name).write_text(json.dumps({"lines": lines, "device": f"a GPU, {name}", "complete": True}))
+    files = [str(tmp_path / name) for name in runs]
+    result = gpu_train.merged(files)
+    assert result["lines"] == {"1B": {"torch.compile": peer(4.0), "dcompile": peer(3.0)}, "160M": runs["late"]["160M"]}
+    assert result["device"] == "a GPU, late" and not result["complete"]
+    assert gpu_train.main(["--merge", *files]) == 1
+    shown = capsys.readouterr().out
+    assert "0.75" in shown and "OutOfMemoryError" in shown
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"other": 1}'])
+def test_a_file_that_is_no_result_is_named(text, tmp_path):
+    (tmp_path / "log.txt").write_text(text)
+    with pytest.raises(SystemExit, match=r"log\.txt is no result of a benchmark"):
+        gpu_train.merged([str(tmp_path / "log.txt")])

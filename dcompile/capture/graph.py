@@ -25,6 +25,7 @@ from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
+from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
 
@@ -75,7 +76,7 @@ class Graph(Programs):
             check()
             if self._needs_parameters():
                 return boxed(_never)
-            self._own_results = compat.aot.own_results()
+            self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
             return boxed(self._forward(module))
 
         def backward(module: Any, _inputs: Any) -> Any:
@@ -91,6 +92,7 @@ class Graph(Programs):
             if self._needs_parameters():
                 return boxed(_never)
             self._lay_out(module)
+            self._learning = compat.aot.learning_results()
             return boxed(self._inference(module))
 
         config = self.model.settings.config
@@ -117,7 +119,9 @@ class Graph(Programs):
             self.notes.append(f"layers that repeat are traced each by itself: {reason}")
             layers = None
             compiled = trace(gm)
-        return compat.dynamo.no_dynamo(self._leaving_absent(self._checked(compiled)), "a compiled graph")
+        compiled = self._leaving_absent(self._checked(compiled))
+        seen = seen_without_gradients(gm, self._learning)
+        return compat.dynamo.no_dynamo(without_gradients(compiled, seen), "a compiled graph")
 
     def _compare(self, gm: Any) -> None:
         """Of the first call: see that every rank has captured the same, as far as it must."""

@@ -76,6 +76,8 @@ class Programs:
         self._shapes_kept: tuple[int, ...] = ()
         """Results of symbolic sizes, whose shapes a backward asks for where it gets no gradient of them."""
         self._own_results: tuple[int, ...] = ()
+        self._learning: frozenset[int] = frozenset()
+        """Results that AOTAutograd gives a gradient."""
         self._lacks: frozenset[int] | None = None
         """Positions of the gradients that the backward's program does without, once it is compiled."""
         self._follows: dict[frozenset[int], tuple[int, ...]] = {}

@@ -8,7 +8,7 @@ gradients, and no error. Here what is saved looks at the result itself, and auto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,35 @@ def returned_again(gm: Any) -> tuple[tuple[int, int], ...]:
     nodes = enumerate(gm.graph.output_node().args[0])
     found = [(place, first.setdefault(node, place)) for place, node in nodes if isinstance(node, torch.fx.Node)]
     return tuple((place, earlier) for place, earlier in found if place != earlier)
+
+
+def seen_without_gradients(gm: Any, learning: Collection[int]) -> tuple[int, ...]:
+    """Those of a Dynamo graph's `learning` results that are views made under `torch.no_grad()`.
+
+    In eager mode such a view is a leaf: nothing of what is computed with it goes on to what it looks at (a head's
+    prototypes, a target that is a part of an input). AOTAutograd makes views anew outside of the graph, with gradients.
+    """
+    found = []
+    for place, node in enumerate(gm.graph.output_node().args[0]):
+        value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+        if isinstance(value, torch.Tensor) and node.op != "placeholder" and value._is_view() and value.is_leaf:
+            found.append(place)
+    return tuple(place for place in found if place in learning)
+
+
+def without_gradients(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """`compiled`, whose results in these places are views made under `torch.no_grad()`."""
+    if not places:
+        return compiled
+
+    def seeing(*args: Any) -> list[Any]:
+        results = list(compiled(*args))
+        with torch.no_grad():
+            for place in places:
+                results[place] = results[place].view_as(results[place])
+        return results
+
+    return seeing
 
 
 def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> None:

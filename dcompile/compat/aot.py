@@ -292,6 +292,14 @@ def own_results() -> tuple[int, ...]:
     return tuple(n for n, info in kinds if info.output_type.name in own and info.requires_grad)
 
 
+def learning_results() -> frozenset[int]:
+    """Inside the compiler of a forward or an inference graph: positions of results that are to have a gradient."""
+    metadata = _metadata()
+    if metadata is None:
+        return frozenset()
+    return frozenset(n for n, info in enumerate(metadata.output_info) if info.requires_grad)
+
+
 def constant_results() -> tuple[int, ...]:
     """Inside the compiler of a forward: positions of results without a gradient."""
     metadata = _metadata()

@@ -61,3 +61,23 @@ def test_a_model_that_changes_its_input_and_a_buffer_returns_its_results() -> No
         grads = [torch.autograd.grad(a.sum() + b.prod(), x) for (a, b), x in zip((got, want), inputs, strict=True)]
         torch.testing.assert_close(*grads)
     assert compiled.steps == eager.steps == 2
+
+
+def seen(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    y = x * w
+    with torch.no_grad():
+        return [y, x[:-1], w.t(), y[1:], (y * 2)[0], x.detach()]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_view_made_without_gradients_passes_none_on(dynamic: bool) -> None:
+    """AOTAutograd makes it anew, with gradients."""
+    inputs = [[torch.linspace(0, 1, 9).view(3, 3).requires_grad_() for _ in range(2)] for _ in range(2)]
+    model = dcompile.compile(seen, dynamic=dynamic, options={"receipt": False})
+    got, want = model(*inputs[0]), seen(*inputs[1])
+    assert [(a.requires_grad, a.is_leaf) for a in got] == [(a.requires_grad, a.is_leaf) for a in want]
+    for results in (got, want):
+        torch.stack([a.square().sum() for a in results]).sum().backward()
+    torch.testing.assert_close(*([x.grad for x in given] for given in inputs))
+    got[1].data.add_(1)
+    assert torch.equal(got[1], inputs[0][0][:-1])  # it still looks at the input

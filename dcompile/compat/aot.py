@@ -137,14 +137,16 @@ def not_only_read() -> frozenset[int]:
 def looks_at_inputs() -> dict[int, int]:
     """Inside the compiler of a forward or an inference graph: position of a result -> of the input it is a view of.
 
-    AOTAutograd hands out views of the inputs there, and reads no more of the results than how they lie.
+    AOTAutograd hands out views of the inputs there, and reads no more of the results than how they lie. Inputs that the
+    graph gives another shape are left out: their views are of what becomes of them.
     """
     metadata = _metadata()
     if metadata is None:
         return {}
     changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
     kinds = enumerate(metadata.output_info, changed)
-    return {place: info.base_idx for place, info in kinds if info.output_type.name == "alias_of_input"}
+    looks = ((place, info.base_idx) for place, info in kinds if info.output_type.name == "alias_of_input")
+    return {place: base for place, base in looks if not metadata.input_info[base].mutates_metadata}
 
 
 def returned_changes(gm: Any) -> dict[Any, Any]:

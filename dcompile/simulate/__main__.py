@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dcompile.errors import OptionError
 from dcompile.figures import FABRICS
 from dcompile.simulate.check import check
 from dcompile.simulate.estimate import Setup, estimate, extrapolated
-from dcompile.simulate.models import configuration, with_layers
+from dcompile.simulate.models import SHAPES, configuration, with_layers
 from dcompile.simulate.trace import Spread, Traced, trace
 
 GIB = 1 << 30
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         if options.check:
-            result: Any = check(json.loads(Path(options.check).read_text()))
+            result: Any = check(_measured(Path(options.check)))
             sys.stdout.write(json.dumps(result, indent=1) + "\n" if options.json else result["text"] + "\n")
             return 0
         result = simulate(options)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dcompile.simulate", description=__doc__)
-    parser.add_argument("--config", default="llama-7b", help="a name (llama-7b, llama-8b, llama-70b, 1B), or a file")
+    parser.add_argument("--config", default="llama-7b", help=f"a name ({', '.join(SHAPES)}), or a file")
     parser.add_argument("--world-size", default="8,64,512,1024", help="ranks, comma-separated: a row each")
     parser.add_argument("--kind", choices=("ddp", "fsdp", "plain"), default="fsdp", help="how parameters are spread")
     parser.add_argument("--shard", type=int, help="ranks that share one copy of the parameters; default: all")
@@ -55,6 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", metavar="FILE", help="compare with times that benchmarks/gpu_ddp_fsdp.py measured")
     parser.add_argument("--json", action="store_true")
     return parser
+
+
+def _measured(path: Path) -> Mapping[str, Any]:
+    """What a benchmark has written. Raises OptionError."""
+    wanted = "the JSON that `python -m benchmarks.gpu_ddp_fsdp --json`, `--out` or `--save` writes"
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise OptionError(f"dcompile: --check {path}: this is no JSON ({error}); it takes {wanted}") from error
+    if not isinstance(found, Mapping) or not {"lines", "ranks", "device"} <= found.keys():
+        raise OptionError(f"dcompile: --check {path}: this is not what it takes, {wanted}")
+    return found
 
 
 def simulate(options: argparse.Namespace) -> dict[str, Any]:

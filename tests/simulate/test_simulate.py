@@ -10,7 +10,7 @@ from dcompile.figures import FABRICS
 from dcompile.simulate.__main__ import main
 from dcompile.simulate.check import check
 from dcompile.simulate.estimate import Setup, _reduced_bytes, estimate, extrapolated
-from dcompile.simulate.models import configuration, with_layers
+from dcompile.simulate.models import SHAPES, configuration, with_layers
 from dcompile.simulate.trace import Spread, trace
 
 ROWS, LENGTH = 2, 64
@@ -132,5 +132,31 @@ def test_the_model_is_checked_against_measured_steps(tiny, monkeypatch):
     ]
     row = found["rows"][0]
     assert row["error"] == pytest.approx(row["predicted"] / 2.0 - 1)
+    assert "reserved_mib" not in found["text"]
     with pytest.raises(OptionError, match="no measured step"):
         check({"device": "cpu", "ranks": 2, "lines": {"tiny-ddp": {"eager": {"ms": 1.0}}}})
+
+
+def test_replayed_steps_are_compared_with_memory_that_has_their_graphs_in_it(tiny, monkeypatch):
+    monkeypatch.setattr("dcompile.simulate.check.trace", lambda *_, **__: tiny.ddp[1])
+    memory = {"peak_mib": 1.0, "reserved_mib": 4.0}
+    peers = {"dcompile": {"ms": 2.0, **memory}, "dcompile recorded": {"ms": 2.0, "replays": 7, **memory}}
+    found = check({"device": "NVIDIA H200", "ranks": 2, "lines": {"tiny-ddp": peers}})
+    compared = {(row["peer"], row["what"], row["measured"]) for row in found["rows"] if row["what"] != "ms"}
+    assert compared == {("dcompile", "peak_mib", 1.0), ("dcompile recorded", "reserved_mib", 4.0)}
+    assert "leaves their memory out" in found["text"]
+
+
+@pytest.mark.parametrize("text", ["", "step 1: 3 ms", "[]", '{"lines": {}}'])
+def test_a_file_that_no_benchmark_wrote_is_named_with_what_is_expected(text, tmp_path, capsys):
+    (tmp_path / "log.txt").write_text(text)
+    assert main(["--check", str(tmp_path / "log.txt")]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "log.txt") in said and "benchmarks.gpu_ddp_fsdp" in said
+
+
+def test_help_names_every_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in SHAPES)

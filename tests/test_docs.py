@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from dcompile.config import MODES, describe, idle_options
+from dcompile.explain.receipt import Receipt
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -63,6 +65,13 @@ def test_settings_page_is_what_the_code_says(update_golden: bool) -> None:
     if update_golden:
         page.write_text(settings_page())
     assert page.read_text() == settings_page(), "run: pytest tests/test_docs.py --update-golden"
+
+
+def test_every_field_of_the_receipt_is_explained() -> None:
+    explained = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "explain.md").read_text(), re.MULTILINE)
+    lines = {"reasons", "fallbacks", "notes", "variants"}
+    assert explained == [field.name for field in dataclasses.fields(Receipt) if field.name not in lines]
+    assert all(f"`{name}`" in (ROOT / "docs" / "explain.md").read_text() for name in lines)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

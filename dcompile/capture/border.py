@@ -34,16 +34,22 @@ class Border:
     """Position of an input -> what is given in its place; None where the graph is as it was."""
     outputs: Mapping[int, Convert] | None = None
     """Position of an output -> what makes a DTensor of it."""
+    copies: tuple[int, ...] = ()
+    """Positions of inputs in whose place a copy is given, as long as it has not changed: then they change as well."""
 
     def around(self, compiled: Compiled) -> Compiled:
         """What Dynamo is to call."""
         if self.inputs is None or self.outputs is None:
             return compiled
         steps = [(position, self.inputs.get(position)) for position in self.kept]
-        outputs = self.outputs
+        outputs, copies = self.outputs, [(self.kept.index(position), position) for position in self.copies]
 
         def call(*args: Any) -> Any:
-            results = compiled(*[args[n] if convert is None else convert(args[n]) for n, convert in steps])
+            given = [args[n] if convert is None else convert(args[n]) for n, convert in steps]
+            results = compiled(*given)
+            for place, position in copies:
+                if given[place]._version:
+                    args[position].copy_(given[place])
             if not outputs:
                 return results
             return [outputs[n](result) if n in outputs else result for n, result in enumerate(results)]
@@ -55,14 +61,19 @@ def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], B
     """Inputs without the subclasses of tensors that say nothing of operators, such as an image's; a way to take these.
 
     What they say of functions (`__torch_function__`) Dynamo has traced. torch's look at a first call's custom operators
-    refuses them, and so all of that call.
+    refuses them, and so all of that call. And what is marked as the negative of its memory (`z.conj().imag`) comes in
+    as a copy with the signs that it has: kernels read memory. Dynamo guards on such marks.
     """
-    found = {position: _plain for position, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
+    classes = {position: _plain for position, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
+    marked = {n: _unmarked for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
+    found = classes | marked
     if not found:
         return inputs, Border()
-    nodes = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    plain = [node.meta["example_value"] if n in found else value for n, (node, value) in enumerate(nodes)]
-    return plain, Border(tuple(range(len(inputs))), found, {})
+    plain = list(inputs)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if position in found:
+            plain[position] = _without_mark(node.meta["example_value"])
+    return plain, Border(tuple(range(len(inputs))), found, {}, tuple(marked))
 
 
 def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> tuple[Any, Sequence[Any], Border]:
@@ -165,6 +176,14 @@ def _always(value: Any) -> Convert:
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
     return value.as_subclass(torch.Tensor)
+
+
+def _unmarked(value: torch.Tensor) -> torch.Tensor:
+    return _plain(value).resolve_neg()
+
+
+def _without_mark(fake: torch.Tensor) -> torch.Tensor:
+    return fake.detach().resolve_neg().requires_grad_(fake.requires_grad) if fake.is_neg() else fake
 
 
 def _to_local(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors of classes of the user's own at the border of a graph, compared with eager mode."""
+"""Inputs that are not just what lies in their memory, compared with eager mode."""
 
 import copy
 
@@ -7,6 +7,13 @@ import torch
 from torch import nn
 
 import dcompile
+
+
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch):
+    """Programs of ours run here: they read memory."""
+    monkeypatch.setenv("DCOMPILE_RECEIPT", "0")
+    torch._dynamo.reset()
 
 
 class Image(torch.Tensor):
@@ -47,3 +54,36 @@ def test_a_class_of_tensors_that_changes_no_operator_comes_and_goes(changes):
             found[-1] += [] if changes else [x.grad.as_subclass(torch.Tensor)]
         assert found[0][:2] == found[1][:2] and found[0][0] is Image
         torch.testing.assert_close(found[1][2:], found[0][2:])
+
+
+def imaginary(z):
+    """What lies in the memory of a conjugate, marked as the negative of it."""
+    x = z.conj().imag
+    assert x.is_neg()
+    return x
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_tensor_marked_as_the_negative_of_its_memory_has_its_sign(dynamic):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
+    model = dcompile.compile(copy.deepcopy(eager), dynamic=dynamic)
+    z = torch.randn(3, 8, dtype=torch.complex64)
+    for make in (lambda z: z.imag, imaginary, lambda z: z.imag, imaginary):
+        found = []
+        for module in (eager, model):
+            module.zero_grad()
+            x = make(z).detach().requires_grad_()
+            y = module(x)
+            y.sum().backward()
+            found.append([y.detach(), x.grad, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(found[1], found[0])
+
+
+def test_it_changes_in_place_as_eagers_does():
+    function = dcompile.compile(lambda x: x.mul_(2).sum())
+    for make in (lambda z: z.imag, imaginary, imaginary):
+        z = torch.arange(4.0) + 1j * torch.arange(1.0, 5.0)
+        stock = z.clone()
+        result, expected = function(make(z)), make(stock).mul_(2).sum()
+        torch.testing.assert_close([result, z], [expected, stock])

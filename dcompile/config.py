@@ -57,6 +57,11 @@ class Config:
         "Which pointwise work of the forward the backward does again in place of keeping its results. registers: what "
         "stays inside its kernels; memory: also what it has to write for library calls, such as inputs of products.",
     )
+    chunked_loss: int = setting(
+        0,
+        "Compute `cross_entropy` of a linear layer's result in so many parts of its classes, at least 2, which the "
+        "backward computes again: the logits are never there as a whole. 0: off. Losses differ by rounding.",
+    )
     overlap_mb: int = setting(
         -1,
         "What starting all-gathers early and waiting late for reductions may add to a graph's peak memory, in MiB. "
@@ -243,7 +248,9 @@ def _checked(name: str, value: Any) -> Any:
     if hint is float:
         return _fraction(name, value)
     if hint is int and isinstance(value, str) and value.lstrip("-").isdigit():
-        return int(value)
+        value = int(value)
+    if name == "chunked_loss" and (isinstance(value, bool) or not isinstance(value, int) or value < 0 or value == 1):
+        raise OptionError(f"dcompile: {name}={value!r} should be a number of parts, at least 2, or 0 for none")
     if not isinstance(value, hint):
         raise OptionError(f"dcompile: {name}={value!r} should be {hint.__name__}, not {type(value).__name__}")
     if name == "log" and (unknown := set(filter(None, value.split(","))) - {*CHANNELS, "all"}):

@@ -60,7 +60,7 @@ def calls_of(gm: Any) -> Iterator[Line]:
         calls += 1
         # a call of a part of the graph gets the sizes that vary as arguments of their own
         given = [arg for arg in node.args if not (target.startswith(_OF_A_PART) and _is_size(arg))]
-        yield f"{names[node]} = {target}({', '.join(_argument(arg, names) for arg in given)})", _line_of(node)
+        yield f"{names[node]} = {target}({', '.join(_argument(arg, names) for arg in given)})", line_of(node)
 
 
 def _is_size(argument: Any) -> bool:
@@ -90,6 +90,6 @@ def _argument(value: Any, names: dict[Any, str]) -> str:
     return "_"
 
 
-def _line_of(node: Any) -> str:
+def line_of(node: Any) -> str:
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     return f"{found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else ""

@@ -12,6 +12,7 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.border import with_plain_border, with_plain_tensors
 from dcompile.capture.causal import replace_constant_masks
+from dcompile.capture.chunked import chunk_losses
 from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
 from dcompile.capture.fingerprint import compare_capture, compare_surroundings
@@ -28,6 +29,7 @@ from dcompile.capture.programs import Programs, boxed
 from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
+from dcompile.capture.vocabulary import keep_only_sums
 
 
 class Graph(Programs):
@@ -50,6 +52,8 @@ class Graph(Programs):
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)
             self.notes += share_repeated_heads(gm, self.gpu)
+        if self.model.settings.config.chunked_loss:
+            self.notes += chunk_losses(gm, self.model.settings.config.chunked_loss)
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
 
         def complete(module: Any) -> None:
@@ -144,6 +148,7 @@ class Graph(Programs):
         self._lay_out(joint)
         if self.model.settings.config.kernels != "aten":
             save_no_images(joint)
+        keep_only_sums(joint)
         recompute_views(joint, self._find_shards(joint))
 
     def _needs_parameters(self) -> bool:

@@ -30,7 +30,7 @@ WHOLE = 8
 LEAST = 512
 """Sides from which a product is worth it: it takes at least twice as long unpadded, copying an operand far less."""
 LOOKS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
-_ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
+_ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "custom")
 
 
 def pad_products(gm: GraphModule) -> int:

@@ -40,6 +40,7 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
         default=None, metadata={"help": "Option `activation_memory_budget`."}
     )
     recompute: Literal["registers", "memory"] | None = field(default=None, metadata={"help": "Option `recompute`."})
+    chunked_loss: int | None = field(default=None, metadata={"help": "Option `chunked_loss`."})
     layers_once: bool | None = field(default=None, metadata={"help": "Option `layers_once`."})
     overlap_mb: int | None = field(default=None, metadata={"help": "Option `overlap_mb`."})
     figures: Literal["table", "measured"] | None = field(default=None, metadata={"help": "Option `figures`."})

@@ -272,6 +272,10 @@ class Buffer:
 LODGED = "in:"
 """Before the name of the buffer in whose memory another one lies."""
 
+PART = "dcompile_part"
+"""Name under which a traced operation's custom metadata says which part of a whole, by number, its result is, if
+several parts should not be there at a time."""
+
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -355,6 +359,9 @@ class Program:
     """What integer inputs are worth that are not size symbols themselves: expressions of these."""
     donated: tuple[str, ...] = ()
     """Inputs whose memory the program may use for other buffers once it has read them for the last time."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """(buffer, number) of what belongs to one of several parts: fusion joins no loops that touch different ones, since
+    each would be there as long as all of them."""
 
     @property
     def table(self) -> dict[str, Buffer]:

@@ -38,6 +38,7 @@ def show(program: Program) -> str:
     """The whole program: its face, its buffers, its steps."""
     lines = [f"program {program.name}({', '.join(program.inputs)})"]
     lines += [f"  donated: {', '.join(program.donated)}"] if program.donated else []
+    lines += [f"  parts: {', '.join(f'{name} {number}' for name, number in program.parts)}"] if program.parts else []
     lines += [f"  {show_buffer(buffer)}" for buffer in program.buffers]
     for number, step in enumerate(program.steps):
         first, *rest = show_step(step).splitlines()

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.collectives.params import Request
 from dcompile.config import Config
+from dcompile.ir.nodes import PART
 from dcompile.machine import compiler_stamp, cpu_features, openmp_library, own_source, own_version, triton_version
 
 _PYTHON = ("operator", "math", "builtins", "torch")
@@ -135,6 +136,9 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             raise NotCacheable(f"it holds a {type(value).__name__}")
         yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
+        part = (node.meta.get("custom") or {}).get(PART)
+        if part is not None:
+            yield f"part {part}"
         if node.op == "get_attr" and type(value) is torch.Tensor and compat.tensors.is_number(value):
             with compat.tensors.real_tensors():
                 number = value.item()

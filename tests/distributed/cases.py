@@ -27,6 +27,8 @@ MAKE = {
     "mlp": models.Mlp,
     "shared": models.SharedOverBreak,
     "tied_break": models.TiedOverBreak,
+    "classes": models.Classes,
+    "classes_tied": lambda: models.Classes(tied=True),
     "norm": models.NormUnused,
     "sync_norm": lambda: models.Normed(torch.nn.SyncBatchNorm, bias=False),
     "outside": models.UsedOutside,

@@ -59,6 +59,8 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "mlp": models.Mlp,
     "uneven": Uneven,
     "checkpointed": Checkpointed,
+    "classes": models.Classes,
+    "classes_tied": lambda: models.Classes(tied=True),
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
     "llama_one": lambda: models.llama(layers=1),
@@ -131,6 +133,7 @@ def parameters(module: Any) -> dict[str, Any]:
 
 def inputs(module: Any, step: int) -> dict[str, Any]:
     plain: nn.Module = models.llama() if hasattr(module, "model") else models.Mlp()
+    plain = models.Classes() if isinstance(module, models.Classes) else plain
     found = batch(plain, dist.get_rank(), step)
     return {name: value.to(device()) for name, value in found.items()}
 

@@ -48,6 +48,22 @@ class TiedOverBreak(nn.Module):
         return self.head(x)
 
 
+class Classes(nn.Module):
+    """Returns the loss of a head, in numbers of 64 bits: other orders of sums do not show."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(30, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 30, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.b(torch.tanh(self.a(self.embed(tokens)))))
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 class NormUnused(nn.Module):
     """BatchNorm buffers, and parameters that no loss reaches."""
 
@@ -187,7 +203,7 @@ def batch(model: nn.Module, rank: int, step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1000 * rank + step)
     if isinstance(model, NormUnused | Normed):
         return {"x": torch.randn(4, 3, 6, 6, generator=generator)}
-    if isinstance(model, TiedOverBreak):
+    if isinstance(model, TiedOverBreak | Classes):
         return {"tokens": torch.randint(0, 30, (4, 6), generator=generator)}
     if type(model).__name__.startswith("Llama"):
         tokens = torch.randint(0, 64, (2, 10), generator=generator)

@@ -96,6 +96,13 @@ def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows):
 
 
 # without reentrance, a usual run has tests/models/test_models.py's
+def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks):
+    for found in values(ranks, "against_stock", name="classes_tied", accumulate=True, options={"chunked_loss": 4}):
+        assert found["receipt"].eligible and found["receipt"].collectives == 1
+        assert any("in 4 parts" in note for note in found["receipt"].notes)
+        assert max(found["loss"], found["grad"], found["param"]) < 1e-9 and found["ranks"] == 0
+
+
 @pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.full), True])
 def test_gradient_checkpointing(ranks, reentrant):
     for found in values(ranks, "checkpointed", reentrant=reentrant):

@@ -38,6 +38,18 @@ def test_ways_to_run_equal_stock_fsdp(ranks, case):
         assert found["receipt"].eligible
 
 
+@pytest.mark.parametrize("name", ["classes", pytest.param("classes_tied", marks=pytest.mark.full)])
+def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
+    collectives = set()
+    for options in ({}, {"chunked_loss": 4}):
+        for found in values(ranks, "against_stock", name=name, options={"kernels": "aten", **options}):
+            assert found["receipt"].eligible
+            assert any("in 4 parts" in note for note in found["receipt"].notes) == bool(options)
+            assert max(found["loss"], found["grad"], found["param"]) < 1e-9
+            collectives.add(found["receipt"].collectives)
+    assert len(collectives) == 1
+
+
 @pytest.mark.parametrize("cases", ["fsdp", "fsdp1"])
 def test_a_model_that_nobody_holds_is_freed(ranks, cases):
     for found in ranks.run(f"tests.distributed.{cases}_cases:freed", 150):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from dcompile.codegen.lower.sizes import Inexpressible, is_symbolic, opaque_shap
 from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, constant, from_view
 from dcompile.codegen.lower.uses import Kind, Uses, find_uses
 from dcompile.ir.index import Index, Size, as_index, as_size, typical, var
-from dcompile.ir.nodes import Program, View
+from dcompile.ir.nodes import PART, Program, View
 from dcompile.ir.ops import DTYPES
 
 
@@ -120,8 +120,17 @@ class _Walk:
         inputs = (*self.arguments, *low.constants)
         sizes = tuple(low.given.items())
         buffers = tuple(low.buffers.values())
-        program = Program(low.name, inputs, outputs, buffers, tuple(low.steps), grads, sizes=sizes)
+        program = Program(
+            low.name, inputs, outputs, buffers, tuple(low.steps), grads, sizes=sizes, parts=tuple(self._parts())
+        )
         return Lowered(program, low.constants, tuple(dict.fromkeys(low.declined)))
+
+    def _parts(self) -> Iterator[tuple[str, int]]:
+        for node in self.gm.graph.nodes:
+            number = (node.meta.get("custom") or {}).get(PART)
+            in_backward = node.meta.get("partitioner_tag") == "is_backward"  # noted as its forward operation was
+            if number is not None and not in_backward and node.name in self.low.buffers:
+                yield node.name, number
 
     # --- inputs and outputs ---
 

@@ -78,6 +78,7 @@ class _Graph:
         self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
         self.table, self.donated = program.table, frozenset(program.donated)
         self.devices = {buffer.name: buffer.device for buffer in program.buffers}
+        self.parts = dict(program.parts)
         self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
         self.before: dict[int, int] = {}
@@ -145,10 +146,13 @@ class _Graph:
         return on_gpu and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
 
     def may_join(self, a: int, b: int) -> bool:
-        """No third step has to run between them, and b does not have to run before a."""
-        if self.before[a] & self.members[b]:
+        """No third step has to run between them, b does not have to run before a, and they touch no two parts."""
+        if self.before[a] & self.members[b] or len(self._parts(a) | self._parts(b)) > 1:
             return False
         return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
+
+    def _parts(self, number: int) -> set[int]:
+        return {self.parts[name] for name in self.reads[number] | self.writes[number] if name in self.parts}
 
     def ends_takeover(self, a: int, b: int, merged: Loop) -> bool:
         """Whether a result could no longer lie over what is read for the last time, of more bytes than merging saves.

@@ -147,6 +147,23 @@ def test_what_a_masked_load_read_is_chosen_in_float32():
     assert np.array_equal(run(fused)[0], run(program)[0])
 
 
+def test_loops_that_touch_different_parts_of_a_whole_stay_apart():
+    def doubled(source, result):
+        body = (Load(source, i0, F), Load("w", i0, F), Apply("add", (0, 1), F))
+        return Loop(result, (2048,), (), body, (Store(result, i0, 2),))
+
+    program = Program(
+        "p",
+        ("a", "b", "w"),
+        (whole("x", 2048), whole("y", 2048), whole("z", 2048)),
+        tuple(buffer(name, 2048) for name in "abwxyz"),
+        (doubled("a", "x"), doubled("b", "y"), doubled("x", "z")),
+    )
+    assert len(fuse(program).steps) == 1
+    apart = fuse(replace(program, parts=(("a", 0), ("b", 1))))
+    assert [sorted(step.reads & {"a", "b"}) for step in apart.steps] == [["a"], ["b"]]
+
+
 def test_a_library_call_between_two_loops_keeps_them_apart():
     double = Loop(
         "a",

@@ -94,32 +94,41 @@ MIXED = (
 def random_ranks_program(seed: int, size: int = 5) -> RanksProgram:
     """`size` is the most layers and lines that the model has."""
     draw = random.Random(seed)
+    layers, forward, blocks = _model(draw, size)
+    kind = draw.choice(("ddp", "ddp", "ddp", "fsdp2", "fsdp2", "fsdp2", "fsdp1"))
+    wrap = _wrap(draw, kind, blocks, unused=any("unused" in line for line in layers))
+    way = draw.choice(WAYS).format(how=draw.choice(("", "", "", ", dynamic=True", ", dynamic=False")))
+    options: dict[str, Any] = {"kernels": "aten"} if draw.random() < 0.7 else {}
+    steps = [_step(draw, kind, number) for number in range(draw.randint(3, size + 3))]
+    if "static_graph" in wrap:  # stock reduces nothing where its first backward reaches no parameter
+        steps = [step for step in steps if "autograd.grad" not in step] or ["opt.step()"]
+    if kind == "fsdp1":  # what stock shows after a forward alone is no part of what it trains
+        steps = [step for step in steps if "mul_" not in step] or ["opt.step()"]
+    return RanksProgram(layers, forward, wrap, way, tuple(options.items()), tuple(steps))
+
+
+def _model(draw: random.Random, size: int) -> tuple[tuple[str, ...], tuple[str, ...], list[str]]:
+    """The layers, the forward, and names of layers that may be sharded apart from the rest."""
     layers = [f"self.l{n} = {draw.choice(LAYERS)}" for n in range(draw.randint(1, max(size - 2, 1)))]
+    blocks = [f"l{n}" for n in range(len(layers))]
     uses = [
-        draw.choice(USES[:3] if "Batch" in layer else USES).format(layer=f"self.l{n}") for n, layer in enumerate(layers)
+        draw.choice(USES[:3] if "Batch" in layer else USES).format(layer=f"self.{block}")
+        for block, layer in zip(blocks, layers, strict=True)
     ]
     lines = [draw.choice(LINES) for _ in range(draw.randint(0, size - 1))]
     if draw.random() < 0.3:
-        lines.append(draw.choice(USES[:3]).format(layer=f"self.l{draw.randrange(len(layers))}"))  # a layer used twice
-    forward = _shuffled(draw, uses, lines)
-    unused = draw.random() < 0.15
-    if unused:
+        lines.append(draw.choice(USES[:3]).format(layer=f"self.{draw.choice(blocks)}"))  # a layer used twice
+    if draw.random() < 0.15:
         layers.append("self.unused = nn.Linear(8, 2)")
     linear = [n for n, line in enumerate(layers) if "= nn.Linear(8, 8" in line]
     tied = len(linear) > 1 and draw.random() < 0.3
     if tied:
         layers.append(f"self.l{linear[1]}.weight = self.l{linear[0]}.weight")
-    if len(uses) > 1 and not tied and draw.random() < 0.2:  # one layer at least goes on learning
-        layers.append(f"self.l{draw.randrange(len(uses))}.requires_grad_(False)")
+    elif len(blocks) > 1 and draw.random() < 0.2:  # one layer at least goes on learning
+        layers.append(f"self.{draw.choice(blocks)}.requires_grad_(False)")
     layers.append("self.register_buffer('n', torch.ones(()))")
-    kind = draw.choice(("ddp", "ddp", "ddp", "fsdp2", "fsdp2", "fsdp2", "fsdp1"))
-    wrap = _wrap(draw, kind, [] if tied else [f"l{n}" for n in range(len(uses))], unused)
-    how = draw.choice(("", "", "", ", dynamic=True", ", dynamic=False"))
-    options = {"kernels": "aten"} if draw.random() < 0.7 else {}
-    return RanksProgram(
-        tuple(layers), (*forward, draw.choice(RESULTS)), wrap, draw.choice(WAYS).format(how=how),
-        tuple(options.items()), tuple(_step(draw, kind, n) for n in range(draw.randint(3, size + 3))),
-    )  # fmt: skip
+    forward = (*_shuffled(draw, uses, lines), draw.choice(RESULTS))
+    return tuple(layers), forward, [] if tied else blocks
 
 
 def _shuffled(draw: random.Random, uses: list[str], lines: list[str]) -> list[str]:
@@ -147,7 +156,7 @@ def _wrap(draw: random.Random, kind: str, layers: list[str], unused: bool) -> st
             how["reshard_after_forward"] = draw.choice((True, False, 2))
     else:
         how["blocks"] = tuple(layer for layer in layers if draw.random() < 0.6)
-        how["strategy"] = draw.choice(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+        how["strategy"] = draw.choice(("FULL_SHARD", "SHARD_GRAD_OP"))
     return f"{kind}(module{''.join(f', {name}={value!r}' for name, value in how.items())})"
 
 

@@ -37,13 +37,15 @@ class Apart:
 def sharing(gradients: Sequence[Any]) -> tuple[Pair, ...]:
     """(place, another place, whether both are the same) of gradients that lie in the same memory."""
     spans = sorted((*_span(x), place) for place, x in enumerate(gradients) if _has_memory(x))
-    found, reach, holder = list[Pair](), 0, -1
+    found, near, reach = list[Pair](), list[int](), 0
     for begin, end, place in spans:
         x = gradients[place]
-        if begin < reach and x is not gradients[holder]:
+        near = [] if begin >= reach else near
+        holder = next((n for n in near if _overlap(gradients[n], x)), None)
+        if holder is None:
+            near.append(place)
+        elif x is not gradients[holder]:
             found.append((place, holder, _same(x, gradients[holder])))
-        elif begin >= reach:
-            holder = place
         reach = max(reach, end)
     return tuple(found)
 
@@ -63,6 +65,31 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     begin = x.data_ptr()
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (reach + 1) * x.element_size()
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether some element of `y`, which begins where `x` does or behind it, may be one of `x`.
+
+    Parts of one tensor, as a concatenation's gradients are, have its strides: `y` then begins so many rows, so many
+    columns further, and they are apart if that is past `x` in one dimension. Anything else may overlap.
+    """
+    if (begin := _span(y)[0]) >= _span(x)[1] or _span(x)[0] >= _span(y)[1]:
+        return False
+    if x.dtype != y.dtype or x.stride() != y.stride():
+        return True
+    left, within, apart = (begin - x.data_ptr()) // x.element_size(), 1, False
+    order = sorted(range(x.dim()), key=lambda dim: x.stride(dim))
+    ahead = [0] * x.dim()
+    for dim in reversed(order):
+        if x.stride(dim):
+            ahead[dim], left = divmod(left, x.stride(dim))
+    for dim in order:
+        size = max(x.shape[dim], ahead[dim] + y.shape[dim])
+        if size > 1 and x.stride(dim) < within:
+            return True  # rows reach into one another
+        within += (size - 1) * x.stride(dim)
+        apart |= ahead[dim] >= x.shape[dim]
+    return not apart or left > 0
 
 
 def _same(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -1,10 +1,13 @@
 """Gradients that are one tensor, or views of one, become each parameter's own: compared with eager mode."""
 
 import copy
+import itertools
 
+import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,3 +87,30 @@ def test_what_shares_memory():
 def test_one_tensor_is_left_to_autograd():
     x = torch.ones(3)
     assert not sharing([x, x, None]) and sharing([x, x.view(3)]) == ((1, 0, True),)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_parts_of_a_tensor_share_memory_where_their_elements_do(data):
+    memory = torch.zeros(4096)
+    base = memory[: 3 * 4 * 5].view(3, 4, 5).permute(data.draw(st.permutations(range(3))))
+    parts = []
+    for _ in range(2):
+        part = base
+        for dim in range(3):
+            first = data.draw(st.integers(0, part.shape[dim] - 1))
+            part = part.narrow(dim, first, data.draw(st.integers(1, part.shape[dim] - first)))
+        if data.draw(st.integers(0, 4)) == 0:
+            part = part.flatten() if part.is_contiguous() else part.transpose(0, 1)
+        parts.append(part)
+    seen = [set(torch.arange(60).as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()) for x in parts]
+    common = bool(seen[0] & seen[1])
+    assert bool(sharing(parts)) or not common
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_gradients_of_what_is_concatenated_are_not_copied(order):
+    whole = torch.zeros(4, 6, 8).permute(order)
+    for dim in range(3):
+        parts = whole.split([1, whole.shape[dim] - 3, 2], dim)
+        assert sharing(parts) == () and [pair[0] for pair in sharing([*parts, parts[1].select(dim, 0)])] == [3]

@@ -269,9 +269,10 @@ print("RESULT " + json.dumps({
     "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
 }))
 """
-TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.codegen.lower.decompositions",
-         "dcompile.codegen.lower.foreach", "dcompile.codegen.lower.fusible", "dcompile.codegen.lower.grids",
-         "dcompile.codegen.lower.random_table", "dcompile.codegen.lower.rewrites"]  # fmt: skip
+TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.codegen.lower.changing",
+         "dcompile.codegen.lower.decompositions", "dcompile.codegen.lower.foreach", "dcompile.codegen.lower.fusible",
+         "dcompile.codegen.lower.grids", "dcompile.codegen.lower.random_table",
+         "dcompile.codegen.lower.rewrites"]  # fmt: skip
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 

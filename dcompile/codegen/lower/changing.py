@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 
-from dcompile.codegen.lower.body import as_dtype
-from dcompile.codegen.lower.graph import dtype_name
-
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """What eager computes such an operation in, before it rounds once."""
 
@@ -52,7 +49,9 @@ def _with_factor(op: Callable[[Any, Any], Any], x: Any, y: Any, alpha: Any) -> A
         return _in_parts(lambda x, y: op(x, y * given), alpha, x, y)
     if not low or not isinstance(alpha, float) or not isinstance(y, torch.Tensor) or y.dtype != x.dtype:
         return NotImplemented
-    nearest = as_dtype(alpha, dtype_name(x.dtype))
+    from dcompile.codegen.lower.body import as_dtype  # late: it is a stage, which a warm start does without
+
+    nearest = as_dtype(alpha, str(x.dtype).removeprefix("torch."))
     whole = {operator.add: torch.add, operator.sub: torch.sub}[op]
     return NotImplemented if nearest == alpha or alpha != alpha else whole(x, y, alpha=nearest)
 

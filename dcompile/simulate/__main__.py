@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measured(path: Path) -> Mapping[str, Any]:
     """What a benchmark has written. Raises OptionError."""
-    wanted = "the JSON that `python -m benchmarks.gpu_ddp_fsdp --json`, `--out` or `--save` writes"
+    wanted = "a file that `python -m benchmarks.gpu_ddp_fsdp` writes with --out or --save"
     try:
         found = json.loads(path.read_text())
     except ValueError as error:

@@ -20,6 +20,7 @@ from dcompile.capture.joint import Cut, donated_positions, saved_positions, take
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.plans import plan_of
 from dcompile.capture.results import (
+    constant_pairs,
     hand_out,
     look_as_other_dtypes,
     returned_again,
@@ -213,7 +214,8 @@ class Programs:
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)
-        detached = to_be_detached(gm, compat.aot.constant_results(), self._cut.results)
+        constant = compat.aot.constant_results()
+        pairs, detached = constant_pairs(gm, constant), to_be_detached(gm, constant, self._cut.results)
         looks = saved_looks(gm, self._cut.results)
         retyped = take_other_dtypes(gm, self._cut.results)
         run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
@@ -231,6 +233,8 @@ class Programs:
                 look_as_other_dtypes(results, retyped)
             for place in looks:
                 results[place] = results[place].detach()
+            if pairs:
+                tell_apart(results, pairs)
             for place, *others in detached:
                 results[place] = results[place].detach()
                 for other in others:

@@ -31,7 +31,7 @@ def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[in
 
 
 def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Of a forward's `constant` results, which have no gradient, those that lie in another result's memory.
+    """Of a forward's `constant` results, which have no gradient, those that lie in the memory of one that has.
 
     Of `h.detach()` beside `h` a program makes one tensor, of `h[0].detach()` a view of it. Autograd, told that the one
     has no gradient, takes it for the other, or has the view follow what it looks at. What the graph returns several
@@ -39,9 +39,10 @@ def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[
     """
     nodes = gm.graph.output_node().args[0][:count]
     memories = [memory_of(node) for node in nodes]
+    learning = {memory for n, memory in enumerate(memories) if n not in constant}
     places: dict[Any, list[int]] = {}
     for n in constant:
-        if memories[n] is not None and memories.count(memories[n]) > 1:
+        if memories[n] is not None and (memories[n] in learning or nodes.count(nodes[n]) > 1):
             places.setdefault(nodes[n], []).append(n)
     return tuple(map(tuple, places.values()))
 
@@ -103,6 +104,11 @@ def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     pairs = ((place, earlier) for place in range(len(nodes)) for earlier in range(place))
     apart = [(n, m) for n, m in pairs if nodes[n] is not nodes[m] and memories[n] == memories[m] is not None]
     return tuple((n, m, not (_detached(nodes[n]) or _detached(nodes[m]))) for n, m in apart)
+
+
+def constant_pairs(gm: Any, constant: Sequence[int]) -> tuple[tuple[int, int, bool], ...]:
+    """The same of a forward's `constant` results, which look at one another and not at what has a gradient."""
+    return tuple(pair for pair in to_be_told_apart(gm) if pair[0] in constant and pair[1] in constant)
 
 
 def _detached(node: Any) -> bool:

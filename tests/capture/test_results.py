@@ -81,3 +81,23 @@ def test_a_view_made_without_gradients_passes_none_on(dynamic: bool) -> None:
     torch.testing.assert_close(*([x.grad for x in given] for given in inputs))
     got[1].data.add_(1)
     assert torch.equal(got[1], inputs[0][0][:-1])  # it still looks at the input
+
+
+def masks(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Two looks at what has no gradient, beside a result that has one; the one is changed behind a break."""
+    mask = -x
+    whole, first = mask.view_as(mask), mask[:, 0]
+    y = (x * w).sum()
+    torch._dynamo.graph_break()
+    whole.sin_()
+    return whole, first, first * 2, y
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_looks_at_a_result_without_gradient_are_known_as_such_behind_a_break(dynamic: bool) -> None:
+    """With several sizes, AOTAutograd ended in an assertion where neither was a view."""
+    x, w = torch.linspace(0, 1, 12).view(3, 4), torch.ones(4, requires_grad=True)
+    got = dcompile.compile(masks, dynamic=dynamic, options={"receipt": False})(x, w)
+    torch.testing.assert_close(got, masks(x, w))
+    assert got[0].data_ptr() == got[1].data_ptr()

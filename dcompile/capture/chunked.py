@@ -55,7 +55,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> list[str]:
     Returns a line for people about each loss. The graph is changed in place.
     """
     losses = list(gm.graph.find_nodes(op="call_function", target=LOSS))
-    notes = []
+    notes, begun = [], 0
     for loss in losses:
         where = line_of(loss) or loss.name
         try:
@@ -64,21 +64,26 @@ def chunk_losses(gm: GraphModule, chunks: int) -> list[str]:
         except NotChunked as reason:
             notes.append(f"chunked_loss: the logits of {where} are computed whole: {reason}")
             continue
-        parts = len(list(spans(shape_of(head.weight)[0], chunks)))
-        notes.append(f"chunked_loss: {_logits(head)} of {where} are computed in {parts} parts, in the backward again")
-        _replace(loss, head, hidden, chunks)
+        parts = list(spans(shape_of(head.weight)[0], chunks))
+        notes.append(f"chunked_loss: {_logits(head, parts)} of {where}; the backward computes them again")
+        _replace(loss, head, hidden, {"chunks": chunks, "begun": begun})
+        begun += len(parts)
     if losses:
         gm.recompile()
         return notes
     return ["chunked_loss: a graph computes no cross_entropy; where the loss is outside, its logits are results"]
 
 
-def _logits(head: Head) -> str:
-    """`logits (float32[2, 5, 32], 1.2 MB)`."""
+def _logits(head: Head, parts: list[tuple[int, int]]) -> str:
+    """`4 parts of at most 0.3 MB are there one after another in place of logits (float32[2, 5, 32], 1.2 MB)`."""
     value = head.layer.meta["example_value"]
     sizes = ", ".join(map(str, value.shape))
-    size = f", {value.numel() * value.itemsize / 1e6:.1f} MB" if has_numbers(value) else ""
-    return f"logits ({str(value.dtype).removeprefix('torch.')}[{sizes}]{size})"
+    size, most = "", ""
+    if has_numbers(value):
+        size = f", {value.numel() * value.itemsize / 1e6:.1f} MB"
+        most = f" of at most {value[..., : parts[0][1]].numel() * value.itemsize / 1e6:.1f} MB"
+    kind = str(value.dtype).removeprefix("torch.")
+    return f"{len(parts)} parts{most} are there one after another in place of the logits ({kind}[{sizes}]{size})"
 
 
 def _given(loss: Node) -> dict[str, Any]:
@@ -225,7 +230,7 @@ def _takes_rows(index: Any, dims: int) -> bool:
     return not reaches or parts[-1] == ALL
 
 
-def _replace(loss: Node, head: Head, steps: list[tuple[str, Any]], chunks: int) -> None:
+def _replace(loss: Node, head: Head, steps: list[tuple[str, Any]], settings: dict[str, Any]) -> None:
     given, graph = _given(loss), loss.graph
     hidden, width = head.hidden, shape_of(head.weight)[1]
     with graph.inserting_before(loss):
@@ -234,11 +239,11 @@ def _replace(loss: Node, head: Head, steps: list[tuple[str, Any]], chunks: int) 
                 hidden = graph.call_function(operator.getitem, (hidden, how))
             else:
                 hidden = graph.call_method("reshape", (hidden, *how, width))
-        settings = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
+        settings |= {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
         logits = head.layer.meta["example_value"]
         settings |= {"dtype": logits.dtype, "result": loss.meta["example_value"].dtype, "grad": logits.requires_grad}
         arguments = (hidden, head.weight, head.bias, given["target"])
-        parts = graph.call_function(chunked_cross_entropy, arguments, {"chunks": chunks, **settings})
+        parts = graph.call_function(chunked_cross_entropy, arguments, settings)
     parts.meta = dict(loss.meta)
     loss.replace_all_uses_with(parts)
     for node in (loss, *reversed(head.steps), head.layer):

@@ -30,6 +30,7 @@ def chunked_cross_entropy(
     target: torch.Tensor,
     *,
     chunks: int,
+    begun: int,
     dtype: torch.dtype,
     result: torch.dtype,
     grad: bool,
@@ -39,6 +40,7 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target, ...)` with a class per row, in `chunks` parts.
 
+    `begun` is the number of the first part among those of the whole graph, which other losses have, too.
     `dtype` is what the linear layer computes in, under autocast too; `result` the loss's. Sums are taken in float32
     at least. `grad` is whether the layer had a gradient, as it has none under `no_grad`, wherever the loss is taken.
     """
@@ -52,6 +54,7 @@ def chunked_cross_entropy(
             torch.where(counts, rows, 0),
             tuple(spans(classes, chunks)),
             label_smoothing,
+            begun,
         )
         losses = torch.where(counts, losses, 0.0)
         if reduction == "none":
@@ -80,9 +83,10 @@ class _Losses(torch.autograd.Function):
         target: torch.Tensor,
         parts: tuple[tuple[int, int], ...],
         smoothing: float,
+        begun: int,
     ) -> torch.Tensor:
         logits, sums, picked, total = [], [], [], None
-        for number, (first, last) in enumerate(parts):
+        for number, (first, last) in enumerate(parts, begun):
             with annotate({MARK: AGAIN, PART: number}):
                 part = torch.nn.functional.linear(
                     hidden, weight[first:last], None if bias is None else bias[first:last]
@@ -90,8 +94,7 @@ class _Losses(torch.autograd.Function):
             with annotate({MARK: AGAIN}):
                 wide = part.to(_wide(part.dtype))
                 sums.append(wide.logsumexp(1))
-                classes = torch.arange(first, last, device=target.device)
-                picked.append(torch.where(classes == target.unsqueeze(1), wide, 0.0).sum(1))
+                picked.append(torch.where(_is_target(target.unsqueeze(1), first, last, begun), wide, 0.0).sum(1))
                 if smoothing:
                     total = wide.sum(1) if total is None else total + wide.sum(1)
                 logits.append(part)
@@ -101,7 +104,7 @@ class _Losses(torch.autograd.Function):
             if total is not None:
                 losses = losses * (1 - smoothing) + (whole - total / weight.shape[0]) * smoothing
         ctx.save_for_backward(hidden, weight, target, whole)
-        ctx.logits, ctx.parts, ctx.smoothing = logits, parts, smoothing
+        ctx.logits, ctx.parts, ctx.smoothing, ctx.begun = logits, parts, smoothing, begun
         return losses
 
     @staticmethod
@@ -110,7 +113,7 @@ class _Losses(torch.autograd.Function):
         by_hidden, by_weight, by_bias = None, [], []
         each, target, sums = losses.unsqueeze(1), target.unsqueeze(1), sums.unsqueeze(1)
         for (first, last), part in zip(ctx.parts, ctx.logits, strict=True):
-            is_target = torch.arange(first, last, device=target.device) == target
+            is_target = _is_target(target, first, last, ctx.begun)
             by_logits = (part.to(sums.dtype) - sums).exp() * each
             by_logits = by_logits - torch.where(is_target, each * (1 - ctx.smoothing), 0.0)
             if ctx.smoothing:
@@ -124,7 +127,7 @@ class _Losses(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 by_bias.append(by_logits.sum(0))
         whole = (torch.cat(found) if found else None for found in (by_weight, by_bias))
-        return by_hidden, *whole, None, None, None
+        return by_hidden, *whole, None, None, None, None
 
 
 def _of_targets(picked: torch.Tensor, target: torch.Tensor, parts: tuple[tuple[int, int], ...]) -> torch.Tensor:
@@ -132,6 +135,15 @@ def _of_targets(picked: torch.Tensor, target: torch.Tensor, parts: tuple[tuple[i
     (_, width), (_, classes) = parts[0], parts[-1]
     place = torch.where(target < classes, target.div(width, rounding_mode="floor"), len(parts))
     return picked.gather(0, place.unsqueeze(0)).squeeze(0)
+
+
+def _is_target(target: torch.Tensor, first: int, last: int, begun: int) -> torch.Tensor:
+    """Where a part's classes are their rows' targets.
+
+    Counted from another number for each loss of a graph: of two with the same targets, the second would else find what
+    the first has computed, and all parts of that would be kept for it.
+    """
+    return torch.arange(first + begun, last + begun, device=target.device) == target + begun
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -99,7 +99,7 @@ def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows):
 def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks):
     for found in values(ranks, "against_stock", name="classes_tied", accumulate=True, options={"chunked_loss": 4}):
         assert found["receipt"].eligible and found["receipt"].collectives == 1
-        assert any("in 4 parts" in note for note in found["receipt"].notes)
+        assert any("chunked_loss: 4 parts" in note for note in found["receipt"].notes)
         assert max(found["loss"], found["grad"], found["param"]) < 1e-9 and found["ranks"] == 0
 
 

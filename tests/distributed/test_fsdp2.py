@@ -44,7 +44,7 @@ def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
     for options in ({}, {"chunked_loss": 4}):
         for found in values(ranks, "against_stock", name=name, options={"kernels": "aten", **options}):
             assert found["receipt"].eligible
-            assert any("in 4 parts" in note for note in found["receipt"].notes) == bool(options)
+            assert any("chunked_loss: 4 parts" in note for note in found["receipt"].notes) == bool(options)
             assert max(found["loss"], found["grad"], found["param"]) < 1e-9
             collectives.add(found["receipt"].collectives)
     assert len(collectives) == 1

@@ -147,7 +147,7 @@ class _Graph:
 
     def may_join(self, a: int, b: int) -> bool:
         """No third step has to run between them, b does not have to run before a, and they touch no two parts."""
-        if self.before[a] & self.members[b] or len(self._parts(a) | self._parts(b)) > 1:
+        if self.before[a] & self.members[b] or (self.parts and len(self._parts(a) | self._parts(b)) > 1):
             return False
         return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
 

@@ -98,11 +98,8 @@ def _verdict(mask: Node, square: tuple[int, int]) -> str | None:
         return None
     if bool(allowed.all()):
         return "full"
-    return (
-        "causal"
-        if bool((allowed == torch.ones(square, dtype=torch.bool, device=allowed.device).tril()).all())
-        else None
-    )
+    lower = torch.ones(square, dtype=torch.bool, device=allowed.device).tril()
+    return "causal" if bool((allowed == lower).all()) else None
 
 
 def _square(node: Node) -> tuple[int, int] | None:

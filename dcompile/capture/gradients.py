@@ -73,11 +73,11 @@ def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     Parts of one tensor, as a concatenation's gradients are, have its strides: `y` then begins so many rows, so many
     columns further, and they are apart if that is past `x` in one dimension. Anything else may overlap.
     """
-    if (begin := _span(y)[0]) >= _span(x)[1] or _span(x)[0] >= _span(y)[1]:
+    if y.data_ptr() >= _span(x)[1]:
         return False
     if x.dtype != y.dtype or x.stride() != y.stride():
         return True
-    left, within, apart = (begin - x.data_ptr()) // x.element_size(), 1, False
+    left, within, apart = (y.data_ptr() - x.data_ptr()) // x.element_size(), 1, False
     order = sorted(range(x.dim()), key=lambda dim: x.stride(dim))
     ahead = [0] * x.dim()
     for dim in reversed(order):

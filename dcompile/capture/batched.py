@@ -14,6 +14,7 @@ from dcompile.capture.tangents import tangents, zeros_for
 from dcompile.errors import DcompileError
 
 NOTE = "a backward of batched gradients (is_grads_batched, vectorize) ran operator by operator, without our kernels"
+COUNTED = "backward of batched gradients"
 
 
 def run_batched(backward: Any, args: list[Any], sharded: bool) -> list[Any]:

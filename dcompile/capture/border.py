@@ -10,6 +10,7 @@ inside, and put together by the caller; device meshes do not come in at all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 
 Compiled = Callable[..., Any]
+COPIED = "an input that is marked as the negative of its memory is copied in, and back where it was changed"
+COPIES_IN, COPIES_BACK = "input marked as negative, copied", "input marked as negative, copied back"
+"""What the receipt counts: of a call, and of all calls so far."""
+
 Convert = Callable[[Any], Any]
 
 
@@ -37,8 +42,8 @@ class Border:
     copies: tuple[int, ...] = ()
     """Positions of inputs in whose place a copy is given, as long as it has not changed: then they change as well."""
 
-    def around(self, compiled: Compiled) -> Compiled:
-        """What Dynamo is to call."""
+    def around(self, compiled: Compiled, counted: Counter[str]) -> Compiled:
+        """What Dynamo is to call. What is copied back is counted."""
         if self.inputs is None or self.outputs is None:
             return compiled
         steps = [(position, self.inputs.get(position)) for position in self.kept]
@@ -50,6 +55,7 @@ class Border:
             for place, position in copies:
                 if given[place]._version:
                     args[position].copy_(given[place])
+                    counted[COPIES_BACK] += 1
             if not outputs:
                 return results
             return [outputs[n](result) if n in outputs else result for n, result in enumerate(results)]

@@ -33,6 +33,9 @@ _SIZES = ("size", "dim", "numel")
 ALL = slice(None, None, None)
 
 
+LEFT_WHOLE = "loss that chunked_loss leaves whole"
+
+
 class NotChunked(Exception):
     """Why a loss stays as it is."""
 
@@ -49,13 +52,13 @@ class Head:
     """What is done to the logits on their way to the loss, in order."""
 
 
-def chunk_losses(gm: GraphModule, chunks: int) -> list[str]:
+def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
     """Have each cross-entropy of a linear layer's result in a Dynamo graph computed by parts of the classes.
 
-    Returns a line for people about each loss. The graph is changed in place.
+    Returns a line for people about each loss, and how many stay whole. The graph is changed in place.
     """
     losses = list(gm.graph.find_nodes(op="call_function", target=LOSS))
-    notes, begun = [], 0
+    notes, begun, whole = list[str](), 0, 0
     for loss in losses:
         where = line_of(loss) or loss.name
         try:
@@ -63,6 +66,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> list[str]:
             hidden = _rows(head, loss)
         except NotChunked as reason:
             notes.append(f"chunked_loss: the logits of {where} are computed whole: {reason}")
+            whole += 1
             continue
         parts = list(spans(shape_of(head.weight)[0], chunks))
         notes.append(f"chunked_loss: {_logits(head, parts)} of {where}; the backward computes them again")
@@ -70,8 +74,8 @@ def chunk_losses(gm: GraphModule, chunks: int) -> list[str]:
         begun += len(parts)
     if losses:
         gm.recompile()
-        return notes
-    return ["chunked_loss: a graph computes no cross_entropy; where the loss is outside, its logits are results"]
+        return notes, whole
+    return ["chunked_loss: a graph computes no cross_entropy; where the loss is outside, its logits are results"], 0
 
 
 def _logits(head: Head, parts: list[tuple[int, int]]) -> str:

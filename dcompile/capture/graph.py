@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
-from dcompile.capture.border import with_plain_border, with_plain_tensors
+from dcompile.capture.border import COPIED, COPIES_IN, with_plain_border, with_plain_tensors
 from dcompile.capture.causal import replace_constant_masks
-from dcompile.capture.chunked import chunk_losses
+from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
 from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
 from dcompile.capture.fingerprint import compare_capture, compare_surroundings
@@ -53,7 +54,9 @@ class Graph(Programs):
             self.notes += write_out_single_queries(gm)
             self.notes += share_repeated_heads(gm, self.gpu)
         if self.model.settings.config.chunked_loss:
-            self.notes += chunk_losses(gm, self.model.settings.config.chunked_loss)
+            notes, whole = chunk_losses(gm, self.model.settings.config.chunked_loss)
+            self.notes += notes
+            self.fallbacks += Counter({LEFT_WHOLE: whole})
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
 
         def complete(module: Any) -> None:
@@ -233,7 +236,11 @@ class Backend:
             return gm  # type: ignore[no-any-return]
         inputs, relabelled = with_plain_tensors(gm, example_inputs)
         gm, inputs, border = with_plain_border(gm, inputs, model.adapter)
-        return relabelled.around(border.around(self._graph(model, inputs).compile(gm, inputs)))
+        graph = self._graph(model, inputs)
+        if relabelled.copies:
+            graph.notes.append(COPIED)
+            graph.fallbacks[COPIES_IN] = len(relabelled.copies)
+        return relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
 
 
 def _never(args: list[Any]) -> list[Any]:

@@ -75,6 +75,8 @@ class CompiledModel:
         """Sharded parameters that programs gather."""
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
+        self.eager_calls = 0
+        """Calls of which no graph was compiled."""
         self.graph_breaks = 0
         self.breaks: list[tuple[str, list[Any]]] = []
         """What they are, with those that end our own outermost frame: the reason, and the user's frames."""
@@ -186,6 +188,7 @@ class CompiledModel:
 
     def ran_eagerly(self) -> None:
         """A call went past us, as the adapter wants it."""
+        self.eager_calls += 1
         if self.newest is None:
             self.newest = Variant((), training=torch.is_grad_enabled())
             self._report(training=torch.is_grad_enabled())
@@ -236,6 +239,7 @@ class CompiledModel:
 
     def _no_graph_ran(self, call: Invocation, result: Any) -> None:
         adapter = self.adapter
+        self.eager_calls += 1
         if call.inside_ddp and isinstance(adapter, DdpAdapter) and torch.is_grad_enabled():
             if adapter.eligible:
                 self._go_around(adapter, call, result, ("a forward ran without any compiled graph",))

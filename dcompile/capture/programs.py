@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ class Programs:
         """What the graph runs on: a GPU if any input is on one."""
         self.notes: list[str] = []
         """What was done to the graph before AOTAutograd saw it, for people."""
+        self.fallbacks: Counter[str] = Counter()
+        """What runs without kernels of ours because of how the graph is called, and how often."""
         self._own: dict[str, list[str]] = {}
         """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
         self._agreed: set[str] = set()
@@ -279,6 +282,7 @@ class Programs:
     def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
         """A backward of several gradients at once, which are for the caller alone: none is reduced."""
         self.notes += [] if batched.NOTE in self.notes else [batched.NOTE]
+        self.fallbacks[batched.COUNTED] += 1
         return batched.run_batched(gm, args, bool(self._sharded))
 
     def _without_what_follows(self, results: list[Any], gm: Any, absent: frozenset[int]) -> list[Any]:

@@ -105,7 +105,7 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         bytes_copied=sum(report.bytes_copied for report in reports),
         predicted_exposed_us=sum(report.exposed_us for report in reports),
         reasons=tuple(model.adapter.reasons),
-        fallbacks=_fallbacks(reports),
+        fallbacks=_fallbacks(model, variant, reports),
         notes=tuple(
             dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports), *model.settings.config.idle()))
         ),
@@ -115,7 +115,7 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
 
 def nothing_compiled(model: CompiledModel) -> str:
     """What to say of a model whose steps run eagerly: where its first graph break is, and what to do next."""
-    said = "a step has run, but nothing of it was compiled"
+    said = f"a step has run, but nothing of it was compiled (calls so far: {model.eager_calls})"
     if not model.breaks:
         return f"{said}; TORCH_LOGS=graph_breaks,recompiles says why"
     reason, frames = model.breaks[0]
@@ -139,8 +139,12 @@ def _bucket_count(model: CompiledModel, variant: Variant) -> int:
     return sum(len(executable.buckets) for executable in executables)
 
 
-def _fallbacks(reports: list[Report]) -> dict[str, int]:
+def _fallbacks(model: CompiledModel, variant: Variant, reports: list[Report]) -> dict[str, int]:
     total: Counter[str] = Counter()
+    for number in set(variant.graphs):
+        total.update(model.graphs[number].fallbacks)
+    if not variant.graphs:
+        total["call of the model, run eagerly"] = model.eager_calls
     for report in reports:
         total.update(report.fallbacks)
     return dict(total)

@@ -57,7 +57,11 @@ def test_batched_gradients_are_eagers(trained, dynamic):
     torch.testing.assert_close([*model.parameters()], [*eager.parameters()])
     for own, stock in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(own.grad, stock.grad)
-    assert any("batched gradients" in note for note in dcompile.receipt(model).notes)
+    receipt = dcompile.receipt(model)
+    assert any("batched gradients" in note for note in receipt.notes)
+    assert receipt.fallbacks["backward of batched gradients"] == 1
+    batched(model, x)
+    assert dcompile.receipt(model).fallbacks["backward of batched gradients"] == 2
 
 
 def test_a_batch_is_what_its_gradients_are_one_by_one():

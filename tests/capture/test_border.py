@@ -87,3 +87,17 @@ def test_it_changes_in_place_as_eagers_does():
         stock = z.clone()
         result, expected = function(make(z)), make(stock).mul_(2).sum()
         torch.testing.assert_close([result, z], [expected, stock])
+    fallbacks = dcompile.receipt(function).fallbacks
+    assert fallbacks == {"input marked as negative, copied": 1, "input marked as negative, copied back": 2}
+
+
+def test_copies_of_what_is_marked_are_told_of_the_calls_that_make_them():
+    function = dcompile.compile(lambda x, y: x + y)
+    z = torch.arange(4.0) + 1j * torch.arange(1.0, 5.0)
+    torch.testing.assert_close(function(imaginary(z), imaginary(2 * z)), imaginary(3 * z).resolve_neg())
+    receipt = dcompile.receipt(function)
+    assert receipt.fallbacks == {"input marked as negative, copied": 2}
+    assert [note for note in receipt.notes if "marked as the negative of its memory" in note]
+    torch.testing.assert_close(function(z.imag, z.real), z.imag + z.real)
+    receipt = dcompile.receipt(function)  # of the newest kind of call
+    assert receipt.fallbacks == {} and not [note for note in receipt.notes if "marked" in note]

@@ -272,6 +272,8 @@ def test_what_cannot_be_done_by_parts_stays_and_says_so(loss, reason):
     torch.testing.assert_close(call(*inputs()), model(*inputs()))
     (note,) = notes(call)
     assert reason in note
+    counted = dcompile.receipt(call).fallbacks.get("loss that chunked_loss leaves whole", 0)
+    assert counted == ("computed whole" in note)
 
 
 def test_what_changes_between_head_and_loss_stays():

@@ -1,5 +1,6 @@
 """The receipt: what is counted of which graphs, and how it prints."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +15,14 @@ from dcompile.explain.receipt import make_receipt
 
 def graph(number, **reports):
     executables = {kind: SimpleNamespace(report=report, buckets=("b",) * 2) for kind, report in reports.items()}
-    return SimpleNamespace(notes=[], number=number, executables=executables)
+    return SimpleNamespace(notes=[], fallbacks=Counter(), number=number, executables=executables)
 
 
 def model(newest, *graphs, adapter=None):
     variants = {newest.graphs: newest, (9,): Variant((9,), False)}
     return SimpleNamespace(
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
-        breaks=[], compile_seconds=1.5, settings=Settings(Config()),
+        breaks=[], compile_seconds=1.5, eager_calls=2, settings=Settings(Config()),
     )  # fmt: skip
 
 
@@ -43,6 +44,21 @@ def test_a_graph_that_runs_twice_is_compiled_once():
     assert (make_receipt(made).graphs, make_receipt(made).kernels) == (2, 2)
 
 
+def test_what_the_calls_themselves_leave_without_kernels_is_counted_with_the_operators():
+    made = model(Variant((0, 1, 1), True), *(graph(n, forward=Report(fallbacks={"aten.sort": 1})) for n in range(2)))
+    made.graphs[0].fallbacks["backward of batched gradients"] = 3
+    made.graphs[1].fallbacks["loss that chunked_loss leaves whole"] = 1
+    whole, batched = "loss that chunked_loss leaves whole", "backward of batched gradients"
+    assert make_receipt(made).fallbacks == {"aten.sort": 2, batched: 3, whole: 1}
+    assert f"fallback: {batched} x3\nfallback: {whole} x1" in str(make_receipt(made))
+
+
+def test_calls_that_an_adapter_wants_eager_are_counted():
+    adapter = PlainAdapter()
+    adapter.eager = True
+    assert make_receipt(model(Variant((), True), adapter=adapter)).fallbacks == {"call of the model, run eagerly": 2}
+
+
 def test_print():
     adapter = PlainAdapter()
     adapter.reasons, adapter.notes = ("because",), ("by the way",)
@@ -61,5 +77,5 @@ def test_nothing_to_tell():
         make_receipt(None)
     with pytest.raises(NotCompiledError, match="no compiled step"):
         make_receipt(model(Variant((0,), False), graph(0)))
-    with pytest.raises(NotCompiledError, match="nothing of it was compiled"):
+    with pytest.raises(NotCompiledError, match=r"nothing of it was compiled \(calls so far: 2\)"):
         make_receipt(model(Variant((), False)))

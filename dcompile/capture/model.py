@@ -117,7 +117,7 @@ class CompiledModel:
         known = len(compat.dynamo.graph_breaks())
         try:
             settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm)
-            with self.peers.busy("capturing"), settings, without_collecting():
+            with self.peers.busy("capturing"), settings, self._serving_one(code is entry), without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began
@@ -125,6 +125,13 @@ class CompiledModel:
             # a break inside the model also ends our outermost frame, where it is found first: count it once
             if code is not entry:
                 self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
+
+    def _serving_one(self, outermost: bool) -> contextlib.AbstractContextManager[None]:
+        """Graphs know which parameters they reduce: those of a frame that several layers run serve one of them each."""
+        adapter = self.adapter
+        if outermost or type(adapter) is PlainAdapter:
+            return contextlib.nullcontext()
+        return compat.guards.told_apart(lambda value: adapter.number_of(value) is not None)
 
     def refuse(self, reason: str) -> None:
         """A graph that is being compiled cannot run with virtual parameters: nothing of it will run."""

@@ -1,4 +1,4 @@
-"""Guards of TorchDynamo that are asked with fewer calls of Python."""
+"""Guards of TorchDynamo: asked with fewer calls of Python, or asking for more."""
 
 from __future__ import annotations
 
@@ -75,3 +75,44 @@ def short_guard_of_hooks() -> Iterator[None]:
 
     with unittest.mock.patch.object(GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", guard_hooks):
         yield
+
+
+@contextlib.contextmanager
+def told_apart(is_kept: Callable[[Any], bool]) -> Iterator[None]:
+    """Have what is compiled with a parameter that `is_kept` serve the module alone that has this parameter.
+
+    Dynamo guards what parameters look like: what it compiles behind a graph break serves all layers of a class. It
+    counts recompiles for each module by itself, then.
+    """
+    import torch
+    from torch._dynamo.guards import GuardBuilder
+
+    own = GuardBuilder.TENSOR_MATCH
+
+    @functools.wraps(own)
+    def guard_owner(self: Any, guard: Any, value: Any = None) -> None:
+        own(self, guard, value)
+        if not is_kept(self.get(guard)):
+            return
+        source, owner = guard.originating_source, None
+        while source is not None:
+            asked = source.make_guard(GuardBuilder.ID_MATCH)
+            base = getattr(source, "base", None)
+            # its owner, and the argument that it was found in; a parameter that was given without an owner itself
+            if isinstance(self.get(asked), torch.nn.Module) and (owner is None or base is None):
+                owner = source
+                _once(self, asked)
+            source = base
+        if owner is None:
+            _once(self, guard.originating_source.make_guard(GuardBuilder.ID_MATCH))
+
+    with unittest.mock.patch.object(GuardBuilder, "TENSOR_MATCH", guard_owner):
+        yield
+
+
+def _once(builder: Any, guard: Any) -> None:
+    """Ask for an identity, unless this builder has asked for it before."""
+    asked: set[str] = builder.__dict__.setdefault("_dcompile_asked", set())
+    if guard.name not in asked:
+        asked.add(guard.name)
+        builder.ID_MATCH(guard)

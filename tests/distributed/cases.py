@@ -27,6 +27,7 @@ MAKE = {
     "mlp": models.Mlp,
     "shared": models.SharedOverBreak,
     "tied_break": models.TiedOverBreak,
+    "layers": models.BrokenLayers,
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
     "norm": models.NormUnused,

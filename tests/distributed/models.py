@@ -48,6 +48,43 @@ class TiedOverBreak(nn.Module):
         return self.head(x)
 
 
+class BrokenLayer(nn.Module):
+    """A graph break lies between its two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        torch._dynamo.graph_break()
+        return x + self.down(hidden)
+
+
+class Last(nn.Module):
+    """A linear layer that Dynamo compiles where it is called eagerly: torch's own it passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class BrokenLayers(nn.Module):
+    """Equal layers in a loop, each of them with a graph break, so that the loop runs eagerly."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(BrokenLayer() for _ in range(layers)), Last()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
 class Classes(nn.Module):
     """Returns the loss of a head, in numbers of 64 bits: other orders of sums do not show."""
 

@@ -199,6 +199,12 @@ def test_two_tasks_in_one_backward(ranks):
     assert max(found["grad"] for found in values(ranks, "two_tasks_in_one_backward")) <= 2 * SHARED
 
 
+def test_what_is_compiled_of_one_layer_serves_no_other(ranks):
+    for found in values(ranks, "against_stock", name="layers"):
+        assert (found["receipt"].eligible, found["receipt"].graphs) == (True, 7)
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
 def test_a_later_branch_gives_reduction_back(ranks):
     for found in values(ranks, "a_later_branch_is_not_eligible"):
         assert found["grad"] == 0 and found["eligible"] == [True, True, False, False, False]

@@ -100,7 +100,8 @@ def tensor_memory(step_of: Case, peer: str) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     first_light.compiler_of(peer)(lambda x: x.exp() + 1)(torch.zeros(64))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    # acc_events: torch 2.11 warns of cycles, of which there is one, where it is not given
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         step = first_light.build(step_of, peer)
         for _ in range(3):
             step()

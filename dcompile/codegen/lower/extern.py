@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from dcompile import compat
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.sizes import is_symbolic, opaque_shape
 from dcompile.codegen.lower.tensor import T, from_view
@@ -237,6 +238,10 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
             raise Unsupported(f"dcompile: {node.target} gives an input another shape or other strides")
         op, args = SET_DATA, [*args, _is_made(low, node, args[1])]
     low.extern(op, args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
+    if op == SET_DATA:
+        step, source = low.steps[-1], node.args[1]
+        assert isinstance(step, Extern) and isinstance(source, Node)
+        low.data_given.append((step, compat.tensors.storage_key(source.meta["val"])))
     if not schema.returns:
         return None
     return tensors[0] if len(schema.returns) == 1 else tuple(tensors)

@@ -59,6 +59,8 @@ class Lowering:
         """Size symbols that library calls have told so far."""
         self.declined: list[str] = []
         """Why ops were left to the library for the sake of their sizes."""
+        self.data_given: list[tuple[Extern, int]] = []
+        """Calls that give an input other memory, and what tells that memory from others in eager mode."""
         self._stored: dict[int, tuple[T, T]] = {}
         self._exact: dict[int, tuple[T, View]] = {}
         self._numbers: dict[Real, View] = {}

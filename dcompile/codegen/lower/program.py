@@ -22,6 +22,7 @@ from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.reals import Real
 from dcompile.codegen.lower.rules import RULES
 from dcompile.codegen.lower.scalars import scalar
+from dcompile.codegen.lower.set_data import with_shared_data
 from dcompile.codegen.lower.sizes import Inexpressible, is_symbolic, opaque_shape, size_of, variables_of
 from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, constant, from_view
 from dcompile.codegen.lower.uses import Kind, Uses, find_uses
@@ -117,12 +118,12 @@ class _Walk:
                 case _:
                     raise Unsupported(f"dcompile: a node of kind {node.op}")
         low = self.low
+        returned: Any = self.gm.graph.output_node().args[0]
+        steps = with_shared_data(low, returned, outputs[: self.saved_from])
         inputs = (*self.arguments, *low.constants)
         sizes = tuple(low.given.items())
         buffers = tuple(low.buffers.values())
-        program = Program(
-            low.name, inputs, outputs, buffers, tuple(low.steps), grads, sizes=sizes, parts=tuple(self._parts())
-        )
+        program = Program(low.name, inputs, outputs, buffers, steps, grads, sizes=sizes, parts=tuple(self._parts()))
         return Lowered(program, low.constants, tuple(dict.fromkeys(low.declined)))
 
     def _parts(self) -> Iterator[tuple[str, int]]:

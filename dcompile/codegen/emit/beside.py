@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from dcompile.codegen.emit.abreast import Abreast
+from dcompile.codegen.emit.asked import AHEAD_BYTES
 from dcompile.codegen.emit.passes import PARTIAL
-from dcompile.codegen.emit.wide import AHEAD_BYTES, WAYS, WIDTH
+from dcompile.codegen.emit.wide import WAYS, WIDTH
 from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref
 

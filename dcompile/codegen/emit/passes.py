@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from dcompile.codegen.emit.asked import AHEAD_BYTES
 from dcompile.codegen.emit.fetched import ask_ahead
 from dcompile.codegen.emit.lanes import Lanes
 from dcompile.codegen.emit.narrow import count_in_int32
@@ -12,7 +13,6 @@ from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import BEFORE, LOCAL
-from dcompile.codegen.emit.wide import AHEAD_BYTES
 from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref, Scan

@@ -109,7 +109,7 @@ def assert_threads_change_nothing(program: Program) -> None:
 
 def without_vectors(text: str) -> str:
     """The text of a kernel as it is compiled where the prelude defines no vectors."""
-    return re.sub(r"#ifdef VECTORS(_ROUND)?\n.*?#(else|endif)\n", "", text, flags=re.DOTALL)
+    return re.sub(r"#ifdef VECTORS(_ROUND|_FAR)?\n.*?#(else|endif)\n", "", text, flags=re.DOTALL)
 
 
 def program_of(loop: Loop, buffers: dict[str, Buffer], inputs: list[str]) -> Program:

@@ -54,6 +54,17 @@ def program(
     return Program("hand", tuple(b.name for b in made if b.name not in loop.writes), outputs, tuple(made), (loop,))
 
 
+def moved_by_roots(n: int) -> Program:
+    """AdamW's end: v += g * g; p -= m / (sqrt(v) + 1e-8), p and v in place."""
+    b = Body()
+    p, g, m, v = (b.load(name, I0) for name in "pgmv")
+    squares = b.op("add", v, b.op("mul", g, g))
+    root = b.op("add", b.op("sqrt", squares), b.const(1e-8))
+    stores = [Store("v", I0, squares), Store("p", I0, b.op("sub", p, b.op("div", m, root)))]
+    shape = ("float32", (n,))
+    return program(b, (n,), (), stores, p=shape, g=shape, m=shape, v=shape)
+
+
 def rms_norm(rows: int, n: int, dtype: str = "float32") -> Program:
     b = Body()
     x = b.load("x", I0 * n + J0, dtype)

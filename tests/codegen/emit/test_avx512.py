@@ -84,3 +84,10 @@ def test_what_is_read_is_asked_for_where_caches_are_far() -> None:
     assert assembly(two, far=True).count("prefetcht0") == 4
     assert "prefetcht0" in assembly(sums, far=True)
     assert "prefetch" not in assembly(loops.binary("pow", 4096), far=True)
+
+
+def test_what_roots_and_quotients_are_made_of_is_asked_for_where_caches_are_far() -> None:
+    """Also what is written in place; elsewhere the loop is g++'s."""
+    made = loops.moved_by_roots(1 << 18)
+    assert assembly(made, far=True).count("prefetcht0") == 4 and "prefetch" not in assembly(made)
+    assert "prefetch" not in assembly(loops.moved_by_roots(1 << 16), far=True)

@@ -464,6 +464,23 @@ def test_results_that_the_kernel_reads_and_small_ones_are_not_streamed() -> None
     assert "omp for schedule(static) nowait" in source_of(loops.unary("neg", n)).text
 
 
+def test_what_is_updated_by_roots_and_quotients_has_the_same_bits_in_vectors() -> None:
+    """They are taken only where caches are far, by `VECTORS_FAR`; here wherever there are vectors."""
+    made = loops.moved_by_roots((1 << 18) + 5)
+    source = source_of(made)
+    assert "#ifdef VECTORS_FAR" in source.text
+    text = source.text.replace("VECTORS_FAR", "VECTORS").replace(source.name, source.name + "v")
+    inputs = {name: np.random.default_rng(7).standard_normal((1 << 18) + 5).astype(np.float32) for name in "pgm"}
+    inputs["v"] = inputs["g"] ** 2
+    wide = execute(made, replace(source, name=source.name + "v", text=text), dict(inputs))
+    plain = execute(made, replace(source, text=without_vectors(source.text)), dict(inputs))
+    squares = inputs["v"] + inputs["g"] * inputs["g"]
+    for got, alone in zip(wide, plain, strict=True):
+        assert (bits(got) == bits(alone)).all()
+    for got, want in zip(wide, (inputs["p"] - inputs["m"] / (np.sqrt(squares) + 1e-8), squares), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def test_what_has_no_vectors_or_no_use_for_them_is_left_to_the_compiler() -> None:
     for made in (
         loops.unary("lgamma", 4096), loops.unary("neg", 4096), loops.unary("exp", 4096, dtype="float64"),

@@ -38,6 +38,8 @@ from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, 
 from dcompile.figures import Group
 
 Boxed = Callable[[list[Any]], list[Any]]
+NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
+"""What the receipt counts, of all backwards so far: `y.backward(torch._neg_view(x))`."""
 WHOLE = "whole_backward"
 """The program of a backward that takes every gradient, where the first one could do without some."""
 
@@ -261,8 +263,12 @@ class Programs:
             nonlocal settled
             sync = bool(args.pop(position)) if position is not None else False
             for place in given:
-                if args[place] is not None and is_batch(args[place]):
-                    return self._batched(gm, args)
+                if args[place] is not None:
+                    if is_batch(args[place]):
+                        return self._batched(gm, args)
+                    if args[place].is_neg():  # kernels read memory
+                        args[place] = args[place].resolve_neg()
+                        self.fallbacks[NEGATIVE_GRADIENTS] += 1
             if settled is not None:
                 return settled(args)
             self.model.before_backward()

@@ -193,3 +193,21 @@ def test_another_compilers_backward_behind_an_input_keeps_its_zeros():
     sin, _ = dcompile.compile(after, options={"receipt": False})(*other(x))
     sin.sum().backward(retain_graph=True)
     torch.testing.assert_close(x.grad, x.sin().exp() * x.cos())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_gradient_marked_as_the_negative_of_its_memory_has_its_sign(dynamic):
+    torch._dynamo.reset()
+    x, both = (
+        torch.arange(6.0).view(2, 3),
+        [lambda x: x.sin() * 2, dcompile.compile(lambda x: x.sin() * 2, dynamic=dynamic)],
+    )
+    for make in (torch.ones_like, lambda y: torch._neg_view(torch.ones_like(y)), torch.ones_like):
+        gradients = []
+        for function in both:
+            leaf = x.clone().requires_grad_()
+            y = function(leaf)
+            y.backward(make(y))
+            gradients.append(leaf.grad)
+        torch.testing.assert_close(*gradients)
+    assert dcompile.receipt(both[1]).fallbacks == {"gradient marked as negative, copied": 1}

@@ -125,6 +125,10 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     if hasattr(config, "skip_fsdp_guards"):
         settings["skip_fsdp_guards"] = False  # FSDP1: whether a module trains has to be guarded like anywhere else
+    # What was traced remembers tensors by weak references, and parameters that have such cannot be swapped
+    # (torch.__future__.set_swap_module_params_on_conversion). Dynamo forgets them for backends that it knows.
+    if hasattr(config, "invalidate_compile_context_weakrefs"):
+        settings["invalidate_compile_context_weakrefs"] = True
     if keeps_static_graphs():
         settings["automatic_dynamic_exclusion_guard"] = True
     # A mark in profiles, whether one is taken or not: 16 of 60 Python calls of a compiled call (17 to 15 us). After a

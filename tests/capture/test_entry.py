@@ -357,6 +357,33 @@ def test_a_model_that_is_dropped_is_freed():
     assert gone() is None
 
 
+@pytest.mark.parametrize("ran", ["trained", "left before its backward", "inferred"])
+@pytest.mark.parametrize("door", ["dcompile.compile", "torch.compile"])
+def test_parameters_of_a_compiled_model_can_be_swapped(door, ran):
+    torch.manual_seed(0)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    eager = Net()
+    own = copy.deepcopy(eager)
+    call = dcompile.compile(own) if door == "dcompile.compile" else torch.compile(own, backend="dcompile")
+    x = torch.randn(3, 4)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for module, function in ((eager, eager), (own, call)):
+            parameter = module.a.weight
+            with torch.set_grad_enabled(ran != "inferred"):
+                result = function(x).sum()
+            if ran == "trained":
+                result.backward()
+            del result
+            module.zero_grad()
+            module.to(torch.float64)
+            module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
+            assert module.a.weight is parameter
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    assert_same_training(call, eager, x.double())
+
+
 def test_settings_of_dynamo_and_functorch_stay():
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch

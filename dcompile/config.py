@@ -156,6 +156,64 @@ class Config:
         option="triton.cudagraph_trees",
         idle="recordings of a model always share memory, in a tree as torch's",
     )
+    fallback_by_default: bool = setting(
+        False, "Leave every kernel to ATen, as `kernels='aten'` does, unless `kernels` says otherwise.", in_key=False
+    )
+    selective_decompose: bool = setting(
+        False,
+        "Take apart only operations that kernels are generated for.",
+        in_key=False,
+        idle="what is taken apart follows from `kernels` alone",
+    )
+    reorder_for_peak_memory: bool = setting(
+        True,
+        "Order operations by what is held in memory meanwhile.",
+        in_key=False,
+        idle="one order is planned for memory and overlap together",
+    )
+    reorder_for_compute_comm_overlap: bool = setting(
+        False,
+        "Move collectives to where computing hides them.",
+        in_key=False,
+        idle="collectives of ours always are, by the cost model; the model's own are waited for where they stand",
+    )
+    triton_reorder_for_reducing_graph_partitions: bool = setting(
+        True,
+        "Order operations for few CUDA graphs.",
+        in_key=False,
+        option="triton.reorder_for_reducing_graph_partitions",
+        idle="a program is one CUDA graph or none",
+    )
+    use_pre_grad_passes: bool = setting(
+        True,
+        "Rewrite graphs before they are traced.",
+        in_key=False,
+        idle="inductor's passes do not run",
+    )
+    use_joint_graph_passes: bool = setting(
+        True,
+        "Rewrite graphs of forward and backward.",
+        in_key=False,
+        idle="inductor's passes do not run",
+    )
+    use_post_grad_passes: bool = setting(
+        True,
+        "Rewrite graphs once they are cut apart.",
+        in_key=False,
+        idle="inductor's passes do not run",
+    )
+    use_dce: bool = setting(
+        True,
+        "Leave out operations whose results nobody reads.",
+        in_key=False,
+        idle="they always are",
+    )
+    allow_buffer_reuse: bool = setting(
+        True,
+        "Use a buffer's memory again once its last reader is through.",
+        in_key=False,
+        idle="memory is always planned so",
+    )
 
     @classmethod
     def make(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Config:
@@ -172,6 +230,8 @@ class Config:
             )
         values = {**_from_environment(), **{_field_of(name): value for name, value in MODES[mode].items()}, **chosen}
         config = cls(**{name: _checked(name, value) for name, value in values.items()})
+        if config.fallback_by_default and "kernels" not in chosen:
+            config = dataclasses.replace(config, kernels="aten")
         if (config.trace_enabled or config.trace_graph_diagram) and not config.dump:
             return dataclasses.replace(config, dump=TRACE_DIRECTORY)
         return config
@@ -279,11 +339,6 @@ def describe() -> list[tuple[str, str, str, str]]:
         (_option_of(f), _variable(name), repr(f.default), f.metadata["help"] + _idle_text(f))
         for name, f in _fields().items()
     ]
-
-
-def idle_options() -> list[str]:
-    """Names of the options that are accepted without effect."""
-    return [_option_of(f) for f in _fields().values() if f.metadata["idle"]]
 
 
 def _idle_text(f: dataclasses.Field[Any]) -> str:

@@ -1,7 +1,6 @@
 """dcompile.compile's arguments and errors, and what `import dcompile` costs."""
 
 import copy
-import dataclasses
 import functools
 import inspect
 import subprocess
@@ -114,10 +113,24 @@ def test_options_that_torch_knows_by_these_names_are_accepted():
         assert getattr(Config(), name) == torch._inductor.config.get_config_copy()[name]
 
 
-@pytest.mark.parametrize("mode", sorted(set(torch._inductor.list_mode_options()) - {"lite"}))
+@pytest.mark.parametrize("mode", sorted(torch._inductor.list_mode_options()))
 def test_options_that_torch_lists_for_a_mode_are_accepted(mode):
     chosen = torch._inductor.list_mode_options(mode)
-    assert dataclasses.replace(Config.make(options=chosen), coordinate_descent_tuning=False) == Config.make(mode)
+    config, own = Config.make(options=chosen), Config.make(mode)
+    assert config.key() == own.key() and config.triton_cudagraphs == own.triton_cudagraphs
+    changed = {name for name, value in chosen.items() if value != torch._inductor.config._config[name].default}
+    noted = {name for name in chosen if any(f"option {name}=" in line for line in config.idle())}
+    assert noted == changed - {"max_autotune", "triton.cudagraphs", "fallback_by_default"}
+
+
+def test_single_options_of_the_mode_lite():
+    assert Config.make(options={"fallback_by_default": True}).kernels == "aten"
+    assert Config.make(options={"fallback_by_default": True, "kernels": "auto"}).kernels == "auto"
+    module, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), torch.randn(3, 4)
+    found = torch.compile(module, backend="dcompile", options={"fallback_by_default": True, "use_dce": False})
+    assert torch.equal(found(x), module(x))
+    receipt = dcompile.receipt(found)
+    assert receipt.kernels == 0 and "option use_dce=False has no effect: they always are" in receipt.notes
 
 
 def test_an_option_without_effect_says_so_once_it_is_changed():

@@ -153,6 +153,13 @@ def is_known_empty(tensor: Any) -> bool:
     return bool(statically_known_true(tensor.numel() == 0))
 
 
+def is_known_one(size: Any) -> bool:
+    """Whether a size is 1, as far as that is known without guarding on it."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(size == 1))
+
+
 def is_known_contiguous(tensor: Any) -> bool:
     """Whether a tensor lies in row-major order, as far as that is known without guarding on its sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -139,6 +139,18 @@ def test_other_dtypes(dtype):
     see_that_they_agree(Model(flat).to(dtype), *inputs(), **tolerance)
 
 
+def test_parts_in_16_bits_are_no_further_off_than_eagers_one_product():
+    """Sixteen parts, whose gradients with respect to the layer's input are added up."""
+    torch.manual_seed(0)
+    model = Model(flat, sizes=(16, 4096)).to(torch.bfloat16)
+    args = inputs(4096, (4, 64))
+    exact = results(copy.deepcopy(model).double(), *args)
+    call = compiled(model, chunked_loss=16)
+    for ours, eagers, true in zip(results(call, *args), results(model, *args), exact, strict=True):
+        off, allowed = ((found.double() - true).norm() for found in (ours, eagers))
+        assert off <= 1.25 * allowed + 1e-9, (off, allowed)
+
+
 def test_under_autocast_the_head_computes_as_it_would():
     class Cast(Model):
         def forward(self, tokens, targets):

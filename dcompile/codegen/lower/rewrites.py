@@ -16,6 +16,8 @@ aten = torch.ops.aten
 def table() -> dict[Any, Callable[..., Any]]:
     """Op to decomposition, for AOTAutograd."""
     return {
+        aten.bmm.default: bmm,
+        aten.cat.default: cat,
         aten.channel_shuffle.default: channel_shuffle,
         aten.native_channel_shuffle.default: channel_shuffle,
         aten.index_fill.int_Scalar: index_fill,
@@ -36,6 +38,25 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._weight_norm_interface.default: weight_norm,
         aten._weight_norm_interface_backward.default: weight_norm_backward,
     }
+
+
+def bmm(x: Tensor, y: Tensor) -> Any:
+    """Products that add nothing up, as rotary angles are made: element by element, so that they need not be saved."""
+    if not (x.is_floating_point() and compat.sizes.is_known_one(x.shape[-1])):
+        return NotImplemented
+    product = x * y
+    return product if compat.sizes.is_known_contiguous(product) else product.contiguous()
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """One tensor several times over, as rotary angles are laid side by side: the backward may make it again."""
+    first, *others = tensors
+    same = bool(others) and all(other is first for other in others)
+    if not same or compat.aot.suggest_memory_format(first) != torch.contiguous_format:
+        return NotImplemented
+    times = [1] * first.dim()
+    times[dim] = len(tensors)
+    return first.repeat(times)
 
 
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:

@@ -77,3 +77,47 @@ def test_pixels_are_laid_out_as_eager_lays_them_out():
         factor = 3 if shape[0] == 9 else 2
         x = torch.randn(shape)
         assert torch.equal(shuffle(x, factor), torch.pixel_shuffle(x, factor))
+
+
+def saved(function, x, *args):
+    """Shapes of what a compiled function's backward needs; its gradient of `x` is eager's."""
+    found, shapes = [], []
+    for call in (function, dcompile.compile(function, options={"receipt": False})):
+        leaf = x.clone().requires_grad_()
+        shapes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (shapes.append(tuple(x.shape)), x)[1], lambda x: x):
+            result = call(leaf, *args)
+        found.append((result, *torch.autograd.grad(result.sum(), leaf)))
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected)
+    return shapes
+
+
+def test_rotary_angles_are_made_again_from_their_frequencies():
+    """As Hugging Face's models make them: an outer product by `matmul`, twice side by side."""
+
+    def turned(x, frequencies, places):
+        angles = (frequencies[None, :, None] @ places[:, None, :].float()).transpose(1, 2)
+        return x * torch.cat((angles, angles), -1).cos()
+
+    shapes = saved(turned, torch.randn(2, 40, 16), torch.rand(8), torch.arange(40).expand(2, 40))
+    assert all(shape not in ((2, 40, 16), (2, 40, 8), (2, 8, 40)) for shape in shapes), shapes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim", [1, -1])
+def test_a_tensor_beside_itself_lies_as_in_eager(layout, dim):
+    x = torch.randn(2, 3, 4, 5).to(memory_format=layout)
+    for one in (x, x.transpose(1, 3), x[:, :1], x.double()[..., ::2]):
+        found = dcompile.compile(lambda one: torch.cat([one, one, one], dim) + 1, options={"receipt": False})(one)
+        expected = torch.cat([one, one, one], dim) + 1
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64], ids=str)
+def test_products_that_add_nothing_up(dtype):
+    x, y = torch.arange(6).reshape(2, 3, 1).to(dtype), torch.arange(10).reshape(2, 1, 5).to(dtype)
+    for left, right in ((x, y), (x.transpose(0, 1).contiguous().transpose(0, 1), y.expand(2, 1, 5))):
+        found = dcompile.compile(torch.bmm, options={"receipt": False})(left, right)
+        expected = torch.bmm(left, right)
+        assert torch.equal(found, expected) and found.stride() == expected.stride()

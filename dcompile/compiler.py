@@ -11,6 +11,7 @@ import torch
 
 from dcompile.artifacts import log
 from dcompile.collectives.params import Executable, Foreseen, Request
+from dcompile.compat import storages
 from dcompile.compat.sizes import guard_count, known_facts
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -125,6 +126,8 @@ class CachingCompiler:
             why = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
         elif program.late_sizes:
             why = f"{program.late_sizes} of its sizes depend on values"
+        elif any(storages.is_part(node.meta["val"]) for node in storages.looked_around(gm)):
+            why = "it looks at what lies around an input (as_strided), of which a recording has a copy"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program

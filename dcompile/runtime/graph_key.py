@@ -38,7 +38,7 @@ class NotCacheable(Exception):
 
 def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
     """The name of a graph's cache entry. Raises NotCacheable."""
-    lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_symbols(gm), *_nodes(gm))
+    lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_symbols(gm), *_nodes(gm), *_storages(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -188,6 +188,13 @@ def _text(value: Any, numbers: dict[str, int]) -> str:
 
 def _sizes(sizes: Any) -> str:
     return ",".join(_text(size, {}) for size in sizes).join("[]")
+
+
+def _storages(gm: GraphModule) -> Iterator[str]:
+    """Where inputs lie in their storages, if the graph counts from the start of those."""
+    for node in compat.storages.looked_around(gm):
+        value = node.meta["val"]
+        yield f"{node.name} from {value.storage_offset()} of {value.untyped_storage().nbytes()} bytes"
 
 
 def _symbols(gm: GraphModule) -> Iterator[str]:

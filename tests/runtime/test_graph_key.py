@@ -61,6 +61,15 @@ def test_what_is_known_of_a_size_is_in_the_key(monkeypatch):
     assert key(traced_symbolic(4, 8)) != known
 
 
+def test_where_an_input_lies_in_its_storage_is_in_the_key_of_what_counts_from_there():
+    def counting(x, y):
+        return x.as_strided((2,), (1,), 1), y
+
+    parts = [torch.zeros(6, 8)[start : start + 4] for start in (0, 1, 2)]
+    assert len({key(traced(counting, x)) for x in (torch.zeros(4, 8), *parts)}) == 4
+    assert len({key(traced(lambda x, y: (x.as_strided((2,), (1,)), y), x)) for x in parts}) == 1
+
+
 OTHER_GRAPHS = {
     "shape": lambda: traced(x=torch.zeros(5, 8), y=torch.zeros(5, 8)),
     "dtype": lambda: traced(x=torch.zeros(4, 8, dtype=torch.float16)),

@@ -78,12 +78,6 @@ OBJECT = "object"
 """Dtype of buffers that hold any Python value instead of a tensor."""
 
 
-FROM_STORAGE = frozenset(
-    f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter")
-)  # fmt: skip
-"""Their offset counts from the start of the first argument's storage, wherever in it the argument itself lies."""
-
-
 class Unsupported(DcompileError):
     """This graph cannot be expressed as loops (it changes an intermediate in place); `lower` leaves it to ATen."""
 
@@ -98,7 +92,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         return _in_place(low, node, args, kwargs)
     if op == WITH_EFFECTS:
         packet = op_text(args[1]).rpartition(".")[0]
-    if op in FROM_STORAGE:
+    if op in compat.storages.FROM_STORAGE:
         args = [_in_its_storage(low, node, args[0]), *args[1:]]
     fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
     aliasing = returns_alias(target)
@@ -157,6 +151,9 @@ def _in_its_storage(low: Lowering, node: Node, tensor: T) -> T:
     """`tensor` where its storage starts as in eager's: what the program makes may lie anywhere in the arena."""
     if tensor.view is not None and tensor.view.buffer in low.inputs:
         return tensor  # a view of the caller's own tensor
+    around = compat.storages.storage_input(node, scattered=True) if compat.storages.has_offset(node) else None
+    if around is not None and compat.storages.is_part(around.meta["val"]):
+        raise Unsupported(f"dcompile: {node.target} looks at what lies around an input")
     fake = node.args[0].meta["val"]  # type: ignore[union-attr]
     # fewer bytes than the storage has: by way of `as_strided` of an input, say, which is a copy here, and ends there
     at_start = isinstance(offset := fake.storage_offset(), int) and offset == 0

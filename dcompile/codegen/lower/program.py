@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.codegen.lower import aten_graph, products
 from dcompile.codegen.lower.assembled import find_assembled, read_from
-from dcompile.codegen.lower.extern import FROM_STORAGE, Fixed, Unsupported, call_library
+from dcompile.codegen.lower.extern import Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.indices import same_layout
 from dcompile.codegen.lower.inplace import OVERWRITES, overwrite_input, put_in_place
@@ -346,8 +346,11 @@ def _device_of(value: Any) -> str | None:
 
 def _looks_behind_a_slice(node: Node) -> bool:
     """An offset from the start of a storage whose first elements the argument leaves out."""
-    if str(node.target) not in FROM_STORAGE:
+    if not compat.storages.has_offset(node):
         return False
+    around = compat.storages.storage_input(node, scattered=True)
+    if around is not None and compat.storages.is_part(around.meta["val"]):
+        return True
     of: Any = node.args[0]
     offset = of.meta["val"].storage_offset()
     return not isinstance(offset, int) or offset > 0

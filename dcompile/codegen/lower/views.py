@@ -198,6 +198,8 @@ def _as_strided(
         return NotImplemented  # beyond what this tensor shows of its storage
     if offset is not None and (stored.view.buffer in low.inputs or not _is_whole(low, stored.view)):
         return NotImplemented  # the offset counts from the start of a storage that is not ours
+    if offset is None and stored.view.buffer not in low.inputs and not _is_whole(low, stored.view):
+        return NotImplemented  # what lies behind a part of our own need not lie as in eager mode
     return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
 
 

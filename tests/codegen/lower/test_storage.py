@@ -11,6 +11,9 @@ from torch import nn
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "input": lambda x: x.as_strided((3,), (2,), 1) * 2,
     "input relative": lambda x: x.as_strided((3,), (2,)) * 2,
+    "part of an input relative": lambda x: x[1:, 1:].as_strided((2, 2), (1, 3)) * 2,
+    "piece of an input relative": lambda x: x.chunk(2, 0)[1].as_strided((2, 2), (1, 3)) * 2,
+    "part of a result relative": lambda x: (x * 2)[1:, 1:].as_strided((2, 2), (1, 3)) + 1,
     "result": lambda x: (x @ x.t()).as_strided((2, 2), (1, 4), 3) + 1,
     "look at a part of an input": lambda x: x[:3, 0].as_strided((2, 2), (1, 2), 0).as_strided((2, 2), (1, 2), 1),
     "slice of a result": lambda x: (x * 2)[1:].as_strided((3,), (1,), 0) + 1,
@@ -25,6 +28,39 @@ def test_offsets_count_from_the_start_of_the_storage(name: str, offset: int) -> 
     x = torch.arange(20.0)[offset : offset + 12].view(4, 3)
     call = torch.compile(CASES[name], backend="dcompile", fullgraph=True, options={"receipt": False})
     assert torch.equal(call(x), CASES[name](x))
+    torch.compiler.reset()
+
+
+def around(x: torch.Tensor) -> torch.Tensor:
+    x[0].add_(1)
+    part = x.as_strided((2, 2), (1, 2), 1)
+    part[..., 0] = 0.25
+    return part * 2
+
+
+@pytest.mark.parametrize("starts", [(0, 5), (5, 0)])
+def test_what_is_written_around_an_input_is_not_written_to_it(starts: tuple[int, int]) -> None:
+    """What of it lies outside of the input is lost with any backend; in both orders, for tracing remembers scatters."""
+    call = torch.compile(around, backend="dcompile", fullgraph=True, options={"receipt": False})
+    for start in starts:
+        torch._dynamo.reset()
+        found, wanted = (torch.arange(20.0)[start : start + 12].view(4, 3) for _ in range(2))
+        results = call(found), around(wanted)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_look_at_a_piece_of_a_parameter_lies_in_it(learns: bool) -> None:
+    weight = nn.Parameter(torch.randn(4, 4), requires_grad=learns)
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        piece = weight.chunk(2, -1)[-1]
+        return piece.as_strided(piece.shape, piece.stride()), x * 2
+
+    call = torch.compile(look, backend="dcompile", fullgraph=True, options={"receipt": False})
+    piece, _ = call(torch.ones(2))
+    assert torch.equal(piece, weight[:, 2:]) and piece.data_ptr() == weight[:, 2:].data_ptr()
     torch.compiler.reset()
 
 

@@ -1,0 +1,55 @@
+"""Operations of a traced graph whose offset counts from the start of a storage: `as_strided` and its kin.
+
+Where their argument is an input that is a part of a larger storage, they see what lies around it. So they do behind a
+scatter into such an input, of which ATen copies all of the storage. What tracing says of a scatter's storage is no
+help: it depends on whether the scatter was traced before in this process (FakeTensor's cache leaves storages out).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+FROM_STORAGE = frozenset(
+    f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter")
+)  # fmt: skip
+_SCATTERS = frozenset(f"aten.{kind}_scatter.default" for kind in ("select", "slice", "diagonal", "as_strided"))
+
+
+def has_offset(node: Node) -> bool:
+    """Whether a node counts from the start of a storage."""
+    place = 4 if str(node.target) == "aten.as_strided_scatter.default" else 3
+    given = node.args[place] if len(node.args) > place else node.kwargs.get("storage_offset")
+    return str(node.target) in FROM_STORAGE and given is not None
+
+
+def storage_input(node: Node, scattered: bool = False) -> Node | None:
+    """The input in whose storage such a node counts, if it does; with `scattered`, behind a scatter alone."""
+    of: Any = node.args[0]
+    seen = not scattered
+    while of.op == "call_function" and (_scatters(of) or _looks(of)):
+        seen, of = seen or _scatters(of), of.args[0]
+    return of if seen and of.op == "placeholder" else None
+
+
+def is_part(value: Any) -> bool:
+    """Whether a tensor's storage holds more than the tensor."""
+    # as texts: comparing symbols would guard on the answer
+    return str(value.storage_offset()) != "0" or str(value.untyped_storage().nbytes()) != str(value.nbytes)
+
+
+def looked_around(gm: Any) -> list[Node]:
+    """Inputs of a graph in whose storages it counts."""
+    found = (storage_input(node) for node in gm.graph.nodes if node.op == "call_function" and has_offset(node))
+    return list(dict.fromkeys(node for node in found if node is not None))
+
+
+def _scatters(node: Any) -> bool:
+    return str(node.target) in _SCATTERS
+
+
+def _looks(node: Any) -> bool:
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)

@@ -68,6 +68,9 @@ PEERS: dict[str, Callable[[Any], Any]] = {
     "dcompile reduce-overhead": recorded,
     "dcompile max-autotune": lambda model: dcompile.compile(model, mode="max-autotune"),
     "dcompile max-autotune-no-cudagraphs": tuned,
+    "dcompile max-autotune-no-cudagraphs but epilogue_fusion": lambda model: dcompile.compile(
+        model, options={"max_autotune": True, "epilogue_fusion": False}
+    ),
 }
 DEFAULT_PEERS = tuple(PEERS)[:5]
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {

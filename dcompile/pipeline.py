@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from dcompile.artifacts import dump, log
-from dcompile.codegen.emit import build, cpp, gemm, host, triton, triton_build, triton_groups
-from dcompile.codegen.emit.blas import worth_measuring
+from dcompile.codegen.emit import build, gemm, host, targets, triton_build
 from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.emitter import Kernels, KernelSource
-from dcompile.codegen.emit.triton_joint import constants, first_launch, joined
 from dcompile.codegen.lower.program import Lowered, lower
 from dcompile.codegen.lower.sizes import traced_sizes
 from dcompile.codegen.schedule.accumulate import accumulate_products
 from dcompile.codegen.schedule.again import compute_again
 from dcompile.codegen.schedule.dependences import drop_dead
+from dcompile.codegen.schedule.endings import end_products
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.online import sum_exponentials
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.overlap import overlap, predicted
 from dcompile.codegen.schedule.peak import plan_frugally
 from dcompile.codegen.schedule.reorient import reorient_columns
-from dcompile.codegen.schedule.spread import fuse_sums, on_gpu, spread_columns, spread_rows
+from dcompile.codegen.schedule.spread import fuse_sums, spread_columns, spread_rows
 from dcompile.codegen.schedule.together import bring_together
 from dcompile.collectives.gather import insert_gathers
 from dcompile.collectives.insert import insert_buckets
@@ -38,17 +38,20 @@ from dcompile.collectives.scatter import copied_bytes, insert_scatters
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import draw
-from dcompile.ir.geometry import Algorithm, Chosen, Geometry
-from dcompile.ir.nodes import Extern, Loop, Program
+from dcompile.ir.geometry import Chosen
+from dcompile.ir.nodes import Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.machine import own_products, products_key, triton_version
-from dcompile.runtime import gpu, tune
+from dcompile.runtime import gpu
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import CompiledGraph, Loadable
+from dcompile.tuning import Tuner
 
 Result = TypeVar("Result")
+Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
+"""Which products shall end in loops: `Request.endings` for the program as it is before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Pass:
     reorders_sums: bool = False
     needs_loops: bool = False
     required: bool = False
+    measured: bool = False
+    """Whether it goes by what is measured just before it."""
 
 
 PASSES: tuple[Pass, ...] = (
@@ -92,6 +97,14 @@ PASSES: tuple[Pass, ...] = (
     ),
     # behind all that moves collectives: it changes the order of neighbours alone
     Pass(lambda program, _: bring_together(program), "bring_together", needs_loops=True),
+    # behind all that goes by what steps cost apart, and before memory: a product that ends in a loop has none
+    Pass(
+        lambda program, request: end_products(program, dict(request.endings)),
+        "end_products",
+        reorders_sums=True,
+        needs_loops=True,
+        measured=True,
+    ),
     Pass(lambda program, request: plan_frugally(program, request.kind == "forward"), "plan_memory", required=True),
 )
 
@@ -148,17 +161,16 @@ class Pipeline:
         self._compilers = build.Compilers(config)
         self._crews: dict[int, triton_build.Crew] = {}
         """Those who compile kernels for GPUs of one compute capability, for all graphs."""
-        self._tuned: dict[Geometry, Algorithm | None] = {}
-        """What max_autotune has found; None: nothing faster than ATen's."""
+        self._tuner = Tuner()
 
-    def plan(self, gm: Any, request: Request) -> Plan:
-        """Lower, schedule and emit one FX graph: everything but building."""
+    def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> Plan:
+        """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
-        program = self._schedule(replace(lowered.program, donated=donated), request, sizes)
-        kernels = self._timed(request, "emit", lambda: _emit(program, request.kind, self._own_products()))
+        program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
+        kernels = self._timed(request, "emit", lambda: targets.emit_all(program, request.kind, self._own_products()))
         report = _report(program, kernels)
         if program.buckets:
             foreseen = predicted(program, request.figures, dict(request.groups))
@@ -173,7 +185,9 @@ class Pipeline:
         arch = self._arch(gm)
         if arch is not None:
             self._crew(arch, cache).ready()  # imports Triton while the program is planned
-        plan = self.plan(gm, request)
+        notes: list[str] = []
+        plan = self.plan(gm, request, None if arch is None else self._endings(gm, request, arch, cache, notes))
+        plan.report.notes += notes
         building = self._begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
         measures = self.config.max_autotune and arch is not None
@@ -196,15 +210,25 @@ class Pipeline:
         if torch.are_deterministic_algorithms_enabled():
             plan.report.notes.append("max_autotune: nothing is measured, for another run might choose otherwise")
             return {}
-        counts = worth_measuring(plan.program)
-        if new := [g for g in counts if g not in self._tuned]:
-            (device,) = _devices(gm) - {torch.device("cpu")}
-            self._tuned |= dict.fromkeys(new) | tune.choose(new, device)
-        chosen = {g: algorithm for g in counts if (algorithm := self._tuned[g]) is not None}
-        if counts:
-            other, of = sum(counts[g] for g in chosen), sum(counts.values())
-            plan.report.notes.append(f"max_autotune: {other} of {of} large products by another algorithm than ATen's")
+        chosen, note = self._tuner.algorithms(plan.program, _gpu(gm))
+        plan.report.notes += [note] if note else []
         return chosen
+
+    def _endings(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
+        """Measures which products shall end in loops, if that is wanted. What is to be said of it comes to `notes`."""
+        config = self.config
+        if not (config.max_autotune and config.epilogue_fusion) or torch.are_deterministic_algorithms_enabled():
+            return None
+
+        def build(sources: Sequence[KernelSource]) -> Mapping[str, Path]:
+            return self._begin(Kernels(tuple(sources)), arch, cache).result().libraries
+
+        def measure(program: Program) -> Mapping[Loop, Tile]:
+            found = self._timed(request, "endings", lambda: self._tuner.endings(program, _gpu(gm), arch, build))
+            notes.extend(found[1])
+            return found[0]
+
+        return measure
 
     def finish(self, begun: Begun, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
         """The rest: build."""
@@ -299,7 +323,9 @@ class Pipeline:
             return 'options={"kernels": "aten"}'
         return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
 
-    def _schedule(self, program: Program, request: Request, sizes: Mapping[str, int]) -> Program:
+    def _schedule(
+        self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
+    ) -> Program:
         config = self.config
         skipped = set(config.skip.split(","))
         has_loops = any(isinstance(step, Loop) for step in program.steps)
@@ -308,6 +334,10 @@ class Pipeline:
         for number, step in enumerate(PASSES, 1):
             if not step.required and (stopped or step.name in skipped or (step.needs_loops and not has_loops)):
                 continue
+            if step.measured:
+                if measure is None:
+                    continue
+                request = replace(request, endings=tuple(measure(program).items()))
             began, before = time.perf_counter(), program
             program = step.run(program, request)
             took = (time.perf_counter() - began) * 1e3
@@ -338,6 +368,12 @@ def _bucketed(program: Program, request: Request) -> Program:
     return insert_buckets(program, request.params, request.rule)
 
 
+def _gpu(gm: Any) -> torch.device:
+    """The one GPU of a graph that has kernels of ours."""
+    (device,) = _devices(gm) - {torch.device("cpu")}
+    return device
+
+
 def _devices(gm: Any) -> set[torch.device]:
     found = (_tensors(node.meta.get("val")) for node in gm.graph.nodes)
     return {value.device for values in found for value in values}
@@ -360,26 +396,6 @@ def _why_not_gpu(devices: set[torch.device]) -> str | None:
     if triton_version() is None:
         return "it is on a GPU, and Triton, which compiles kernels for it, is not installed"
     return None
-
-
-def _emit(program: Program, kind: str, own_products: bool) -> Kernels:
-    """The kernel of each loop, for the device whose memory it writes; on the CPU also of matrix products, if wanted."""
-    table = program.table
-    loops = [step for step in program.steps if isinstance(step, Loop)]
-    if not any(buffer.device != "cpu" for buffer in program.buffers):
-        return cpp.emit_all(program, own_products=own_products)
-    constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
-    nothing = None if constant is None else frozenset[str]()
-    single = [triton.emit(loop, table, nothing) if on_gpu(loop, table) else cpp.emit(loop, table) for loop in loops]
-    calls = joined(program, single)
-    if constant:
-        first = first_launch(calls)
-        for number in range(first + 1, len(loops)):
-            if on_gpu(loops[number], table) and constant & loops[number].reads:
-                single[number] = triton.emit(loops[number], table, constant)
-        early = joined(program, single)
-        calls = early if first_launch(early) == first else calls
-    return Kernels(calls, triton_groups.products(program))
 
 
 def _report(program: Program, kernels: Kernels) -> Report:

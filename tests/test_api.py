@@ -134,9 +134,9 @@ def test_single_options_of_the_mode_lite():
 
 
 def test_an_option_without_effect_says_so_once_it_is_changed():
-    assert Config.make().idle() == Config.make(options={"epilogue_fusion": True}).idle() == ()
-    (fusion,) = Config.make(options={"epilogue_fusion": False}).idle()
-    assert fusion.startswith("option epilogue_fusion=False has no effect: ")
+    assert Config.make().idle() == Config.make(options={"triton.cudagraph_trees": True}).idle() == ()
+    (trees,) = Config.make(options={"triton.cudagraph_trees": False}).idle()
+    assert trees.startswith("option triton.cudagraph_trees=False has no effect: ")
     idle = {"coordinate_descent_tuning": True, "triton.cudagraph_trees": False}
     module = dcompile.compile(torch.nn.Linear(2, 2), options={"receipt": False, **idle})
     module(torch.ones(1, 2))

@@ -16,6 +16,7 @@ LEVELS = (
     ("ir",),
     ("config", "artifacts", "compat", "figures", "garbage", "machine", "random_ops"),
     ("capture", "collectives", "codegen", "runtime"),
+    ("tuning",),
     ("pipeline",),
     ("compiler",),
     ("api", "backend", "calibrate", "explain", "simulate", "__init__"),

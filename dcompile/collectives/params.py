@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from dcompile.figures import CPU, Figures, Group
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.nodes import Bucket, Loop, Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class Request:
     """What the machine can do: the same on every rank."""
     groups: tuple[tuple[str, Group], ...] = ()
     """(group within the plan, its size and communicator)."""
+    endings: tuple[tuple[Loop, Tile], ...] = ()
+    """Kinds of loops that products shall end in, by which tile: measured on the rank that compiles."""
     early_bytes: int | None = None
     """What overlapping collectives may add to the graph's peak memory; None: one unit on its way in, one out."""
 

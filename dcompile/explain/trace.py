@@ -32,8 +32,9 @@ from dcompile.explain.profile import newest_timeline
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.explain.report import GraphBreak, GraphReport, Report, describe_program
 from dcompile.explain.sources import Source, source_of, source_of_frames
-from dcompile.ir.nodes import Program
+from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.pipeline import Pipeline
+from dcompile.tuning import outlook
 
 
 def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
@@ -154,7 +155,15 @@ class _Planner(CachingCompiler):
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> _Eager:
         del foreseen
-        plan = Pipeline(self.config).plan(gm, request)
+        notes: list[str] = []
+
+        def foresee(program: Program) -> dict[Loop, Tile]:
+            """Nothing is measured here."""
+            notes.extend(outlook(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
+            return {}
+
+        plan = Pipeline(self.config).plan(gm, request, foresee)
+        plan.report.notes += notes
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         sources: dict[str, Source] = {}
         for node in nodes:

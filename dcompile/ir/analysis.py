@@ -15,6 +15,7 @@ from dcompile.ir.nodes import (
     IndexOf,
     Load,
     Loop,
+    Matmul,
     Reduce,
     Ref,
     Scan,
@@ -132,6 +133,8 @@ def can_overwrite(loop: Loop, source: str, target: str, *, combining: bool = Fal
     caller compares sizes and lifetimes. With `combining`, other stores of the loop may be column reductions: for
     emitters that take those in as they go through the rows, and do not load for them once more.
     """
+    if loop.product is not None and source in loop.product.call.reads:
+        return False  # which other programs may have to read still
     stores = [store for store in loop.stores if store.buffer == target]
     loads = [ref for ref, value in enumerate(loop.body) if isinstance(value, Load) and value.buffer == source]
     if len(stores) != 1 or any(store.mode != "set" for store in (stores if combining else loop.stores)):
@@ -186,6 +189,13 @@ def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
             tainted.add(ref)
     needed += [max(known[ref] for ref in refs) for s in loop.stores if tainted & set(refs := store_operands(s))]
     return needed
+
+
+def product_buffer(product: Matmul) -> Buffer:
+    """What the result of a product would be in memory."""
+    *_, left, right = (view for view in product.call.args if isinstance(view, View))
+    shape = left.shape[0], right.shape[1]
+    return Buffer(product.out, product.dtype, shape, (shape[1], 1))
 
 
 def of_one_element(value: Value) -> Value:

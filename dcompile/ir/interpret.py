@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dcompile.ir.analysis import inner_names, is_row_store, outer_names
+from dcompile.ir.analysis import inner_names, is_row_store, outer_names, product_buffer
 from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -31,6 +31,7 @@ from dcompile.ir.nodes import (
     Literally,
     Load,
     Loop,
+    Matmul,
     Program,
     Reduce,
     Scan,
@@ -265,11 +266,20 @@ class _Machine:
                 return arg
 
     def loop(self, loop: Loop) -> None:
+        if loop.product is not None:
+            self._product(loop.product)
         space = _Space(loop, self.sizes(loop.outer), self.sizes(loop.inner), self.symbols)
         for value in loop.body:
             space.values.append(self._value(value, space))
         for store in loop.stores:
             self._store(loop, store, space)
+
+    def _product(self, product: Matmul) -> None:
+        """A result that the loop loads: in memory, whether it is to be there afterwards or not."""
+        if product.out not in self.table:
+            self.table = {**self.table, product.out: product_buffer(product)}
+            self.memory[product.out] = self._allocate(self.table[product.out])
+        self.extern(product.call)
 
     def _value(self, value: Value, space: _Space) -> Array:
         match value:

@@ -97,8 +97,52 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
+class Tile:
+    """How a GPU kernel multiplies: what one of its programs has of the result, and reads of the factors, at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    """How many steps of depth are read ahead."""
+    parts: int = 1
+    """Runs of columns that what follows the product is done for one after the other: all at once takes registers."""
+    programs: int = 0
+    """Programs, which walk over the tiles. 0: as many as there are tiles."""
+    flat: bool = False
+    """Whether a program's tiles and their steps are one loop: the next tile's factors come while one ends."""
+    descriptors: bool = False
+    """Whether factors are read by the copy engine, which GPUs have from compute capability 9.0 on."""
+
+    def __str__(self) -> str:
+        how = f", {self.programs} programs" if self.programs else ""
+        return f"{self.rows}x{self.columns}x{self.depth}, {self.warps} warps{how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """A matrix product that a loop ends: `call` is an mm or addmm whose result nobody but the loop has to see."""
+
+    call: Extern
+    dtype: str
+    """Of the result, which factors have, too."""
+    tile: Tile
+
+    @property
+    def out(self) -> str:
+        """Name of the result. It is memory only if the loop stores it."""
+        (name,) = self.call.outs
+        assert name is not None, "a product without a result"
+        return name
+
+
+@dataclass(frozen=True, slots=True)
 class Loop:
-    """One kernel. `origin` says which module and operation it came from, for people."""
+    """One kernel. `origin` says which module and operation it came from, for people.
+
+    With a `product`, `outer` and `inner` are that matrix's rows and columns; what the body loads of it is at hand.
+    """
 
     name: str
     outer: tuple[Size, ...]
@@ -106,10 +150,12 @@ class Loop:
     body: tuple[Value, ...]
     stores: tuple[Store, ...]
     origin: tuple[str, ...] = ()
+    product: Matmul | None = None
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(value.buffer for value in self.body if isinstance(value, Load))
+        loaded = frozenset(value.buffer for value in self.body if isinstance(value, Load))
+        return loaded if self.product is None else loaded - {self.product.out} | self.product.call.reads
 
     @property
     def writes(self) -> frozenset[str]:

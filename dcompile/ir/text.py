@@ -76,6 +76,8 @@ def show_loop(loop: Loop) -> str:
     stored = {store.value for store in loop.stores}
     words: list[str] = []
     lines = [f"loop {loop.name} {_sizes(loop.outer)} x {_sizes(loop.inner)}{_origin(loop.origin)}"]
+    if loop.product is not None:
+        lines.append(f"  {_show_extern(loop.product.call)} by {loop.product.tile}")
     named = {name for value in loop.body if isinstance(value, (Load, IndexOf)) for name in value.index.variables}
     named |= {name for store in loop.stores for name in store.index.variables}
     for ref, value in enumerate(loop.body):

@@ -11,7 +11,8 @@ The rules:
   6. a loop reads an input that it overwrites only where it writes;
   7. each collective has one wait, and nothing touches its buffers in between;
   8. outputs and gradients exist;
-  9. once memory is planned, every buffer has a place, and buffers alive at the same time do not overlap; a buffer lies
+  9. what a loop loads of the product that it ends is the element where it is, row by row;
+ 10. once memory is planned, every buffer has a place, and buffers alive at the same time do not overlap; a buffer lies
      in another one only where that is a result, what the library allocated, or an input that is donated.
 """
 
@@ -20,10 +21,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 
 from dcompile.errors import VerifyError
-from dcompile.ir.analysis import can_overwrite, runtime_refs, takes_over
-from dcompile.ir.index import Index, Size, as_index
+from dcompile.ir.analysis import can_overwrite, inner_names, outer_names, product_buffer, runtime_refs, takes_over
+from dcompile.ir.index import Index, Size, as_index, contiguous_strides, flatten, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
     LODGED,
@@ -32,6 +34,7 @@ from dcompile.ir.nodes import (
     Buffer,
     Collective,
     Extern,
+    Load,
     Loop,
     Program,
     View,
@@ -90,7 +93,8 @@ def _verify(program: Program, kept: frozenset[int]) -> None:
         for number, step in enumerate(program.steps):
             position = number
             if isinstance(step, Loop) and number not in kept:
-                check_loop(step, table, symbols, frozenset(program.inputs))
+                at_hand = _check_product(step, table, symbols)
+                check_loop(step, {**table, **at_hand}, symbols, frozenset(program.inputs))
             elif isinstance(step, Extern) and number not in kept:
                 _check_extern(step, table, symbols)
             state.advance(step)
@@ -135,6 +139,23 @@ def _symbols(program: Program, table: Mapping[str, Buffer]) -> frozenset[str]:
             if table[name].dtype == "symint":
                 names.add(name)
     return frozenset(names)
+
+
+def _check_product(loop: Loop, table: Mapping[str, Buffer], symbols: frozenset[str]) -> dict[str, Buffer]:
+    """Rule 9; what the loop knows besides the program's buffers."""
+    if loop.product is None:
+        return {}
+    result = product_buffer(loop.product)
+    _check_extern(loop.product.call, {**table, result.name: result}, symbols)
+    space = (prod(n for n in sizes if isinstance(n, int)) for sizes in (loop.outer, loop.inner))
+    require(tuple(space) == result.shape, f"{loop.name} is not over {result.name}'s rows and columns")
+    place = flatten(
+        [*map(var, (*outer_names(loop), *inner_names(loop)))], contiguous_strides((*loop.outer, *loop.inner))
+    )
+    own = [value for value in loop.body if isinstance(value, Load) and value.buffer == result.name]
+    at = all(load.index == place and load.mask is None for load in own)
+    require(bool(own) and at, f"{loop.name} loads {result.name} from elsewhere")
+    return {result.name: result}
 
 
 # --- library calls and outputs ----------------------------------------------------------------------------------------

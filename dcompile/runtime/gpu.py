@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -96,30 +96,50 @@ def _check(code: int, what: str) -> None:
         raise RuntimeError(f"dcompile: {what} failed: {said} (CUDA error {code})")
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One function of an archive."""
+
+    entry: str
+    shared: int
+    """Bytes of shared memory."""
+    warps: int
+    waits: bool
+    """Whether it waits for the kernel before it."""
+    scratch: int
+    """Bytes of memory that each program writes descriptors to, and nobody else looks at."""
+    cubin: bytes
+
+
 @cache
-def read_archive(path: Path) -> dict[str, tuple[str, int, int, bool, bytes]]:
-    """Function -> (entry, shared bytes, warps, whether it waits for the kernel before it, cubin) of an archive."""
+def read_archive(path: Path) -> dict[str, Code]:
+    """The functions of an archive, by name."""
     head, _, rest = path.read_bytes().partition(b"\n")
-    found: dict[str, tuple[str, int, int, bool, bytes]] = {}
+    found: dict[str, Code] = {}
     at = 0
     for item in json.loads(head):
         cubin = rest[at : at + item["size"]]
-        found[item["function"]] = item["entry"], item["shared"], item["warps"], item["waits"], cubin
+        known = {name: item[name] for name in ("entry", "shared", "warps", "waits", "scratch")}
+        found[item["function"]] = Code(**known, cubin=cubin)
         at += item["size"]
     return found
 
 
 @cache
-def _function(path: Path, name: str, device: int) -> tuple[int, int, int, bool]:
-    """(CUfunction, shared bytes, threads, whether to start it early) on a device, whose context is current."""
+def _function(path: Path, name: str, device: int) -> int:
+    """The CUfunction on a device, whose context is current."""
     bind(device)
-    entry, shared, warps, early, cubin = read_archive(path)[name]
+    code = read_archive(path)[name]
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {path}")
-    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry} in {path}")
-    if shared > SHARED_LIMIT:
-        _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")
-    return int(function.value or 0), shared, warps * 32, early
+    _check(driver.cuModuleLoadData(ctypes.byref(module), code.cubin), f"loading {path}")
+    _check(
+        driver.cuModuleGetFunction(ctypes.byref(function), module, code.entry.encode()),
+        f"finding {code.entry} in {path}",
+    )
+    if code.shared > SHARED_LIMIT:
+        set_to = driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, code.shared)
+        _check(set_to, f"{code.shared} bytes of shared memory")
+    return int(function.value or 0)
 
 
 class Address(int):
@@ -148,22 +168,25 @@ class Launches:
         kernels: Sequence[tuple[Path, str, int | Grid, Sequence[Argument]]],
     ) -> None:
         self._launcher, self._names = launcher, [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels]
-        slots = (ctypes.c_uint64 * max(count + 1, 1))()  # the last one is the null that Triton's scratch arguments get
+        slots = (ctypes.c_uint64 * (count + 2))()  # the last two are what Triton's scratch arguments get
         known: dict[int, ctypes.c_uint64] = {}
         pointers: list[int] = []
-        base, null = ctypes.addressof(slots), ctypes.addressof(slots) + 8 * count
+        base, room, null = (ctypes.addressof(slots) + 8 * place for place in (0, count, count + 1))
+        self._scratch = _scratch(kernels, device)
+        slots[count] = 0 if self._scratch is None else self._scratch.data_ptr()
         self._table = (_Kernel * len(kernels))()
         for place, (path, name, grid, arguments) in enumerate(kernels):
-            function, shared, threads, early = _function(path, name, device)
+            function, code = _function(path, name, device), read_archive(path)[name]
             known_grid = 0 if isinstance(grid, Grid) else grid
-            self._table[place] = _Kernel(function, known_grid, threads, shared, len(arguments) + 2, early)
+            threads = 32 * code.warps
+            self._table[place] = _Kernel(function, known_grid, threads, code.shared, len(arguments) + 2, code.waits)
             for argument in arguments:
                 if isinstance(argument, Address):
                     kept = known.setdefault(argument, ctypes.c_uint64(argument))
                     pointers.append(ctypes.addressof(kept))
                 else:
                     pointers.append(base + 8 * argument)
-            pointers += [null, null]  # Triton's two scratch arguments
+            pointers += [room if code.scratch else null, null]  # Triton's two scratch arguments
         self._known = known  # the driver reads them at each launch
         self._grids = [
             (self._table[n], grid.place) for n, (_, _, grid, _) in enumerate(kernels) if isinstance(grid, Grid)
@@ -180,6 +203,16 @@ class Launches:
         failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers)
         if failed:
             _check(failed & 0xFFFFFFFF, f"starting kernel {self._names[failed >> 32]}")
+
+
+def _scratch(kernels: Iterable[tuple[Path, str, int | Grid, Sequence[Argument]]], device: int) -> torch.Tensor | None:
+    """Memory for the descriptors of whichever of the kernels runs: one that has some starts when others have ended."""
+    most = 0
+    for path, name, grid, _ in kernels:
+        if each := read_archive(path)[name].scratch:
+            assert isinstance(grid, int), f"{name} needs memory for programs that only a call counts"
+            most = max(most, each * grid)
+    return torch.empty(most, dtype=torch.uint8, device=torch.device("cuda", device)) if most else None
 
 
 def launcher(library: ctypes.CDLL) -> Any:

@@ -1,28 +1,40 @@
-"""Measures which algorithm of cuBLASLt's multiplies fastest, on a GPU that is as warm as a training step makes it."""
+"""Measures what multiplies fastest, on a GPU that is as warm as a training step makes it.
+
+That is one of cuBLASLt's algorithms, or where a loop follows, one of our kernels, which multiplies and does what the
+loop does."""
 
 from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from dcompile.compat.tensors import real_tensors
 from dcompile.ir.geometry import Algorithm, Geometry
+from dcompile.ir.nodes import Buffer, Tile, View
+from dcompile.runtime import gpu
 from dcompile.runtime.blas import Product, Products
+from dcompile.runtime.libraries import library
+
+Name = TypeVar("Name", bound=Hashable)
 
 GLANCE_S, LOOK_S = 0.02, 0.06
 """How long an algorithm runs at a time: first all of them, then the best."""
 GLANCES, LOOKS = 2, 5
 BEST = 4
 GAIN = 0.98
-"""Part of ATen's time that an algorithm must not exceed to take its place: less is chance."""
+"""Part of the time of what runs otherwise that a candidate must not exceed to take its place: less is chance."""
 
 
 def choose(geometries: Iterable[Geometry], device: torch.device) -> dict[Geometry, Algorithm]:
     """The algorithm for each geometry for which one is faster than ATen's. Takes some two seconds for each."""
-    with real_tensors(), torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False):
+    with _measuring(device):
         found = {geometry: fastest(geometry, device) for geometry in geometries}
     torch.cuda.empty_cache()
     return {geometry: algorithm for geometry, algorithm in found.items() if algorithm is not None}
@@ -59,15 +71,23 @@ def _matrix(dtype: str, rows: int, columns: int, turned: bool, lead: int, draw: 
     return memory[:, :rows].t() if turned else memory[:, :columns]
 
 
-def medians(calls: Mapping[Algorithm, Callable[[], object]], rounds: int, seconds: float) -> dict[Algorithm, float]:
+def medians(calls: Mapping[Name, Callable[[], object]], rounds: int, seconds: float) -> dict[Name, float]:
     """Milliseconds of each, from runs in turn."""
-    taken: dict[Algorithm, list[float]] = {algorithm: [] for algorithm in calls}
+    taken: dict[Name, list[float]] = {name: [] for name in calls}
     order = [*calls]
     for turn in range(rounds):
         for place in range(len(order)):
-            algorithm = order[(turn + place) % len(order)]
-            taken[algorithm].append(_time(calls[algorithm], seconds))
-    return {algorithm: statistics.median(times) for algorithm, times in taken.items()}
+            name = order[(turn + place) % len(order)]
+            taken[name].append(_time(calls[name], seconds))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def _measuring(device: torch.device) -> AbstractContextManager[object]:
+    """What a user's program has set, put aside."""
+    stack = ExitStack()
+    for context in (real_tensors(), torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False)):
+        stack.enter_context(context)
+    return stack
 
 
 def _time(call: Callable[[], object], seconds: float) -> float:
@@ -84,3 +104,94 @@ def _run(call: Callable[[], object], count: int) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / count
+
+
+# --- products that end in loops ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """One launch. Arguments are names of buffers, or numbers."""
+
+    archive: Path
+    function: str
+    grid: int
+    arguments: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """A product and the loop behind it, and kernels that do both."""
+
+    buffers: tuple[Buffer, ...]
+    factors: tuple[View, ...]
+    """left and right; what is added is before them."""
+    out: str
+    algorithm: tuple[Geometry, Algorithm] | None
+    """By which the library multiplies; None: as ATen chooses."""
+    separate: tuple[Started, ...]
+    """The loop."""
+    rivals: Mapping[Tile, tuple[Started, ...]]
+
+
+def fastest_ending(contest: Contest, launcher: Path, device: torch.device) -> Tile | None:
+    """The tile of the kernel that beats product and loop by most, or None. Takes a second."""
+    with _measuring(device):
+        memory = {buffer.name: _filled(buffer, device) for buffer in contest.buffers}
+        calls = _calls(contest, memory, launcher, torch.cuda.current_device())
+        for call in calls.values():
+            call()
+        torch.cuda.synchronize()
+        glance = medians(calls, GLANCES, GLANCE_S)
+        best = min((tile for tile in calls if tile is not None), key=lambda tile: glance[tile], default=None)
+        if best is None:
+            return None
+        look = medians({tile: calls[tile] for tile in (None, best)}, LOOKS, LOOK_S)
+        return best if look[best] <= GAIN * look[None] else None
+
+
+def _filled(buffer: Buffer, device: torch.device) -> torch.Tensor:
+    """Random numbers, drawn by no generator of the user's; integers and truth values are 0."""
+    extent, dtype = buffer.extent, getattr(torch, buffer.dtype)
+    assert isinstance(extent, int), "loops of known size"
+    if not dtype.is_floating_point:
+        return torch.zeros(extent, dtype=dtype, device=device)
+    draw = torch.Generator(device).manual_seed(0)
+    return torch.randn(extent, device=device, generator=draw).to(dtype)
+
+
+def _calls(
+    contest: Contest, memory: Mapping[str, torch.Tensor], launcher: Path, device: int
+) -> dict[Tile | None, Callable[[], object]]:
+    """Under None the library's product and the loop, and of the kernels those that the GPU has room for."""
+    views = [memory[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in contest.factors]  # type: ignore[arg-type]
+    out = memory[contest.out].view(views[-2].shape[0], views[-1].shape[1])
+    if contest.algorithm is not None:
+        geometry, algorithm = contest.algorithm
+        left, right = views
+        product: Callable[[], object]
+        product = functools.partial(Product(Products(geometry, device), algorithm), left, right, out)
+    else:
+        product = functools.partial(torch.addmm if len(views) > 2 else torch.mm, *views, out=out)
+    start, stream = gpu.launcher(library(launcher)), gpu.stream_of(device)
+
+    def launches(rows: tuple[Started, ...]) -> Callable[[], object]:
+        table = []
+        for row in rows:
+            known = [memory[arg].data_ptr() if isinstance(arg, str) else arg for arg in row.arguments]
+            table.append((row.archive, row.function, row.grid, [gpu.Address(value) for value in known]))
+        return functools.partial(gpu.Launches(start, device, 0, table), stream)
+
+    loop = launches(contest.separate)
+
+    def both() -> None:
+        product()
+        loop()
+
+    room = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", gpu.SHARED_LIMIT))
+    fits = {
+        tile: rows
+        for tile, rows in contest.rivals.items()
+        if all(gpu.read_archive(row.archive)[row.function].shared <= room for row in rows)
+    }
+    return {None: both, **{tile: launches(rows) for tile, rows in fits.items()}}

@@ -44,12 +44,12 @@ def plans(monkeypatch) -> list[tuple[Plan, str]]:
         buffers = tuple(replace(buffer, device="cuda:0") for buffer in lowered.program.buffers)
         return replace(lowered, program=replace(lowered.program, buffers=buffers))
 
-    def both(self, gm, request):
+    def both(self, gm, request, *measure):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "lower", elsewhere)
-            made = plan(self, gm, request)
+            made = plan(self, gm, request, *measure)
         found.append((made, host.emit(made.program, made.kernels, recycle=request.kind == "inference")))
-        return plan(self, gm, request)
+        return plan(self, gm, request, *measure)
 
     monkeypatch.setattr(pipeline.Pipeline, "plan", both)
     return found

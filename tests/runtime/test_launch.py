@@ -7,6 +7,7 @@ import re
 import threading
 import traceback
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -459,7 +460,10 @@ class LaunchConfig(ctypes.Structure):
 
 
 def test_sizes_and_numbers_of_programs_may_be_given_at_each_call(monkeypatch):
-    """Two kernels, the first with as many programs as the call says: none of them is no launch."""
+    """Two kernels, the first with as many programs as the call says: none of them is no launch.
+
+    The second one's programs have memory for descriptors, as much as all of them need.
+    """
     started: list[tuple[int, int, list[int]]] = []
 
     def start(config, function, arguments, _):
@@ -471,11 +475,19 @@ def test_sizes_and_numbers_of_programs_may_be_given_at_each_call(monkeypatch):
     pointers = (ctypes.c_void_p,) * 4
     driver = type("Driver", (), {"cuLaunchKernelEx": ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(start)})
     monkeypatch.setattr(gpu, "_driver", lambda: driver)
-    monkeypatch.setattr(gpu, "_function", lambda path, name, device: (int(name), 0, 128, False))
+    monkeypatch.setattr(gpu, "_function", lambda path, name, device: int(name))
+    scratch = {"a": 0, "b": 256}
+    monkeypatch.setattr(
+        gpu, "read_archive", lambda path: defaultdict(lambda: gpu.Code("k", 0, 4, False, scratch[path.name], b""))
+    )
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, device, **how: made.append((size, device)) or empty(size, **how))
     source = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
     walk = gpu.launcher(library(build([source], Config(), store()).libraries[gpu.LAUNCHER]))
     kernels = [(Path("a"), "7", gpu.Grid(2), (0, 1)), (Path("b"), "8", 5, (1, gpu.Address(9)))]
     launches = gpu.Launches(walk, 0, 3, kernels)
     launches(0, 1000, 40, 3)
     launches(0, 2000, 0, 0)
-    assert started == [(7, 3, [1000, 40, 0, 0]), (8, 5, [40, 9, 0, 0]), (8, 5, [0, 9, 0, 0])]
+    assert made == [(5 * 256, torch.device("cuda", 0))]
+    room = launches._scratch.data_ptr()
+    assert started == [(7, 3, [1000, 40, 0, 0]), (8, 5, [40, 9, room, 0]), (8, 5, [0, 9, room, 0])]

@@ -24,11 +24,11 @@ def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
     whole = View(out.name, out.shape, out.strides)
     if out.dtype not in DTYPES or not out.device.startswith("cuda"):
         return None
-    a, b, c = (_lying(view, out.dtype) for view in (right, left, whole))
+    a, b, c = (lying(view, out.dtype) for view in (right, left, whole))
     if a is None or b is None or c is None or c[0]:
         return None
     (rows, inner), columns = left.shape, right.shape[1]
-    assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "seen by _lying"
+    assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "seen by lying"
     return Geometry(out.dtype, columns, rows, inner, a[0], b[0], a[1], b[1], c[1])
 
 
@@ -43,7 +43,7 @@ def factors_of(step: Extern) -> tuple[View, View] | None:
             return None
 
 
-def _lying(view: View, dtype: str) -> tuple[bool, int] | None:
+def lying(view: View, dtype: str) -> tuple[bool, int] | None:
     """Whether a matrix lies column by column as torch counts, and its leading dimension."""
     numbers = [number for number in (*view.shape, *view.strides, view.offset) if isinstance(number, int)]
     if len(numbers) != 5 or len(view.shape) != 2:

@@ -47,13 +47,15 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
     fills = [_fill(writer, store) for store in filled]
     sizes, numbers = tuple(writer.symbols), tuple(writer.draws)
     named = (*writer.arguments.values(), *writer.symbols.values(), *writer.draws.values())
-    parts = [_function("kernel", named, writer.lines)]
-    launches = [Launch("kernel", plan.grid, plan.warps, tuple(range(len(named))), _types(arguments, len(named), table))]
+    parts = [function_text("kernel", named, writer.lines)]
+    launches = [
+        Launch("kernel", plan.grid, plan.warps, tuple(range(len(named))), types_of(arguments, len(named), table))
+    ]
     for buffer, name, text in fills:
         grid = ceil_div(writer.extent(buffer), FILL)
         parts.append(text)
         places = [arguments.index(buffer), *range(len(arguments), len(arguments) + len(sizes))]
-        launches.insert(0, Launch(name, grid, 4, tuple(places), _types((buffer,), len(places), table)))
+        launches.insert(0, Launch(name, grid, 4, tuple(places), types_of((buffer,), len(places), table)))
     text = "\n\n".join(parts)
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     shape = [(launch.function, launch.warps, launch.types) for launch in launches]
@@ -74,7 +76,7 @@ def emit_all(program: Program) -> Kernels:
 EMITTER = Emitter("triton", SPELLING, emit)
 
 
-def _function(name: str, arguments: Iterable[str], lines: list[str]) -> str:
+def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(lines or ["    pass"]) + "\n"
 
 
@@ -87,10 +89,10 @@ def _fill(writer: Passes, store: Store) -> tuple[str, str, str]:
         f"    x = {wide} * {FILL} + tl.arange(0, {FILL})",
         f"    tl.store(a + x, {identity}, x < {writer.size(size)})",
     ]
-    return store.buffer, name, _function(name, ["a", *writer.symbols.values()], lines)
+    return store.buffer, name, function_text(name, ["a", *writer.symbols.values()], lines)
 
 
-def _types(buffers: Iterable[str], count: int, table: Mapping[str, Buffer]) -> tuple[str, ...]:
+def types_of(buffers: Iterable[str], count: int, table: Mapping[str, Buffer]) -> tuple[str, ...]:
     """The types of `count` arguments: buffers, and 64-bit integers behind them."""
     offsets = [(POINTERS[table[name].dtype], exact_quotient(table[name].offset, 16)) for name in buffers]
     types = [pointer + ("" if whole is None else ALIGNED) for pointer, whole in offsets]

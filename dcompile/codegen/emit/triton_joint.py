@@ -114,7 +114,7 @@ def _runs(kernels: Sequence[KernelSource]) -> list[tuple[int, int]]:
 
 def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> bool:
     """One launch that is told nothing but addresses, of buffers that are not large?"""
-    if len(kernel.launches) != 1 or kernel.numbers or kernel.sizes:
+    if len(kernel.launches) != 1 or kernel.numbers or kernel.sizes or loop.product is not None:
         return False
     known = [kernel.launches[0].grid, *(table[name].extent for name in loop.reads | loop.writes)]
     if not known[0] or not all(isinstance(size, int) for size in known):

@@ -3,8 +3,8 @@
 Run as a file, so that it imports Triton alone: `python -P triton_worker.py FOLDER ARCH WORKERS OPTIONS`, with -P
 because the triton.py beside it is not Triton. Standard input has names of kernels, SIZE bytes each, described in
 FOLDER/NAME.json; workers take them in turn, leave FOLDER/NAME.gpu or FOLDER/NAME.error, and say the name on standard
-output; what Triton prints goes to standard error. An archive is a line of JSON, which lists functions with the shared
-memory they need and the lengths of their cubins, and the cubins behind it.
+output; what Triton prints goes to standard error. An archive is a line of JSON, which lists functions with the memory
+they need, shared or for each program, and the lengths of their cubins, and the cubins behind it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], f
     found = [compiled(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in kernel["functions"]]
     head = [
         {"function": f["name"], "entry": made.metadata.name, "shared": made.metadata.shared, "warps": f["warps"],
-         "waits": arch >= EARLY and AFTER in kernel["text"], "size": len(made.asm["cubin"])}
+         "waits": arch >= EARLY and AFTER in kernel["text"], "scratch": made.metadata.global_scratch_size,
+         "size": len(made.asm["cubin"])}
         for f, made in zip(kernel["functions"], found, strict=True)
     ]  # fmt: skip
     return json.dumps(head).encode() + b"\n" + b"".join(made.asm["cubin"] for made in found)

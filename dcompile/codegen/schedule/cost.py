@@ -83,7 +83,8 @@ def step_seconds(
         case Loop():
             moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
             done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
-            return max(moved, done) + figures.kernel_us * 1e-6
+            product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, on_gpu)
+            return max(moved, done) + product + figures.kernel_us * 1e-6
         case Extern() if (kind := functional.kind_of(step.op)) is not None:
             ranks = functional.ranks_of(step) or groups.get(functional.group_of(step), Group()).ranks
             return collective_seconds(figures, kind, functional.whole_bytes(step, table), ranks)
@@ -105,7 +106,9 @@ def loop_bytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
     """Bytes to and from memory: what an access reaches counts once, however often rows repeat it."""
     lengths = sizes(loop)
     reached: dict[tuple[str, bool], int] = {}
-    accesses = [(value.buffer, value.index, False) for value in loop.body if isinstance(value, Load)]
+    at_hand = None if loop.product is None else loop.product.out
+    loads = [value for value in loop.body if isinstance(value, Load) and value.buffer != at_hand]
+    accesses = [(value.buffer, value.index, False) for value in loads]
     accesses += [(store.buffer, store.index, True) for store in loop.stores]
     for buffer, index, written in accesses:
         key = (buffer, written)

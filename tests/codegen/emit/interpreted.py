@@ -1,8 +1,8 @@
 """Runs Triton kernels in Triton's interpreter, on NumPy memory. Import only where TRITON_INTERPRET=1 is set.
 
-The interpreter (3.6 and 3.7) truncates where it should round to bfloat16, knows nothing of `libdevice`, and takes
-reductions by a function of the kernel element by element: all three are put right here. It also spends most of its time
-on what is the same each time, or is not looked at: that is done once, or not at all.
+The interpreter (3.6 and 3.7) truncates where it should round to bfloat16, multiplies its bits in matrices, knows
+nothing of `libdevice`, and takes reductions by a function of the kernel element by element: all put right here. It
+also spends most of its time on what is the same each time, or is not looked at: that is done once, or not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from dcompile.codegen.emit import triton as emitter
-from dcompile.codegen.emit import triton_groups
+from dcompile.codegen.emit import triton_groups, triton_product
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.triton_joint import joined
 from dcompile.ir.index import as_index, evaluate
@@ -62,6 +62,17 @@ def _fp_to_fp(self, source, target, rounding):
 
 
 Builder.cast_impl, Builder.create_fp_to_fp = _cast_impl, _fp_to_fp
+
+
+_dot = Builder.create_dot
+
+
+def _create_dot(self, a, b, d, precision, imprecise):
+    a, b = (_cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _dot(self, a, b, d, precision, imprecise)
+
+
+Builder.create_dot = _create_dot
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -307,9 +318,10 @@ def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
     loops = [step for step in symbolic.steps if isinstance(step, Loop)]
+    made = [(emitter if loop.product is None else triton_product).emit(loop, symbolic.table) for loop in loops]
     products = triton_groups.products(symbolic)
     assert len(loops) + len(products) == len(program.steps)
-    kernels = iter(joined(symbolic, [emitter.emit(loop, symbolic.table) for loop in loops]))
+    kernels = iter(joined(symbolic, made))
     for position in range(len(program.steps)):
         source = products[position].kernel if position in products else next(kernels)
         call(source, memory, table, sizes)

@@ -13,15 +13,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from dcompile.codegen.emit import triton_groups
-from dcompile.codegen.schedule import spread, together
+from dcompile.codegen.schedule import endings, spread, together
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
-from tests.codegen.emit import cases, groups, interpreted, loops
+from tests.codegen.emit import cases, groups, interpreted, loops, products
 from tests.fuzz.checks import numbers_of
 from tests.ir.fuzz import random_program
 
 EACH = 1 if "--full" in sys.argv else 2
+MEANINGS = groups.MEANINGS | products.MEANINGS
 Case = tuple[str, Program, dict[str, np.ndarray], dict[str, int], float]
 
 
@@ -54,6 +55,9 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     triton_groups.ENDS = 4  # so that groups reach across more runs than are looked at in one go
     for name in groups.CASES:
         yield f"groups {name}", *groups.case(name), 1.6e-2 if "16" in name else 2e-6
+    endings.LEAST = 0  # products of any size
+    for name in products.CASES:
+        yield f"product {name}", products.case(name), products.inputs(products.case(name)), 1.6e-2
     for seed in range(0, 24, EACH):
         yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
     for seed in range(500, 510):
@@ -76,7 +80,7 @@ def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, in
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-400:]}"
     program = specialise(program, sizes)
-    for view, want, got in zip(program.outputs, interpret(program, inputs, groups.MEANINGS), results, strict=True):
+    for view, want, got in zip(program.outputs, interpret(program, inputs, MEANINGS), results, strict=True):
         wide = np.asarray(want, np.float64), np.asarray(got, np.float64)
         if not np.allclose(*wide, rtol=tolerance, atol=tolerance and 1e-5, equal_nan=True):
             return f"{view} differs by up to {np.nanmax(np.abs(wide[0] - wide[1]))}"

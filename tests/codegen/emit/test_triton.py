@@ -28,7 +28,7 @@ from dcompile.ir.ops import OPS
 from dcompile.machine import triton_version
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.gpu import read_archive
-from tests.codegen.emit import cases, groups, loops
+from tests.codegen.emit import cases, groups, loops, products
 from tests.codegen.emit.harness import store
 
 pytestmark = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -105,6 +105,11 @@ def test_random_programs_agree_with_the_interpreter(kind, interpreted):
 @pytest.mark.parametrize("name", groups.CASES)
 def test_rows_are_summed_by_group(name, interpreted):
     assert interpreted[f"groups {name}"] == ""
+
+
+@pytest.mark.parametrize("name", products.CASES)
+def test_products_end_in_loops(name, interpreted):
+    assert interpreted[f"product {name}"] == ""
 
 
 def test_operations_and_casts_agree_with_their_meaning(interpreted):
@@ -338,7 +343,8 @@ def test_what_was_built_is_found_again(monkeypatch):
     assert second.libraries == first.libraries
     functions = read_archive(second.libraries[kernels[-1].name])
     assert [launch.function for launch in kernels[-1].launches] == list(functions)
-    assert all(cubin[:4] == b"\x7fELF" and not waits for _, _, _, waits, cubin in functions.values())
+    found = [(code.cubin, code.waits) for code in functions.values()]
+    assert all(cubin[:4] == b"\x7fELF" and not waits for cubin, waits in found)
 
 
 @pytest.mark.parametrize(("arch", "waits"), [(80, False), (90, True)])
@@ -352,7 +358,7 @@ def test_a_kernel_that_waits_says_so_where_it_can(arch, waits, tmp_path):
         (tmp_path / "k.gpu").write_bytes(
             triton_worker.compile_kernel(record, arch, dict(triton_build.OPTIONS), tmp_path)
         )
-    assert read_archive(tmp_path / "k.gpu")[kernel.launches[0].function][3] == waits
+    assert read_archive(tmp_path / "k.gpu")[kernel.launches[0].function].waits == waits
 
 
 def test_a_place_known_at_run_time_is_checked(tmp_path):

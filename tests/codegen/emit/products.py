@@ -1,0 +1,105 @@
+"""Matrix products that end in loops, as programs for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dcompile.codegen.lower.decompositions import table
+from dcompile.codegen.lower.program import lower
+from dcompile.codegen.schedule.dependences import drop_dead
+from dcompile.codegen.schedule.endings import end_products, endings
+from dcompile.codegen.schedule.fuse import fuse
+from dcompile.ir.nodes import Program, Tile
+
+
+def multiplied(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(np.float32) @ b.astype(np.float32)
+
+
+MEANINGS = {"aten.mm.default": multiplied, "aten.addmm.default": lambda c, a, b: c + multiplied(a, b)}
+"""What the library does, with numbers of NumPy's; results are rounded where they are written."""
+
+
+def program(
+    function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
+) -> Program:
+    """A function of tensors on a GPU, as it is after fusion."""
+    with FakeTensorMode():
+        given = [torch.empty(*shape, device=device, dtype=dtype) for shape in shapes]
+        graph = make_fx(function, decomposition_table=table(fallback_random=False))(*given)
+    return fuse(drop_dead(lower(graph, "forward").program))
+
+
+def ended(before: Program, tile: Tile) -> Program:
+    """The program with all products that can end in loops."""
+    after = end_products(before, {ending.kind: tile for ending in endings(before)})
+    assert after is not before, "no product can end in a loop"
+    return after
+
+
+def residual(x, w, r):
+    return r + x @ w
+
+
+def linear_relu(x, w, b):
+    return torch.addmm(b, x, w.t()).relu()
+
+
+def linear_gelu(x, w, b):
+    """In training: what comes before the GELU is saved."""
+    hidden = torch.addmm(b, x, w.t())
+    return F.gelu(hidden, approximate="tanh"), hidden
+
+
+def swiglu(x, gate, w):
+    up = x @ w.t()
+    return F.silu(gate) * up, up
+
+
+def weight(g, x):
+    """Of a layer in mixed precision, the gradient."""
+    return (g.t() @ x).float()
+
+
+def heads(x, w, r):
+    """A residual that lies by heads, with rows and columns of several variables each."""
+    y = (x @ w).view(2, x.shape[0] // 2, 4, w.shape[1] // 4)
+    return y + r.view(2, 4, x.shape[0] // 2, w.shape[1] // 4).transpose(1, 2)
+
+
+SMALL = Tile(16, 32, 16, 4, 2)
+HALVED = Tile(32, 32, 16, 4, 2, parts=2, programs=3)
+DESCRIBED = Tile(32, 32, 16, 4, 2, parts=2, programs=3, flat=True, descriptors=True)
+bf16, f16 = torch.bfloat16, torch.float16
+CASES: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]], torch.dtype, Tile]] = {
+    "residual": (residual, ((64, 48), (48, 96), (64, 96)), bf16, SMALL),
+    "residual of uneven sizes": (residual, ((56, 40), (40, 72), (56, 72)), f16, SMALL),
+    "residual of uneven sizes, halved": (residual, ((56, 40), (40, 72), (56, 72)), bf16, HALVED),
+    "residual of uneven sizes, described": (residual, ((56, 40), (40, 72), (56, 72)), f16, DESCRIBED),
+    "bias and relu": (linear_relu, ((48, 32), (64, 32), (64,)), f16, HALVED),
+    "bias and relu, described": (linear_relu, ((48, 32), (64, 32), (64,)), bf16, DESCRIBED),
+    "bias and gelu": (linear_gelu, ((48, 32), (64, 32), (64,)), bf16, SMALL),
+    "swiglu": (swiglu, ((48, 32), (48, 64), (64, 32)), bf16, HALVED),
+    "gradient of a weight": (weight, ((48, 32), (48, 64)), bf16, SMALL),
+    "gradient of a weight, described": (weight, ((48, 32), (48, 64)), bf16, DESCRIBED),
+    "heads": (heads, ((32, 32), (32, 64), (32, 64)), bf16, HALVED),
+}
+
+
+@cache
+def case(name: str) -> Program:
+    function, shapes, dtype, tile = CASES[name]
+    return ended(program(function, *shapes, dtype=dtype), tile)
+
+
+def inputs(of: Program) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(of.table[name].shape).astype(np.float32) for name in of.inputs}

@@ -81,6 +81,11 @@ class _Writer(Text):
         reads = {value.buffer for value in self.nest.body if isinstance(value, Load)} - {self.product.out}
         return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
 
+    def has_mask(self, dim: Dim) -> bool:
+        """Does the last tile reach beyond the loop? A run of its columns may lie there as a whole."""
+        tile, (rows, columns) = self.product.tile, self.sizes
+        return bool(rows % tile.rows if dim.name == "y" else columns % tile.columns)
+
     # --- text ---
 
     def run(self) -> None:

@@ -84,6 +84,8 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]], torch.dtyp
     "residual of uneven sizes": (residual, ((56, 40), (40, 72), (56, 72)), f16, SMALL),
     "residual of uneven sizes, halved": (residual, ((56, 40), (40, 72), (56, 72)), bf16, HALVED),
     "residual of uneven sizes, described": (residual, ((56, 40), (40, 72), (56, 72)), f16, DESCRIBED),
+    "residual of a tile and a half": (residual, ((48, 40), (40, 48), (48, 48)), bf16, HALVED),
+    "residual of a tile and a half, described": (residual, ((48, 40), (40, 48), (48, 48)), f16, DESCRIBED),
     "bias and relu": (linear_relu, ((48, 32), (64, 32), (64,)), f16, HALVED),
     "bias and relu, described": (linear_relu, ((48, 32), (64, 32), (64,)), bf16, DESCRIBED),
     "bias and gelu": (linear_gelu, ((48, 32), (64, 32), (64,)), bf16, SMALL),

@@ -125,17 +125,19 @@ class Entry:
         if adapter.outdated():
             self._compiled = None
             return self(*args, **kwargs)
-        if compat.dynamo.is_off():
+        if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
+        between = self.model.between
+        assert between is not None, "sharded parameters are taken over"
         try:
-            with adapter.scope():
+            with adapter.scope(), between.watching(self.root):
                 result = self._call(False, args, kwargs)
             compat.tensors.keep_for_backward(result, self.root)
             return result
-        except GivenBack as reason:
-            adapter.restore(str(reason))
-        self.model.adopt(adapter)
+        except GivenBack as error:
+            reason = str(error)
+        self.model.give_back(adapter, reason)
         self._compiled = self._compile()
         return self(*args, **kwargs)
 

@@ -88,7 +88,8 @@ class Graph(Programs):
 
         def backward(module: Any, _inputs: Any) -> Any:
             compat.aot.no_donation()
-            runner = boxed(self._backward(module))
+            runner, between = self._backward(module), self.model.between
+            runner = boxed(runner if between is None else between.undisturbed(runner))
             return boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
 
         def inference(module: Any, _inputs: Any) -> Any:
@@ -240,7 +241,8 @@ class Backend:
         if relabelled.copies:
             graph.notes.append(COPIED)
             graph.fallbacks[COPIES_IN] = len(relabelled.copies)
-        return relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
+        compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
+        return compiled if model.between is None else model.between.around(compiled, example_inputs)
 
 
 def _never(args: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
+from dcompile.capture.between import Between
 from dcompile.capture.eligibility import outside_use, tensors_in
 from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
@@ -48,6 +49,8 @@ class Invocation:
     """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients. None: 0."""
     graphs: list[int] = field(default_factory=list)
     """Numbers of the graphs that ran in this call, in order."""
+    units: set[int] = field(default_factory=set)
+    """Of sharded parameters, those that graphs of this call have gradients of."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class CompiledModel:
         self.graphs: list[Programs] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
+        self.between: Between | None = None
+        """What looks after eager code between these programs."""
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
         self.eager_calls = 0
@@ -87,7 +92,7 @@ class CompiledModel:
         self._synced: dict[int, list[GradientBuckets]] = {}
         self._all_idle: GradientBuckets | None = None
         """What calls beside the compiled graphs reduce through."""
-        self._flushing: set[int] = set()
+        self._flushing: set[tuple[int, int]] = set()
         self._behind: set[int] = set()
         """Backwards whose gradients are reduced at their end."""
         self.pool: dict[Any, Any] = {}
@@ -103,9 +108,10 @@ class CompiledModel:
         self.peers = self.toolbox.meet(adapter.group)
         self.number = self.peers.number("model")
         self.graphs, self.variants, self.newest = [], {}, None
-        self.shards, self._refusal, self._all_idle, self.pool = None, None, None, {}
+        self.shards, self.between, self._refusal, self._all_idle, self.pool = None, None, None, None, {}
         if isinstance(adapter, ShardedAdapter) and adapter.eligible:
             self.shards = self.toolbox.make_shards(adapter.units, adapter.groups)
+            self.between = Between(adapter)
         self._reported, self._owes_report = set(), False
 
     # --- forward ---
@@ -117,7 +123,9 @@ class CompiledModel:
         known = len(compat.dynamo.graph_breaks())
         try:
             settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm)
-            with self.peers.busy("capturing"), settings, self._serving_one(code is entry), without_collecting():
+            looking = contextlib.nullcontext() if self.between is None else self.between.resting()
+            busy, one = self.peers.busy("capturing"), self._serving_one(code is entry)
+            with looking, busy, settings, one, without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began
@@ -142,10 +150,12 @@ class CompiledModel:
 
         If the outermost frame is whole, all of the model is in it; what else comes by is torch's own.
         """
-        if self._refusal is not None and self.shards is not None:
-            raise GivenBack(self._refusal)
-        if code is entry and not whole and self.shards is not None:
-            raise GivenBack("a part of the model is not compiled (graph break), where parameters would be missing")
+        if self.between is None:
+            return
+        if self._refusal is not None:
+            self.between.refuse(self._refusal)
+        if code is entry and not whole:
+            self.between.start()
 
     def begin(self, inside_ddp: bool) -> Invocation:
         """A call starts."""
@@ -191,7 +201,31 @@ class CompiledModel:
             self.newest = known
             return self._tokens[0]
         stack[-1].graphs.append(graph.number)
+        if self.shards is not None and graph.training:
+            self._shares(stack[-1], graph, self.shards)
         return stack[-1].token if stack[-1].token is not None else self._tokens[0]
+
+    @staticmethod
+    def _shares(call: Invocation, graph: Programs, shards: ShardedParameters) -> None:
+        """A graph of a call with sharded parameters runs. What two have gradients of, the first one's backward reduces.
+
+        It comes last. That follows from the graphs of calls so far, and their plans are the same on every rank.
+        """
+        if not call.units:
+            shards.forget_parts()
+        units = graph.units()
+        graph.later |= units & call.units
+        call.units |= units
+
+    def give_back(self, adapter: ShardedAdapter, reason: str) -> None:
+        """FSDP's own hooks gather and reduce from here on: on every rank, or all raise."""
+        for number, group in enumerate(adapter.process_groups()):
+            subject = f"use of FSDP's own hooks, model {self.number}.{number}"
+            self.toolbox.agree(group, subject, ["parameters and gradients are given back to FSDP"])
+        if self.shards is not None:
+            self.shards.give_back()
+        adapter.restore(reason)
+        self.adopt(adapter)
 
     def ran_eagerly(self) -> None:
         """A call went past us, as the adapter wants it."""
@@ -358,10 +392,10 @@ class CompiledModel:
         buckets.begin(adapter.unreduced if first and adapter.every else (), task, first)
         self._synced[task].append(buckets)
 
-    def flush_after_backward(self) -> None:
+    def flush_after_backward(self, shards: ShardedParameters) -> None:
         """A backward adds to gradients of sharded parameters: when it is through, reduce what earlier ones left."""
-        shards, task = self.shards, compat.tensors.backward_task()
-        if shards is not None and task not in self._flushing:
+        task = compat.tensors.backward_task(), id(shards)
+        if task not in self._flushing:
             self._flushing.add(task)
 
             def flush() -> None:

@@ -54,6 +54,8 @@ class Programs:
         self.executables: dict[str, Executable] = {}
         self.buckets: GradientBuckets | None = None
         self.adapter = model.adapter
+        self.shards = model.shards
+        """What its sharded parameters are exchanged through, also after they were given back: for backwards to come."""
         # Dynamo hands over the parameters themselves
         self.params: dict[int, int] = {}
         """Position among the graph's inputs -> the parameter's number."""
@@ -74,6 +76,8 @@ class Programs:
         """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
         self._agreed: set[str] = set()
         """Kinds of programs whose collectives were compared between ranks."""
+        self.later: set[int] = set()
+        """Units whose gradients an earlier graph of a call has a share in: its backward, the later one, reduces all."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of the sharded parameter that it stands for."""
         self._together = model.is_first_call()
@@ -145,7 +149,7 @@ class Programs:
 
     def _gathering(self, run: Executable) -> Boxed:
         """A forward or inference program, with what it gathers through."""
-        adapter, shards = self.adapter, self.model.shards
+        adapter, shards = self.adapter, self.shards
         kind = "inference" if not self.training else "forward"
         if isinstance(adapter, DdpAdapter) and self._own[kind]:
 
@@ -184,9 +188,9 @@ class Programs:
 
     def _copied(self, names: Iterable[str]) -> set[str]:
         """Groups whose gathers are copies from the other ranks' memory; a note says why others' are not."""
-        if self.model.shards is None:
+        if self.shards is None:
             return set()
-        found = {name: self.model.shards.copied(name) for name in names}
+        found = {name: self.shards.copied(name) for name in names}
         reasons = dict.fromkeys(reason for _, reason in found.values() if reason)
         self.notes += [f"shards are gathered by collectives, not copied: {reason}" for reason in reasons]
         return {name for name, (copies, _) in found.items() if copies}
@@ -371,13 +375,18 @@ class Programs:
         return run(args, buckets=buckets, sync=sync)
 
     def _run_sharded_backward(self, run: Executable, adapter: ShardedAdapter, args: list[Any]) -> list[Any]:
-        shards = self.model.shards
+        shards = self.shards
         assert shards is not None, "only sharded parameters are reduced to shards"
         accumulates = any(compat.tensors.will_accumulate(adapter.virtual(number)) for _, number in self.grads)
         self._agree("backward")
         if accumulates:
-            self.model.flush_after_backward()
-        return run(args, buckets=shards.source(run.buckets, "backward", accumulates))
+            self.model.flush_after_backward(shards)
+        return run(args, buckets=shards.source(run.buckets, "backward", accumulates, self.later))
+
+    def units(self) -> set[int]:
+        """Of sharded parameters: those that a backward has gradients of."""
+        infos = self.adapter.param_infos()
+        return {shard.unit for _, number in self.grads if (shard := infos[number].shard) is not None}
 
     def _agree(self, kind: str) -> None:
         """Before a program's first collective: see that every rank is about to run the same ones."""

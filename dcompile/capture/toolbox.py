@@ -105,8 +105,19 @@ MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any
 class ShardedParameters(Protocol):
     """The sharded parameters of one model, and what capture/ asks of them."""
 
-    def source(self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False) -> ShardSource:
-        """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad."""
+    def source(
+        self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False, later: Collection[int] = ()
+    ) -> ShardSource:
+        """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad.
+
+        `later`: units whose gradients are kept for another program of the same backward to add its own to.
+        """
+
+    def forget_parts(self) -> None:
+        """The first graph of a call with gradients is going to run."""
+
+    def give_back(self) -> None:
+        """Leave FSDP the gradients that are still to be reduced."""
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.

@@ -234,6 +234,10 @@ class ShardUnit(Protocol):
     offloaded: bool
     """Whether the shard lies in CPU memory, and is copied for each gather."""
 
+    @property
+    def dtype(self) -> Any:
+        """What computing uses, and gradients come in."""
+
     def data(self) -> Any:
         """This rank's shard, padded, as a flat tensor of the dtype that computing uses."""
 
@@ -242,6 +246,9 @@ class ShardUnit(Protocol):
 
     def commit(self, gradient: Any) -> None:
         """Add this rank's reduced shard, a flat tensor of the reduce dtype with its padding, to the gradient."""
+
+    def take_back(self, gradient: Any) -> None:
+        """Leave FSDP this rank's whole gradient, flat, of backwards that were not to reduce it."""
 
     def settle(self) -> None:
         """A backward ends: wait until the gradient is where it belongs."""

@@ -22,6 +22,7 @@ from dcompile.compat import (
     tensors,
     versions,
     views,
+    watching,
 )
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "tensors",
     "versions",
     "views",
+    "watching",
 ]

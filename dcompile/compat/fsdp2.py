@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.watching import STANDS_IN
+
 if TYPE_CHECKING:
     import torch
 
@@ -128,6 +130,11 @@ def to_sharded(group: Any) -> None:
     group._to_sharded()
 
 
+def gather_under_way(group: Any) -> tuple[bool, int]:
+    """Whether modules show gathered parameters, and which gather is under way."""
+    return bool(group.is_sharded), id(getattr(group, "_all_gather_result", None))
+
+
 def replica_group(group: Any) -> Any:
     """The process group of ranks that hold the same shards, or None."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
@@ -171,7 +178,14 @@ def _empty(param: Any, size: Any) -> torch.nn.Parameter:
 
     tensor = torch.empty(size, dtype=compute_dtype(param), device=param.device)
     tensor.untyped_storage().resize_(0)
-    return torch.nn.Parameter(tensor, requires_grad=param.sharded_param.requires_grad)
+    made = torch.nn.Parameter(tensor, requires_grad=param.sharded_param.requires_grad)
+    setattr(made, STANDS_IN, True)
+    return made
+
+
+def is_stand_in(parameter: Any) -> bool:
+    """Whether a compiled model has made this in a parameter's place."""
+    return hasattr(parameter, STANDS_IN)
 
 
 def _shard_sizes(param: Any) -> tuple[int, tuple[int, ...]] | None:
@@ -301,6 +315,21 @@ def add_gradient(param: Any, shard: torch.Tensor) -> Any:
     for hook in hooks:
         hook(sharded)
     return arrival
+
+
+def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
+    """Leave FSDP a gradient, as it would be gathered, of backwards that were not to reduce it."""
+    beside = _side_by_side(param)
+    if param.is_dtensor:
+        from dcompile.errors import DcompileError
+
+        name = param._param_fqn
+        raise DcompileError(f"dcompile: gradients of {name} of a step without synchronisation are left over")
+    whole = gathered if beside is None else beside(gathered)
+    if param.unsharded_accumulated_grad is None:
+        param.unsharded_accumulated_grad = whole
+    else:
+        param.unsharded_accumulated_grad += whole
 
 
 def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:

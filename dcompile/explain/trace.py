@@ -54,7 +54,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
-    adapter = _adapter(module, ddp, settings.config.distributed == "stock")
+    adapter = _adapter(module, ddp, settings.config)
     if adapter is not None and not adapter.eager:
         entry.model.adopt(adapter)
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
@@ -83,14 +83,15 @@ def _settings(model: Any) -> Settings:
     return replace(settings, config=quiet)
 
 
-def _adapter(module: Module | None, ddp: Any, stock: bool) -> DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None:
+def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None:
     """What compiling would take over."""
+    stock = config.distributed == "stock"
     if ddp is not None:
         return _PlannedDdp(ddp, stock)
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):
-        return Fsdp2Adapter(states, stock, serial=-1)
+        return Fsdp2Adapter(states, stock, serial=-1, parts=not config.triton_cudagraphs)
     instances = compat.fsdp1.instances_in(module)
     return Fsdp1Adapter(module, instances, stock, serial=-1) if instances else None
 
@@ -244,8 +245,12 @@ class _NoExchange:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def source(self, buckets: Any, phase: Any, accumulates: bool = False) -> Any:
-        del buckets, phase, accumulates
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = ()) -> Any:
+        del buckets, phase, accumulates, later
+
+    def forget_parts(self) -> None: ...
+
+    def give_back(self) -> None: ...
 
     def copied(self, group: str) -> tuple[bool, str]:
         del group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from dcompile.runtime.messages import start_gather, start_scatter
 from dcompile.runtime.nearby import Nearby, Neighbours
 from dcompile.runtime.parcels import Parcel, in_order
 from dcompile.runtime.pulling import Pulls
+from dcompile.runtime.unreduced import Unreduced
 
 
 @dataclass(eq=False)
@@ -30,10 +31,7 @@ class Shards:
     gathers: str = "auto"
     """The option of that name."""
     neighbours: Neighbours = field(init=False)
-    _whole: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
-    """Unit -> sum of its gradients on this rank, padded, from backwards that were not to reduce them."""
-    _partial: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
-    """Unit -> sum of its shards that have been reduced, but not among replicas yet."""
+    unreduced: Unreduced = field(init=False)
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
     """Units whose gradients may be on their way to CPU memory."""
 
@@ -42,6 +40,7 @@ class Shards:
 
     def __post_init__(self) -> None:
         self.neighbours = Neighbours(self.units, self.groups, self.gathers)
+        self.unreduced = Unreduced(self.units)
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
@@ -50,14 +49,24 @@ class Shards:
         """
         return self.neighbours.of(group) is not None, self.neighbours.reason(group)
 
-    def source(self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False) -> Exchange:
+    def source(
+        self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False, later: Collection[int] = ()
+    ) -> Exchange:
         """What one call of a program with these buckets exchanges through.
 
         `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not.
+        `later`: units that another program of the backward has gradients of as well, and reduces them all.
         """
-        if phase == "forward":
-            self._parts.clear()  # of a forward that had no backward; parameters may have changed since
-        return Exchange(self, {bucket.name: bucket for bucket in buckets}, accumulates, phase)
+        return Exchange(self, {bucket.name: bucket for bucket in buckets}, accumulates, phase, frozenset(later))
+
+    def forget_parts(self) -> None:
+        """A call starts: what a forward without a backward has left is old, parameters may have changed since."""
+        self._parts.clear()
+        self.unreduced.forget_failed()
+
+    def give_back(self) -> None:
+        """Leave FSDP the gradients that are still to be reduced."""
+        self.unreduced.give_back()
 
     def leave_parts(self, group: Any, units: Iterable[int], full: Iterable[torch.Tensor]) -> None:
         """Keep this rank's parts of gathered units, for ranks of `group` to gather in the backward."""
@@ -75,10 +84,11 @@ class Shards:
 
         Every rank has left gradients of the same units, as it ran the same backwards.
         """
-        for number in sorted(self._whole):
+        self.unreduced.end()
+        for number in sorted(self.unreduced.whole):
             group = self._group_of(number)
             if group.wants() != "nothing":
-                whole = self._whole.pop(number)
+                whole = self.unreduced.whole.pop(number)
                 pending = self._scatter(group, {number: whole}, f"the rest of {self.units[number].name}")
                 self._finish(pending)
         while self._unsettled:
@@ -95,8 +105,7 @@ class Shards:
         first = next(iter(full.values()))
         rule = group.reduction(first.dtype)
         for number, tensor in full.items():
-            if number in self._whole:
-                tensor.add_(self._whole.pop(number))
+            self.unreduced.add_to(number, tensor)
             if rule.divide_before not in (None, 1):
                 tensor.div_(rule.divide_before)
         world = dist.get_world_size(process_group)
@@ -131,10 +140,6 @@ class Shards:
             if unit.offloaded:
                 self._unsettled[number] = unit
 
-    def kept(self, numbers: Iterable[int]) -> bool:
-        """Whether gradients of these units are still to be reduced."""
-        return any(number in self._whole or number in self._partial for number in numbers)
-
     def _go_on(self, pending: Reducing) -> None:
         """Wait for the shards; where ranks hold copies of them, start to average among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
@@ -146,11 +151,11 @@ class Shards:
             return
         pending.complete = group.wants() == "all"
         for number, shard in shards.items():
-            kept = self._partial.pop(number, None)
+            kept = self.unreduced.partial.pop(number, None)
             if kept is not None:
                 shard.add_(kept)
             if not pending.complete:
-                self._partial[number] = shard
+                self.unreduced.partial[number] = shard
         if not pending.complete:
             return
 
@@ -179,12 +184,6 @@ class Shards:
             pending.flat.div_(divisor)
         return True
 
-    def keep(self, full: Mapping[int, torch.Tensor]) -> None:
-        """Add up gradients that are not to be reduced yet."""
-        for number, tensor in full.items():
-            kept = self._whole.get(number)
-            self._whole[number] = tensor.clone() if kept is None else kept.add_(tensor)
-
 
 @dataclass(eq=False)
 class Exchange:
@@ -194,6 +193,7 @@ class Exchange:
     buckets: Mapping[str, Bucket]
     accumulates: bool
     phase: Phase
+    later: frozenset[int] = frozenset()
     _gathering: dict[str, Gathering] = field(init=False, default_factory=dict)
     """Bucket -> its collective."""
     _reducing: dict[str, Reducing] = field(init=False, default_factory=dict)
@@ -277,10 +277,15 @@ class Exchange:
         for place, start, stop in zip(found.gaps[::3], found.gaps[1::3], found.gaps[2::3], strict=True):
             full[place][start:stop].zero_()
         units = {found.units[place]: full[place] for place in in_order(found)}
-        if group.wants() == "nothing":
-            self.shards.keep(units)
-        else:
-            self._reducing[bucket] = self.shards._scatter(group, units, f"reduce-scatter {bucket}", len(found.packed))
+        kept = {number: units.pop(number) for number in list(units) if self._keeps(group, number)}
+        self.shards.unreduced.keep(kept, self.later)
+        if units:
+            packed = sum(found.units[place] in units for place in found.packed)
+            self._reducing[bucket] = self.shards._scatter(group, units, f"reduce-scatter {bucket}", packed)
+
+    def _keeps(self, group: ShardGroup, number: int) -> bool:
+        """Whether gradients of a unit are not to be reduced here."""
+        return number in self.later or group.wants() == "nothing"
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for what `start_scatter` began, and hand the shards on as gradients."""
@@ -319,13 +324,17 @@ class Exchange:
                 read += [self.shards.units[number].address() for number in bucket.units]
             elif not self.accumulates:
                 return "torch.autograd.grad was called, which adds to no gradient"
-            elif self.shards.groups[bucket.group].wants() != "all" or self.shards.kept(bucket.units):
+            elif (
+                self.shards.groups[bucket.group].wants() != "all"
+                or self.shards.unreduced.holds(bucket.units)
+                or not self.later.isdisjoint(bucket.units)
+            ):
                 return "gradients are kept for a later reduction, or were"
         return tuple(read)
 
     def recorded(self) -> Recorded:
         """A source that exchanges as this one does, but hands no gradient on."""
-        return Recorded(self.shards, self.buckets, self.accumulates, self.phase)
+        return Recorded(self.shards, self.buckets, self.accumulates, self.phase, self.later)
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
         """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""

@@ -172,7 +172,8 @@ class Run:
         """
         given = [*args]
         for place, arg in enumerate(given):
-            if isinstance(arg, torch.Tensor) and arg.is_cuda and arg.data_ptr() % 16:
+            has_memory = isinstance(arg, torch.Tensor) and arg.is_cuda and arg.untyped_storage().nbytes()
+            if has_memory and arg.data_ptr() % 16:
                 args[place] = like(arg).copy_(arg)
         copies = {place: args[place] for place in written if args[place] is not given[place]}
         results = call(args, buckets, sync)

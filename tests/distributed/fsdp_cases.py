@@ -58,6 +58,11 @@ class Checkpointed(models.Mlp):
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "mlp": models.Mlp,
     "uneven": Uneven,
+    "shared": models.SharedOverBreak,
+    "tied_break": models.TiedOverBreak,
+    "layers": models.BrokenLayers,
+    "decides": models.Decides,
+    "between": models.Between,
     "checkpointed": Checkpointed,
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
@@ -103,6 +108,10 @@ def make(name: str, wrap: str = "blocks", mesh: tuple[int, ...] = (), replicas: 
 
 
 def blocks(module: Any) -> list[nn.Module]:
+    if hasattr(module, "layers"):
+        return list(module.layers)
+    if hasattr(module, "shared"):
+        return [module.a, module.shared]
     return list(module.model.layers) if hasattr(module, "model") else [module.a, module.b]
 
 
@@ -133,7 +142,7 @@ def parameters(module: Any) -> dict[str, Any]:
 
 def inputs(module: Any, step: int) -> dict[str, Any]:
     plain: nn.Module = models.llama() if hasattr(module, "model") else models.Mlp()
-    plain = models.Classes() if isinstance(module, models.Classes) else plain
+    plain = models.Classes() if isinstance(module, models.Classes | models.TiedOverBreak) else plain
     found = batch(plain, dist.get_rank(), step)
     return {name: value.to(device()) for name, value in found.items()}
 
@@ -446,6 +455,39 @@ def stock_by_model(name: str, **how: Any) -> dict[str, Any]:
             backward(call, module, step)
 
     return same_as_stock(steps, name, **how)
+
+
+def between_graphs(hows: tuple[str, ...], accumulate: bool = False, **how: Any) -> dict[str, Any]:
+    """Steps with something else between two graphs, of which the last way stays; every other one may not reduce."""
+
+    def steps(call: Any, module: Any) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        torch.manual_seed(5 + dist.get_rank())
+        found = {}
+        for step in range(len(hows) + 3):
+            module.how = hows[min(step, len(hows) - 1)]
+            module.set_requires_gradient_sync(step % 2 == 1 or not accumulate)
+            loss = loss_of(call(**inputs(module, step)))
+            loss.backward()
+            found[f"loss {step}"] = loss.detach()
+            if step % 2 == 1 or not accumulate:
+                optimizer.step()
+                optimizer.zero_grad()
+        module.set_requires_gradient_sync(True)
+        backward(call, module, 90)
+        return found | {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+    return same_as_stock(steps, "between", "root", **how)
+
+
+def ranks_go_apart(how: str) -> dict[str, Any]:
+    """After two steps alike, one rank goes another way than the other, behind its first graph."""
+    module = make("between", "root")
+    call = compiled(module)
+    for step in range(5):
+        module.how = how if step >= 2 and dist.get_rank() == 1 else "nothing"
+        backward(call, module, step)
+    return {"receipt": dcompile.receipt(module)}
 
 
 def one_rank_fails(where: str) -> None:

@@ -119,11 +119,14 @@ FSDP1_ROWS = (
 )  # fmt: skip
 
 
-def _fsdp2(title: str, gathers: int, again: int, reductions: int, always: bool = True, **how: Any) -> Row:
+def _fsdp2(
+    title: str, gathers: int, again: int, reductions: int, always: bool = True, tolerance: float = 0, **how: Any
+) -> Row:
     """A row of `fully_shard`: gathers of its forward, those that its backward needs again, and reductions."""
     how = {"name": title.partition(",")[0]} | how
-    case = "tests.distributed.fsdp_cases:against_stock"
-    return Row(f"FSDP2: {title}", case, how, adapter="fsdp2", always=always, collectives=gathers + again + reductions)
+    case, graphs = "tests.distributed.fsdp_cases:against_stock", 1 if how.get("fullgraph", True) else 2
+    collectives = gathers + again + reductions
+    return Row(f"FSDP2: {title}", case, how, tolerance, graphs, adapter="fsdp2", always=always, collectives=collectives)
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -132,6 +135,8 @@ WIDE = MixedPrecisionPolicy(
 )
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
 ROOT = {"wrap": "root"}
+SHARED_LAYER = {"name": "shared", "fullgraph": False}
+TIED_BREAK = {"name": "tied_break", "fullgraph": False} | ROOT
 FSDP2_ROWS = (
     _fsdp2("mlp", 3, 1, 3),
     _fsdp2("mlp, root", 1, 0, 1, **ROOT),
@@ -162,5 +167,18 @@ FSDP2_ROWS = (
     # the root's in two: the embedding, and the last projection with its norm
     _fsdp2("Llama, many tokens", 4, 2, 4, name="llama_wide"),
     _fsdp2("tied Llama, no_sync", 2, 1, 2, name="llama_one_tied", accumulate=True),
+    _fsdp2("layer shared over a graph break", 4, 2, 4, **SHARED_LAYER),
+    _fsdp2("weights tied over a graph break, no_sync", 2, 0, 2, accumulate=True, **TIED_BREAK),
+    _fsdp2("graph break, not resharded", 4, 0, 4, reshard_after_forward=False, always=False, **SHARED_LAYER),
+    _fsdp2("graph break, two layers as one", 4, 1, 4, wrap="grouped", always=False, **SHARED_LAYER),
+    _fsdp2("graph break, replicas, no_sync", 2, 0, 2, replicas=2, accumulate=True, always=False, **SHARED_LAYER | ROOT),
+    _fsdp2("graph break, sharded columns, no_sync", 2, 0, 2, placement=1, accumulate=True, always=False,
+           **SHARED_LAYER | ROOT),
+    _fsdp2("tied weights, graph break, bfloat16", 2, 0, 2, mp_policy=BF16, always=False, **TIED_BREAK),
+    _fsdp2("graph break, in CPU memory, no_sync", 2, 0, 2, offload_policy=CPUOffloadPolicy(pin_memory=False),
+           accumulate=True, always=False, **SHARED_LAYER | ROOT),
+    # stock reduces a layer that is called twice by itself: first what an earlier step has left
+    _fsdp2("layer shared over a graph break, no_sync", 4, 2, 4, tolerance=SHARED, accumulate=True, always=False,
+           **SHARED_LAYER),
 )  # fmt: skip
 ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS, *FSDP2_ROWS)

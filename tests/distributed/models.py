@@ -48,6 +48,76 @@ class TiedOverBreak(nn.Module):
         return self.head(x)
 
 
+class Decides(nn.Module):
+    """Goes one of two ways with the same layers, by a number that it has computed; normed by running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(12, 40, bias=False), nn.BatchNorm1d(40)
+        self.b, self.c = nn.Linear(40, 40), nn.Linear(40, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.a(x))
+        scale = x.abs().mean().item()
+        x = torch.relu(self.b(x)) * min(scale, 2.0)
+        return self.c(torch.tanh(x) if x.sum() > 0 else torch.relu(x))
+
+
+class Between(nn.Module):
+    """What happens behind its first graph, which has running statistics and random numbers, is chosen by `how`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop = nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.3)
+        self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.how = "nothing"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(torch.relu(self.norm(self.a(x))))
+        how = self.asked()
+        if how == "no_grad":
+            with torch.no_grad():
+                x = self.broken(x)
+        if how == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+                x = self.broken(x)
+        if how == "view":
+            return self.seen_later(self.b.weight.t(), x)
+        if how == "short":
+            return self.c(torch.relu(x))
+        if how == "tanh":
+            x = torch.tanh(x)
+        return self.c(torch.relu(self.b(self.aside(x))))
+
+    @torch._dynamo.disable
+    def asked(self) -> str:
+        return self.how
+
+    @torch._dynamo.disable
+    def aside(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "layer":
+            return self.b(x)
+        if self.how == "caught":
+            try:
+                return x * self.b.weight.norm()
+            except RuntimeError:
+                return x
+        if self.how == "memory":
+            return x * (2 + float(self.b.weight.data_ptr() < 0))
+        if self.how == "unshard":
+            self.unshard()  # type: ignore[operator]
+        return torch.sin(x) + x
+
+    def broken(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.b(x))
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def seen_later(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.c(torch.relu(x @ weight))
+
+
 class BrokenLayer(nn.Module):
     """A graph break lies between its two halves."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.harness import Ranks
-from tests.distributed.matrix import FP16
+from tests.distributed.matrix import BF16, FP16, WIDE
 
 CASES = "tests.distributed.fsdp_cases:"
 STOCK = {"kernels": "aten", "distributed": "stock"}
@@ -118,16 +118,96 @@ def test_hooks_and_settings_equal_stock_fsdp(ranks):
     ("how", "reason"),
     [
         ({"name": "mlp", "options": STOCK}, "option distributed='stock'"),
-        ({"name": "outside"}, "a part of the model is not compiled (graph break), where parameters would be missing"),
         ({"name": "returns", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
         ({"name": "changes", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
     ],
-    ids=["option", "graph break", "returns a parameter", "changes a parameter"],
+    ids=["option", "returns a parameter", "changes a parameter"],
 )
 def test_what_cannot_be_taken_over_stays_stock(ranks, how, reason):
     for found in values(ranks, "stock_by_model", **how):
         assert (found["grad"], found["param"]) == (0, 0)
         assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
+
+
+@pytest.mark.parametrize(
+    ("how", "graphs"),
+    [
+        ({"name": "layers"}, 7),
+        ({"name": "decides"}, 3),
+        pytest.param({"name": "layers", "wrap": "root", "accumulate": True}, 7, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "reshard_after_forward": False}, 7, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "wrap": "meta", "saved": "parts"}, 7, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "mp_policy": BF16}, 7, marks=pytest.mark.full),
+        # conversions of inputs and outputs are graphs of their own
+        pytest.param(
+            {"name": "shared", "wrap": "root", "mp_policy": WIDE, "accumulate": True}, 4, marks=pytest.mark.full
+        ),
+        pytest.param({"name": "layers", "order": "module.compile", "replicas": 2}, 7, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "order": "torch.compile", "placement": 1}, 7, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_each_graph_behind_a_break_gathers_and_reduces_its_own(ranks, how, graphs):
+    for found in values(ranks, "against_stock", fullgraph=False, **how):
+        receipt = found["receipt"]
+        assert (receipt.eligible, receipt.graphs, receipt.reasons) == (True, graphs, ())
+        assert receipt.collectives >= 4
+        differences = [found[what] for what in ("loss", "grad", "param", "buffer", "after loading", "ranks")]
+        assert differences == [0] * 6 and found["keys"]
+
+
+@pytest.mark.parametrize("name", ["layers", pytest.param("shared", marks=pytest.mark.full)])
+def test_graphs_behind_a_break_take_shards_from_the_other_ranks_memory(ranks, name):
+    for found in values(ranks, "copied", name=name, fullgraph=False):
+        assert found["copied"] > 0 and found["receipt"].eligible
+        assert (found["loss"], found["grad"], found["param"], found["after loading"]) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("hows", "reason"),
+    [
+        (("nothing",), ""),
+        (("layer",), "parameter b.weight is used outside the compiled graphs (aten.t.default at models.py:"),
+        (("caught",), "parameter b.weight is used outside the compiled graphs (aten.linalg_vector_norm.default at m"),
+        (("no_grad",), "a graph break leaves a part of the forward under torch.no_grad, or a checkpoint that runs it"),
+        (("view",), "the model returns or changes a parameter in its forward: b.weight"),
+        pytest.param(("hooks",), "a graph break leaves a part of the forward under hooks for saved tensors, as a",
+                     marks=pytest.mark.full),
+        pytest.param(("unshard",), "the model gathers parameters in its forward (unshard)", marks=pytest.mark.full),
+        pytest.param(("memory",), "the memory of a parameter is asked for outside", marks=pytest.mark.full),
+        pytest.param(("tanh", "short", "nothing"), "", marks=pytest.mark.full),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_what_lies_between_graphs(ranks, hows, reason):
+    for found in values(ranks, "between_graphs", hows=hows):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        receipt = found["receipt"]
+        assert receipt.eligible == (not reason) and len(receipt.reasons) == bool(reason)
+        assert all(text.startswith(reason) for text in receipt.reasons)
+
+
+@pytest.mark.parametrize("late", ["layer", pytest.param("hooks", marks=pytest.mark.full)])
+def test_gradients_kept_for_a_later_step_go_to_fsdp_with_all_else(ranks, late):
+    hows = ("nothing", "nothing", "nothing", late)
+    for found in values(ranks, "between_graphs", hows=hows, accumulate=True):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        assert not found["receipt"].eligible
+
+
+def test_breaks_with_cuda_graphs_stay_stock(ranks):
+    for found in values(ranks, "recorded", name="shared"):
+        assert (found["grad"], found["param"]) == (0, 0)
+        assert found["receipt"].reasons == (
+            "a part of the model is not compiled (graph break), which is not supported with CUDA graphs",
+        )
+
+
+def test_ranks_that_go_apart_behind_a_break_run_or_say_so(ranks):
+    assert all(found["receipt"].eligible for found in values(ranks, "ranks_go_apart", how="tanh"))
+    for how, text in (("short", "ranks disagree on their sharded coll"), ("layer", "ranks disagree on their use of")):
+        first, second = ranks.outcomes(CASES + "ranks_go_apart", 100, how=how)
+        assert first.error and second.kind == "PlanMismatchError" and text in second.error
 
 
 def test_checkpoints_go_both_ways(ranks, tmp_path):

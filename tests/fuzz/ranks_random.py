@@ -19,6 +19,24 @@ USES = (
     "x = x * torch.sigmoid({layer}(x))",
     "x = checkpoint({layer}, x, use_reentrant=False)",
 )
+EAGER_USES = (
+    "x = eagerly({layer}, x)",
+    "x = eagerly(checkpoint, {layer}, x, use_reentrant=False)",
+    "for _ in range(2):\n    x = {layer}(x)\n    torch._dynamo.graph_break()",
+)
+"""With a layer that is not compiled, or called in a loop that is not."""
+BREAKS = (
+    "torch._dynamo.graph_break()",
+    "print(end='')",
+    "x = eagerly(torch.sin, x) + x",
+    "x = x * min(x.abs().mean().item(), 2.0)",
+    "if self.n > 2:\n    x = torch.tanh(x)",
+    "if self.n > 2:\n    return eagerly(torch.sin, x)",
+    "with torch.no_grad():\n    torch._dynamo.graph_break()\n    x.sum()",
+    "x = x + eagerly(F.dropout, x, 0.5)",
+)
+LATE = ("self.n.add_(1)", "if self.n > 2:\n    x = x * eagerly(torch.sum, self.late)")
+"""A parameter that is used eagerly, but not by the first calls."""
 LINES = (
     "x = torch.relu(x)",
     "x = x + F.dropout(x, 0.0)",
@@ -116,6 +134,13 @@ def _model(draw: random.Random, size: int) -> tuple[tuple[str, ...], tuple[str, 
         for block, layer in zip(blocks, layers, strict=True)
     ]
     lines = [draw.choice(LINES) for _ in range(draw.randint(0, size - 1))]
+    if draw.random() < 0.5:
+        lines += [draw.choice(BREAKS) for _ in range(draw.randint(1, 3))]
+        if draw.random() < 0.3:
+            lines.append(draw.choice(EAGER_USES).format(layer=f"self.{draw.choice(blocks)}"))
+        if draw.random() < 0.15:
+            layers.append("self.late = nn.Parameter(torch.full((3,), 0.4))")
+            lines += LATE
     if draw.random() < 0.3:
         lines.append(draw.choice(USES[:3]).format(layer=f"self.{draw.choice(blocks)}"))  # a layer used twice
     if draw.random() < 0.15:

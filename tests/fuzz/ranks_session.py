@@ -142,10 +142,17 @@ def as_tree(results: Any) -> Any:
     return dict(results) if isinstance(results, ModelOutput) else results
 
 
+@torch._dynamo.disable
+def eagerly(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that Dynamo may not look into."""
+    return function(*args, **kwargs)
+
+
 WORDS: dict[str, Any] = {
     "torch": torch, "F": F, "nn": nn, "dist": dist, "dcompile": dcompile, "checkpoint": checkpoint,
     "ModelOutput": ModelOutput, "Scale": Scale, "Gated": Gated, "Tokens": Tokens, "ddp": DistributedDataParallel,
     "fsdp1": fsdp1, "fsdp2": fsdp2, "in_place": in_place, "unsynced": unsynced, "x": batch, "total": total,
+    "eagerly": eagerly,
 }  # fmt: skip
 
 

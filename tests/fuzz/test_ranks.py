@@ -26,7 +26,7 @@ def test_what_once_failed(check, path):
 
 
 def test_scripts_do_as_with_stock_pytorch(check):
-    seeds = (1, 2, 3)
+    seeds = (1, 11, 2)
     assert [check.case(seed).wrap.partition("(")[0] for seed in seeds] == ["fsdp2", "fsdp1", "ddp"]
     assert search(check, seeds) == []
 

@@ -23,6 +23,7 @@ from dcompile import compat
 from dcompile.capture.adapters.fsdp2 import converted
 from dcompile.capture.adapters.sharded import ShardedAdapter, present
 from dcompile.collectives.params import ParamInfo, Reduction, Shard
+from dcompile.errors import DcompileError
 
 
 class Flat:
@@ -55,8 +56,19 @@ class Flat:
 
     offloaded = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return compat.fsdp1.compute_dtype(self.handle)
+
     def commit(self, gradient: torch.Tensor) -> None:
         compat.fsdp1.add_gradient(self.handle, gradient)
+
+    def take_back(self, gradient: torch.Tensor) -> None:
+        del gradient
+        raise DcompileError(
+            "dcompile: FSDP1 is to reduce gradients itself from here on, and gradients of a step under no_sync are "
+            "left; give this model options={'distributed': 'stock'}"
+        )
 
     def settle(self) -> None:
         """Gradients are where they belong at once."""

@@ -40,6 +40,10 @@ class Unit:
         """What FSDP knows of it."""
         return present(self._param)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.virtual.dtype
+
     def data(self) -> torch.Tensor:
         return compat.fsdp2.shard_data(self.param)
 
@@ -48,6 +52,9 @@ class Unit:
 
     def commit(self, gradient: torch.Tensor) -> None:
         self._arrival = compat.fsdp2.add_gradient(self.param, gradient)
+
+    def take_back(self, gradient: torch.Tensor) -> None:
+        compat.fsdp2.keep_gradient(self.param, gradient[: self.virtual.numel()].view(self.virtual.shape))
 
     def settle(self) -> None:
         if self._arrival is not None:
@@ -130,7 +137,9 @@ class Fsdp2Adapter(ShardedAdapter):
     name = "fsdp2"
 
     def __init__(self, states: list[Any], stock: bool, serial: int | None = None, parts: bool = True) -> None:
-        """`parts`: whether forwards may leave parameters spread over fewer ranks, where that is asked for."""
+        """`parts`: whether forwards may leave parameters spread over fewer ranks, where that is asked for, and may be
+        captured in several graphs: not with CUDA graphs.
+        """
         super().__init__(serial)
         self._parts = parts
         self._states = [weakref.ref(state) for state in states]
@@ -193,6 +202,28 @@ class Fsdp2Adapter(ShardedAdapter):
         return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
 
     # --- calls ---
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._units[0].virtual.device if self._units else torch.device("cpu")
+
+    def objection_to_parts(self) -> str:
+        if not self._parts:
+            return "a part of the model is not compiled (graph break), which is not supported with CUDA graphs"
+        if any(compat.tensors.is_wrapper(unit.shown) for unit in self._units):
+            return "a part of the model is not compiled (graph break), where parameters are DTensors"
+        return ""
+
+    def gathers_under_way(self) -> tuple[Any, ...]:
+        return tuple(compat.fsdp2.gather_under_way(entry.group) for entry in self._groups)
+
+    def shard_again(self) -> None:
+        for entry in self._groups:
+            compat.fsdp2.to_sharded(entry.group)
+
+    def shown_by_another(self) -> bool:
+        shown = compat.fsdp2.shown(self._units[0].param) if self._units else None
+        return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What FSDP's root does before its forward, beside gathering."""

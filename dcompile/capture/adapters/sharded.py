@@ -85,8 +85,33 @@ class ShardedAdapter(PlainAdapter):
         """What makes the parameter that modules show out of the virtual one; None where that is itself."""
         return self._params[number].made
 
+    def stand_ins(self, number: int) -> tuple[torch.Tensor, ...]:
+        """Whatever stands for a parameter."""
+        known = self._params[number]
+        return (known.virtual,) if known.shown is known.virtual else (known.virtual, known.shown)
+
     def outdated(self) -> bool:
         """Whether a setting that plans depend on has changed."""
+        return False
+
+    # --- calls of several graphs, with eager code in between
+
+    device = torch.device("cpu")
+    """Where the model computes."""
+
+    def objection_to_parts(self) -> str:
+        """Why all of a call has to be one graph; empty if it has not."""
+        return "a part of the model is not compiled (graph break), where parameters would be missing"
+
+    def gathers_under_way(self) -> tuple[Any, ...]:
+        """What FSDP itself gathers, or has gathered."""
+        return ()
+
+    def shard_again(self) -> None:
+        """Undo what FSDP itself has gathered during a call."""
+
+    def shown_by_another(self) -> bool:
+        """Whether the call of another compiled model, inside which this one runs, shows its own stand-ins."""
         return False
 
     def restore(self, reason: str) -> None:

@@ -1,0 +1,144 @@
+"""Operations that run eagerly, looked at one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Watch:
+    """While it is on, whoever gives an operation a tensor in one of these storages is told on. For one thread."""
+
+    def __init__(self, storages: Mapping[int, int], touched: Callable[[int, str], None]) -> None:
+        """`storages`: `tensors.storage_key` -> a number, which `touched` is told with the operation; it may raise."""
+        _watch_texts()
+        self._mode = _mode_class()(storages, touched)
+
+    def begin(self) -> None:
+        self._mode.__enter__()
+
+    def end(self) -> None:
+        self._mode.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Look at nothing for a while. Taken off altogether, unless a mode of somebody else's lies above."""
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        stack = _get_current_dispatch_mode_stack()
+        if stack and stack[-1] is self._mode:
+            self.end()
+            try:
+                yield
+            finally:
+                self.begin()
+            return
+        self._mode.rests += 1
+        try:
+            yield
+        finally:
+            self._mode.rests -= 1
+
+
+STANDS_IN = "_dcompile_stands_in"
+"""The mark of tensors without memory, in whose place a compiled graph gathers parameters."""
+
+
+def _watch_texts() -> None:
+    """Have a mode see who prints a tensor that bears the mark: torch switches modes off for that."""
+    from torch import _tensor_str
+
+    original = _tensor_str._str
+    if hasattr(original, "_dcompile"):
+        return
+
+    @functools.wraps(original)
+    def text(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, STANDS_IN):
+            return original(self, *args, **kwargs)  # type: ignore[no-untyped-call, unused-ignore]
+        self.detach()
+        return f"{type(self).__name__}(gathered where it is used, size={tuple(self.shape)}, dtype={self.dtype})"
+
+    text._dcompile = True  # type: ignore[attr-defined]
+    _tensor_str._str = text
+
+
+@functools.cache
+def _mode_class() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Looking(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+        """Dynamo compiles frames beneath it as ever, and operators on graphs are let through."""
+
+        supports_higher_order_operators = True
+
+        def __init__(self, storages: Mapping[int, int], touched: Callable[[int, str], None]) -> None:
+            super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+            self.rests = 0
+            self._storages, self._touched = storages, touched
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if not self.rests:
+                for leaf in tree_leaves((args, kwargs)):
+                    number = self._storages.get(_key(leaf))
+                    if number is not None:
+                        self._touched(number, str(func))
+            return func(*args, **(kwargs or {}))
+
+    return Looking
+
+
+def _key(value: Any) -> int:
+    """See `tensors.storage_key`; 0 for what has none."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return 0
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and classes of their own
+        return 0
+
+
+NO_MEMORY = "Cannot access data pointer"
+"""How torch's error begins about a tensor that `forbid_memory` was called with."""
+
+
+def forbid_memory(tensor: torch.Tensor) -> None:
+    """Have whoever asks where this tensor's memory is get an error (NumPy, kernels of the user's own), from now on."""
+    import torch
+
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+def saved_tensor_hooks() -> Any:
+    """The innermost pair of hooks that what autograd saves goes through, or None."""
+    import torch
+
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def random_states(device: torch.device) -> Callable[[], None]:
+    """Note where torch's generators are, of the CPU and this device; what puts them back there."""
+    import torch
+
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    states = torch.get_rng_state(), None if module is None else module.get_rng_state(device)
+
+    def put_back() -> None:
+        torch.set_rng_state(states[0])
+        if module is not None:
+            module.set_rng_state(states[1], device)
+
+    return put_back

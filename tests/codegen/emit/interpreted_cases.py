@@ -58,6 +58,9 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     endings.LEAST = 0  # products of any size
     for name in products.CASES:
         yield f"product {name}", products.case(name), products.inputs(products.case(name)), 1.6e-2
+    for seed in range(0, 40, EACH):
+        product = products.random_case(seed)
+        yield f"products {seed}", product, products.inputs(product), 1.6e-2
     for seed in range(0, 24, EACH):
         yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
     for seed in range(500, 510):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -105,3 +106,39 @@ def case(name: str) -> Program:
 def inputs(of: Program) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(of.table[name].shape).astype(np.float32) for name in of.inputs}
+
+
+def random_case(seed: int) -> Program:
+    """A product that ends in something pointwise, of sizes, layouts and by a tile at random."""
+    rng = random.Random(seed)
+    batch, length = rng.choice([(1, 32), (2, 16), (3, 24), (4, 10)])
+    count, width = rng.choice([(1, 32), (2, 16), (4, 8), (3, 16), (5, 8)])
+    rows, columns, depth = batch * length, count * width, rng.choice([16, 24, 40])
+    left_turned, right_turned, biased, saved = (rng.random() < share for share in (0.2, 0.5, 0.4, 0.4))
+
+    def by_heads(y):
+        return y.view(batch, length, count, width)
+
+    ends = (
+        lambda y, r, c, s: y + r,
+        lambda y, r, c, s: by_heads(y).transpose(1, 2) * s.view(batch, 1, length, 1),
+        lambda y, r, c, s: F.relu(y.view(batch, length, columns) + c.view(1, 1, columns)),
+        lambda y, r, c, s: by_heads(y * c) + by_heads(r).flip(1),
+        lambda y, r, c, s: torch.where(r > 0, y, -y).float(),
+    )
+    end = rng.choice(ends)
+
+    def function(x, w, b, r, c, s):
+        x, w = x.t() if left_turned else x, w.t() if right_turned else w
+        y = torch.addmm(b, x, w) if biased else x @ w
+        return (end(y, r, c, s), y) if saved else end(y, r, c, s)
+
+    left, right = (
+        (depth, rows) if left_turned else (rows, depth),
+        (columns, depth) if right_turned else (depth, columns),
+    )
+    shapes = (left, right, (columns,), (rows, columns), (columns,), (rows,))
+    before = program(function, *shapes, dtype=rng.choice([bf16, f16]))
+    sizes = rng.choice([16, 32]), rng.choice([16, 32, 64]), 16, 4, 2, rng.choice([1, 2]), rng.choice([0, 2])
+    tile = Tile(*sizes, flat=rng.random() < 0.5, descriptors=rng.random() < 0.5)
+    return ended(before, tile)

@@ -95,7 +95,7 @@ def test_loops_with_symbolic_sizes_agree_with_the_interpreter(name, interpreted)
     assert interpreted[f"symbolic {name}"] == ""
 
 
-@pytest.mark.parametrize("kind", ["exact", "random", "spread", "symbolic"])
+@pytest.mark.parametrize("kind", ["exact", "random", "spread", "symbolic", "products"])
 def test_random_programs_agree_with_the_interpreter(kind, interpreted):
     found = {name: wrong for name, wrong in interpreted.items() if name.split()[0] == kind}
     assert len(found) >= 10

@@ -71,7 +71,7 @@ class Tuner:
         if new:
             self._measure(filter(None, (_geometry(program, ending) for ending in new.values())), device)
             try:
-                self._tiles |= self._contests(program, new, device, arch, build)
+                self._tiles |= self._contests(program, new, device, arch, build, notes)
             except BuildError as error:
                 self._tiles |= dict.fromkeys(new)
                 reason = str(error).strip().splitlines()[0]
@@ -80,7 +80,13 @@ class Tuner:
         return chosen, [*notes, *said(kinds, chosen)]
 
     def _contests(
-        self, program: Program, new: Mapping[Loop, Ending], device: torch.device, arch: int, build: Build
+        self,
+        program: Program,
+        new: Mapping[Loop, Ending],
+        device: torch.device,
+        arch: int,
+        build: Build,
+        notes: list[str],
     ) -> dict[Loop, Tile | None]:
         """Have all candidates compiled, then run those of each kind in turn with what runs otherwise."""
         properties, table = torch.cuda.get_device_properties(device), program.table
@@ -104,7 +110,11 @@ class Tuner:
                 _started(loops[kind], archives),
                 {tile: _started(source, archives) for tile, source in own[kind].items()},
             )
-            result[kind] = tune.fastest_ending(contest, archives[gpu.LAUNCHER], device)
+            try:
+                result[kind] = tune.fastest_ending(contest, archives[gpu.LAUNCHER], device)
+            except torch.OutOfMemoryError:  # the model's own step may have room
+                result[kind] = None
+                notes.append(f"max_autotune: the GPU has no room to measure what {_shape(kind)} ends in")
         torch.cuda.empty_cache()
         return result
 

@@ -90,6 +90,16 @@ def test_kernels_that_cannot_be_compiled_are_named_and_left_out(contests):
     ]
 
 
+def test_a_kind_that_there_is_no_room_to_measure_is_named(contests, monkeypatch):
+    def fastest(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(tune, "fastest_ending", fastest)
+    chosen, notes = tuning.Tuner().endings(PROGRAM, GPU, 90, build)
+    assert chosen == {} and notes[0] == "max_autotune: the GPU has no room to measure what 64x64x64 ends in"
+    assert len(notes) == 3
+
+
 def test_tiles_of_older_gpus_need_no_copy_engine():
     assert not any(tile.descriptors for tile in tuning.tiles(89, 128))
     assert all(tile.programs in (0, 132, 264) for tile in tuning.tiles(90, 132))

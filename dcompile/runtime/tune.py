@@ -157,7 +157,7 @@ def _filled(buffer: Buffer, device: torch.device) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.zeros(extent, dtype=dtype, device=device)
     draw = torch.Generator(device).manual_seed(0)
-    return torch.randn(extent, device=device, generator=draw).to(dtype)
+    return torch.randn(extent, dtype=dtype, device=device, generator=draw)
 
 
 def _calls(

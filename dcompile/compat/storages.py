@@ -37,8 +37,9 @@ def storage_input(node: Node, scattered: bool = False) -> Node | None:
 
 def is_part(value: Any) -> bool:
     """Whether a tensor's storage holds more than the tensor."""
+    nbytes = value.numel() * value.itemsize
     # as texts: comparing symbols would guard on the answer
-    return str(value.storage_offset()) != "0" or str(value.untyped_storage().nbytes()) != str(value.nbytes)
+    return str(value.storage_offset()) != "0" or str(value.untyped_storage().nbytes()) != str(nbytes)
 
 
 def looked_around(gm: Any) -> list[Node]:

@@ -88,14 +88,25 @@ class Memory:
         """
         base = given.get((self, copies))
         if base is None:
-            base = given[self, copies] = self._copy() if copies else self._templates[self._base].detach()
-        if template == self._base:
-            return base
+            base = given[self, copies] = self._copy() if copies else self._seen()
         like = self._templates[template]
+        if template == self._base and base.shape == like.shape:
+            return base
         if like.dtype != base.dtype:
             return over(base, like.dtype, like.shape, like.stride(), int(like.storage_offset()) * like.itemsize)
         look = base.as_strided(like.shape, like.stride(), like.storage_offset())
         return look if looks else look.detach()  # a view would hold what it looks at
+
+    def _seen(self) -> torch.Tensor:
+        """The largest result; where it begins inside the memory, all of that, as in a call without a recording.
+
+        Of symbolic sizes, torch cannot trace what looks at a tensor that begins inside, next to that one, if it has
+        traced them otherwise before: "sources must not be empty for symbol".
+        """
+        tensor = self._templates[self._base]
+        if not tensor.storage_offset():
+            return tensor.detach()
+        return self._over(tensor.dtype, (self.nbytes // tensor.itemsize,), (1,), 0)
 
     def _copy(self) -> torch.Tensor:
         """Of the largest result: in as much memory as there is here, if others lie there."""
@@ -103,8 +114,9 @@ class Memory:
         if not self._whole:
             return tensor.clone()
         memory = self._over(torch.uint8, (self.nbytes,), (1,), 0).clone()
-        start = int(tensor.storage_offset()) * tensor.itemsize
-        return over(memory, tensor.dtype, tensor.shape, tensor.stride(), start)
+        if not tensor.storage_offset():
+            return over(memory, tensor.dtype, tensor.shape, tensor.stride(), 0)
+        return over(memory, tensor.dtype, (self.nbytes // tensor.itemsize,), (1,), 0)
 
     def give_up(self) -> None:
         """Let the allocator have the memory once nobody else holds it. The address stays known."""

@@ -16,7 +16,9 @@ class Arena:
 
     def __init__(self, nbytes: int, device: str | torch.device = "cpu") -> None:
         self.nbytes = nbytes
-        self._memory = torch.empty(nbytes + ALIGNMENT if nbytes else 0, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if self._memory.data_ptr() % ALIGNMENT:  # torch's own allocators align to 64 bytes and more, a user's may not
+            self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
         self._start = -self._memory.data_ptr() % ALIGNMENT
         self.address = self._memory.data_ptr() + self._start
         self._stream: torch.cuda.Stream | None = None

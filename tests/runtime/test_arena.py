@@ -103,3 +103,18 @@ def test_inference_tensors_serve_no_other_mode():
 def test_results_have_their_strides():
     made = Fresh(torch.bfloat16, (3, 4), (1, 3))()
     assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype == torch.bfloat16
+
+
+def test_the_arena_takes_no_more_than_it_needs(monkeypatch):
+    """Unless an allocator gives memory that is not aligned."""
+    arena = Arena(1000)
+    assert arena._memory.nbytes == 1000 and arena.address % ALIGNMENT == 0
+    given, empty = [], torch.empty
+
+    def unaligned(nbytes, **keywords):
+        given.append(empty(nbytes + 1, **keywords))
+        return given[-1][1:]
+
+    monkeypatch.setattr(torch, "empty", unaligned)
+    arena = Arena(1000)
+    assert arena.address % ALIGNMENT == 0 and arena.address + 1000 <= given[-1].data_ptr() + given[-1].nbytes

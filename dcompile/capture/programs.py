@@ -32,7 +32,7 @@ from dcompile.capture.results import (
     to_be_detached,
     to_be_told_apart,
 )
-from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for
+from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for, zeros_of
 from dcompile.capture.toolbox import GradientBuckets
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
 from dcompile.figures import Group
@@ -133,7 +133,7 @@ class Programs:
         backward, self._parted = self._parted, None
         if backward is None or self.adapter.carries_sync or self.adapter.communicators():
             return None
-        likely = without(backward, unlikely(backward) if self._may_lack else ())
+        likely = without(backward, unlikely(backward) if self._may_lack else (), self._exchanged)
         return likely, self._request(likely, "backward", **self._reduces())
 
     def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
@@ -301,15 +301,20 @@ class Programs:
         So do those of leaves with hooks.
         """
         if absent not in self._follows:
-            exchanged = {place for place, _ in self.grads}
-            self._follows[absent] = tuple(place for place in following(gm, absent) if place not in exchanged)
+            self._follows[absent] = tuple(place for place in following(gm, absent) if place not in self._exchanged)
         follows = self._follows[absent]
         hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
         for place in follows:
             # eager calls no hook where there is no gradient; the edge is there now, and a hook would get None
             stays = hooked and place - sum(number < place for number in self._numbers) in hooked
-            results[place] = torch.zeros_like(results[place]) if stays else None
+            known = results[place] is not None
+            results[place] = (torch.zeros_like(results[place]) if known else zeros_of(gm, place)) if stays else None
         return results
+
+    @property
+    def _exchanged(self) -> frozenset[int]:
+        """Positions of the backward's results that ranks exchange."""
+        return frozenset(place for place, _ in self.grads)
 
     def _backward_for(self, gm: Any, absent: frozenset[int]) -> str:
         """Which program to run where these gradients are absent.
@@ -320,7 +325,7 @@ class Programs:
         if self._lacks is None:
             lacks = fixed(gm, absent)
             with self.model.peers.busy("compiling"):
-                self._build_backward(without(gm, lacks))
+                self._build_backward(without(gm, lacks, self._exchanged))
             self._lacks = lacks
         if self._lacks <= absent:
             return "backward"

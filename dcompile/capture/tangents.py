@@ -8,7 +8,7 @@ parameter of a layer whose output nobody used gets no gradient at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -77,9 +77,10 @@ def unlikely(backward: Any) -> tuple[int, ...]:
     return tuple(sorted(fixed(backward, others))) if value.ndim == 0 else ()
 
 
-def without(backward: Any, places: Iterable[int]) -> Any:
+def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> Any:
     """The backward with zeros, which are constants, in place of these inputs; a copy, unless there are none.
 
+    Results of known size that follow from zeros alone are None, but for those at `kept`; what only they need is gone.
     Guarantees: the values of `backward` on zeros. Relies on: `can_be_absent` of the graph that it was cut from, and
     `fixed` sizes.
     """
@@ -88,11 +89,19 @@ def without(backward: Any, places: Iterable[int]) -> Any:
         return backward
     graph, copies = torch.fx.Graph(), dict[Any, Any]()
     inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
+    results = backward.graph.output_node().args[0]
+    gone = {n for n in following(backward, absent) if n not in kept and _is_fixed(results[n].meta["val"])}
     for node in backward.graph.nodes:
         if inputs.get(node) in absent:
             copies[node] = _zeros(graph, node.meta["val"])
+        elif node.op == "output":
+            left = [None if place in gone else result for place, result in enumerate(results)]
+            graph.output(torch.fx.map_arg(left, copies.__getitem__)).meta = dict(node.meta)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in reversed(list(graph.nodes)):  # what is done in place has no users either
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            graph.erase_node(node)
     return torch.fx.GraphModule(backward, graph)
 
 
@@ -134,8 +143,18 @@ def zeros_for(backward: Any, place: int) -> torch.Tensor:
     value = node.meta["val"]
     index = compat.aot.result_index(node)
     if _is_fixed(value) or index is None:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+        return _zeros_like(value)
     return torch.zeros(compat.aot.absent_shapes()[index], dtype=value.dtype, device=value.device)
+
+
+def zeros_of(backward: Any, place: int) -> torch.Tensor:
+    """The result at this place, of `fixed` size, if nothing but zeros goes into it."""
+    return _zeros_like(backward.graph.output_node().args[0][place].meta["val"])
+
+
+def _zeros_like(value: torch.Tensor) -> torch.Tensor:
+    """Of a fake tensor."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
 
 
 def take_out(args: list[Any], places: Iterable[int]) -> None:

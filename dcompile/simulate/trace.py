@@ -187,7 +187,8 @@ class _Graph(Graph):
 
     def _backward(self, gm: Any) -> Any:
         # a step's gradients are those of its loss, the first of the results
-        return self._build(without(gm, tangents(gm)[1:] if self._may_lack else ()), "backward")
+        absent = tangents(gm)[1:] if self._may_lack else ()
+        return self._build(without(gm, absent, self._exchanged), "backward")
 
 
 class _Planner(CachingCompiler):

@@ -5,6 +5,7 @@ import torch
 
 import dcompile
 from dcompile.capture.entry import find_model
+from dcompile.compiler import CachingCompiler
 
 
 class Two(torch.nn.Module):
@@ -211,3 +212,21 @@ def test_a_gradient_marked_as_the_negative_of_its_memory_has_its_sign(dynamic):
             gradients.append(leaf.grad)
         torch.testing.assert_close(*gradients)
     assert dcompile.receipt(both[1]).fallbacks == {"gradient marked as negative, copied": 1}
+
+
+def test_what_follows_from_absent_gradients_alone_is_not_computed(monkeypatch):
+    """Of complex numbers, zeros would be made by ATen, and their transforms too."""
+    monkeypatch.setattr("dcompile.api.CachingCompiler", CachingCompiler)  # the one that builds kernels
+
+    def function(x, w):
+        return x.sin().sum(), torch.fft.ifft(w.exp())
+
+    call = dcompile.compile(function)
+    x, w = torch.randn(4, requires_grad=True), torch.randn(8, requires_grad=True)
+    call(x, w)[0].backward()
+    assert w.grad is None and not any("full" in name for name in dcompile.receipt(call).fallbacks)
+    torch.testing.assert_close(x.grad, x.cos())
+    loss, found = call(x, w)
+    (loss + found.abs().sum()).backward()  # now it is there
+    expected = torch.autograd.grad(torch.fft.ifft(w.exp()).abs().sum(), w)
+    torch.testing.assert_close((w.grad,), expected)

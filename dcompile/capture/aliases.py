@@ -57,8 +57,8 @@ def _way(result: Any, start: Any) -> list[Any]:
 
 
 def _is_view(node: Any) -> bool:
-    # steps of as_strided count from the beginning of memory, which new values have to themselves
-    return getattr(node.target, "is_view", False) and node.target is not torch.ops.aten.as_strided.default
+    # an offset of as_strided counts from the beginning of memory, which new values have to themselves
+    return getattr(node.target, "is_view", False) and not compat.storages.has_offset(node)
 
 
 def _looked(gm: Any, start: Any, way: list[Any]) -> Any:

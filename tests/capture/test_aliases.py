@@ -26,13 +26,28 @@ def part(x):
     return x.unbind(1)[1].view_as(x[:, 0])
 
 
+def strided(x):
+    seen = x.as_strided(x.shape, x.stride())
+    x[0] = 0.5
+    return seen
+
+
+def strided_part(x):
+    x[0] = 0.5
+    return x[1:].as_strided((x.shape[0] - 2, 2), x.stride())
+
+
 # Dynamo itself looks at .grad of a graph's input that is no leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("columns", [slice(0, 8), slice(2, 6)], ids=("all columns", "some columns"))
 @pytest.mark.parametrize(
     ("function", "learns"),
     [(part, False)]  # eager's has a history of its own that nobody may change, with gradients
-    + [(function, learns) for function in (half, inner, behind_one_another) for learns in (False, True)],
+    + [
+        (function, learns)
+        for function in (half, inner, behind_one_another, strided, strided_part)
+        for learns in (False, True)
+    ],
 )
 def test_a_look_at_an_input_that_is_changed(function, columns, learns):
     """AOTAutograd began at the front of the memory that the input is a part of, with several sizes."""

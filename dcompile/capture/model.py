@@ -88,7 +88,8 @@ class CompiledModel:
         self.compile_seconds = 0.0
         self.calls: dict[int, list[Invocation]] = {}
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
-        self._tokens = torch.tensor(0, device="cpu"), torch.tensor(1, device="cpu")
+        self._tokens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        """That a backward is not to reduce, and that it is, for adapters that are asked at each call."""
         self._synced: dict[int, list[GradientBuckets]] = {}
         self._all_idle: GradientBuckets | None = None
         """What calls beside the compiled graphs reduce through."""
@@ -105,6 +106,8 @@ class CompiledModel:
     def adopt(self, adapter: PlainAdapter) -> None:
         """Start over under another adapter: graphs captured so far carry no sync flag for it."""
         self.adapter = adapter
+        if adapter.carries_sync:
+            self._tokens = torch.tensor(0, device="cpu"), torch.tensor(1, device="cpu")
         self.peers = self.toolbox.meet(adapter.group)
         self.number = self.peers.number("model")
         self.graphs, self.variants, self.newest = [], {}, None
@@ -190,8 +193,11 @@ class CompiledModel:
         inside = not isinstance(adapter, DdpAdapter) or (stack[-1].inside_ddp and not adapter.may_be_alone)
         return inside and torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
 
-    def ran(self, graph: Programs) -> torch.Tensor:
-        """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token."""
+    def ran(self, graph: Programs) -> torch.Tensor | None:
+        """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token.
+
+        None where the adapter carries no such token.
+        """
         stack = self.calls.get(threading.get_ident())
         if not stack:  # nobody calls through us (a plain backend, a whole frame): each graph is a call of its own
             key = (graph.number,)

@@ -8,7 +8,10 @@ one is given a parameter, the call starts over with FSDP's own hooks, from buffe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +22,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 
+_SERIAL = itertools.count()
 _TORCH, _OWN = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/"
 
 
@@ -62,6 +66,8 @@ class _Call:
     kept: Kept | None = None
     watch: compat.watching.Watch | None = None
     """On while something of the call runs eagerly."""
+    shown: list[torch.nn.Module] = field(default_factory=list)
+    """Modules of torch's that have a forward of ours meanwhile."""
 
 
 class Between:
@@ -73,6 +79,7 @@ class Between:
         """Whether some call was not compiled as a whole."""
         self._refusal = ""
         self._call: _Call | None = None
+        self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, types.FunctionType] = weakref.WeakKeyDictionary()
         self._stand_ins = [
             (number, tensor) for number in range(len(adapter.param_infos())) for tensor in adapter.stand_ins(number)
         ]
@@ -91,10 +98,12 @@ class Between:
                     if self._refusal:  # the model has caught what it was told
                         raise GivenBack(self._refusal)
                     if call.watch is not None:
-                        self._look(call, at_the_end=True)
+                        self._look(call, takes_parameters=False, at_the_end=True)
                 finally:
                     if call.watch is not None:
                         call.watch.end()
+                    for module in call.shown:
+                        module.__dict__.pop("forward", None)
         except Exception as error:
             reason = self._why(error)
             if reason and call.kept is not None:
@@ -127,6 +136,18 @@ class Between:
             watch = compat.watching.Watch(storages, self._touched)
             watch.begin()
             call.watch = watch
+            self._show_forwards(call)
+
+    def _show_forwards(self, call: _Call) -> None:
+        """Have Dynamo compile layers of torch's that eager code calls: their own forwards it passes over."""
+        for module in self._adapter.owners():
+            forward = type(module).forward
+            path = getattr(getattr(forward, "__code__", None), "co_filename", "")
+            if "forward" not in module.__dict__ and path.startswith(_TORCH):
+                if module not in self._forwards:
+                    self._forwards[module] = _fresh_forward()
+                module.__dict__["forward"] = types.MethodType(self._forwards[module], module)
+                call.shown.append(module)
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
         """While something is compiled, or what was compiled runs."""
@@ -156,7 +177,7 @@ class Between:
             call = self._call
             if call is None or call.watch is None:
                 return compiled(*args)
-            self._look(call)
+            self._look(call, bool(expected))
             if any(args[at] is not parameter for at, parameter in expected):
                 self.refuse("what was compiled for one layer would run with another's parameters")
             with call.watch.resting():
@@ -164,14 +185,14 @@ class Between:
 
         return compat.dynamo.no_dynamo(run, "a compiled graph")
 
-    def _look(self, call: _Call, at_the_end: bool = False) -> None:
+    def _look(self, call: _Call, takes_parameters: bool, at_the_end: bool = False) -> None:
         """Before a graph runs, and when all is through: refuse what gathering in graphs cannot do as FSDP does it."""
         if self._adapter.gathers_under_way() != call.gathers:
             self._adapter.shard_again()
             self.refuse("the model gathers parameters in its forward (unshard), behind a graph break")
-        if at_the_end:
-            if any(compat.tensors.has_hooks(tensor) for _, tensor in self._stand_ins):
-                self.refuse("a hook was registered on a parameter in the forward, behind a graph break")
+        if at_the_end and any(compat.tensors.has_hooks(tensor) for _, tensor in self._stand_ins):
+            self.refuse("a hook was registered on a parameter in the forward, behind a graph break")
+        if not takes_parameters:
             return
         if call.gradients and not torch.is_grad_enabled():
             self.refuse(
@@ -192,6 +213,16 @@ class Between:
         """Raises GivenBack, and remembers it: the model may catch what is raised inside it."""
         self._refusal = self._refusal or reason
         raise GivenBack(reason)
+
+
+def _forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return type(self).forward(self, *args, **kwargs)
+
+
+def _fresh_forward() -> types.FunctionType:
+    """With code of its own, which Dynamo counts recompiles of."""
+    name = f"dcompile_forward_{next(_SERIAL)}"
+    return types.FunctionType(_forward.__code__.replace(co_name=name), _forward.__globals__, name)
 
 
 def _users_line() -> str:

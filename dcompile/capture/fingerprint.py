@@ -70,7 +70,7 @@ def _is_size(argument: Any) -> bool:
 def _makes_tensor(node: Any) -> bool:
     """Inputs and calls that are sizes are as many as the sizes that vary, on this rank."""
     value = node.meta.get("example_value", node.meta.get("val"))
-    return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size)
 
 
 def _target(gm: Any, node: Any) -> str:
@@ -86,7 +86,8 @@ def _argument(value: Any, names: dict[Any, str]) -> str:
     if isinstance(value, torch.fx.Node):
         return names.get(value, "_")
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_argument(item, names) for item in value)}]"
+        items = [_argument(item, names) for item in value]
+        return f"[{', '.join(items)}]" if {*items} != {"_"} else "_"  # sizes one by one, or all as one value
     return "_"
 
 

@@ -272,6 +272,11 @@ def shown(param: Any) -> torch.nn.Parameter:
     return found
 
 
+def owners(param: Any) -> list[torch.nn.Module]:
+    """The modules that have it."""
+    return [param._module_info.module, *param._module_info.shared_modules]
+
+
 def show(param: Any, instead: torch.nn.Parameter) -> None:
     """Put another tensor in its place, wherever modules share it."""
     param._setattr_on_modules(instead)

@@ -22,6 +22,7 @@ class One(ShardedAdapter):
         self._infos = (ParamInfo(0, "layer.weight", (3, 3), "float32", "cpu", "sharded"),)
         self.virtual = lambda number: self.p
         self.objection, self.gathered, self.again = objection, (), 0
+        self.modules = ()
 
     made = None
     shown = property(lambda self: self.p)
@@ -38,12 +39,18 @@ class One(ShardedAdapter):
     def shard_again(self):
         self.again += 1
 
+    def owners(self):
+        return self.modules
+
 
 class Module(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("n", torch.zeros(2))
         self.register_buffer("empty", None)
+
+    def forward(self, x):
+        return x
 
 
 def run(steps, module=None, adapter=None):
@@ -180,22 +187,28 @@ def test_another_layers_parameters_are_refused():
 
 def test_graphs_that_a_backward_may_run_again_are_refused():
     def steps(between, adapter):
-        graph = between.around(lambda x: x, [torch.ones(1)])
+        graph = between.around(lambda p: p, [adapter.p])
         with torch.no_grad():
-            return graph(torch.ones(1))
+            return graph(adapter.p)
 
     with pytest.raises(GivenBack, match=r"under torch\.no_grad"):
         run(steps)
 
     def hooked(between, adapter):
-        graph = between.around(lambda x: x, [torch.ones(1)])
+        graph = between.around(lambda p: p, [adapter.p])
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            return graph(torch.ones(1))
+            return graph(adapter.p)
 
     with pytest.raises(GivenBack, match="hooks for saved tensors"):
         run(hooked)
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        run(lambda between, adapter: between.around(lambda x: x, [torch.ones(1)])(torch.ones(1)))
+        run(lambda between, adapter: between.around(lambda p: p, [adapter.p])(adapter.p))
+
+    def without_parameters(between, adapter):
+        with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return between.around(lambda x: x, [torch.ones(1)])(torch.ones(1))
+
+    run(without_parameters)
 
 
 def test_parameters_gathered_by_hand_are_sharded_again():
@@ -237,3 +250,23 @@ def test_a_call_inside_a_call_is_looked_at_by_itself():
             adapter.p.detach()
         between._refusal = ""
     assert compat.watching.saved_tensor_hooks() is None
+
+
+def test_layers_of_torchs_show_forwards_of_their_own_while_calls_run():
+    adapter, own = One(), Module()
+    own.forward = lambda x: x
+    adapter.modules = (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), Module(), own)
+    between, x, codes = Between(adapter), torch.ones(1, 2), set()
+    first, second = adapter.modules[:2]
+    expected = first(x)
+    for _ in range(2):
+        with between.watching(None):
+            between.start()
+            assert [m for m in adapter.modules if "forward" in m.__dict__] == [first, second, own]
+            assert torch.equal(first(x), expected)
+            codes |= {layer.forward.__func__.__code__ for layer in (first, second)}
+            with between.watching(None):
+                pass
+            assert "forward" in first.__dict__
+        assert [m for m in adapter.modules if "forward" in m.__dict__] == [own]
+    assert len(codes) == 2, "each layer has one code, which Dynamo finds again"

@@ -145,9 +145,9 @@ class Last(nn.Module):
 class BrokenLayers(nn.Module):
     """Equal layers in a loop, each of them with a graph break, so that the loop runs eagerly."""
 
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self, layers: int = 3, last: nn.Module | None = None) -> None:
         super().__init__()
-        self.layers, self.last = nn.ModuleList(BrokenLayer() for _ in range(layers)), Last()
+        self.layers, self.last = nn.ModuleList(BrokenLayer() for _ in range(layers)), last or Last()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -303,6 +303,27 @@ def llama(tied: bool = False, vocabulary: int = 64, layers: int = 2) -> nn.Modul
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+class Broken(nn.Module):
+    """A module with a graph break behind it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        return x
+
+
+def broken_llama(tied: bool = False) -> nn.Module:
+    """With a graph break in each layer: Hugging Face's loop around them, its embedding and its head run eagerly."""
+    model: Any = llama(tied)
+    for layer in model.model.layers:
+        layer.mlp = Broken(layer.mlp)
+    return model  # type: ignore[no-any-return]
 
 
 def batch(model: nn.Module, rank: int, step: int) -> dict[str, Any]:

@@ -132,7 +132,10 @@ def test_what_cannot_be_taken_over_stays_stock(ranks, how, reason):
 @pytest.mark.parametrize(
     ("how", "graphs"),
     [
-        ({"name": "layers"}, 7),
+        ({"name": "layers_then_torchs"}, 7),
+        pytest.param({"name": "layers"}, 7, marks=pytest.mark.full),
+        pytest.param({"name": "llama_broken"}, None, marks=pytest.mark.full),
+        pytest.param({"name": "llama_broken_tied", "wrap": "root", "accumulate": True}, None, marks=pytest.mark.full),
         ({"name": "decides"}, 3),
         pytest.param({"name": "layers", "wrap": "root", "accumulate": True}, 7, marks=pytest.mark.full),
         pytest.param({"name": "layers", "reshard_after_forward": False}, 7, marks=pytest.mark.full),
@@ -150,7 +153,8 @@ def test_what_cannot_be_taken_over_stays_stock(ranks, how, reason):
 def test_each_graph_behind_a_break_gathers_and_reduces_its_own(ranks, how, graphs):
     for found in values(ranks, "against_stock", fullgraph=False, **how):
         receipt = found["receipt"]
-        assert (receipt.eligible, receipt.graphs, receipt.reasons) == (True, graphs, ())
+        assert (receipt.eligible, receipt.reasons) == (True, ())
+        assert receipt.graphs == graphs if graphs else receipt.graphs > 5  # as versions of torch cut it
         assert receipt.collectives >= 4
         differences = [found[what] for what in ("loss", "grad", "param", "buffer", "after loading", "ranks")]
         assert differences == [0] * 6 and found["keys"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -213,6 +213,10 @@ class Fsdp2Adapter(ShardedAdapter):
         if any(compat.tensors.is_wrapper(unit.shown) for unit in self._units):
             return "a part of the model is not compiled (graph break), where parameters are DTensors"
         return ""
+
+    def owners(self) -> Iterable[torch.nn.Module]:
+        modules = (module for unit in self._units for module in compat.fsdp2.owners(unit.param))
+        return {id(module): module for module in modules}.values()
 
     def gathers_under_way(self) -> tuple[Any, ...]:
         return tuple(compat.fsdp2.gather_under_way(entry.group) for entry in self._groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +102,10 @@ class ShardedAdapter(PlainAdapter):
     def objection_to_parts(self) -> str:
         """Why all of a call has to be one graph; empty if it has not."""
         return "a part of the model is not compiled (graph break), where parameters would be missing"
+
+    def owners(self) -> Iterable[torch.nn.Module]:
+        """Modules that have parameters in their own hands."""
+        return ()
 
     def gathers_under_way(self) -> tuple[Any, ...]:
         """What FSDP itself gathers, or has gathered."""

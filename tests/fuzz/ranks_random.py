@@ -114,7 +114,7 @@ def random_ranks_program(seed: int, size: int = 5) -> RanksProgram:
     draw = random.Random(seed)
     layers, forward, blocks = _model(draw, size)
     kind = draw.choice(("ddp", "ddp", "ddp", "fsdp2", "fsdp2", "fsdp2", "fsdp1"))
-    wrap = _wrap(draw, kind, blocks, unused=any("unused" in line for line in layers))
+    wrap = _wrap(draw, kind, blocks, unused=any("unused" in line or "late" in line for line in layers))
     way = draw.choice(WAYS).format(how=draw.choice(("", "", "", ", dynamic=True", ", dynamic=False")))
     options: dict[str, Any] = {"kernels": "aten"} if draw.random() < 0.7 else {}
     steps = [_step(draw, kind, number) for number in range(draw.randint(3, size + 3))]

@@ -134,7 +134,16 @@ class Wide(Asked):
         return all(dtype == "bfloat16" or (dtype == "float32" and step == 0) for dtype, step in steps)
 
     def _many(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
-        """By how many vectors at a time a pass goes, and how elements lie in them (STEPS)."""
+        """By how many vectors at a time a pass goes, and how elements lie in them (STEPS).
+
+        A tile is whole steps: of one that is narrower none would fit, and what is behind the last is nobody's.
+        """
+        found = self._most(number, reduces, stores, last)
+        tile = max((row.tile for row in self.nest.rows if row.name == last.name), default=1)
+        return found if tile == 1 or tile % STEPS[found] == 0 else ""
+
+    def _most(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
+        """The same of an axis that is not tiled."""
         if not self._is_paired(number, reduces, stores, last):
             computed = (self.nest.body[r] for r in self._wide_values(number) if self.kept.get(r, number) >= number)
             functions = any(isinstance(value, Apply) and value.op in GAINS for value in computed)

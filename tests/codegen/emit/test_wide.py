@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import dcompile
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
@@ -487,3 +488,19 @@ def test_what_has_no_vectors_or_no_use_for_them_is_left_to_the_compiler() -> Non
         loops.unary("exp", 100), loops.embedding_backward(4, 256, 7),
     ):  # fmt: skip
         assert "VECTORS" not in source_of(made).text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 40, 32), (2, 33, 32), (3, 48, 64), (8, 200, 32)], ids=str)
+def test_tiles_narrower_than_a_step_of_several_vectors_are_written(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Sixteen wide, of an axis that is a multiple of 32: steps of two vectors of AVX-512 found no room in a tile."""
+
+    def turned(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.nn.functional.gelu(x).transpose(1, 2).contiguous() * 2
+        return whole, torch.nn.functional.gelu(x.transpose(1, 2)) * y.transpose(1, 2).contiguous().exp()
+
+    x, y = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        found = dcompile.compile(turned, dynamic=dynamic, options={"receipt": False})(x, y)
+        torch.testing.assert_close(found, turned(x, y), rtol=4 * torch.finfo(dtype).eps, atol=1e-5)

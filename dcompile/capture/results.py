@@ -89,7 +89,9 @@ def take_other_dtypes(gm: Any, count: int) -> tuple[tuple[int, int, Steps], ...]
 
 def _is_plain_look(node: Any) -> bool:
     """Whether a node is a view of one tensor, without numbers that differ from call to call."""
-    return node.op == "call_function" and getattr(node.target, "is_view", False) and len(node.all_input_nodes) == 1
+    if not isinstance(node, torch.fx.Node) or node.op != "call_function":
+        return False  # a graph may return numbers, too
+    return getattr(node.target, "is_view", False) and len(node.all_input_nodes) == 1
 
 
 def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:

@@ -198,13 +198,26 @@ def _as_strided(
         return NotImplemented  # beyond what this tensor shows of its storage
     if offset is not None and (stored.view.buffer in low.inputs or not _is_whole(low, stored.view)):
         return NotImplemented  # the offset counts from the start of a storage that is not ours
-    if offset is None and stored.view.buffer not in low.inputs and not _is_whole(low, stored.view):
+    own = _is_dense(stored.view) and is_below(last - start, stored.numel, {})
+    if offset is None and stored.view.buffer not in low.inputs and not (own or _is_whole(low, stored.view)):
         return NotImplemented  # what lies behind a part of our own need not lie as in eager mode
     return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
 
 
 def _is_whole(low: Lowering, view: View) -> bool:
     return view.offset == 0 and low.buffers[view.buffer].shape == view.shape
+
+
+def _is_dense(view: View) -> bool:
+    """Does it have all the memory that it spans? Its dimensions may lie in any order; not where sizes are symbols."""
+    steps = [(step, size) for step, size in zip(view.strides, view.shape, strict=True) if size != 1]
+    known = [(step, size) for step, size in steps if isinstance(step, int) and isinstance(size, int)]
+    span = 1
+    for step, size in sorted(known):
+        if step != span:
+            return False
+        span *= size
+    return len(known) == len(steps)
 
 
 def _flip(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:

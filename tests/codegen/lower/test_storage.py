@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import dcompile
+
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "input": lambda x: x.as_strided((3,), (2,), 1) * 2,
     "input relative": lambda x: x.as_strided((3,), (2,)) * 2,
@@ -81,3 +83,15 @@ def test_the_gradient_of_adaptive_pooling_over_a_sequence() -> None:
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 1e-3
     torch.compiler.reset()
+
+
+def test_windows_over_a_whole_result_are_looked_at_however_it_is_turned():
+    """As Longformer reads overlapping chunks: by the strides of what it has transposed."""
+
+    def chunks(x):
+        turned = (x + 1).view(4, 2, 8).transpose(0, 1)
+        return torch.as_strided(turned, (3, 2, 8), (16, 8, 1)) * 2
+
+    call, x = dcompile.compile(chunks), torch.randn(8, 8)
+    torch.testing.assert_close(call(x), chunks(x))
+    assert not dcompile.receipt(call).fallbacks

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dcompile
-from benchmarks.common import environment, finish, table
+from benchmarks.common import environment, finish, gpu_time, table
 
 TOKENS = 8192
 OPTIONS = {"without": {"max_autotune": True, "epilogue_fusion": False}, "with": {"max_autotune": True}}
@@ -107,24 +107,13 @@ def steps(module: nn.Module, call: Any, x: torch.Tensor, gradient: torch.Tensor)
     return {"inference": inference, "training": training}
 
 
-def run_for(call: Callable[[], Any], count: int) -> float:
-    """Milliseconds of a call, on the GPU."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / count
-
-
 def medians(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 0.1) -> dict[str, float]:
     """In turn, round after round."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in sorted(calls, reverse=bool(number % 2)):
-            count = max(3, round(seconds * 1e3 / run_for(calls[name], 3)))
-            taken[name].append(run_for(calls[name], count))
+            count = max(3, round(seconds * 1e3 / gpu_time(calls[name], 3)))
+            taken[name].append(gpu_time(calls[name], count))
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

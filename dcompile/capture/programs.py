@@ -301,7 +301,8 @@ class Programs:
         So do those of leaves with hooks.
         """
         if absent not in self._follows:
-            self._follows[absent] = tuple(place for place in following(gm, absent) if place not in self._exchanged)
+            exchanged = self._exchanged
+            self._follows[absent] = tuple(place for place in following(gm, absent) if place not in exchanged)
         follows = self._follows[absent]
         hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
         for place in follows:

@@ -99,9 +99,7 @@ def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> 
             graph.output(torch.fx.map_arg(left, copies.__getitem__)).meta = dict(node.meta)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    for node in reversed(list(graph.nodes)):  # what is done in place has no users either
-        if node.op == "call_function" and not node.users and not node.is_impure():
-            graph.erase_node(node)
+    graph.eliminate_dead_code()
     return torch.fx.GraphModule(backward, graph)
 
 

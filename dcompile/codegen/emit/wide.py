@@ -81,8 +81,8 @@ class Wide(Asked):
         return (
             (
                 self._gains_anyway(number, reduces, stores, last)
-                or self._waits(number, last.name)
                 or any(self._gains(r) for r in needed if r not in before)
+                or self._waits(number, last.name)
             )
             and all(self._has_vector(ref, number, last.name) for ref in needed)
             and all(self._reduce(ref).op in FOLDED and self._reduce(ref).dtype == "float32" for ref in reduces)

@@ -10,7 +10,7 @@ import torch
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, shape_of
-from dcompile.codegen.lower.indices import Shape, reshaped, view_strides
+from dcompile.codegen.lower.indices import Shape, is_dense, reshaped, view_strides
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.sizes import Inexpressible, opaque_shape
 from dcompile.codegen.lower.tensor import T, broadcast, from_view, laid_out_as, remapped
@@ -198,7 +198,7 @@ def _as_strided(
         return NotImplemented  # beyond what this tensor shows of its storage
     if offset is not None and (stored.view.buffer in low.inputs or not _is_whole(low, stored.view)):
         return NotImplemented  # the offset counts from the start of a storage that is not ours
-    own = _is_dense(stored.view) and is_below(last - start, stored.numel, {})
+    own = is_dense(stored.view.shape, stored.view.strides) and is_below(last - start, stored.numel, {})
     if offset is None and stored.view.buffer not in low.inputs and not (own or _is_whole(low, stored.view)):
         return NotImplemented  # what lies behind a part of our own need not lie as in eager mode
     return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
@@ -206,18 +206,6 @@ def _as_strided(
 
 def _is_whole(low: Lowering, view: View) -> bool:
     return view.offset == 0 and low.buffers[view.buffer].shape == view.shape
-
-
-def _is_dense(view: View) -> bool:
-    """Does it have all the memory that it spans? Its dimensions may lie in any order; not where sizes are symbols."""
-    steps = [(step, size) for step, size in zip(view.strides, view.shape, strict=True) if size != 1]
-    known = [(step, size) for step, size in steps if isinstance(step, int) and isinstance(size, int)]
-    span = 1
-    for step, size in sorted(known):
-        if step != span:
-            return False
-        span *= size
-    return len(known) == len(steps)
 
 
 def _flip(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:

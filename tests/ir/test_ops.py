@@ -24,6 +24,8 @@ TORCH = {
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
     "zeta": torch.special.zeta,
+    "mantissa": lambda x: x.frexp().mantissa,
+    "exponent": lambda x: x.frexp().exponent,
     "one_plus_erf": lambda x: 1 + x.erf(),
 }
 SKIPPED = {"where", "cast", "philox", "within"}  # tests/ir/test_interpret.py, tests/ir/test_philox.py

@@ -262,6 +262,18 @@ LIBM(lgamma, lgamma)
     return a != a | b != b ? a + b : a == b ? b : away; \
   }
 NEXTAFTER(float, u32, 0x80000000u) NEXTAFTER(double, u64, 0x8000000000000000ul)
+/* numbers below `least`, the smallest that is not denormal, are made larger by 2 to `up` first */
+#define FREXP(F, whole, least, up, places, most) \
+  INLINE F raised_(F x) { return x * (__builtin_fabs(x) < least ? (F)(1ul << up) : F(1)); } \
+  INLINE int32 exponent_(F x) { \
+    const int32 above = int32(bits(raised_(x)) >> places & most); \
+    return above == 0 | above == most ? 0 : above - most / 2 + 1 - (__builtin_fabs(x) < least ? up : 0); \
+  } \
+  INLINE F mantissa_(F x) { \
+    const whole u = bits(raised_(x)), above = u >> places & most; \
+    return above == 0 | above == most ? x : unbits((u & ~((whole)most << places)) | (whole)(most / 2 - 1) << places); \
+  }
+FREXP(float, u32, 0x1p-126f, 32, 23, 255) FREXP(double, u64, 0x1p-1022, 60, 52, 2047)
 template <class F> INLINE F logaddexp_(F a, F b) {
   const F low = min_(a, b), high = max_(a, b);
   return low == high && low - low != 0 ? high : high + log1p_(exp_(low - high));

@@ -24,6 +24,7 @@ SPELLING: Mapping[str, str] = {
     "cosh": "cosh_({0})", "asinh": "asinh_({0})", "acosh": "acosh_({0})", "atanh": "atanh_({0})",
     "gcd": "gcd_({0}, {1})", "zeta": "zeta_({0}, {1})", "hypot": "hypot_({0}, {1})",
     "nextafter": "nextafter_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "signbit": "signbit_({0})",
+    "mantissa": "mantissa_({0})", "exponent": "exponent_({0})",
     "isnan": "{0} != {0}", "isinf": "isinf_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}",
     "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}",
     "philox": "philox_({0}, {1}, {2})", "xor": "{0} ^ {1}", "not": "not_({0})",

@@ -265,6 +265,35 @@ def signbit_(a):
 
 
 @triton.jit
+def raised_(a):
+    # denormals made larger, so that they have all digits
+    if a.dtype == tl.float32:
+        return tl.where(tl.abs(a) < 1.1754943508222875e-38, a * 4294967296.0, a).to(tl.int32, bitcast=True)
+    else:
+        return tl.where(tl.abs(a) < 2.2250738585072014e-308, a * 1152921504606846976.0, a).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def exponent_(a):
+    if a.dtype == tl.float32:
+        above = raised_(a) >> 23 & 255
+        found = above - tl.where(tl.abs(a) < 1.1754943508222875e-38, 158, 126)
+    else:
+        above = raised_(a) >> 52 & 2047
+        found = above - tl.where(tl.abs(a) < 2.2250738585072014e-308, 1082, 1022)
+    return tl.where((a == 0) | (a - a != 0), 0, found).to(tl.int32)
+
+
+@triton.jit
+def mantissa_(a):
+    if a.dtype == tl.float32:
+        found = (raised_(a) & ~(255 << 23) | 126 << 23).to(tl.float32, bitcast=True)
+    else:
+        found = (raised_(a) & ~(2047 << 52) | 1022 << 52).to(tl.float64, bitcast=True)
+    return tl.where((a == 0) | (a - a != 0), a, found)
+
+
+@triton.jit
 def not_(a):
     if a.dtype == tl.int1:
         return a == 0

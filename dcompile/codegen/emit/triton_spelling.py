@@ -24,6 +24,7 @@ SPELLING: Mapping[str, str] = {
     "asin": "libdevice.asin({0})", "acos": "libdevice.acos({0})", "sinh": "libdevice.sinh({0})",
     "cosh": "libdevice.cosh({0})", "asinh": "libdevice.asinh({0})", "acosh": "libdevice.acosh({0})",
     "atanh": "libdevice.atanh({0})", "hypot": "libdevice.hypot({0}, {1})",
+    "mantissa": "mantissa_({0})", "exponent": "exponent_({0})",
     "nextafter": "libdevice.nextafter({0}, {1})", "floor": "libdevice.floor({0})", "ceil": "libdevice.ceil({0})",
     "trunc": "libdevice.trunc({0})", "round": "libdevice.rint({0})", "isnan": "{0} != {0}", "isinf": "isinf_({0})",
     "signbit": "signbit_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}",

@@ -45,6 +45,7 @@ LIBRARY = frozenset(
         "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal",
         "normal_functional", "uniform", "exponential", "geometric", "log_normal", "cauchy", "random", "multinomial",
         "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise",
+        "rrelu_with_noise_functional",
         # linear algebra
         "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr", "lu_unpack", "triangular_solve",
         "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex",

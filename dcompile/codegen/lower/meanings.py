@@ -104,6 +104,24 @@ def pow(body: Body, base: Ref, exponent: Ref) -> Ref:
     return body.apply("pow", base, exponent)
 
 
+def nextafter_short(body: Body, a: Ref, b: Ref, *, eps: float, least: float, most: float) -> Ref:
+    """The float32 nearest to which is the number of a shorter dtype that follows `a` towards `b`.
+
+    A step of 5/8 eps is more than half of the distance to the next number and less than three halves, above and below
+    a power of two; `least` is the smallest number there is, `most` the largest.
+    """
+    apply, zero = body.apply, body.const(0.0, "float32")
+    at_zero, size = apply("eq", a, zero), apply("abs", a)
+    step = apply("max", apply("mul", size, body.const(0.625 * eps, "float32")), body.const(least, "float32"))
+    away = apply("or", at_zero, apply("eq", apply("gt", b, a), apply("gt", a, zero)))
+    moved = apply("where", away, apply("add", size, step), apply("sub", size, step))
+    moved = apply("where", apply("isinf", a), body.const(most, "float32"), moved)
+    negative = apply("signbit", apply("where", at_zero, b, a))
+    moved = apply("where", negative, apply("neg", moved), moved)
+    found = apply("where", apply("eq", a, b), b, moved)
+    return apply("where", apply("isnan", b), b, found)
+
+
 def relu(body: Body, x: Ref) -> Ref:
     return body.apply("max", x, body.const(0, body.dtype(x)))
 

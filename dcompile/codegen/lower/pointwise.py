@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -160,10 +160,18 @@ def _table() -> dict[str, Pointwise]:
 
 
 def _nextafter(low: Lowering, value: torch.Tensor, /, x: T, y: T) -> Result:
-    """The next number of the dtype itself: not to be found in float32 for a shorter one."""
-    if dtype_name(value.dtype) not in ("float32", "float64"):
-        return NotImplemented
-    return Pointwise(meanings.simple("nextafter"), 2)(low, value, x, y)
+    """The next number of the dtype itself."""
+    dtype = dtype_name(value.dtype)
+    if dtype in ("float32", "float64"):
+        return Pointwise(meanings.simple("nextafter"), 2)(low, value, x, y)
+    limits = torch.finfo(value.dtype)
+    settings = {"eps": limits.eps, "least": limits.smallest_normal * limits.eps, "most": limits.max}
+    return Pointwise(meanings.nextafter_short, 2, ops=12)(low, value, x, y, **settings)
+
+
+def _frexp(low: Lowering, values: Sequence[torch.Tensor], /, x: T) -> tuple[T, T]:
+    mantissa, exponent = (Pointwise(meanings.simple(op), 1, "common", ops=4) for op in ("mantissa", "exponent"))
+    return mantissa(low, values[0], x), exponent(low, values[1], x)
 
 
 def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> T:
@@ -218,6 +226,7 @@ RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} |
     # autograd's own name for a division, where AOTAutograd does not take it apart
     "aten.true_divide.Tensor": Rule(_div),
     "aten.nextafter.default": Rule(_nextafter),
+    "aten.frexp.Tensor": Rule(_frexp),
     "aten.pow.Tensor_Scalar": Rule(_power),
     "aten.pow.Tensor_Tensor": Rule(_power),
     "aten.pow.Scalar": Rule(_power),

@@ -309,3 +309,20 @@ def test_remaining_unary_ops_match_eager(op, unary):
     (got,) = run(on_sample(op), {"x": SAMPLE}, unary)
     want = getattr(torch, op)(torch.from_numpy(SAMPLE)).numpy()
     assert np.allclose(got, want, rtol=3e-7, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mantissas_and_exponents_are_eagers(dtype):
+    """Of numbers of every exponent, denormal ones too."""
+    least = np.finfo(dtype).smallest_subnormal
+    kind = np.uint32 if dtype == "float32" else np.uint64
+    patterns = np.random.default_rng(0).integers(0, np.iinfo(kind).max, 20_000, kind).view(dtype)
+    x = np.concatenate([patterns, SPECIAL.astype(dtype), np.array([least, -5 * least, np.finfo(dtype).tiny], dtype)])
+    asked = {"mantissa": dtype, "exponent": "int32"}
+    made = {op: loops.unary(op, len(x), dtype, out) for op, out in asked.items()}
+    built = compiled(list(made.values()))
+    for want, (op, out) in zip(torch.from_numpy(x).frexp(), asked.items(), strict=True):
+        (got,) = run(made[op], {"x": x}, built)
+        assert got.dtype == out
+        np.testing.assert_array_equal(got, want.numpy(), err_msg=op)
+        assert op == "exponent" or (np.signbit(got) == np.signbit(x))[~np.isnan(x)].all()

@@ -185,6 +185,20 @@ def test_infinities_and_nan() -> None:
     check(lambda x: torch.floor_divide(x, x.flip(0)), x)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_the_next_number_and_the_parts_of_every_short_one(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    for towards in (0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan")):
+        to = torch.full_like(every, towards)
+        check(torch.nextafter, every, to, bitwise=True)
+        known = ~(every.isnan() | to.isnan())
+        check(lambda *args: torch.nextafter(*args).signbit(), every[known], to[known])
+    check(aten.frexp.Tensor, every, bitwise=True)
+    for x in layouts(dtype):
+        check(torch.nextafter, x, x * 0)
+        check(aten.frexp.Tensor, x)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_choices(dtype: torch.dtype) -> None:
     x, y, c = tensor(4, 6, dtype=dtype), tensor(6, dtype=dtype), tensor(4, 6, dtype=BOOL)

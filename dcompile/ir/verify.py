@@ -4,7 +4,7 @@ The rules:
   1. values refer to earlier values; arity, kinds and dtypes follow `OPS`, `REDUCTIONS` and `SCANS`;
   2. bfloat16 and float16 are only loaded, stored and cast;
   3. an index uses the loop's variables, size symbols and integers computed earlier, and stays inside its buffer;
-  4. a `set` store writes no element twice, and covers its buffer unless that is an input;
+  4. a `set` store writes no element twice, but one number into an input, and covers its buffer unless that is an input;
   5. what a step reads was written before it or is an input; a buffer has one writer (besides library calls that work in
      place, and loops that write to an input at one position known at run time), and no step after the one that
      overwrites an input reads that input; a size that a library call tells is used behind that call;

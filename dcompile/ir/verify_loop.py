@@ -206,6 +206,8 @@ def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Known, input
         require(modes == {"set"} or len(stores) == 1, f"{loop.name} stores to {name} in more than one way")
         if modes != {"set"} or len(known) != len(loop.outer) + len(loop.inner):
             continue
+        if name in inputs and _is_filled(loop, stores):
+            continue
         spaces = [_space_of(loop, store) for store in stores]
         for store, space in zip(stores, spaces, strict=True):
             empty = 0 in (known[v] for v in space)
@@ -216,6 +218,12 @@ def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Known, input
         if name not in inputs and extent_of(table[name]) is not None:
             require(written >= numel, f"{loop.name} writes {written} of the {numel} elements of {name}")
         _check_injective(loop, name, stores, spaces, known)
+
+
+def _is_filled(loop: Loop, stores: list[Store]) -> bool:
+    """One number everywhere, which may be written again: `zero_` of what looks at an element twice (`unfold`)."""
+    values = {loop.body[store.value] for store in stores}
+    return len(values) == 1 and isinstance(values.pop(), Const)
 
 
 def _space_of(loop: Loop, store: Store) -> tuple[str, ...]:

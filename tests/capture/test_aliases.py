@@ -59,3 +59,15 @@ def test_a_look_at_an_input_that_is_changed(function, columns, learns):
         assert torch.equal(got, want) and got.stride() == want.stride()
         assert got.storage_offset() == want.storage_offset()
         assert torch.equal(*whole)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_input_that_looks_at_its_elements_twice_is_filled(dynamic):
+    def function(seen, other):
+        seen.zero_()
+        return other + 1
+
+    ours, eager, other = torch.randn(4, 6), torch.randn(4, 6), torch.randn(3)
+    got = dcompile.compile(function, dynamic=dynamic)(ours.unfold(-1, 2, 1), other)
+    assert torch.equal(got, function(eager.unfold(-1, 2, 1), other))
+    assert torch.equal(ours, eager)

@@ -222,6 +222,15 @@ def test_a_loop_without_elements_writes_nothing_twice():
     verify(program(empty, buffers=[buffer("y", shape=(4, 0))], outputs=()))
 
 
+def test_one_number_may_be_written_to_an_input_again():
+    """`zero_` of an input that looks at its elements twice."""
+    row = Apply("cast", (1,), "float32")
+    one = loop([Const(2.0, "float32"), IndexOf(I0), row], Store("x", I0 + J0, 0))
+    verify(program(one, outputs=()))
+    rejects(program(replace(one, stores=(Store("x", I0 + J0, 2),)), outputs=()), "twice")
+    rejects(program(replace(one, stores=(Store("y", I0 + J0, 0), Store("y", AT, 0)))), "twice")
+
+
 def test_column_reductions_and_scatter():
     columns = loop([X], Store("y", J0, 0, "sum"))
     verify(program(columns, buffers=[buffer("y", shape=(8,))], outputs=()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dcompile.codegen.lower import (
+    bessel,
     creation,
     embedding,
     indexing,
@@ -37,6 +38,7 @@ RULES: dict[str, Rule] = {
     **products.RULES,
     **windows.RULES,
     **special.RULES,
+    **bessel.RULES,
     **creation.RULES,
     **randoms.RULES,
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.body import Body
+from dcompile.codegen.lower.formula import Numbers
 from dcompile.codegen.lower.graph import Lowering
 from dcompile.codegen.lower.pointwise import Pointwise
 from dcompile.codegen.lower.rule import Result, Rule
@@ -120,44 +121,11 @@ DIGAMMA = (
 )  # fmt: skip
 
 
-class _Numbers:
-    """Arithmetic on values of a body; numbers become constants of their dtype."""
-
-    def __init__(self, body: Body, dtype: str) -> None:
-        self.body, self.dtype = body, dtype
-
-    def __call__(self, op: str, *args: Ref | float) -> Ref:
-        return self.body.apply(op, *(self.ref(arg) for arg in args))
-
-    def ref(self, value: Ref | float) -> Ref:
-        """A number is a float; a value of the body is an integer, its position."""
-        return self.body.const(value, self.dtype) if isinstance(value, float) else value
-
-    def polynomial(self, x: Ref, coefficients: Sequence[float]) -> Ref:
-        """The highest power comes first."""
-        result = self.ref(coefficients[0])
-        for coefficient in coefficients[1:]:
-            result = self("add", self("mul", result, x), coefficient)
-        return result
-
-    def chebyshev(self, x: Ref, coefficients: Sequence[float]) -> Ref:
-        """The highest order comes first; the last coefficient is halved."""
-        last, before, current = self.ref(0.0), self.ref(0.0), self.ref(coefficients[0])
-        for coefficient in coefficients[1:]:
-            last, before = before, current
-            current = self("add", self("sub", self("mul", x, before), last), coefficient)
-        return self("mul", 0.5, self("sub", current, last))
-
-    def signed(self, magnitude: Ref, like: Ref) -> Ref:
-        """The magnitude with the sign of another number."""
-        return self("where", self("signbit", like), self("neg", magnitude), magnitude)
-
-
 def _bessel(near: Sequence[float], far: Sequence[float], *, odd: bool, scaled: bool) -> Callable[..., Ref]:
     """The modified Bessel function I0 or I1, times exp(-|x|) if scaled."""
 
     def meaning(body: Body, x: Ref) -> Ref:
-        n = _Numbers(body, body.dtype(x))
+        n = Numbers(body, body.dtype(x))
         size = n("abs", x)
         first = n.chebyshev(n("sub", n("div", size, 2.0), 2.0), near)
         first = n("mul", first, size) if odd else first
@@ -177,7 +145,7 @@ def _bessel_k(near: Sequence[float], far: Sequence[float], *, odd: bool, scaled:
     inner = _bessel(I1_NEAR if odd else I0_NEAR, I1_FAR if odd else I0_FAR, odd=odd, scaled=False)
 
     def meaning(body: Body, x: Ref) -> Ref:
-        n = _Numbers(body, body.dtype(x))
+        n = Numbers(body, body.dtype(x))
         product = n("mul", n("log", n("mul", 0.5, x)), inner(body, x))
         series = n.chebyshev(n("sub", n("mul", x, x), 2.0), near)
         first = n("add", product, n("div", series, x)) if odd else n("sub", series, product)
@@ -194,7 +162,7 @@ def _bessel_k(near: Sequence[float], far: Sequence[float], *, odd: bool, scaled:
 
 
 def _spherical_j0(body: Body, x: Ref) -> Ref:
-    n = _Numbers(body, body.dtype(x))
+    n = Numbers(body, body.dtype(x))
     terms = [(-1) ** k / math.factorial(2 * k + 1) for k in range(6, -1, -1)]
     near = n.polynomial(n("mul", x, x), terms)
     result = n("where", n("lt", n("abs", x), 0.5), near, n("div", n("sin", x), x))
@@ -203,7 +171,7 @@ def _spherical_j0(body: Body, x: Ref) -> Ref:
 
 def _erfcx(body: Body, x: Ref) -> Ref:
     """exp(x**2) erfc(x), as M. M. Shepherd and J. G. Laframboise (Mathematics of Computation 36, 1981) expand it."""
-    n = _Numbers(body, "float64")
+    n = Numbers(body, "float64")
     wide = body.cast(x, "float64")
     size = n("abs", wide)
     place = n("div", n("sub", size, 3.75), n("add", size, 3.75))
@@ -216,7 +184,7 @@ def _erfcx(body: Body, x: Ref) -> Ref:
 
 def _erfinv(body: Body, y: Ref) -> Ref:
     """A rational approximation and two steps of Newton's method."""
-    n = _Numbers(body, body.dtype(y))
+    n = Numbers(body, body.dtype(y))
     size, square = n("abs", y), n("mul", y, y)
     top = n.polynomial(square, (-0.140543331, 0.914624893, -1.645349621, 0.886226899))
     bottom = n.polynomial(square, (0.012229801, -0.329097515, 1.442710462, -2.118377725, 1.0))
@@ -234,11 +202,11 @@ def _erfinv(body: Body, y: Ref) -> Ref:
 
 def _digamma(body: Body, x: Ref) -> Ref:
     """Below 0 by reflection, up to 10 by recurrence, from there a series."""
-    n = _Numbers(body, body.dtype(x))
+    n = Numbers(body, body.dtype(x))
     negative = n("lt", x, 0.0)
     part = n("sub", x, n("trunc", x))
     double = body.cast(part, "float64")  # as eager: the tangent near a pole
-    wide = _Numbers(body, "float64")
+    wide = Numbers(body, "float64")
     tangent = wide("div", math.pi, wide("tan", wide("mul", math.pi, double)))
     at = n("where", negative, n("sub", 1.0, x), x)
     total = n.ref(0.0)
@@ -256,7 +224,7 @@ def _digamma(body: Body, x: Ref) -> Ref:
 
 
 def _trigamma(body: Body, x: Ref) -> Ref:
-    n = _Numbers(body, body.dtype(x))
+    n = Numbers(body, body.dtype(x))
     low = n("lt", x, 0.5)
     sine = n("sin", n("mul", math.pi, x))
     total = n("where", low, n("sub", 0.0, n("div", math.pi**2, n("mul", sine, sine))), 0.0)
@@ -286,7 +254,7 @@ def _polygamma(low: Lowering, value: torch.Tensor, /, order: Any, x: Any) -> Res
     factor = math.exp(math.lgamma(order + 1)) * (1 if order % 2 else -1)
 
     def meaning(body: Body, x: Ref) -> Ref:
-        n = _Numbers(body, body.dtype(x))
+        n = Numbers(body, body.dtype(x))
         return n("mul", factor, n("zeta", float(order + 1), x))
 
     return Pointwise(meaning, 1, heavy=True, ops=60)(low, value, x)
@@ -294,7 +262,7 @@ def _polygamma(low: Lowering, value: torch.Tensor, /, order: Any, x: Any) -> Res
 
 def _ndtri(body: Body, given: Ref) -> Ref:
     """Where the standard normal distribution reaches `given`."""
-    n = _Numbers(body, body.dtype(given))
+    n = Numbers(body, body.dtype(given))
     edge = 0.13533528323661269189  # exp(-2)
     upper = n("gt", given, n("sub", 1.0, edge))
     y = n("where", upper, n("sub", 1.0, given), given)

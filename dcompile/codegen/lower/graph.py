@@ -138,8 +138,11 @@ class Lowering:
         read = arg.view is not None and arg.view.buffer in self._from_cpu
         return arg.shape == () and (read or (not arg.reads and arg.device == "cpu"))
 
-    def memory(self, tensor: T) -> T:
-        """`tensor` in memory, whatever the strides: itself, a view of its stored base, or a copy."""
+    def memory(self, tensor: T, anew: bool = True) -> T:
+        """`tensor` in memory, whatever the strides: itself, a view of its stored base, or a copy.
+
+        `anew`: whether readers of a few elements may compute those again.
+        """
         if tensor.view is not None:
             return tensor
         key = id(tensor)
@@ -148,8 +151,9 @@ class Lowering:
                 stored = replace(tensor.again(self.memory(tensor.base)), strides=tensor.strides)
                 stored = stored if stored.view is not None else self.store(tensor)
             else:
-                stored = replace(self.store(tensor), made=tensor)
-                stored = replace(stored, sources=stored.reads | tensor.sources)
+                stored = self.store(tensor)
+                if anew:
+                    stored = replace(stored, made=tensor, sources=stored.reads | tensor.sources)
             self._stored[key] = (tensor, stored)  # the tensor is kept, so that its id stays its own
         return self._stored[key][1]
 

@@ -24,7 +24,7 @@ from dcompile.codegen.lower.rules import RULES
 from dcompile.codegen.lower.scalars import scalar
 from dcompile.codegen.lower.set_data import with_shared_data
 from dcompile.codegen.lower.sizes import Inexpressible, is_symbolic, opaque_shape, size_of, variables_of
-from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, constant, from_view
+from dcompile.codegen.lower.tensor import MAX_LOADS, MAX_OPS, T, constant, from_view, is_slight
 from dcompile.codegen.lower.uses import Kind, Uses, find_uses
 from dcompile.ir.index import Index, Size, as_index, as_size, typical, var
 from dcompile.ir.nodes import PART, Program, View
@@ -299,7 +299,7 @@ class _Walk:
             return result
         tensor = self._torch_layout(result, value)
         if tensor.view is None and self._is_stored(node, tensor):
-            return self.low.memory(tensor)
+            return self.low.memory(tensor, anew=not self.uses[node].memory)
         if tensor.view is None:
             self.low.lazy[id(tensor)] = (tensor, self.uses[node].last)
         return tensor
@@ -323,6 +323,8 @@ class _Walk:
             return False  # a view of something that was found worth computing where it is used
         if uses.memory:
             return True
+        if is_slight(tensor):
+            return False  # a row computes it once: a kernel of its own, and memory, would cost more
         if not tensor.heavy and uses.total <= typical(tensor.numel):
             return False
         return not tensor.is_cheap and (uses.count > 1 or uses.numel > typical(tensor.numel))

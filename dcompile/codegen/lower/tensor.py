@@ -16,7 +16,8 @@ from dcompile.codegen.lower.indices import (
 )
 from dcompile.codegen.lower.sizes import Inexpressible
 from dcompile.ir.index import ZERO, Size, as_index, flatten, is_below, is_nonnegative, modulo, size_product
-from dcompile.ir.nodes import Const, IndexOf, Ref, View
+from dcompile.ir.nodes import Apply, Const, IndexOf, Ref, View
+from dcompile.ir.ops import OPS
 
 At = Callable[[Body, Coords], Ref]
 Remap = Callable[[Body, Coords], Coords]
@@ -25,6 +26,9 @@ MAX_OPS = 64
 """Operations inlined into one body before a value is stored: beyond this, compile time and registers suffer."""
 MAX_LOADS = 16
 """Distinct loads inlined into one body: a row's working set should stay in L1."""
+
+SLIGHT = 8
+"""Additions that one element may cost to be worked out in every row that reads it, which spares a kernel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +190,15 @@ def constant_of(tensor: T) -> bool | int | float | None:
     body = Body(ranges_of("i", tensor.shape))
     value = body.values[body.trace(tensor, variables("i", tensor.shape))]
     return value.value if isinstance(value, Const) else None
+
+
+def is_slight(tensor: T) -> bool:
+    """Is it one element, made by few additions, or one division, of what is in memory?"""
+    if tensor.numel != 1 or tensor.ops > SLIGHT or tensor.loads > 2:
+        return False
+    body = Body(ranges_of("i", tensor.shape))
+    body.trace(tensor, variables("i", tensor.shape))
+    return sum(OPS[value.op].cost for value in body.values if isinstance(value, Apply)) <= SLIGHT
 
 
 def laid_out_as(tensor: T, strides: Shape) -> bool:

@@ -50,6 +50,27 @@ def test_a_value_that_is_spread_out_is_stored_first() -> None:
     assert [loop.outer for loop in loops(program)] == [(4,), (4,), (4, 6)]
 
 
+def test_one_element_of_little_work_is_worked_out_by_its_readers() -> None:
+    def scaled(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        return [x * (scale := -(a / b)), (x + scale).sum(1)]
+
+    one = torch.rand(())
+    assert len(loops(program_of(scaled, X, one, one))) == 2
+    costly = program_of(lambda x, a: x * a.exp(), X, one)
+    assert [loop.outer for loop in loops(costly)] == [(), (4, 6)]
+
+
+def test_a_result_is_read_rather_than_worked_out_again_where_it_is_picked_from() -> None:
+    def picked(x: torch.Tensor, at: torch.Tensor) -> list[torch.Tensor]:
+        total = x.sum(1, keepdim=True)
+        log = total.log()
+        return [log, (x - log).gather(1, at)]
+
+    gathering = loops(program_of(picked, torch.rand(4, 64), torch.zeros(4, 1, dtype=torch.int64)))[-1]
+    assert "log" in gathering.reads
+    assert not any(isinstance(value, Apply) and value.op == "log" for value in gathering.body)
+
+
 def test_what_a_library_call_reads_lies_in_memory() -> None:
     program = program_of(lambda x, y: torch.mm((x + y).relu(), y.t()), X, X)
     assert [type(step) for step in program.steps] == [Loop, Extern]

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from common import UserError, World, clear_errors, gather, join_world, load_config
+from common import UserError, World, clear_errors, gather, join_world, leave_world, load_config
 from tensor_parallel import shard
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -208,7 +207,7 @@ def main() -> None:
         try:
             run(arguments, world)
         finally:
-            dist.destroy_process_group()
+            leave_world()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from common import (
     digest_of,
     gather,
     join_world,
+    leave_world,
     load_config,
     parse_options,
     stop_on_signals,
@@ -253,7 +254,7 @@ def main() -> None:
     with clear_errors():
         world = join_world(args.device)
         train(args, world)
-    dist.destroy_process_group()
+    leave_world()
 
 
 if __name__ == "__main__":

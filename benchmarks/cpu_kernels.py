@@ -245,11 +245,11 @@ def adamw_many(compiled: Compile, dtype: str) -> Step:
     parameters = _parameters(dtype)
     options = {"fused": True} if compiled is _as_it_is else {"foreach": True}
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, **options)
-    call = compiled(optimizer.step)
+    call, values = compiled(optimizer.step), [parameter.detach() for parameter in parameters]
 
     def step() -> Any:
         call()
-        return [parameter.detach() for parameter in parameters]
+        return values  # as the loops by hand do: 16 tensors made in each step took 40 to 60 us of 4 ms
 
     return step
 

@@ -31,7 +31,7 @@ INLINE void stream_pair(u16* to, pair x) {
 }
 INLINE pair_int match_pair(int32 first, int32 place) {
   const wide_int even = places(0) * 2 + first;
-  return __builtin_expect(u32(place) - u32(first) < PAIR, 0) ? pair_int{even == place, even + 1 == place} : pair_int{};
+  return {even == place, even + 1 == place};
 }
 """
 
@@ -107,8 +107,7 @@ INLINE int32 any(const pair_int (&x)[2]) { return any(x[0] | x[1]); }
   else { past_caches(to, packed(x.even)); past_caches(to + WIDTH, packed(x.odd)); } }
 INLINE pair_int places_two(int32 first) { return {places(first), places(first + WIDTH)}; }
 INLINE pair_int match_two(int32 first, int32 place) {
-  return __builtin_expect(u32(place) - u32(first) < PAIR, 0)
-    ? pair_int{places(first) == place, places(first + WIDTH) == place} : pair_int{};
+  return {places(first) == place, places(first + WIDTH) == place};
 }
 TWO(float32, float, pair) TWO(bfloat16, u16, pair) TWO(float16, u16, pair) TWO(bool, uint8, pair_int)
 TWO(bool, bool, pair_int)

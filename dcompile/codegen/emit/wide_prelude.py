@@ -178,10 +178,12 @@ INLINE wide max_(wide a, float b) { return max_(a, widen(b)); }
 INLINE wide max_(float a, wide b) { return max_(widen(a), b); }
 template <class A, class B> INLINE wide select_(wide_int mask, A a, B b) { return mask ? widen(a) : widen(b); }
 template <class A, class B> INLINE wide select_(bool mask, A a, B b) { return mask ? widen(a) : widen(b); }
-/* which of the positions from `first` on is `place`: in nearly all vectors none */
-INLINE wide_int match(int32 first, int32 place) {
-  return __builtin_expect(u32(place) - u32(first) < WIDTH, 0) ? places(first) == place : wide_int{};
-}
+/* whether `place` is one of the `count` from `first` on: in nearly all steps it is not */
+template <int count> INLINE bool holds(int32 first, int32 place) { return u32(place) - u32(first) < count; }
+struct some_ { static constexpr bool any = true; };
+struct none_ { static constexpr bool any = false; };
+/* which of the positions from `first` on is `place` */
+INLINE wide_int match(int32 first, int32 place) { return places(first) == place; }
 INLINE wide to_float32(wide_int mask) { return mask ? 1.f : 0.f; }
 INLINE wide from_int32(wide_int x) { return __builtin_convertvector(x, wide); }
 INLINE wide_int shr_(wide_int x, int32 by) { return x >> by; }

@@ -256,6 +256,7 @@ def test_pairs_of_vectors_are_what_the_plain_loop_makes(
     text = source_of(made).text
     step = "WIDTH" if many == "bfloat16" else many.upper()
     assert f"+ {step} <=" in text and (f"stream_{many}" in text) == streams
+    assert f"if (__builtin_expect(holds<{step}>(" in text, "steps without the row's place choose nothing"
 
     def some(*shape: int) -> np.ndarray:
         return from_bfloat16(to_bfloat16(rng.normal(size=shape).astype(np.float32)))

@@ -95,12 +95,39 @@ ROUNDED = frozenset({"TruncToInt", "FloorToInt", "CeilToInt", "RoundToInt"})
 def rounded(shape_env: Any, expression: Any) -> dict[Any, int | None]:
     """The whole numbers that an expression makes of floats -> the least each may be, as far as torch knows."""
     if type(expression).__name__ in ROUNDED:
-        lower = shape_env.bound_sympy(expression).lower
+        lower = _bounds(shape_env, expression).lower
         return {expression: int(lower) if getattr(lower, "is_Integer", False) else None}
     found: dict[Any, int | None] = {}
     for arg in expression.args:
         found |= rounded(shape_env, arg)
     return found
+
+
+def _bounds(shape_env: Any, expression: Any) -> Any:
+    """What torch knows of an expression's range, and that a power of no negative number is none: torch bounds no power.
+
+    `int(n ** 0.5)`, the side of a square of n patches, could be anything otherwise, and so what is divided by it.
+    """
+    import sympy
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    ranges = {symbol: shape_env.var_to_range.get(symbol) for symbol in expression.free_symbols}
+
+    def bounded(part: Any) -> Any:
+        """The part, with a symbol of known range in place of each power of what is not negative."""
+        if not part.args:
+            return part
+        args = [bounded(arg) for arg in part.args]
+        if type(part).__name__ == "FloatPow":
+            base, exponent = (bound_sympy(arg, ranges) for arg in args)
+            if base.lower >= 0:
+                power = sympy.Dummy(real=True)
+                least = 1.0 if base.lower >= 1 and exponent.lower >= 0 else 0.0
+                ranges[power] = ValueRanges(least, sympy.oo)
+                return power
+        return part.func(*args)
+
+    return bound_sympy(bounded(expression), ranges)
 
 
 def known_divisor(shape_env: Any, symbol: Any) -> int:

@@ -80,6 +80,35 @@ def test_other_numbers_made_of_floats_are_symbols_of_their_own():
     assert evaluate(more, {**known, name: 2}) == 2 + 9
 
 
+@pytest.mark.parametrize(("rest", "letter"), [(1, "u"), (3, "z")])
+def test_a_power_of_what_is_not_negative_is_not_negative_either(rest, letter):
+    """The side of a square of patches: torch has no bound for it, nor for what is made of it."""
+
+    def side(x):
+        return torch.sym_int((x.shape[0] - rest) ** 0.5)
+
+    value, _, _ = shapes(lambda x: x.new_empty(side(x), 2), torch.zeros(26, 9))
+    ((name,), _) = (size.variables if not isinstance(size, int) else size for size in shape_of(value))
+    assert name[0] == letter
+    value, known, _ = shapes(lambda x: x.new_empty((x.shape[0] - 1) // side(x), 2), torch.zeros(26, 9))
+    if letter == "z":
+        with pytest.raises(Inexpressible, match="may be negative"):
+            shape_of(value)
+    else:
+        assert evaluate(as_index(shape_of(value)[0]), {**known, name: 5}) == 5
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.5, -0.5])
+def test_powers_inside_powers_and_sums_have_bounds(exponent):
+    def function(x):
+        root = x.shape[0] ** exponent
+        return x.new_empty(torch.sym_int((root * 1.5) ** 0.5 + 0.75), torch.sym_int(root - 2.5) + 8)
+
+    value, _, _ = shapes(function, torch.zeros(26, 9))
+    letters = [name[0] for size in shape_of(value) for name in size.variables]
+    assert letters == ["u", "z"]
+
+
 def test_a_division_of_what_may_be_negative_is_not_read(monkeypatch):
     value, _, _ = shapes(lambda x: x.new_empty(x.shape[0] // 2, 2), torch.zeros(7, 9))
     monkeypatch.setattr(compat.sizes, "least_value", lambda *_: None)

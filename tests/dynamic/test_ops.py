@@ -223,6 +223,33 @@ def test_sizes_that_are_made_of_floats():
     assert not receipt.fallbacks, str(receipt)
 
 
+def test_a_square_of_patches_whose_side_is_a_square_root():
+    """As DPT's reassembling: sizes are divided by the side, and floats of kernels are made of it."""
+
+    def function(x):
+        patches = x[:, 1:].relu()
+        side = int(patches.shape[1] ** 0.5)
+        square = patches.reshape(x.shape[0], side, side, x.shape[2]).permute(0, 3, 1, 2).contiguous()
+        coarse = square[:, :, ::2, ::2]
+        larger = F.interpolate(coarse, size=(8, 8), mode="bilinear")
+        return (square * (1 / side)).tanh(), coarse.exp().sum((2, 3)) / (coarse.shape[2] - 0.5), larger * 2
+
+    receipt, _ = check(function, (grad(2, 26, 3),), (grad(3, 50, 4),))
+    assert receipt.kernels and not receipt.fallbacks, str(receipt)
+
+
+def test_python_divides_by_a_count_of_elements_and_raises_where_it_is_0():
+    def function(x):
+        return x * (1 / (x > 0).nonzero().shape[0])
+
+    x = torch.tensor([1.0, -2.0, 3.0])
+    compiled = dcompile.compile(function, dynamic=True, options={"receipt": False})
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(compiled(x), function(x))
+        with pytest.raises(ZeroDivisionError):
+            compiled(-x.abs())
+
+
 def test_a_view_of_columns_whose_sizes_are_equal_by_a_guard():
     def function(x):
         a, b, c, d = x.shape

@@ -17,7 +17,7 @@ from tests.subject import IS_DCOMPILE, anew
 
 FALLBACKS: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallbacks.json").read_text())
 """Name, or name and aspect -> what may be left to ATen for want of a rule. A list may shrink; what is not in it is an
-error. (`dpt-dynamic`: a size is made of a square root, which leaves the backward to ATen as a whole.)"""
+error."""
 ON_CUDA: Mapping[str, list[str]] = json.loads((Path(__file__).parent / "fallbacks_cuda.json").read_text())
 """What may be so on a GPU, beside those, by name or aspect: sums at places known only at run time, cuDNN's layers."""
 

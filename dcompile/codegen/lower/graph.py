@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.indices import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
-from dcompile.codegen.lower.reals import Real
+from dcompile.codegen.lower.reals import Real, follows
 from dcompile.codegen.lower.sizes import opaque_shape, variables_of
 from dcompile.codegen.lower.sizes import shape_of as shape_of
 from dcompile.codegen.lower.sizes import strides_of as strides_of
@@ -57,6 +57,9 @@ class Lowering:
         """Size symbols that the arguments tell."""
         self.told: frozenset[str] = frozenset()
         """Size symbols that library calls have told so far."""
+        self.followed: frozenset[str] = frozenset()
+        """Those of them that follow from the arguments' sizes alone, `int(1.7 * size)` say. (A count of elements may be
+        0, and what divides by it has to raise as Python does.)"""
         self.declined: list[str] = []
         """Why ops were left to the library for the sake of their sizes."""
         self.data_given: list[tuple[Extern, int]] = []
@@ -226,6 +229,8 @@ class Lowering:
         effect = effect or not variables_of(sizes) <= self.known
         tells = tells or self._told_by(outs)
         self.told |= frozenset(tells)
+        if follows((*args, *(kwargs or {}).values()), self.known | self.followed):
+            self.followed |= frozenset(tells)
         self.steps.append(Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect, tells=tells))
 
     def _told_by(self, outs: Sequence[str | None]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -36,9 +36,13 @@ class Real:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _unknown
 
 
-def real(target: str, args: Any, name: str, known: frozenset[str]) -> Real | None:
-    """The number that a node computes, if it is one of these operations on sizes that arguments tell."""
-    given = all(
+def follows(args: Iterable[Any], known: frozenset[str]) -> bool:
+    """Whether these are numbers of the program text, or made of sizes that are known."""
+    return all(
         isinstance(arg, Real | int | float) or (isinstance(arg, Index) and arg.variables <= known) for arg in args
     )
-    return Real(target, tuple(args), name) if target in OPS and given else None
+
+
+def real(target: str, args: Any, name: str, known: frozenset[str]) -> Real | None:
+    """The number that a node computes, if it is one of these operations on sizes that follow from the arguments'."""
+    return Real(target, tuple(args), name) if target in OPS and follows(args, known) else None

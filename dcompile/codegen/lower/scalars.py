@@ -18,7 +18,7 @@ def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, A
     """A node whose value is a symbolic number: an expression of sizes where it is one, otherwise a call."""
     name = node.name
     if type(value).__name__ == "SymFloat":
-        number = real(op_text(node.target), args, name, low.known)
+        number = real(op_text(node.target), args, name, low.known | low.followed)
         if number is not None:
             return number
     try:

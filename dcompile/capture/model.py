@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,18 @@ class Invocation:
     """Of sharded parameters, those that graphs of this call have gradients of."""
 
 
+@dataclass(eq=False)
+class Synced:
+    """One backward that reduces gradients."""
+
+    behind: bool
+    """Whether it does so when it is through, not in its programs."""
+    buckets: list[GradientBuckets] = field(default_factory=list)
+    """Of each program, in the order in which they ran."""
+    numbers: list[frozenset[int]] = field(default_factory=list)
+    """If `behind`: the parameters that each of them has a gradient of."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """The graphs that one kind of call runs (another kind: other shapes, another branch, no_grad)."""
@@ -90,7 +102,7 @@ class CompiledModel:
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
         self._tokens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         """That a backward is not to reduce, and that it is, for adapters that are asked at each call."""
-        self._synced: dict[int, list[GradientBuckets]] = {}
+        self._synced: dict[int, Synced] = {}
         self._all_idle: GradientBuckets | None = None
         """What calls beside the compiled graphs reduce through."""
         self._flushing: set[tuple[int, int]] = set()
@@ -280,7 +292,7 @@ class CompiledModel:
     def _act_on(self, variant: Variant, call: Invocation, result: Any) -> None:
         adapter = self.adapter
         if isinstance(adapter, DdpAdapter) and adapter.eligible and torch.is_grad_enabled():
-            reasons = (*variant.objections, *adapter.hooked())
+            reasons = (*variant.objections, *(adapter.hooked() if adapter.uneven else ()))
             if reasons:
                 self._go_around(adapter, call, result, reasons)
 
@@ -388,15 +400,27 @@ class CompiledModel:
         who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
         self.toolbox.agree(adapter.group, f"gradients of model {self.number}", [who])
 
-    def begin_sync(self, buckets: GradientBuckets, adapter: DdpAdapter) -> None:
-        """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through."""
+    def begin_sync(self, buckets: GradientBuckets, adapter: DdpAdapter, grads: Iterable[tuple[int, int]]) -> bool:
+        """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through.
+
+        Returns whether its program is to do it. If a parameter has a hook, that is to get the gradient of this rank:
+        then all buckets, of this graph with the gradients `grads`, are reduced behind the backward, in the order in
+        which other ranks, which may have no hooks, reduce them in their programs.
+        """
         task = compat.tensors.backward_task()
         first = task not in self._synced
         if first:
-            self._synced[task] = []
-            compat.tensors.at_end_of_backward(lambda: self._finish_sync(self._synced.pop(task)))
+            hooked = [] if adapter.uneven else adapter.hooked()
+            self._synced[task] = Synced(behind=bool(hooked))
+            if hooked:
+                adapter.note_behind(hooked)
+            compat.tensors.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
+        synced = self._synced[task]
         buckets.begin(adapter.unreduced if first and adapter.every else (), task, first)
-        self._synced[task].append(buckets)
+        synced.buckets.append(buckets)
+        if synced.behind:
+            synced.numbers.append(adapter.accumulating(number for _, number in grads))
+        return not synced.behind
 
     def flush_after_backward(self, shards: ShardedParameters) -> None:
         """A backward adds to gradients of sharded parameters: when it is through, reduce what earlier ones left."""
@@ -409,6 +433,14 @@ class CompiledModel:
                 shards.flush()
 
             compat.tensors.at_end_of_backward(flush)
+
+    def _end_sync(self, synced: Synced) -> None:
+        if synced.behind:
+            done: set[int] = set()
+            for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):
+                buckets.reduce_behind(numbers, done)
+                done |= numbers
+        self._finish_sync(synced.buckets)
 
     def _finish_sync(self, reduced: list[GradientBuckets]) -> None:
         adapter = self.adapter

@@ -375,7 +375,7 @@ class Programs:
         sync = sync and adapter.eligible and accumulates
         if sync:
             self._agree("backward")
-            self.model.begin_sync(buckets, adapter)
+            sync = self.model.begin_sync(buckets, adapter, self.grads)
         elif accumulates:
             adapter.unreduced.update(number for _, number in self.grads)
         return run(args, buckets=buckets, sync=sync)

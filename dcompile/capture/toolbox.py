@@ -35,6 +35,9 @@ class GradientBuckets(BucketSource, Protocol):
     def reduce_all(self) -> None:
         """Reduce every bucket, as a program does on its way: what .grad holds of each parameter."""
 
+    def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
+        """Reduce every bucket behind a backward whose program has not: what .grad holds of `numbers`."""
+
     def settle_idle(self, elsewhere: Collection[int]) -> None:
         """A backward is through: parameters that it had no gradient of get what the other ranks' came to."""
 

@@ -1,7 +1,8 @@
-"""Hooks of modules, which TorchDynamo traces as it finds them and, where there are none, does not guard on."""
+"""Hooks of modules, which TorchDynamo traces as found and, where there are none, does not guard on; of gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +34,35 @@ class Hooks:
         if not self._held:
             return ""
         return " ".join(name for name, table in self._held if table)
+
+
+class GradientHooks:
+    """Parameters that have hooks on their gradients, asked for in each backward.
+
+    These, too, take their numbers from that counter: while it stands still, only those that had hooks may have some.
+    """
+
+    def __init__(self, parameters: Mapping[int, Callable[[], Any]]) -> None:
+        from torch.utils.hooks import RemovableHandle
+
+        self._parameters = parameters
+        self._counter = RemovableHandle
+        self._counted = -1
+        self._held: list[int] = []
+
+    def numbers(self, ours: Mapping[int, Any]) -> list[int]:
+        """Numbers of the parameters that have any. `ours`: those that one hook of our own is on."""
+        if self._counter.next_id != self._counted:
+            self._counted = self._counter.next_id
+            self._held = [number for number in self._parameters if self._has_hooks(number, int(number in ours))]
+        return [number for number in self._held if self._has_hooks(number, int(number in ours))] if self._held else []
+
+    def _has_hooks(self, number: int, ours: int) -> bool:
+        parameter = self._parameters[number]()
+        if parameter is None:
+            return False
+        behind = parameter._post_accumulate_grad_hooks
+        return bool(parameter._backward_hooks) or (behind is not None and len(behind) > ours)
 
 
 def _held_for_all() -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -213,6 +213,34 @@ class Buckets:
             self.start(name, memory)
         for name, memory in memories.items():
             self.wait(name, memory)
+
+    def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
+        """Reduce every bucket behind a backward whose program has not: what .grad holds of `numbers`, else zeros.
+
+        `before`: parameters whose .grad other buckets of the same backward have reduced as a whole already. What other
+        ranks have of them in these buckets is added.
+        """
+        memories = {bucket.name: self.acquire(bucket.name) for bucket in self.buckets}
+        for name, memory in memories.items():
+            bucket = self._table[name]
+            for number, view, param in self._views(bucket, memory):
+                mine = number in numbers and number not in before and param.grad is not None
+                view.copy_(param.grad.detach()) if mine else view.zero_()
+            payload = scaled(memory.flat, self.group, self._scale, bucket.wire, memory.wire)
+            self._works[name] = start_sum(self.group, payload, self._label(name))
+        for name, memory in memories.items():
+            self.wait(name, memory)
+            for number, view, param in self._views(self._table[name], memory):
+                if number in before and param.grad is not None:
+                    param.grad += view
+                elif number in numbers:
+                    param.grad = like(view, param)
+
+    def _views(self, bucket: Bucket, memory: BucketMemory) -> Iterator[tuple[int, torch.Tensor, Any]]:
+        """Number, place in the bucket, and parameter, of those that are still there."""
+        for number, _ in bucket.places:
+            if (param := self._param(number)) is not None:
+                yield number, self._view(number, memory), param
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -319,16 +320,32 @@ def hooks_and_clipping() -> dict[str, Any]:
     return result | {"fired": list(counts.values())}
 
 
-def tensor_hooks() -> dict[str, Any]:
-    """A hook that changes a gradient on its way to the parameter."""
+def gradient_hooks(how: str) -> dict[str, Any]:
+    """Hooks get the gradient of their rank alone, before it is added to .grad and reduced; one rank may have others."""
 
     def steps(call: Any, ddp: Any) -> None:
-        next(ddp.parameters()).register_hook(lambda grad: grad * 4)
-        for step in range(2):
-            ddp.zero_grad()
-            backward(call, step)
+        seen, (weight, bias, *_) = [], ddp.parameters()
+        for step in range(4):
+            if step == (1 if how == "late" else 0):
+                if how == "after":
+                    weight.register_post_accumulate_grad_hook(lambda p: clamp_and_tell(p.grad, seen))
+                elif how != "one rank" or dist.get_rank():
+                    handle = weight.register_hook(lambda grad: seen.append(grad.clone()) or grad.clamp(-1e-3, 1e-3))
+            with ddp.no_sync() if step == 1 else contextlib.nullcontext():
+                backward(call, step)
+            if step == 2 and how == "late":
+                handle.remove()
+        gradients_seen.append([*seen, bias.grad])
 
-    return same_as_stock(steps)
+    gradients_seen: list[list[Any]] = []
+    found = same_as_stock(steps)
+    stock, ours = gradients_seen
+    return found | {"seen": worst_of((a - b).abs().max().item() for a, b in zip(stock, ours, strict=True))}
+
+
+def clamp_and_tell(gradient: torch.Tensor, seen: list[torch.Tensor]) -> None:
+    seen.append(gradient.clone())
+    gradient.clamp_(-1e-3, 1e-3)
 
 
 def used_outside_the_module() -> dict[str, Any]:

@@ -129,9 +129,18 @@ def test_autograd_grad_reduces_nothing(ranks):
         assert found == {"grad": 0, "found": 0}
 
 
-@pytest.mark.parametrize("case", ["tensor_hooks", "used_outside_the_module"])
-def test_gradients_from_elsewhere_are_reduced_and_reported(ranks, case):
-    for found in values(ranks, case):
+@pytest.mark.parametrize("how", ["first", "late", "after", "one rank"])
+def test_hooks_get_the_gradients_of_their_rank(ranks, how):
+    """As under DDP, which reduces .grad: a hook that clamps is to do so before."""
+    for rank, found in enumerate(values(ranks, "gradient_hooks", how=how)):
+        assert found["grad"] <= SHARED and found["seen"] <= SHARED and found["ranks"] == 0
+        note = "some calls reduce their gradients at the end of the backward: parameter a.weight has a hook"
+        assert found["receipt"].eligible
+        assert found["receipt"].notes == ((note,) if rank or how != "one rank" else ())
+
+
+def test_gradients_from_elsewhere_are_reduced_and_reported(ranks):
+    for found in values(ranks, "used_outside_the_module"):
         assert found["grad"] <= 2 * EPSILON and found["ranks"] == 0
         assert found["receipt"].notes == ("gradients from outside the module are averaged on their own: a.weight",)
 

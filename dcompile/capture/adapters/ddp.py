@@ -51,6 +51,7 @@ class DdpAdapter(PlainAdapter):
         parameters = [] if missing else compat.ddp.parameters(ddp)
         self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
+        self._hooks = compat.hooks.GradientHooks(self.refs)
         self._infos = tuple(
             ParamInfo(number, name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type)
             for number, (name, p) in enumerate(parameters)
@@ -101,15 +102,9 @@ class DdpAdapter(PlainAdapter):
         return not self._missing and compat.ddp.is_joining(self.ddp)
 
     def hooked(self) -> list[str]:
-        """Hooks that may change a gradient of this rank's, where others may not have it.
-
-        Else all ranks see behind their backward that it has changed, and reduce it once more.
-        """
-        if not self.uneven:
-            return []
-        parameters = ((number, ref()) for number, ref in self.refs.items())
-        names = (self._infos[n].fqn for n, p in parameters if p is not None and compat.tensors.has_hooks(p))
-        return [f"parameter {name} has a hook" for name in names]
+        """Parameters with hooks on their gradients, which are to get those of this rank, as under DDP."""
+        found = self._hooks.numbers(self._watched)
+        return [f"parameter {self._infos[number].fqn} has a hook" for number in found]
 
     def wants_sync(self) -> bool:
         """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
@@ -172,6 +167,7 @@ class DdpAdapter(PlainAdapter):
         if isinstance(parameter, torch.nn.Parameter):
             self.refs[number] = weakref.ref(parameter)
             self._numbers[id(parameter)] = number
+            self._hooks = compat.hooks.GradientHooks(self.refs)
             if self._watched.pop(number, None) is not None:
                 self._watch(number, parameter)
 
@@ -184,12 +180,19 @@ class DdpAdapter(PlainAdapter):
 
         Their parameters are all reduced behind the backward.
         """
-        note = f"some calls reduce their gradients at the end of the backward: {'; '.join(reasons)}"
-        if note not in self.notes:
-            self.notes = (*self.notes, note)
+        self.note_behind(reasons)
         for number, ref in self.refs.items():
             if number not in self._watched and (parameter := ref()) is not None:
                 self._watch(number, parameter)
+
+    def note_behind(self, reasons: Iterable[str]) -> None:
+        """Gradients are reduced where nothing is left to hide that, for these reasons."""
+        first, *rest = reasons
+        more = f"; and {len(rest) - 2} more like that" if len(rest) > 3 else ""
+        shown = "; ".join((first, *(rest[:2] if more else rest)))
+        note = f"some calls reduce their gradients at the end of the backward: {shown}{more}"
+        if note not in self.notes:
+            self.notes = (*self.notes, note)
 
     def _watch(self, number: int, parameter: Any) -> None:
         add = functools.partial(_add, self.unreduced, number)
@@ -200,6 +203,11 @@ class DdpAdapter(PlainAdapter):
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Whether this backward adds to .grad at all; torch.autograd.grad does not, and then DDP reduces nothing."""
         return any(p is not None and compat.tensors.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
+
+    def accumulating(self, numbers: Iterable[int]) -> frozenset[int]:
+        """Those to whose .grad this backward adds. 1 us each."""
+        params = ((number, self.refs[number]()) for number in numbers)
+        return frozenset(n for n, p in params if p is not None and compat.tensors.will_accumulate(p))
 
     def differs(self, number: int, address: int) -> bool:
         """Whether a parameter's .grad is something else than the reduced gradient at `address`.

@@ -8,6 +8,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.drawing import states_of_what_draws
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.lean import lean_runtime, unpacked
 from dcompile.compat.outputs import results_in_their_places
@@ -188,7 +189,7 @@ def min_cut_partition(
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
     ops, cutting = _more_ops(partitioners, fusible, recomputable), _cutting(minimum_cut)
-    with ops, cutting, regions_without_inductor(), config.patch(changes):
+    with ops, cutting, regions_without_inductor(), states_of_what_draws(), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
 

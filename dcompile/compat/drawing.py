@@ -1,0 +1,45 @@
+"""Gradient checkpointing around operators that may draw random numbers, and do not.
+
+The partitioner has the generator's state saved for each such operator that the backward runs again, attention among
+them, and calls it through an operator on functions, of which nothing is known. Attention without dropout draws nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def states_of_what_draws() -> Iterator[None]:
+    """While graphs are partitioned, leave the generator's state out where an operator draws nothing."""
+    from torch._functorch import partitioners
+
+    own: Any = getattr(partitioners, "functionalize_rng_ops", None)
+    if own is None:
+        yield
+        return
+
+    def functionalize(joint: Any, forward: Any, backward: Any, *rest: Any) -> tuple[Any, Any]:
+        for node in joint.graph.nodes:  # this graph is not used any more: its nodes were copied into the two
+            if draws_nothing(node):
+                node.meta.pop("recompute", None)
+        if not partitioners.has_recomputable_rng_ops(joint):
+            return forward, backward
+        found: tuple[Any, Any] = own(joint, forward, backward, *rest)
+        return found
+
+    with unittest.mock.patch.object(partitioners, "functionalize_rng_ops", functionalize):
+        yield
+
+
+def draws_nothing(node: Any) -> bool:
+    """Whether a node is attention without dropout."""
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    for position, argument in enumerate(arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return bool(node.kwargs.get("dropout_p", given) == 0)
+    return False

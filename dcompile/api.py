@@ -92,6 +92,9 @@ def compile(
         if not callable(target):
             what = "step = dcompile.compile(optimizer.step)" if hasattr(target, "step") else "give it one of these"
             raise TypeError(f"dcompile: compile needs a module or a function, not {type(target).__name__}; {what}")
+        if isinstance(target, type) and issubclass(target, Module):
+            instead = f"model = dcompile.compile({target.__name__}(...))"
+            raise TypeError(f"dcompile: {target.__name__} is a class; compile a module of it: {instead}")
         own = replace(settings, config=artifacts.own_dump(settings.config))
         if isinstance(target, Module):
             compile_module(target, own, make_toolbox(own.config))

@@ -36,6 +36,10 @@ _DUMPS: Counter[str] = Counter()
 """Models that this process dumps, by directory: for folder names alone."""
 
 
+_UNWRITABLE: set[str] = set()
+"""Dump directories of which it was said that something could not be written: a model has some fifty files."""
+
+
 def own_dump(config: Config) -> Config:
     """The settings for one more model: from the second on that dumps into a directory, it has a folder of its own."""
     if not config.dump:
@@ -54,4 +58,6 @@ def dump(config: Config, name: str, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        say(f"cannot write {path} (DCOMPILE_DUMP): {error.strerror}; going on without it")
+        if config.dump not in _UNWRITABLE:
+            _UNWRITABLE.add(config.dump)
+            say(f"cannot write {path} (DCOMPILE_DUMP): {error.strerror}; going on without what cannot be written there")

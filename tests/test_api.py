@@ -186,6 +186,27 @@ def test_of_which_nothing_is_compiled_says_so_once_and_where_it_ended(capsys, mo
         dcompile.receipt(model)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("script", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 2))])
+def test_torchscript_runs_as_it_is_and_says_so_once(capsys, monkeypatch, script):
+    monkeypatch.setenv("DCOMPILE_RECEIPT", "1")
+    module, x = script(torch.nn.Linear(2, 2)), torch.ones(1, 2)
+    expected = module(x)
+    if script is not torch.jit.script:  # torch.compile refuses that itself
+        assert torch.equal(torch.compile(module, backend="dcompile", options={"receipt": False})(x), expected)
+    dcompile.compile(module)
+    assert all(torch.equal(module(x), expected) for _ in range(2))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dcompile: ")]
+    assert len(said) == 1 and "nothing of it was compiled (calls so far: 1)" in said[0] and "None" not in said[0]
+    with pytest.raises(NotCompiledError, match=r"nothing of it was compiled \(calls so far: 2\)"):
+        dcompile.receipt(module)
+
+
+def test_of_a_class_says_to_compile_a_module_of_it():
+    with pytest.raises(TypeError, match=r"Linear is a class; compile a module of it: .*compile\(Linear\(\.\.\.\)\)"):
+        dcompile.compile(torch.nn.Linear)
+
+
 def test_max_autotune_says_that_it_measures_nothing_on_the_cpu():
     module = dcompile.compile(torch.nn.Linear(2, 2), mode="max-autotune")
     module(torch.ones(1, 2))

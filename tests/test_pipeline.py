@@ -80,6 +80,13 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     assert "program backward0(" in shown
 
 
+def test_a_dump_that_cannot_be_written_is_said_once(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    against_eager(dump=str(tmp_path / "file"))
+    said = [line for line in capsys.readouterr().err.splitlines() if "cannot write" in line]
+    assert len(said) == 1 and "DCOMPILE_DUMP" in said[0]
+
+
 def test_a_second_model_leaves_the_dump_of_the_first_alone(tmp_path):
     against_eager(dump=str(tmp_path))
     first = {path: path.read_text() for path in (tmp_path / "rank0").rglob("*.txt")}

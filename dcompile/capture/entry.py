@@ -226,8 +226,9 @@ def compile_module(module: Module, settings: Settings, toolbox: Toolbox) -> None
     root = unwrapped(module)
     if isinstance(root, DistributedDataParallel):
         root = unwrapped(root.module)
-    # Module.__call__ prefers this attribute; copies and pickles of the module leave it out
-    root._compiled_call_impl = module_call(root, settings, toolbox)
+    # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
+    # of a traced TorchScript module sets attributes of another object, which nobody calls
+    vars(root)["_compiled_call_impl"] = module_call(root, settings, toolbox)
 
 
 def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:

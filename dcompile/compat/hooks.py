@@ -80,7 +80,7 @@ def _held(root: Module) -> list[tuple[str, Any]]:
     for number, module in enumerate(modules):
         known = module.__dict__
         found += [(f"{number}{kind}", known[kind]) for kind in _KINDS if known.get(kind)]
-        for child in known["_modules"].values():
+        for child in known.get("_modules", {}).values():  # a traced TorchScript module has none of its own
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)

@@ -52,10 +52,16 @@ class Profile:
         self._open: dict[int, Any] = {}
         self._compiled_updates = False
         self._timeline: Timeline | None = None
+        self._left = False
 
     @property
     def timeline(self) -> Timeline:
         """What was measured; NotCompiledError inside the block, or if no compiled step ran in it."""
+        if self._timeline is None and self._left:
+            raise NotCompiledError(
+                "dcompile: nothing was measured: the block was left by an exception, or no step ran in it that had run "
+                "compiled before; do once before the block what is to be measured (training and evaluation apart)"
+            )
         if self._timeline is None:
             raise NotCompiledError("dcompile: nothing is measured yet; run steps inside the `with` block and leave it")
         return self._timeline
@@ -91,6 +97,7 @@ class Profile:
             hook.remove()
         for program in self._programs:
             program.measure(None)
+        self._left = True
         if kind is None:
             self._timeline = self._finish(end)
             if self._timeline is not None:

@@ -119,8 +119,10 @@ def nothing_compiled(model: CompiledModel) -> str:
     if not model.breaks:
         return f"{said}; TORCH_LOGS=graph_breaks,recompiles says why"
     reason, frames = model.breaks[0]
+    source = source_of_frames(frames)
+    where = f", at {source}" if source is not None else ""
     return (
-        f"{said}: {reason.splitlines()[0]}, at {source_of_frames(frames)}; "
+        f"{said}: {reason.splitlines()[0]}{where}; "
         "dcompile.explain(model, *inputs) lists every graph break, fullgraph=True makes them errors"
     )
 

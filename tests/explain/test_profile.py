@@ -110,6 +110,10 @@ def test_a_plain_model_on_one_rank(tmp_path):
     found = measured.timeline
     assert len(found.steps) == 2 and found.world == 1 and found.collectives == () and found.typical.compute > 0
     assert "nothing is exchanged" in str(measured)
+    with torch.no_grad(), dcompile.profile(model) as too_early:
+        model(x)
+    with pytest.raises(NotCompiledError, match="no step ran in it that had run compiled before"):
+        print(too_early)
     report = dcompile.explain(model, x)
     for name in ("x.json", "x.svg", "x.html", "x.txt"):
         assert measured.save(tmp_path / name).stat().st_size > 50

@@ -119,7 +119,7 @@ class CompiledModel:
         """Start over under another adapter: graphs captured so far carry no sync flag for it."""
         self.adapter = adapter
         if adapter.carries_sync:
-            self._tokens = torch.tensor(0, device="cpu"), torch.tensor(1, device="cpu")
+            self._tokens = _token(reduces=False), _token(reduces=True)
         self.peers = self.toolbox.meet(adapter.group)
         self.number = self.peers.number("model")
         self.graphs, self.variants, self.newest = [], {}, None
@@ -181,7 +181,7 @@ class CompiledModel:
             adapter.before_forward()
             call.sync = adapter.wants_sync()
             if call.sync:  # of its own, where it may turn out that another way is taken
-                call.token = torch.tensor(1, device="cpu") if adapter.uneven else self._tokens[1]
+                call.token = _token(reduces=True) if adapter.uneven else self._tokens[1]
         self.calls.setdefault(threading.get_ident(), []).append(call)
         return call
 
@@ -470,3 +470,9 @@ class CompiledModel:
     def _report(self, training: bool) -> None:
         self._reported.add(training)
         self.toolbox.first_step(self)
+
+
+def _token(reduces: bool) -> torch.Tensor:
+    """Whether a backward is to reduce, for forwards to save: the call that it is made in may run in inference mode."""
+    with torch.inference_mode(False):
+        return torch.tensor(int(reduces), device="cpu")

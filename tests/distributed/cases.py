@@ -413,6 +413,19 @@ def first_step_without_sync() -> dict[str, Any]:
     return same_as_stock(steps)
 
 
+def first_call_in_inference_mode(sync: bool) -> dict[str, Any]:
+    """A model is evaluated before it is trained. `sync`: whether the first step reduces."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        with torch.inference_mode():
+            call(inputs(0))
+        with contextlib.nullcontext() if sync else ddp.no_sync():
+            backward(call, 1)
+        backward(call, 2)
+
+    return same_as_stock(steps)
+
+
 def accumulated_where_the_last_step_does_not_reach() -> dict[str, Any]:
     """A parameter gets a gradient under no_sync only; DDP reduces it at the next synced backward."""
 

@@ -67,6 +67,12 @@ def test_what_needs_ddps_own_reducer_gets_it(ranks, case, how, reason):
         assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_first_call_in_inference_mode_leaves_later_steps_free(ranks, sync):
+    for found in values(ranks, "first_call_in_inference_mode", sync=sync):
+        assert found["grad"] == 0 and found["ranks"] == 0 and found["receipt"].eligible
+
+
 @pytest.mark.parametrize(
     "case",
     ["two_synced_backwards", "zeroed_not_dropped", "first_step_without_sync", "hooks_and_clipping", "uneven_batches"],

@@ -43,8 +43,11 @@ class Memory:
         self.address, self.nbytes, self.device = storage.data_ptr(), storage.nbytes(), storage.device
         self._storage = storage
         self._templates: list[torch.Tensor] = []
-        self._base = 0
-        """The largest of them: what the others look at."""
+        self._base, self._rank = 0, (False, -1)
+        """What the others look at: the largest of them, of those that were no views if there are some.
+
+        AOTAutograd makes views of what is no view for the user, who may change those in place, and none of a view's.
+        """
         self._whole = False
         """Whether a copy takes all of the storage: for results that lie together in it, or with gaps."""
         self._own = (0, 0)
@@ -54,8 +57,8 @@ class Memory:
         template = self._over(like.dtype, like.shape, like.stride(), int(like.storage_offset()))
         self._whole = self._whole or bool(self._templates) or torch.empty_like(template).stride() != template.stride()
         self._templates.append(template)
-        if template.nbytes > self._templates[self._base].nbytes:
-            self._base = len(self._templates) - 1
+        if (rank := (not like._is_view(), template.nbytes)) > self._rank:
+            self._base, self._rank = len(self._templates) - 1, rank
         return len(self._templates) - 1
 
     def _over(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:

@@ -481,6 +481,24 @@ def test_results_lie_to_each_other_as_the_programs_own():
     assert part._base is whole is wide._base
 
 
+def test_what_was_no_view_is_none_when_it_is_replayed():
+    """A view may be as large as what it looks at, and stand before it."""
+
+    def looked_at(w):
+        a = w * 2
+        return [a.view(6, 1), a[::2], a]
+
+    program = Program(Worst(), looked_at, results=3)
+    w = Parameter(torch.randn(6))
+    for _ in range(3):
+        with torch.no_grad():
+            column, half, whole = program.replayed([w])
+        assert column._base is whole is half._base and whole._base is None
+        assert torch.equal(whole, w.detach() * 2)
+        assert torch.equal(half, whole[::2]) and torch.equal(column[:, 0], whole)
+    assert program.report.replays == 2
+
+
 def test_a_copy_keeps_its_gaps():
     program = Program(Worst(), lambda w: [(w * 2)[:, :1]], results=1)
     w = Parameter(torch.randn(3, 4))

@@ -139,11 +139,13 @@ def seen_without_gradients(gm: Any, learning: Collection[int]) -> tuple[int, ...
 
     In eager mode such a view is a leaf: nothing of what is computed with it goes on to what it looks at (a head's
     prototypes, a target that is a part of an input). AOTAutograd makes views anew outside of the graph, with gradients.
+    An input may be a leaf and a view, too, and is what it is converted to where nothing changes (`x.to(x.dtype)`).
     """
+    inputs = {id(node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")}
     found = []
     for place, node in enumerate(gm.graph.output_node().args[0]):
         value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
-        if isinstance(value, torch.Tensor) and node.op != "placeholder" and value._is_view() and value.is_leaf:
+        if isinstance(value, torch.Tensor) and id(value) not in inputs and value._is_view() and value.is_leaf:
             found.append(place)
     return tuple(place for place in found if place in learning)
 

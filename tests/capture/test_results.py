@@ -69,6 +69,17 @@ def seen(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
         return [y, x[:-1], w.t(), y[1:], (y * 2)[0], x.detach()]
 
 
+def test_a_leaf_that_is_a_view_keeps_its_gradient_as_a_result() -> None:
+    """An input with gaps, converted to what it is."""
+    x = torch.linspace(-1, 1, 12).view(3, 4)[:, ::2].requires_grad_()
+    model = dcompile.compile(lambda x: (x.to(torch.float32), x * 2), options={"receipt": False})
+    for _ in range(2):
+        same, twice = model(x)
+        assert same is x and torch.equal(torch.autograd.grad((same * twice).sum(), x)[0], 4 * x)
+        with torch.no_grad():
+            assert model(x)[0] is x and x.requires_grad
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_view_made_without_gradients_passes_none_on(dynamic: bool) -> None:
     """AOTAutograd makes it anew, with gradients."""

@@ -1,11 +1,13 @@
 """Private torch names behave as this project relies on, on the torch that is installed."""
 
+import copy
 import logging
 import sys
 
 import pytest
 import torch
 
+import dcompile
 from dcompile import compat
 
 
@@ -331,3 +333,54 @@ def test_common_subexpressions_are_searched_for_as_with_inductor(monkeypatch):
         found = partitioners.fx_graph_cse(traced.graph)
     assert str(found) == str(wanted) and len(found.nodes) < len(traced.graph.nodes)
     assert compat.regions.HOME not in sys.modules and partitioners.fx_graph_cse is own
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo itself looks at it
+@pytest.mark.parametrize("order", ["compiled first", "eager first", "eager between"])
+def test_a_batch_norm_may_be_called_by_eager_code_and_by_graphs(order):
+    """Eager mode's has saved its running statistics, whose change in a later graph autograd is not to see."""
+
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            if order == "compiled first":
+                return self.eagerly(self.norm(x.sin()).tanh())
+            if order == "eager first":
+                return self.norm(self.eagerly(x.sin()).tanh())
+            return self.norm(self.eagerly(self.norm(x.sin())).tanh())
+
+        @torch._dynamo.disable
+        def eagerly(self, x):
+            return self.norm(x)
+
+    model = Shared()
+    theirs = copy.deepcopy(model)
+    compiled = dcompile.compile(model, options={"receipt": False})
+    for _ in range(3):
+        x = torch.randn(5, 6)
+        compiled(x).cos().sum().backward()
+        theirs(x).cos().sum().backward()
+        for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+        for ours, expected in zip(model.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(ours, expected)
+            assert ours._version == expected._version
+    assert dcompile.receipt(compiled).kernels
+
+
+def test_statistics_that_something_else_changes_too_are_counted():
+    norm, theirs = torch.nn.BatchNorm1d(6), torch.nn.BatchNorm1d(6)
+
+    def function(norm, x):
+        norm.running_mean.mul_(2)
+        return norm(x)
+
+    compiled = dcompile.compile(function, options={"receipt": False})
+    x = torch.randn(5, 6)
+    for _ in range(2):
+        before = norm.running_mean._version
+        torch.testing.assert_close(compiled(norm, x), function(theirs, x))
+        assert norm.running_mean._version > before

@@ -45,7 +45,8 @@ class Kept:
             if table.get(name) is not buffer:
                 table[name] = buffer
         for buffer, version, copy in self._copies.values():
-            if _version(buffer) != version or version < 0:
+            # a batch norm's kernel writes its statistics without counting it
+            if _version(buffer) != version or version < 0 or not torch.equal(buffer, copy):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(copy)
         self._put_back()

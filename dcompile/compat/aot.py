@@ -14,6 +14,7 @@ from dcompile.compat.lean import lean_runtime, unpacked
 from dcompile.compat.outputs import results_in_their_places
 from dcompile.compat.regions import regions_without_inductor
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
+from dcompile.compat.statistics import unseen_statistics
 from dcompile.compat.unread import no_unread_graphs
 from dcompile.compat.views import views_as_asked
 
@@ -53,6 +54,7 @@ def aot_compile(
         remembering,
         no_unread_graphs(),
         results_in_their_places(),
+        unseen_statistics(),
         lean,
     ):
         compiled = aot_module_simplified(

@@ -140,6 +140,20 @@ def test_buffers_and_random_numbers_are_put_back():
     assert torch.equal(torch.rand(2), expected)
 
 
+def test_statistics_that_a_batch_norm_writes_uncounted_are_put_back():
+    norm = torch.nn.BatchNorm1d(3)
+    version, before = norm.running_mean._version, norm.running_mean.clone()
+
+    def steps(between, adapter):
+        norm(torch.randn(4, 3) + 1)
+        assert norm.running_mean._version == version and not torch.equal(norm.running_mean, before)
+        return adapter.p + 1
+
+    with pytest.raises(GivenBack):
+        run(steps, norm)
+    assert torch.equal(norm.running_mean, before) and norm.num_batches_tracked == 0
+
+
 def test_buffers_that_did_not_change_are_not_written():
     module = Module()
     with pytest.raises(GivenBack):

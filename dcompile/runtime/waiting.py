@@ -89,7 +89,10 @@ class Others:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         said = self._last.get(rank)
         if said is None:
-            return f"rank {rank}{more} has said nothing: it has not come to this model, or its process is gone"
+            return (
+                f"rank {rank}{more} has said nothing: it has not come to this model, has not compiled it, as every "
+                "rank has to, or its process is gone"
+            )
         if not self.alive(rank):
             return self._peers.failure() or f"rank {rank}{more} has fallen silent: its process is gone or stopped"
         if said.doing:

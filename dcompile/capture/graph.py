@@ -18,7 +18,7 @@ from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
 from dcompile.capture.fingerprint import compare_capture, compare_surroundings
 from dcompile.capture.grouped import share_repeated_heads
-from dcompile.capture.joint import Cut, looks_returned, partitioner, recompute_views
+from dcompile.capture.joint import Cut, keep_drawn, looks_returned, partitioner, recompute_views
 from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layers import repeated_layers, shortened
 from dcompile.capture.layout import lay_channels_last
@@ -153,6 +153,7 @@ class Graph(Programs):
         if self.model.settings.config.kernels != "aten":
             save_no_images(joint)
         keep_only_sums(joint)
+        self.notes += keep_drawn(joint)
         recompute_views(joint, self._find_shards(joint))
 
     def _needs_parameters(self) -> bool:

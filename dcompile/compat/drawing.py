@@ -1,4 +1,4 @@
-"""Gradient checkpointing around operators that may draw random numbers, and do not.
+"""Gradient checkpointing around operators that may draw random numbers: which do, and nothing saved for the others.
 
 The partitioner has the generator's state saved for each such operator that the backward runs again, attention among
 them, and calls it through an operator on functions, of which nothing is known. Attention without dropout draws nothing.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from dcompile.compat.tensors import has_hooks
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -52,17 +54,18 @@ class GradientHooks:
 
     def numbers(self, ours: Mapping[int, Any]) -> list[int]:
         """Numbers of the parameters that have any. `ours`: those that one hook of our own is on."""
+        asked: Iterable[int] = self._held
         if self._counter.next_id != self._counted:
-            self._counted = self._counter.next_id
-            self._held = [number for number in self._parameters if self._has_hooks(number, int(number in ours))]
-        return [number for number in self._held if self._has_hooks(number, int(number in ours))] if self._held else []
+            self._counted, asked = self._counter.next_id, self._parameters
+        self._held = [number for number in asked if self._has_hooks(number, int(number in ours))]
+        return self._held
 
     def _has_hooks(self, number: int, ours: int) -> bool:
         parameter = self._parameters[number]()
         if parameter is None:
             return False
         behind = parameter._post_accumulate_grad_hooks
-        return bool(parameter._backward_hooks) or (behind is not None and len(behind) > ours)
+        return has_hooks(parameter) or (behind is not None and len(behind) > ours)
 
 
 def _held_for_all() -> list[tuple[str, Any]]:

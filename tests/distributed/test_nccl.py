@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.cases import GRAPHS
+from tests.distributed.matrix import SHARED
 
 pytestmark = pytest.mark.gpu
 CASES = "tests.distributed.cases:"
@@ -39,6 +40,13 @@ def test_training_equals_stock_ddp(ranks, how):
 def test_ways_to_reduce_equal_stock_ddp(ranks, case):
     for found in ranks.run(CASES + case, 150):
         assert found["grad"] == 0 and found["ranks"] == 0
+
+
+@pytest.mark.parametrize("how", ["first", "late", "after", "one rank"])
+def test_hooks_get_the_gradients_of_their_rank(ranks, how):
+    for found in ranks.run(CASES + "gradient_hooks", 150, how=how):
+        assert found["grad"] <= SHARED and found["seen"] <= SHARED and found["ranks"] == 0
+        assert found["receipt"].eligible
 
 
 def test_gradients_that_a_user_keeps_never_change(ranks):

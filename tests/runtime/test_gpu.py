@@ -264,3 +264,58 @@ def test_a_thread_that_has_not_used_the_gpu_before():
         thread.start()
         thread.join()
     same(want, found[0], 0, 0)
+
+
+class Checkpointed(torch.nn.Module):
+    def forward(self, q, k, v):
+        return torch.utils.checkpoint.checkpoint(self.attention, q, k, v, use_reentrant=False)
+
+    def attention(self, q, k, v):
+        return F.scaled_dot_product_attention(q * 0.5, k, v.sin().sin(), dropout_p=0.25)
+
+
+def test_checkpointed_attention_drops_the_same_in_the_backward():
+    """What the library draws is kept: its gradient is that of what the forward dropped, and kernels stay ours."""
+    model = Checkpointed().cuda()
+    call = compiled(model)
+    for _ in range(3):
+        q, k, v = (randn(2, 4, 64, 64, dtype=torch.bfloat16, grad=True) for _ in range(3))
+        weights = randn(2, 4, 64, 64, dtype=torch.bfloat16)
+        result = call(q, k, v)
+        (gradient,) = torch.autograd.grad(result, v, weights)
+        inner = v.detach().double().requires_grad_()
+        (slope,) = torch.autograd.grad(inner.sin().sin().sum(), inner)
+        # linear in what attention is given for values, so that <its gradient, values> is <weights, result>
+        through = (gradient.double() / slope * inner.detach().sin().sin()).sum()
+        want = (weights.double() * result.double()).sum()
+        scale = (weights.double() * result.double()).abs().sum()
+        assert (through - want).abs() < 2e-3 * scale
+    receipt = dcompile.receipt(call)
+    assert receipt.kernels > 0, str(receipt)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads that of what crosses a graph break
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_is_shared_by_a_graph_and_eager_code(training):
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+
+        def forward(self, x):
+            x = self.norm(self.conv(x)).relu()
+            torch._dynamo.graph_break()
+            return self.norm(x).sum((2, 3))
+
+    model = Twice().cuda().train(training)
+    other, x = copy.deepcopy(model), randn(4, 3, 20, 20)
+    call = compiled(other)
+    for _ in range(3):
+        want, got = model(x), call(x)
+        want.square().mean().backward()
+        got.square().mean().backward()
+        same(want, got, 1e-4, 1e-4)
+    for (name, mine), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=name)
+    for mine, theirs in zip(other.buffers(), model.buffers(), strict=True):
+        same(theirs, mine, 1e-4, 1e-5)

@@ -300,12 +300,12 @@ def test_a_batch_norm_is_shared_by_a_graph_and_eager_code(training):
     class Twice(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.norm = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+            self.conv, self.norm = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.BatchNorm2d(8)
 
         def forward(self, x):
             x = self.norm(self.conv(x)).relu()
             torch._dynamo.graph_break()
-            return self.norm(x).sum((2, 3))
+            return self.norm(x).tanh().mean((2, 3))
 
     model = Twice().cuda().train(training)
     other, x = copy.deepcopy(model), randn(4, 3, 20, 20)

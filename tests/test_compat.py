@@ -335,6 +335,20 @@ def test_common_subexpressions_are_searched_for_as_with_inductor(monkeypatch):
     assert compat.regions.HOME not in sys.modules and partitioners.fx_graph_cse is own
 
 
+def test_whatever_a_torch_says_of_common_subexpressions_is_passed_on(monkeypatch):
+    """2.14 also says which nodes the backward needs, by a keyword: all training was an error with it."""
+    from torch._functorch import partitioners
+
+    seen = []
+    monkeypatch.setattr(partitioners, "fx_graph_cse", lambda graph, **how: seen.append((graph, how)))
+    for loaded in (True, False):
+        if not loaded:
+            monkeypatch.delitem(sys.modules, compat.regions.HOME, raising=False)
+        with compat.regions.regions_without_inductor():
+            partitioners.fx_graph_cse("graph", extra_node_key=len)
+    assert seen == [("graph", {"extra_node_key": len})] * 2
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo itself looks at it
 @pytest.mark.parametrize("order", ["compiled first", "eager first", "eager between"])
 def test_a_batch_norm_may_be_called_by_eager_code_and_by_graphs(order):

@@ -29,14 +29,14 @@ def regions_without_inductor() -> Iterator[None]:
         yield
         return
 
-    def search(graph: Any) -> Any:
+    def search(graph: Any, **how: Any) -> Any:  # 2.14 says what else tells nodes apart
         if HOME in sys.modules:
-            return own(graph)
+            return own(graph, **how)
         try:
             with _standing_in():
-                return own(graph)
+                return own(graph, **how)
         except ImportError:  # a torch that takes other helpers from there
-            return own(graph)
+            return own(graph, **how)
 
     with unittest.mock.patch.object(partitioners, "fx_graph_cse", search):
         yield

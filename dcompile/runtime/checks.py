@@ -6,12 +6,13 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from dcompile import random_ops  # noqa: F401  defines operators that host programs call
 from dcompile.compat.tensors import assert_on_device
+from dcompile.errors import DcompileError
 
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
@@ -50,6 +51,15 @@ def set_data(tensor: torch.Tensor, source: torch.Tensor, copies: bool) -> None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("it gives a tensor other memory (.data = ...)")
     tensor.set_(source.clone() if copies else source)  # type: ignore[call-overload, unused-ignore]
+
+
+def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], origin: str) -> NoReturn:
+    """Raise, for a custom operator has not returned what its fake implementation said it would."""
+    shape, dtype = wanted
+    raise DcompileError(
+        f"dcompile: {origin} returned shape {tuple(tensor.shape)}, {tensor.dtype}, where its fake implementation says "
+        f"shape {shape}, {dtype}. Correct the one that is wrong: torch.library.opcheck(op, args) compares them"
+    )
 
 
 _OWN: Mapping[str, Callable[..., Any]] = {

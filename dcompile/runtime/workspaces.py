@@ -268,6 +268,11 @@ class Run:
         return fitting
 
     @staticmethod
+    def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], origin: str) -> None:
+        """Raise, for a custom operator has not returned what its fake implementation said it would."""
+        checks.differs(tensor, wanted, origin)
+
+    @staticmethod
     def failed(status: int) -> None:
         """What eager says after an integer division by zero, or where a position lies outside."""
         if status == 1:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import dcompile
 from dcompile.codegen.emit import cpp, host
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
@@ -23,6 +24,7 @@ from dcompile.collectives.params import Report
 from dcompile.collectives.scale import scale_products
 from dcompile.compat.tensors import storage_use_count
 from dcompile.config import Config
+from dcompile.errors import DcompileError
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Literally, Loop, Program, Store, View, Wait
@@ -281,6 +283,35 @@ def test_a_library_result_with_unforeseen_strides_is_brought_into_shape():
     given = torch.arange(12.0).view(3, 4)
     (got,) = load(Program("fit", ("x",), (whole(y),), (x, t, y), steps))([given])
     assert torch.equal(got, given.t().reshape(-1) * 2)
+
+
+@torch.library.custom_op("launch_test::shorter", mutates_args=())
+def shorter(x: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return x[:count].to(dtype, copy=True)
+
+
+@shorter.register_fake
+def _(x: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x)  # wrong but for all of float32
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_custom_op_that_returns_other_than_its_fake_implementation_says_is_an_error(dynamic):
+    """Kernels would read behind the end of it."""
+
+    @dcompile.compile(dynamic=dynamic)
+    def total(x, count, dtype):
+        return (torch.ops.launch_test.shorter(x, count, dtype) + 1).sum()
+
+    x = torch.ones(6)
+    assert total(x, 6, torch.float32) == 12
+    with pytest.raises(
+        DcompileError, match=r"shorter.*test_launch.py.*returned shape \(2,\).*says shape \(6,\).*opcheck"
+    ):
+        total(x, 2, torch.float32)
+    with pytest.raises(DcompileError, match=r"returned shape .*torch\.float64.*says shape .*torch\.float32"):
+        total(x, 6, torch.float64)
+    assert total(x, 6, torch.float32) == 12
 
 
 def test_dynamic_sizes_of_programs_that_leave_everything_to_the_library():

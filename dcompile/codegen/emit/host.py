@@ -17,7 +17,7 @@ from typing import Any
 from dcompile.codegen.emit.blas import factors_of, geometry
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.codegen.emit.launches import Launches
-from dcompile.codegen.emit.library import function, in_torch, out_overload, returns_one_tensor
+from dcompile.codegen.emit.library import function, in_torch, is_custom, out_overload, returns_one_tensor
 from dcompile.codegen.emit.uses import all_views, last_uses
 from dcompile.ir.geometry import Chosen
 from dcompile.ir.index import Index, Size, as_index, var
@@ -355,6 +355,7 @@ class _Host(Launches):
         for out in filter(None, step.outs):
             self.allocated.add(out)
             self._learn(out)
+            self._check(out, step)
             self._fit(out, copied="_copy." in step.op)  # aten.split_with_sizes_copy.default
             if out not in self.last:
                 self._drop([out])
@@ -367,6 +368,20 @@ class _Host(Launches):
                 self.learnt.add(found[0])
                 self.lines.append(f"{self.name(found[0])} = {self.name(name)}.shape[{dim}]")
 
+    def _check(self, name: str, step: Extern) -> None:
+        """Kernels would read beyond a result that is smaller than a custom operator's fake implementation says."""
+        buffer, result = self.table[name], self.name(name)
+        if is_custom(step.op) and buffer.dtype not in ("symint", "object") and self._told(buffer.shape):
+            wanted = f"({self._tuple(buffer.shape)}, torch.{buffer.dtype})"
+            wanted, origin = self._prepared(wanted, "wanted", buffer.shape), ", ".join(step.origin) or step.op
+            self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")
+            self.lines.append(f"    run.differs({result}, {wanted}, {origin!r})")
+
+    def _told(self, sizes: tuple[Size, ...]) -> bool:
+        """Whether all symbols in `sizes` have values by now."""
+        symbols = {symbol for size in sizes for symbol in as_index(size).variables}
+        return not any(symbol.startswith("?") or symbol in self.late - self.learnt for symbol in symbols)
+
     def _fit(self, name: str, copied: bool) -> None:
         """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ.
 
@@ -375,14 +390,10 @@ class _Host(Launches):
         """
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
-        symbols = {symbol for stride in buffer.strides for symbol in as_index(stride).variables}
-        told = not any(symbol.startswith("?") or symbol in self.late - self.learnt for symbol in symbols)
-        returned = copied and name in self.outputs and bool(buffer.strides) and told
+        returned = copied and name in self.outputs and bool(buffer.strides) and self._told(buffer.strides)
         if returned or name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
             strides = self._tuple(buffer.strides)
             if not all(isinstance(stride, int) for stride in buffer.strides):
                 strides = self._prepared(strides, "strides", buffer.strides)
-            self.lines += [
-                f"if {self.name(name)}.stride() != {strides}:",
-                f"    {self.name(name)} = run.fit({self.name(name)}, {strides})",
-            ]
+            self.lines.append(f"if {self.name(name)}.stride() != {strides}:")
+            self.lines.append(f"    {self.name(name)} = run.fit({self.name(name)}, {strides})")

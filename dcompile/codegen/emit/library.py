@@ -28,6 +28,11 @@ def in_torch(op: str) -> bool:
     return op.split(".", 1)[0] not in ("dcompile", "operator", "math", "builtins", "torch")
 
 
+def is_custom(op: str) -> bool:
+    """Whether an op is registered by someone else than torch, who says in a fake implementation what it returns."""
+    return in_torch(op) and op.split(".", 1)[0] not in ("aten", "prims", "_c10d_functional")
+
+
 @functools.cache
 def returns_one_tensor(op: str) -> bool:
     """Whether a call returns a tensor (or a number, as aten.sym_numel does) rather than a tuple or a list of them."""

@@ -27,14 +27,15 @@ Line = tuple[str, str]
 def compare_capture(model: CompiledModel, gm: Any, number: int) -> list[str]:
     """Compare a graph of the first call between ranks; notes. Raises PlanMismatchError, on all ranks."""
     subject = f"graph {number} of model {model.number}"
-    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model), *calls_of(gm)])
+    lines = [(subject, ""), *_surroundings(model), *calls_of(gm)]
+    note = model.toolbox.captured(model.peers, subject, lines, model.adapter.way_to_differ)
     return [note] if note else []
 
 
 def compare_surroundings(model: CompiledModel, gm: Any) -> tuple[bool, list[str]]:
     """The same where ranks may run other graphs: compare all but its calls. Whether these are rank 0's too; notes."""
     subject = f"settings of model {model.number}"
-    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model)])
+    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model)], "")
     same = not note and model.toolbox.same_as_first(model.peers, f"graph 0 of model {model.number}", [*calls_of(gm)])
     return same, [note] if note else []
 

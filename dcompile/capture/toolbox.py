@@ -85,7 +85,7 @@ def _met_by_nobody(_group: Any) -> Peers:
     return Nobody()
 
 
-def _compared_with_nobody(_peers: Any, _subject: str, _lines: list[tuple[str, str]]) -> str:
+def _compared_with_nobody(_peers: Any, _subject: str, _lines: list[tuple[str, str]], _way_out: str) -> str:
     return ""
 
 
@@ -155,8 +155,10 @@ class Toolbox:
     make_shards: MakeShards
     meet: Callable[[Any], Peers] = _met_by_nobody
     """(process group or None) -> the line to its other ranks; the compiler shares graphs with them."""
-    captured: Callable[[Any, str, list[tuple[str, str]]], str] = _compared_with_nobody
-    """(peers, what was captured, (line, where it comes from)): compare with rank 0; a note if it did not come."""
+    captured: Callable[[Any, str, list[tuple[str, str]], str], str] = _compared_with_nobody
+    """(peers, what was captured, (line, where it comes from), what to do if the model's code is meant to differ):
+    compare with rank 0; a note if it did not come.
+    """
     figures: Callable[[Any, Any], Figures] = figures_from_table
     """(device, process group or None) -> what the machine can do; the same on every rank of the group."""
     said_by_any: Callable[[Any, str, str], str] = _said_by_nobody

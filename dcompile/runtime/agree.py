@@ -97,10 +97,11 @@ def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
     return verdict
 
 
-def captured(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float = TIMEOUT_S) -> str:
+def captured(peers: Alone, subject: str, lines: Sequence[Line], way_out: str = "", timeout_s: float = TIMEOUT_S) -> str:
     """Before compiling: compare what was captured with rank 0, which waits for nobody.
 
-    Raises PlanMismatchError, on every rank, if it differs. Returns a note if rank 0 did not come: then the plans of
+    Raises PlanMismatchError, on every rank, if it differs; with `way_out` if the first difference comes from a line of
+    the model, which may be meant. Returns a note if rank 0 did not come: then the plans of
     collectives, which all ranks have to agree on, show whether ranks fit.
     """
     if not isinstance(peers, Peers):
@@ -111,7 +112,7 @@ def captured(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float
         return ""
     if not _has_captured(peers, place, timeout_s):
         return f"rank 0 did not capture {subject} within {timeout_s:g} s"
-    difference = _difference(peers, place, lines)
+    difference = _difference(peers, place, lines, way_out)
     if difference:
         peers.call_off(difference)
     return ""
@@ -187,7 +188,7 @@ def _without(peers: Peers, rank: int, label: str, lines: Sequence[Line]) -> str:
     )
 
 
-def _difference(peers: Peers, place: str, lines: Sequence[Line]) -> str:
+def _difference(peers: Peers, place: str, lines: Sequence[Line], way_out: str = "") -> str:
     """The first difference from what rank 0 said, or nothing."""
     if peers.store.get(f"{place}/digest").decode() == _digest(lines):
         return ""
@@ -197,10 +198,12 @@ def _difference(peers: Peers, place: str, lines: Sequence[Line]) -> str:
     about = lines[0][0]
     for number, (mine, theirs) in enumerate(zip_longest(lines, first, fillvalue=("(nothing)", ""))):
         if mine[0] != theirs[0]:
+            in_the_model = mine[1] or theirs[1]
             return (
                 f"dcompile: ranks disagree on their {about}, first at entry {number}:\n"
                 f"  rank 0: {_shown(theirs)}\n  rank {peers.rank}: {_shown(mine)}\n"
                 "Every rank must run the same model code with the same settings."
+                f"{f' {way_out}' if way_out and in_the_model else ''}"
             )
     raise AssertionError("digests differ, but no entry does")
 

@@ -30,7 +30,7 @@ def run(ranks, case, seconds=60, **keywords):
     [
         ("other_order", ("disagree on their graph 0", "rank 0: parameter b.weight", "rank 1: parameter c.weight")),
         ("other_settings", ("rank 0: settings", "matmul=own", "matmul=aten")),
-        ("other_branch", ("disagree on their graph 0", "tanh", "rank_cases.py:")),
+        ("other_branch", ("disagree on their graph 0", "tanh", "rank_cases.py:", "static_graph=True", "'stock'")),
         ("left_to_ddp_on_one_rank", ("gradients of model", "dcompile reduces them", "a communication hook")),
         ("another_plan_later", ("rank 0: all-reduce of gradient bucket0", "rank 1: all_reduce bucket0")),
     ],
@@ -40,7 +40,8 @@ def test_ranks_that_differ_are_all_told_how(ranks, case, words):
 
 
 def test_sharded_ranks_that_differ_are_all_told_how(ranks):
-    assert_all_are_told(run(ranks, "other_branch", wrap="fsdp2"), "disagree on their graph 0", "tanh", "rank_cases.py:")
+    words = ("disagree on their graph 0", "tanh", "rank_cases.py:", "options={'distributed': 'stock'}")
+    assert_all_are_told(run(ranks, "other_branch", wrap="fsdp2"), *words)
 
 
 def assert_all_are_told(outcomes, *words):

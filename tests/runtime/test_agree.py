@@ -142,9 +142,23 @@ def test_captures_are_compared_before_anybody_waits_for_rank_0_to_compile(ranks)
     assert "rank 0: relu, at m.py:3" in first and "rank 2: gelu, at m.py:3" in first
 
 
+@pytest.mark.parametrize(("places", "told"), [(("m.py:3", "m.py:3"), True), (("", ""), False)])
+def test_captures_that_differ_in_the_models_code_say_what_to_do_if_they_are_meant_to(ranks, places, told):
+    lines = ranks.start(2)
+
+    def capture(line):
+        captured(line, "graph 0", [(f"call {line.rank}", places[line.rank])], "Meant? Do this.")
+        for _ in range(100):
+            line.check()
+            time.sleep(0.05)
+
+    first, second = ranks.each(capture, lines)
+    assert first == second and ("with the same settings. Meant? Do this." in first) == told
+
+
 def test_a_capture_that_rank_0_does_not_make_is_only_noted(ranks):
     lines = ranks.start(2)
-    assert captured(lines[1], "graph 0", [("a", "")], 0.2) == "rank 0 did not capture graph 0 within 0.2 s"
+    assert captured(lines[1], "graph 0", [("a", "")], timeout_s=0.2) == "rank 0 did not capture graph 0 within 0.2 s"
 
 
 @pytest.mark.parametrize(

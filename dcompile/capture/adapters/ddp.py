@@ -31,6 +31,10 @@ class DdpAdapter(PlainAdapter):
     """State of the takeover of one DDP module."""
 
     name = "ddp"
+    way_to_differ = (
+        "A model that is meant to differ by its rank needs static_graph=True or find_unused_parameters=True in "
+        "DistributedDataParallel, or options={'distributed': 'stock'}."
+    )
     carries_sync = True
 
     def __init__(self, ddp: Any, stock: bool, serial: int | None = None) -> None:

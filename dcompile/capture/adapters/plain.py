@@ -29,6 +29,8 @@ class PlainAdapter:
     """The process group whose ranks run this model together, if there is one."""
     eager = False
     """Whether calls are to run eagerly, because what was not taken over cannot be traced either."""
+    way_to_differ = ""
+    """What to tell a user whose model runs other code on each rank, and is meant to, where that is refused."""
     carries_sync = False
     """Whether a forward carries over to its backward if gradients are to be reduced."""
 

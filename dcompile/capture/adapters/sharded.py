@@ -50,6 +50,8 @@ class Virtual(Protocol):
 class ShardedAdapter(PlainAdapter):
     """State of the takeover of one compiled module's sharded parameters."""
 
+    way_to_differ = "A model that is meant to differ by its rank needs options={'distributed': 'stock'}."
+
     def __init__(self, serial: int | None = None) -> None:
         self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()

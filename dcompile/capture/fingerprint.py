@@ -2,13 +2,15 @@
 
 In the lines: versions, settings, parameters in their order, and each call of the captured graph that makes a tensor.
 Not in them: shapes of inputs, and numbers in calls, which may differ between ranks (a ragged batch, a rank's own scale)
-without any harm to the collectives.
+without any harm to the collectives; and the names of inputs in the graph, which are others in a frame that is whole and
+in one that has a graph break: parameters have those of the model there, and others are numbered as they are used.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,24 +21,26 @@ if TYPE_CHECKING:
     from dcompile.capture.model import CompiledModel
 
 _OF_A_PART = "torch.ops.higher_order."
+_OURS = f"{Path(__file__).parents[1]}/"
 
 Line = tuple[str, str]
 """(what is compared, the line of the user's model, for people)."""
 
 
-def compare_capture(model: CompiledModel, gm: Any, number: int) -> list[str]:
+def compare_capture(model: CompiledModel, gm: Any, number: int, params: Mapping[int, int]) -> list[str]:
     """Compare a graph of the first call between ranks; notes. Raises PlanMismatchError, on all ranks."""
     subject = f"graph {number} of model {model.number}"
-    lines = [(subject, ""), *_surroundings(model), *calls_of(gm)]
+    lines = [(subject, ""), *_surroundings(model), *calls_of(gm, _names(model, params))]
     note = model.toolbox.captured(model.peers, subject, lines, model.adapter.way_to_differ)
     return [note] if note else []
 
 
-def compare_surroundings(model: CompiledModel, gm: Any) -> tuple[bool, list[str]]:
+def compare_surroundings(model: CompiledModel, gm: Any, params: Mapping[int, int]) -> tuple[bool, list[str]]:
     """The same where ranks may run other graphs: compare all but its calls. Whether these are rank 0's too; notes."""
     subject = f"settings of model {model.number}"
     note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model)], "")
-    same = not note and model.toolbox.same_as_first(model.peers, f"graph 0 of model {model.number}", [*calls_of(gm)])
+    calls = [*calls_of(gm, _names(model, params))]
+    same = not note and model.toolbox.same_as_first(model.peers, f"graph 0 of model {model.number}", calls)
     return same, [note] if note else []
 
 
@@ -47,16 +51,27 @@ def _surroundings(model: CompiledModel) -> Iterator[Line]:
         yield f"parameter {info.fqn} {list(info.shape)} {info.dtype} {info.kind}", ""
 
 
-def calls_of(gm: Any) -> Iterator[Line]:
-    """The calls that make tensors, the same whichever sizes vary."""
+def _names(model: CompiledModel, params: Mapping[int, int]) -> dict[int, str]:
+    """Position among a graph's inputs -> the name of its parameter."""
+    infos = model.adapter.param_infos()
+    return {position: infos[number].fqn for position, number in params.items()}
+
+
+def calls_of(gm: Any, parameters: Mapping[int, str]) -> Iterator[Line]:
+    """The calls that make tensors, the same whichever sizes vary. `parameters`: names of inputs, by position."""
+    inputs = {node: parameters.get(n) for n, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     names: dict[Any, str] = {}
-    calls = 0
+    calls = used = 0
     for node in gm.graph.nodes:
-        if not _makes_tensor(node):
+        if not _makes_tensor(node) or node in inputs:
             continue
         if not node.op.startswith("call_"):
             names[node] = node.name
             continue
+        for value in node.all_input_nodes:
+            if value in inputs and value not in names and _makes_tensor(value):
+                names[value] = inputs[value] or f"input{used}"
+                used += 1
         names[node], target = f"%{calls}", _target(gm, node)  # numbered by itself: names count calls for sizes too
         calls += 1
         # a call of a part of the graph gets the sizes that vary as arguments of their own
@@ -93,5 +108,6 @@ def _argument(value: Any, names: dict[Any, str]) -> str:
 
 
 def line_of(node: Any) -> str:
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    found = [frame for frame in frames if not frame[0].startswith(_OURS)]
     return f"{found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else ""

@@ -136,9 +136,9 @@ class Graph(Programs):
         if not self._together:
             return
         if not isinstance(self.adapter, DdpAdapter) or not self.adapter.uneven:
-            self.notes += compare_capture(self.model, gm, self.number)
+            self.notes += compare_capture(self.model, gm, self.number, self.params)
         elif self.number == 0:
-            self._together, notes = compare_surroundings(self.model, gm)
+            self._together, notes = compare_surroundings(self.model, gm, self.params)
             self.notes += notes
         else:  # rank 0 may have no such graph
             self._together = False

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dcompile.capture.fingerprint import calls_of
+from dcompile.capture.fingerprint import calls_of, line_of
 
 
 def captured(function, *inputs, dynamic):
@@ -11,7 +11,7 @@ def captured(function, *inputs, dynamic):
     found = []
 
     def backend(gm, _inputs):
-        found.extend(calls_of(gm))
+        found.extend(calls_of(gm, {}))
         return gm.forward
 
     torch._dynamo.reset()
@@ -30,6 +30,43 @@ def test_lines_are_the_same_with_fixed_and_with_symbolic_sizes():
     inputs = torch.randn(6, 8), torch.randn(4, 4)
     fixed, symbolic = (captured(function, *inputs, dynamic=dynamic) for dynamic in (False, True))
     assert len(fixed) > 5 and fixed == symbolic
+
+
+def test_inputs_that_have_other_names_in_a_frame_with_a_break_are_the_same():
+    class Model(torch.nn.Module):
+        def __init__(self, breaks):
+            super().__init__()
+            self.layer, self.breaks = torch.nn.Linear(4, 4), breaks
+
+        def forward(self, x):
+            y = self.layer(x).relu()
+            if self.breaks:
+                torch._dynamo.graph_break()
+            return y.cos()
+
+    def lines(model):
+        found = []
+
+        def backend(gm, inputs):
+            params = {n: "weight" for n, value in enumerate(inputs) if value is model.layer.weight}
+            found.append([*calls_of(gm, params)])
+            return gm.forward
+
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(lambda *args: model(*args), backend=backend)(torch.randn(2, 4))
+        return found[0]
+
+    whole, first = lines(Model(False)), lines(Model(True))
+    assert len(whole) == 3 and whole[:2] == first
+    assert "(input0, weight, input2)" in whole[0][0]
+
+
+def test_a_line_is_the_users_where_dcompile_calls_its_modules():
+    node = torch.fx.Graph().placeholder("x")
+    ours = calls_of.__globals__["__file__"]
+    node.meta["stack_trace"] = f'  File "/home/m.py", line 3, in forward\n    x\n  File "{ours}", line 9, in _forward\n'
+    assert line_of(node) == "m.py:3"
 
 
 def test_lines_differ_where_calls_do():

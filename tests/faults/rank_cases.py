@@ -41,6 +41,15 @@ class Mlp(nn.Module):
         return self.c(x * scale)
 
 
+class Talking(Mlp):
+    """Says something before its layers run, on the second rank alone: a graph break there, and the same calls."""
+
+    def forward(self, x: torch.Tensor, twice: bool = False, scale: float = 1.0) -> torch.Tensor:
+        if is_second():
+            torch._dynamo.graph_break()
+        return super().forward(x, twice, scale)
+
+
 class Swapped(Mlp):
     """The same parameters, registered in another order."""
 
@@ -124,6 +133,13 @@ def other_settings() -> Any:
 def other_branch(wrap: str = "ddp") -> Any:
     model = model_of(wrap=wrap)
     return raised(lambda: step(model, twice=is_second()))
+
+
+def breaks_on_one_rank(wrap: str = "ddp") -> tuple[str, int]:
+    """(the error of two steps, if any, graph breaks)."""
+    model = model_of(Talking, wrap=wrap)
+    error, *_ = raised(lambda: [step(model) for _ in range(2)])
+    return error, dcompile.receipt(model).graph_breaks
 
 
 def left_to_ddp_on_one_rank() -> Any:

@@ -55,6 +55,11 @@ def assert_all_are_told(outcomes, *words):
 # --- right in the end -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_graph_break_on_one_rank_that_leaves_the_same_calls(ranks, wrap):
+    assert run(ranks, "breaks_on_one_rank", wrap=wrap) == [("", 0), ("", 1)]
+
+
 def test_a_guard_that_misses_on_one_rank_alone(ranks):
     for worst, eligible in run(ranks, "guards_miss_on_one_rank"):
         assert worst < 1e-4 and eligible

@@ -11,8 +11,9 @@ _FRAME_NAMES = frozenset(("L", "self", "target", "__self__", "_modules", "module
 """What Dynamo puts before the path of the module a user knows."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _OUR_CALL = "dcompile/capture/entry.py"
-_DEFAULT_DEVICE = "torch/utils/_device.py"
-"""Under `torch.set_default_device` and `with torch.device(...)` each of a model's calls goes through this file."""
+_BETWEEN = ("torch/utils/_device.py", "dcompile/capture/between.py")
+"""Files that each of a model's calls goes through: under `torch.set_default_device` and `with torch.device(...)`, and
+where FSDP2 has several graphs."""
 
 
 def origin_of(node: Node) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ def _module_path(path: str) -> str:
 @lru_cache(maxsize=4096)
 def _last_frame(trace: str) -> str:
     """The user's line: `model.py:88`; nothing where the model is torch's own and only our call of it is left."""
-    frames = [(path, line) for path, line in _FRAME.findall(trace) if not path.endswith(_DEFAULT_DEVICE)]
+    frames = [(path, line) for path, line in _FRAME.findall(trace) if not path.endswith(_BETWEEN)]
     if not frames or frames[-1][0].endswith(_OUR_CALL):
         return ""
     path, line = frames[-1]

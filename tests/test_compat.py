@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+import threading
 
 import pytest
 import torch
@@ -398,3 +399,15 @@ def test_statistics_that_something_else_changes_too_are_counted():
         before = norm.running_mean._version
         torch.testing.assert_close(compiled(norm, x), function(theirs, x))
         assert norm.running_mean._version > before
+
+
+def test_torch_fx_says_in_one_of_two_places_that_it_traces(monkeypatch):
+    """For each thread apart since torch 2.14, where calls would otherwise all come by Dynamo."""
+    from torch.fx import _symbolic_trace
+
+    assert not getattr(*compat.dynamo.fx_tracing_flag(), False) and not compat.dynamo.is_traced_by_another()
+    own = threading.local()
+    monkeypatch.setattr(_symbolic_trace, "_is_fx_tracing_tls", own, raising=False)
+    assert not compat.dynamo.is_traced_by_another()
+    own.flag = True
+    assert compat.dynamo.is_traced_by_another()

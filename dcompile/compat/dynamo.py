@@ -295,12 +295,19 @@ def is_traced_by_another() -> bool:
     """
     import torch
     from torch._subclasses import FakeTensorMode
-    from torch.fx import _symbolic_trace
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    if torch._C._is_tracing() or getattr(_symbolic_trace, "_is_fx_tracing_flag", False):
+    if torch._C._is_tracing() or getattr(*fx_tracing_flag(), False):
         return True
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def fx_tracing_flag() -> tuple[Any, str]:
+    """What has the attribute that says whether torch.fx traces, and its name: a thread's own since torch 2.14."""
+    from torch.fx import _symbolic_trace
+
+    own: Any = getattr(_symbolic_trace, "_is_fx_tracing_tls", None)
+    return (_symbolic_trace, "_is_fx_tracing_flag") if own is None else (own, "flag")
 
 
 def have_no_data(inputs: Sequence[Any]) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.dynamo import fx_tracing_flag
+
 if TYPE_CHECKING:
     from dcompile.compat.hooks import Hooks
 
@@ -78,10 +80,10 @@ def entrance(
     import torch
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as callback
     from torch._dynamo import eval_frame
-    from torch.fx import _symbolic_trace as fx
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
     modes, is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+    tracer, traces = fx_tracing_flag()
     dynamo: Any = eval_frame
     compiler: Any = torch.compiler
 
@@ -89,7 +91,9 @@ def entrance(
         if (
             dynamo._stance is frames.stance
             and callback() is None
-            and not (calls or modes() or is_jit_tracing() or fx._is_fx_tracing_flag or compiler._is_compiling_flag)
+            and not (
+                calls or modes() or is_jit_tracing() or getattr(tracer, traces, False) or compiler._is_compiling_flag
+            )
             and (hooks is None or Ddp._active_ddp_module is None)
         ):
             hooked = "" if hooks is None else hooks.kinds()
@@ -142,11 +146,12 @@ def _usual_stance() -> Any:
     import torch
     import torch._dynamo.config as config
     from torch._dynamo import eval_frame
-    from torch.fx import _symbolic_trace
 
     now = eval_frame._stance
     usual = (now.stance, now.skip_guard_eval_unsafe, now.backend) == ("default", False, None)
-    flags = hasattr(_symbolic_trace, "_is_fx_tracing_flag") and hasattr(torch.compiler, "_is_compiling_flag")
+    tracer, traces = fx_tracing_flag()  # a thread's own is there once that thread has traced
+    told = traces == "flag" or hasattr(tracer, traces)
+    flags = told and hasattr(torch.compiler, "_is_compiling_flag")
     return now if usual and flags and not config.compiled_autograd else None
 
 

@@ -73,7 +73,9 @@ The function returns a tensor, or a tuple of several: without a schema, nothing 
 """
 
 SET_DATA = "dcompile.set_data"
-"""set_data(tensor, source, copies): aten.set_ of a source that may lie in memory which the program uses again."""
+"""set_data(tensor, source, copies): one of these, of a source that may lie in memory which the program uses again."""
+GIVES_DATA = frozenset(("aten.set_.source_Tensor", "aten.shallow_copy_data_.default"))
+"""What `tensor.data = source` is traced as; the latter since torch 2.14."""
 
 OBJECT = "object"
 """Dtype of buffers that hold any Python value instead of a tensor."""
@@ -231,9 +233,10 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
     for name in names:
         low.keep_before_overwrite(name, low.position)
     op = op_text(node.target)
-    if op == "aten.set_.source_Tensor":
-        if [opaque_shape(node.meta["val"])] != [(view.shape, view.strides) for view in views if view is not None]:
-            raise Unsupported(f"dcompile: {node.target} gives an input another shape or other strides")
+    if op in GIVES_DATA:
+        was = [(view.shape, view.strides, tensor.dtype) for view, tensor in zip(views, tensors, strict=True) if view]
+        if [(*opaque_shape(node.meta["val"]), dtype_name(node.meta["val"].dtype))] != was:
+            raise Unsupported(f"dcompile: {node.target} gives an input another shape, dtype or other strides")
         op, args = SET_DATA, [*args, _is_made(low, node, args[1])]
     low.extern(op, args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
     if op == SET_DATA:

@@ -186,7 +186,7 @@ def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
     """Put tensors of their own in the places of `results`, and where else `saved_with` has found their memory."""
     for place, saved in results.items():
         view = outputs[place]
-        own = outputs[place] = look(view, view.shape, view.stride(), 0)
+        own = outputs[place] = look(view, tuple(view.shape), view.stride(), 0)
         for other in saved:
             x = outputs[other]
             outputs[other] = torch.as_strided(own.detach(), x.shape, x.stride(), x.storage_offset())

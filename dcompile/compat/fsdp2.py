@@ -82,12 +82,15 @@ def _objections(group: Any) -> Iterator[str]:
         yield "an all-reduce hook is set"
     if getattr(group, "reduce_scatter_unused_params", False):
         yield "unused parameters take part in reductions (set_reduce_scatter_unused_params)"
+    if len({reduce_dtype(param) for param in group.fsdp_params if param.orig_dtype.is_floating_point}) > 1:
+        yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"
     for param in group.fsdp_params:
         if param.is_dtensor and _dtensor_spec(param) is None:
             yield "this torch keeps what a DTensor parameter looks like elsewhere"
         if getattr(group.mesh_info, "is_spmd_mesh", False):
             yield "parameters are DTensors on a mesh that FSDP's ranks are part of (dp_mesh_dims)"
-        if getattr(param, "_explicit_grad_dtype", None) is not None:
+        # under its second name since torch 2.15
+        if getattr(param, "_explicit_grad_dtype", None) or getattr(param, "_has_sharded_grad_dtype_override", False):
             yield "a parameter asks for gradients of a dtype of their own (grad_dtype)"
         if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
             yield "parameters bring all-gather extensions (fsdp_pre_all_gather)"
@@ -157,8 +160,9 @@ def compute_dtype(param: Any) -> torch.dtype:
 
 
 def reduce_dtype(param: Any) -> torch.dtype:
-    """What its gradients are reduced in."""
-    return param.reduce_dtype or compute_dtype(param)
+    """What its gradients are reduced in. Left open: as they are computed; since torch 2.15, as .grad is."""
+    own: torch.dtype | None = getattr(param, "unsharded_grad_dtype", None)
+    return param.reduce_dtype or own or compute_dtype(param)
 
 
 def full_name(param: Any, number: int) -> str:
@@ -331,10 +335,23 @@ def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
         name = param._param_fqn
         raise DcompileError(f"dcompile: gradients of {name} of a step without synchronisation are left over")
     whole = gathered if beside is None else beside(gathered)
-    if param.unsharded_accumulated_grad is None:
+    if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
+        leaf = _gathered_leaf(param)
+        leaf.grad = whole if leaf.grad is None else leaf.grad + whole
+    elif param.unsharded_accumulated_grad is None:
         param.unsharded_accumulated_grad = whole
     else:
         param.unsharded_accumulated_grad += whole
+
+
+def _gathered_leaf(param: Any) -> Any:
+    """The gathered parameter, whose .grad FSDP adds up in since torch 2.15; made without its memory if it never was."""
+    if not hasattr(param, "_unsharded_param"):
+        data, dtype = param._sharded_param_data, compute_dtype(param)
+        param.init_all_gather_outputs([data.numel()], [dtype], param.mesh_info.shard_mesh_size, param.device)
+        param.init_unsharded_param()
+        param.free_unsharded_param()
+    return param._unsharded_param
 
 
 def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:

@@ -4,6 +4,7 @@ import copy
 import logging
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -411,3 +412,13 @@ def test_torch_fx_says_in_one_of_two_places_that_it_traces(monkeypatch):
     assert not compat.dynamo.is_traced_by_another()
     own.flag = True
     assert compat.dynamo.is_traced_by_another()
+
+
+def test_gradients_of_sharded_parameters_are_reduced_in_the_dtype_that_this_torch_takes():
+    """Where MixedPrecisionPolicy names none: that of the computation, and since torch 2.15 that of .grad."""
+    known = {"param_dtype": torch.bfloat16, "orig_dtype": torch.float32}
+    older = types.SimpleNamespace(reduce_dtype=None, **known)
+    newer = types.SimpleNamespace(reduce_dtype=None, unsharded_grad_dtype=torch.float32, **known)
+    named = types.SimpleNamespace(reduce_dtype=torch.float16, unsharded_grad_dtype=torch.float32, **known)
+    found = [compat.fsdp2.reduce_dtype(param) for param in (older, newer, named)]
+    assert found == [torch.bfloat16, torch.float32, torch.float16]

@@ -9,6 +9,8 @@ import torch
 import dcompile
 from dcompile import compat
 from dcompile.backend import dcompile_backend
+from dcompile.capture import results
+from dcompile.compat.tensors import quick_look
 
 # Dynamo itself looks at .grad of a non-leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -96,6 +98,21 @@ def test_a_result_may_be_a_view():
         found = torch.autograd.grad((rows.square().sum(), loss), x)
         torch.testing.assert_close(found, torch.autograd.grad((expected.square().sum(), other), x))
     assert is_lean(rows)
+
+
+def test_looks_are_made_of_tuples(monkeypatch):
+    """torch 2.15's quick look takes no torch.Size: graphs that save a view of a result were an error there."""
+    kinds = []
+
+    def look(tensor, shape, strides, more):
+        kinds.extend((type(shape), type(strides)))
+        return quick_look()(tensor, shape, strides, more)
+
+    monkeypatch.setattr(results, "look", look)
+    torch._dynamo.reset()
+    rows, _ = dcompile.compile(rows_and_loss)(torch.randn(3, 2, 5, requires_grad=True), torch.randn(5, 7))
+    rows.sum().backward()
+    assert kinds and set(kinds) == {tuple}
 
 
 def test_a_result_that_is_changed_before_the_backward_is_an_error():

@@ -245,6 +245,20 @@ def _patch_lang(function):
 
 interpreter._patch_lang = _patch_lang
 
+_masked_store, _masked_load = Builder.create_masked_store, Builder.create_masked_load
+
+
+def _create_masked_store(builder, pointers, value, mask, *how):
+    """3.9's stores and loads take no mask that NumPy holds as int32, as it does some that are made of single numbers."""
+    return _masked_store(builder, pointers, value, Handle(mask.data.astype(bool), mask.dtype), *how)
+
+
+def _create_masked_load(builder, pointers, mask, *how):
+    return _masked_load(builder, pointers, Handle(mask.data.astype(bool), mask.dtype), *how)
+
+
+Builder.create_masked_store, Builder.create_masked_load = _create_masked_store, _create_masked_load
+
 
 @cache
 def _code(text: str):

@@ -249,7 +249,7 @@ _masked_store, _masked_load = Builder.create_masked_store, Builder.create_masked
 
 
 def _create_masked_store(builder, pointers, value, mask, *how):
-    """3.9's stores and loads take no mask that NumPy holds as int32, as it does some that are made of single numbers."""
+    """3.9 takes no masks that NumPy holds as int32, as it does some that are made of single numbers."""
     return _masked_store(builder, pointers, value, Handle(mask.data.astype(bool), mask.dtype), *how)
 
 

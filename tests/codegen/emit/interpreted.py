@@ -248,13 +248,13 @@ interpreter._patch_lang = _patch_lang
 _masked_store, _masked_load = Builder.create_masked_store, Builder.create_masked_load
 
 
-def _create_masked_store(builder, pointers, value, mask, *how):
+def _create_masked_store(builder, pointers, value, mask, *how, **more):
     """3.9 takes no masks that NumPy holds as int32, as it does some that are made of single numbers."""
-    return _masked_store(builder, pointers, value, Handle(mask.data.astype(bool), mask.dtype), *how)
+    return _masked_store(builder, pointers, value, Handle(np.asarray(mask.data, bool), tl.int1), *how, **more)
 
 
-def _create_masked_load(builder, pointers, mask, *how):
-    return _masked_load(builder, pointers, Handle(mask.data.astype(bool), mask.dtype), *how)
+def _create_masked_load(builder, pointers, mask, *how, **more):
+    return _masked_load(builder, pointers, Handle(np.asarray(mask.data, bool), tl.int1), *how, **more)
 
 
 Builder.create_masked_store, Builder.create_masked_load = _create_masked_store, _create_masked_load

@@ -82,7 +82,7 @@ def _objections(group: Any) -> Iterator[str]:
         yield "an all-reduce hook is set"
     if getattr(group, "reduce_scatter_unused_params", False):
         yield "unused parameters take part in reductions (set_reduce_scatter_unused_params)"
-    if len({reduce_dtype(param) for param in group.fsdp_params if param.orig_dtype.is_floating_point}) > 1:
+    if len({reduce_dtype(param) for param in group.fsdp_params if param.sharded_param.requires_grad}) > 1:
         yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"
     for param in group.fsdp_params:
         if param.is_dtensor and _dtensor_spec(param) is None:

@@ -197,6 +197,14 @@ static void adamw(T* p, const T* g, T* m, T* v, int64 count, float correction1, 
 BOTH(adamw, P, (p, g, m, v, count, correction1, correction2))
 #undef P
 
+/* the same in float32, rounded once, as eager's fused kernel does */
+template <class T> INLINE void fused_adamw_element(T& p, float g, T& m, T& v, float correction1, float correction2) {
+  const float a = 0.9f * get(m) + 0.1f * g, b = 0.999f * get(v) + 0.001f * g * g;
+  put(m, a);
+  put(v, b);
+  put(p, get(p) * (1 - 1e-3f * 0.01f) - 1e-3f / correction1 * a / (sqrt_(b / correction2) + 1e-8f));
+}
+
 template <class T>
 static void adamw_many(T* const* p, const T* const* g, T* const* m, T* const* v, int64 tensors, int64 count,
                        float correction1, float correction2) {
@@ -205,7 +213,7 @@ static void adamw_many(T* const* p, const T* const* g, T* const* m, T* const* v,
     T *pt = p[t], *mt = m[t], *vt = v[t];
     const T* gt = g[t];
 #pragma omp simd
-    for (int64 i = 0; i < count; i++) adamw_element(pt[i], get(gt[i]), mt[i], vt[i], correction1, correction2);
+    for (int64 i = 0; i < count; i++) fused_adamw_element(pt[i], get(gt[i]), mt[i], vt[i], correction1, correction2);
   }
 }
 #define P(T) (T* const* p, const T* const* g, T* const* m, T* const* v, int64 tensors, int64 count, float c1, float c2)

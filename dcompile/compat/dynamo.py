@@ -8,16 +8,15 @@ import inspect
 import sys
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 from dcompile.compat.guards import short_guard_of_hooks
 from dcompile.compat.indexed import strides_of_indices
+from dcompile.compat.optimizers import optimizers_whole
 from dcompile.compat.sizes import simplifying_once
 from dcompile.compat.unread import no_unread_latencies
 from dcompile.compat.views import views_as_asked
-
-if TYPE_CHECKING:
-    pass
 
 
 def optimize(
@@ -97,11 +96,16 @@ def wrap_frame_callback(
 
 
 @contextlib.contextmanager
-def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[..., Any] | None = None) -> Iterator[None]:
+def tracing_settings(
+    dynamic: bool | None = None,
+    sync_batch_norm: Callable[..., Any] | None = None,
+    fused_optimizers: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
     `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
-    `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied.
+    `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied, and each of
+    `fused_optimizers` where torch.optim's function of its name is called.
     """
     import logging
 
@@ -145,7 +149,7 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         no_unread_latencies(),
         short_guard_of_hooks(),
         _writes_to_scalars_kept(),
-        _optimizers_whole(),
+        optimizers_whole(fused_optimizers),
     ):
         yield
 
@@ -199,29 +203,6 @@ def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
             node.meta["example_value"] = value
 
     return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
-
-
-@contextlib.contextmanager
-def _optimizers_whole() -> Iterator[None]:
-    """Trace through the graph breaks that torch.optim puts around every optimizer's step.
-
-    They are there for AOTAutograd to see that nothing in the step asks for gradients, which it finds by itself today.
-    With them a step is three frames, and two of them are searched for the optimizer's tensors by guards.
-    """
-    import torch._dynamo
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.functions import SkipFunctionVariable
-    from torch.optim import optimizer
-
-    original = SkipFunctionVariable.call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value is torch._dynamo.graph_break and tx.f_code.co_filename == optimizer.__file__:
-            return ConstantVariable.create(None)
-        return original(self, tx, args, kwargs)
-
-    with unittest.mock.patch.object(SkipFunctionVariable, "call_function", call_function):
-        yield
 
 
 def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:

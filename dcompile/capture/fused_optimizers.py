@@ -1,0 +1,160 @@
+"""Fused optimizers as operations over lists of tensors: what Dynamo traces in place of torch's functions.
+
+torch keeps Dynamo out of `_fused_adam`, `_fused_sgd` and `_fused_adagrad`, whose kernels it has ready, so that a compiled
+step of an optimizer with `fused=True` would compile nothing. Theirs is the arithmetic here, too: 16-bit tensors are
+computed in float32 and rounded once, which makes an element cheaper than the many roundings of `foreach=True`
+(`docs/measured.md`). Each function has the signature of the one that it stands for, and updates the same tensors in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Tensors = list[torch.Tensor]
+Number = float | torch.Tensor
+
+
+def adam(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    state_steps: Tensors,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    *,
+    amsgrad: bool,
+    beta1: Number,
+    beta2: Number,
+    lr: Number,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    decoupled_weight_decay: bool,
+    **_: Any,
+) -> None:
+    """Adam and AdamW (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)."""
+    steps = _counted(state_steps, found_inf)
+    taken, values, old = _gradients(grads, grad_scale, found_inf, maximize), _wide(params), _wide(exp_avgs)
+    if weight_decay and decoupled_weight_decay:
+        values = torch._foreach_sub(values, torch._foreach_mul(values, _on(values, lr) * weight_decay))
+    elif weight_decay:
+        taken = torch._foreach_add(taken, values, alpha=weight_decay)
+    first = torch._foreach_add(torch._foreach_mul(old, beta1), torch._foreach_mul(taken, 1 - beta1))
+    squares = torch._foreach_mul(torch._foreach_mul(taken, 1 - beta2), taken)
+    second = torch._foreach_add(torch._foreach_mul(_wide(exp_avg_sqs), beta2), squares)
+    largest = torch._foreach_maximum(_wide(max_exp_avg_sqs), second) if amsgrad else second
+    # as in the kernels, which count in float64: 1 - 0.999 in float32 is off by 1.6e-5 of itself
+    sizes = [_on(values, lr) / (1 - beta1**step) for step in steps]
+    roots = torch._foreach_div(torch._foreach_sqrt(largest), [(1 - beta2**step).sqrt() for step in steps])
+    changes = torch._foreach_div(torch._foreach_mul(first, sizes), torch._foreach_add(roots, eps))
+    _write(params, torch._foreach_sub(values, changes), found_inf)
+    _write(exp_avgs, first, found_inf)
+    _write(exp_avg_sqs, second, found_inf)
+    if amsgrad:
+        _write(max_exp_avg_sqs, largest, found_inf)
+
+
+def sgd(
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffer_list: list[torch.Tensor | None],
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Number,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    **_: Any,
+) -> None:
+    """Stochastic gradient descent with momentum, as torch.optim.SGD has it; in the first step buffers are made here."""
+    taken, values = _gradients(grads, grad_scale, found_inf, maximize), _wide(params)
+    if weight_decay:
+        taken = torch._foreach_add(taken, values, alpha=weight_decay)
+    if momentum:
+        kept = [buffer for buffer in momentum_buffer_list if buffer is not None]
+        if kept:
+            moving = torch._foreach_add(torch._foreach_mul(_wide(kept), momentum), taken, alpha=1 - dampening)
+        else:
+            moving = taken
+            for place, grad in enumerate(grads):
+                momentum_buffer_list[place] = torch.zeros_like(grad)
+        _write([buffer for buffer in momentum_buffer_list if buffer is not None], moving, found_inf)
+        taken = torch._foreach_add(taken, moving, alpha=momentum) if nesterov else moving
+    _write(params, torch._foreach_sub(values, torch._foreach_mul(taken, _on(values, lr))), found_inf)
+
+
+def adagrad(
+    params: Tensors,
+    grads: Tensors,
+    state_sums: Tensors,
+    state_steps: Tensors,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    *,
+    lr: Number,
+    weight_decay: float,
+    lr_decay: float,
+    eps: float,
+    maximize: bool,
+    **_: Any,
+) -> None:
+    """Adagrad (Duchi, Hazan and Singer, 2011)."""
+    steps = _counted(state_steps, found_inf)
+    taken, values = _gradients(grads, grad_scale, found_inf, maximize), _wide(params)
+    if weight_decay:
+        taken = torch._foreach_add(taken, values, alpha=weight_decay)
+    sums = torch._foreach_add(_wide(state_sums), torch._foreach_mul(taken, taken))
+    sizes = [_on(values, lr) / (1 + (step - 1) * lr_decay) for step in steps]
+    changes = torch._foreach_div(torch._foreach_mul(taken, sizes), torch._foreach_add(torch._foreach_sqrt(sums), eps))
+    _write(params, torch._foreach_sub(values, changes), found_inf)
+    _write(state_sums, sums, found_inf)
+
+
+STAND_INS = {"_fused_adam": adam, "_fused_sgd": sgd, "_fused_adagrad": adagrad}
+"""By the name of torch's function, in the module of its optimizer."""
+
+
+def _counted(steps: Tensors, found_inf: torch.Tensor | None) -> Tensors:
+    """Numbers of steps, each one more but where a gradient is infinite, as float64."""
+    if found_inf is None:
+        torch._foreach_add_(steps, 1)
+    else:
+        for step in steps:
+            step.add_(1 - found_inf.to(step.device).reshape(()))
+    return [step.to(torch.float64) for step in steps]
+
+
+def _gradients(
+    grads: Tensors, scale: torch.Tensor | None, found_inf: torch.Tensor | None, maximize: bool
+) -> Sequence[torch.Tensor]:
+    """Gradients as they are used; divided by GradScaler's factor they are written back, as the kernels do."""
+    taken = _wide(grads)
+    if scale is not None:
+        taken = [grad / scale.to(grad.device) for grad in taken]
+        _write(grads, taken, found_inf)
+    return torch._foreach_neg(taken) if maximize else taken
+
+
+def _wide(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
+
+
+def _on(tensors: Sequence[torch.Tensor], number: Number) -> Number:
+    """A learning rate given as a tensor, where the tensors are."""
+    return number.to(tensors[0].device) if isinstance(number, torch.Tensor) else number
+
+
+def _write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+    """Each value into its target, unless GradScaler has found an infinite gradient."""
+    for target, value in zip(targets, values, strict=True):
+        if found_inf is not None:
+            value = torch.where(found_inf.to(target.device) == 1, target, value)
+        target.copy_(value)

@@ -1,0 +1,35 @@
+"""Steps of torch.optim's optimizers, traced as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def optimizers_whole(fused: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Trace through the graph breaks that torch.optim puts around every optimizer's step.
+
+    They are there for AOTAutograd to see that nothing in the step asks for gradients, which it finds by itself today.
+    With them a step is three frames, and two of them are searched for the optimizer's tensors by guards.
+    Functions of fused optimizers, which Dynamo is kept out of, have stand-ins in `fused`, by name.
+    """
+    import torch._dynamo
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+    from torch.optim import optimizer
+
+    original = SkipFunctionVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch._dynamo.graph_break and tx.f_code.co_filename == optimizer.__file__:
+            return ConstantVariable.create(None)
+        stand_in = fused.get(getattr(self.value, "__name__", ""))
+        if stand_in is not None and str(getattr(self.value, "__module__", "")).startswith("torch.optim."):
+            return UserFunctionVariable(stand_in).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
+        return original(self, tx, args, kwargs)
+
+    with unittest.mock.patch.object(SkipFunctionVariable, "call_function", call_function):
+        yield

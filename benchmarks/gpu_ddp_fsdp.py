@@ -64,7 +64,7 @@ PEERS = (
     "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
 )  # fmt: skip
 """`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune. Peers with
-`+ optimizer` compile AdamW's step too, then of many small operations (`foreach`)."""
+`+ optimizer` compile AdamW's step too, torch.compile of many small operations (`foreach`): the fused one it cannot."""
 DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead")
 
 
@@ -119,7 +119,7 @@ class Training:
         self._before = _memory(job.device)
         self.call = spread(make(line.shape, job.device), line.kind, name, job.device)
         whole = name.endswith("+ optimizer")
-        kind = {"foreach": True} if whole else {"fused": True}
+        kind = {"foreach": True} if whole and name.startswith("torch.compile") else {"fused": True}
         self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, **kind)
         self.update = compiler(name)(self.optimizer.step) if whole else self.optimizer.step
         generator = torch.Generator().manual_seed(1 + job.rank)

@@ -4,7 +4,8 @@
     python -m benchmarks.gpu_train --merge FIRST.json SECOND.json
 
 A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Peers with "+ optimizer" in
-their names compile AdamW's step too, then of many small operations (`foreach`); for those, and for max-autotune,
+their names compile AdamW's step too, torch.compile of many small operations (`foreach`), as it cannot compile the fused
+one; for those, and for max-autotune,
 --peers has to ask. All peers are built first, then timed in turn, round after round, by CUDA events. Memory, kernels
 and idle time are of one step of each peer: the most the allocator had handed out beyond what parameters and optimizer
 hold, kernels as torch.profiler counts them, and the part of the step in which none of them ran.
@@ -109,7 +110,7 @@ class Training:
     def __init__(self, name: str, shape: Shape, device: str = "cuda") -> None:
         model, whole = make(shape, device), OPTIMIZERS.get(name)
         self.call = (whole or PEERS[name])(model)
-        kind = "fused" if whole is None else "foreach"
+        kind = "foreach" if whole is torch.compile else "fused"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **{kind: True})
         self.update = self.optimizer.step if whole is None else whole(self.optimizer.step)
         self.tokens = torch.randint(0, shape.vocabulary, (shape.rows, shape.length), device=device)

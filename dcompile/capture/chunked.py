@@ -90,13 +90,13 @@ def _logits(head: Head, parts: list[tuple[int, int]]) -> str:
     return f"{len(parts)} parts{most} are there one after another in place of the logits ({kind}[{sizes}]{size})"
 
 
-def _given(loss: Node) -> dict[str, Any]:
+def given_to(loss: Node) -> dict[str, Any]:
     """All arguments of a loss."""
     return {**_ARGUMENTS, **dict(zip(_ARGUMENTS, loss.args, strict=False)), **loss.kwargs}
 
 
 def _head_of(loss: Node) -> Head:
-    given = _given(loss)
+    given = given_to(loss)
     for name in ("weight", "size_average", "reduce"):
         if given[name] is not None:
             raise NotChunked(f"it is given `{name}`")
@@ -106,7 +106,7 @@ def _head_of(loss: Node) -> Head:
     steps: list[Node] = []
     node = given["input"]
     while not _is_linear(node):
-        if not isinstance(node, Node) or not _is(node, *_CONVERSIONS, *_RESHAPES, "getitem", "transpose"):
+        if not isinstance(node, Node) or not is_call(node, *_CONVERSIONS, *_RESHAPES, "getitem", "transpose"):
             raise NotChunked(f"they are not a linear layer's result alone, but `{getattr(node, 'name', node)}`'s")
         steps.append(node)
         node = node.args[0]
@@ -116,7 +116,8 @@ def _head_of(loss: Node) -> Head:
     return Head(node, hidden, weight, bias, tuple(reversed(steps)))
 
 
-def _is(node: Node, *names: str) -> bool:
+def is_call(node: Node, *names: str) -> bool:
+    """Whether a node calls a function or method of one of these names."""
     if node.op == "call_method":
         return node.target in names
     return node.op == "call_function" and getattr(node.target, "__name__", "") in names
@@ -134,12 +135,12 @@ def _turned(node: Any) -> Node | None:
         return None
     (matrix,) = node.all_input_nodes[:1]
     is_attribute = node.target is getattr and node.args[1] in ("T", "mT")
-    return matrix if is_attribute or _is(node, "t") or _swaps(node, 0, 1) else None
+    return matrix if is_attribute or is_call(node, "t") or _swaps(node, 0, 1) else None
 
 
 def _swaps(node: Node, first: int, second: int) -> bool:
     """Whether a node exchanges these two dimensions, the last ones."""
-    return _is(node, "transpose") and {*node.args[1:]} in ({first, second}, {-1, -2}) and not node.kwargs
+    return is_call(node, "transpose") and {*node.args[1:]} in ({first, second}, {-1, -2}) and not node.kwargs
 
 
 def _operands(layer: Node) -> tuple[Node, Node, Node | None]:
@@ -157,7 +158,7 @@ def _check_readers(nodes: list[Node], loss: Node) -> None:
         for user in node.users:
             if user.op == "output":
                 raise NotChunked("the compiled graph returns them; have what is compiled return its loss alone")
-            if user not in nodes and user is not loss and not _is(user, *_SIZES):
+            if user not in nodes and user is not loss and not is_call(user, *_SIZES):
                 where = line_of(user)
                 raise NotChunked(f"`{user.name}`{where and f' ({where})'} reads them too; have it left out in training")
 
@@ -172,7 +173,7 @@ def _check_values(layer: Node, hidden: Node, weight: Node, bias: Node | None, lo
     if len(shape_of(layer)) < 2 or len(shape_of(weight)) != 2 or not isinstance(shape_of(weight)[0], int):
         raise NotChunked("the linear layer has no rows, or a symbolic number of classes")
     memory = {compat.tensors.storage_key(value) for value in values}
-    for node in _between(layer, loss):
+    for node in between(layer, loss):
         changed = node.args[0] if node.args else None
         value = changed.meta.get("example_value") if isinstance(changed, Node) else None
         if changes(node) and (
@@ -181,7 +182,8 @@ def _check_values(layer: Node, hidden: Node, weight: Node, bias: Node | None, lo
             raise NotChunked(f"`{node.name}` changes something meanwhile")
 
 
-def _between(first: Node, last: Node) -> Iterator[Node]:
+def between(first: Node, last: Node) -> Iterator[Node]:
+    """The nodes behind `first` and before `last`."""
     node = first.next
     while node is not last:
         yield node
@@ -194,7 +196,7 @@ def _rows(head: Head, loss: Node) -> list[tuple[str, Any]]:
     Raises NotChunked where a step does not leave rows as they are.
     """
     classes, done = shape_of(head.weight)[0], list[tuple[str, Any]]()
-    by_class = len(shape_of(_given(loss)["input"])) > 2
+    by_class = len(shape_of(given_to(loss)["input"])) > 2
     steps = head.steps
     if by_class:
         if not steps or len(shape_of(steps[-1])) != 3 or not _swaps(steps[-1], 1, 2):
@@ -204,11 +206,11 @@ def _rows(head: Head, loss: Node) -> list[tuple[str, Any]]:
         source, made = (value.meta["example_value"] for value in (step.all_input_nodes[0], step))
         if source.shape[-1] != classes or made.shape[-1] != classes or source.device != made.device:
             raise NotChunked(f"`{step.name}` does not leave rows as they are")
-        if _is(step, *_CONVERSIONS) and made.is_floating_point():
+        if is_call(step, *_CONVERSIONS) and made.is_floating_point():
             continue
-        if _is(step, *_RESHAPES) and source.dtype == made.dtype:
+        if is_call(step, *_RESHAPES) and source.dtype == made.dtype:
             done.append(("reshape", _leading(step, made)))
-        elif _is(step, "getitem") and _takes_rows(step.args[1], source.dim()):
+        elif is_call(step, "getitem") and _takes_rows(step.args[1], source.dim()):
             done.append(("slice", step.args[1]))
         else:
             raise NotChunked(f"`{step.name}` does not leave rows as they are")
@@ -235,7 +237,7 @@ def _takes_rows(index: Any, dims: int) -> bool:
 
 
 def _replace(loss: Node, head: Head, steps: list[tuple[str, Any]], settings: dict[str, Any]) -> None:
-    given, graph = _given(loss), loss.graph
+    given, graph = given_to(loss), loss.graph
     hidden, width = head.hidden, shape_of(head.weight)[1]
     with graph.inserting_before(loss):
         for kind, how in steps:

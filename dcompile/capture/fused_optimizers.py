@@ -1,19 +1,21 @@
 """Fused optimizers as operations over lists of tensors: what Dynamo traces in place of torch's functions.
 
-torch keeps Dynamo out of `_fused_adam`, `_fused_sgd` and `_fused_adagrad`, whose kernels it has ready, so that a compiled
-step of an optimizer with `fused=True` would compile nothing. Theirs is the arithmetic here, too: 16-bit tensors are
-computed in float32 and rounded once, which makes an element cheaper than the many roundings of `foreach=True`
-(`docs/measured.md`). Each function has the signature of the one that it stands for, and updates the same tensors in place.
+torch keeps Dynamo out of `_fused_adam`, `_fused_sgd` and `_fused_adagrad`, whose kernels it has ready, so that a
+compiled step of an optimizer with `fused=True` would compile nothing. Theirs is the arithmetic here, too: 16-bit
+tensors are computed in float32 and rounded once, which makes an element cheaper than the many roundings of
+`foreach=True` (`docs/measured.md`). Each function has the signature of the one that it stands for, and updates the same
+tensors in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 Tensors = list[torch.Tensor]
+Some = list[torch.Tensor] | tuple[torch.Tensor, ...]
 Number = float | torch.Tensor
 
 
@@ -81,7 +83,7 @@ def sgd(
     if momentum:
         kept = [buffer for buffer in momentum_buffer_list if buffer is not None]
         if kept:
-            moving = torch._foreach_add(torch._foreach_mul(_wide(kept), momentum), taken, alpha=1 - dampening)
+            moving: Some = torch._foreach_add(torch._foreach_mul(_wide(kept), momentum), taken, alpha=1 - dampening)
         else:
             moving = taken
             for place, grad in enumerate(grads):
@@ -118,7 +120,7 @@ def adagrad(
     _write(state_sums, sums, found_inf)
 
 
-STAND_INS = {"_fused_adam": adam, "_fused_sgd": sgd, "_fused_adagrad": adagrad}
+STAND_INS: dict[str, Callable[..., None]] = {"_fused_adam": adam, "_fused_sgd": sgd, "_fused_adagrad": adagrad}
 """By the name of torch's function, in the module of its optimizer."""
 
 
@@ -132,18 +134,16 @@ def _counted(steps: Tensors, found_inf: torch.Tensor | None) -> Tensors:
     return [step.to(torch.float64) for step in steps]
 
 
-def _gradients(
-    grads: Tensors, scale: torch.Tensor | None, found_inf: torch.Tensor | None, maximize: bool
-) -> Sequence[torch.Tensor]:
+def _gradients(grads: Tensors, scale: torch.Tensor | None, found_inf: torch.Tensor | None, maximize: bool) -> Some:
     """Gradients as they are used; divided by GradScaler's factor they are written back, as the kernels do."""
-    taken = _wide(grads)
+    taken: Some = _wide(grads)
     if scale is not None:
         taken = [grad / scale.to(grad.device) for grad in taken]
         _write(grads, taken, found_inf)
     return torch._foreach_neg(taken) if maximize else taken
 
 
-def _wide(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _wide(tensors: Some) -> Some:
     return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.capture.ahead import make_gradients_ahead
 from dcompile.capture.border import COPIED, COPIES_IN, with_plain_border, with_plain_tensors
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
@@ -57,6 +58,8 @@ class Graph(Programs):
             notes, whole = chunk_losses(gm, self.model.settings.config.chunked_loss)
             self.notes += notes
             self.fallbacks += Counter({LEFT_WHOLE: whole})
+        if self.model.settings.config.kernels != "aten":
+            make_gradients_ahead(gm)
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
 
         def complete(module: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ def partitioner(
         keep_old_values(joint)
         keep_looks_by_strides(joint)
         prepare(joint)
+        ahead = return_ahead(joint, num_fwd_outputs)
         forward, backward = compat.aot.min_cut_partition(
             joint,
             joint_inputs,
@@ -64,15 +65,50 @@ def partitioner(
             memory_budget,
             again_for_calls,
             minimum_cut,
-            num_fwd_outputs=num_fwd_outputs,
+            num_fwd_outputs=num_fwd_outputs + ahead,
             **keywords,
         )
+        take_outputs(forward, num_fwd_outputs, ahead)
         mark_donated(forward, backward, num_fwd_outputs)
         if carries_sync:
             add_token(forward, backward, num_fwd_outputs, compat.aot.detect_fake_mode(joint_inputs))
         return forward, backward
 
     return partition
+
+
+AHEAD = "dcompile_ahead"
+"""The mark (`torch.fx.traceback.annotate`) of what a forward makes for its backward alone."""
+
+
+def return_ahead(joint: Any, results: int) -> int:
+    """Have the forward return, behind its results, what is marked so; how many those are.
+
+    torch's partitioners leave to the backward what no result of the forward is made from, whatever else is asked for.
+    """
+    marked = (node for node in joint.graph.nodes if AHEAD in (node.meta.get("custom") or {}))
+    last = [node for node in marked if not any(AHEAD in (user.meta.get("custom") or {}) for user in node.users)]
+    for node in last:
+        compat.aot.never_recompute(node)
+    put_outputs(joint, results, last)
+    return len(last)
+
+
+def put_outputs(gm: Any, first: int, nodes: Sequence[Any]) -> None:
+    """Have a graph return these, too, from a position on."""
+    output = gm.graph.output_node()
+    output.args = ((*output.args[0][:first], *nodes, *output.args[0][first:]),)
+    if "desc" in output.meta:
+        output.meta["desc"] = [*output.meta["desc"][:first], *[None] * len(nodes), *output.meta["desc"][first:]]
+
+
+def take_outputs(forward: Any, first: int, count: int) -> None:
+    """Take some outputs of a graph away again."""
+    output = forward.graph.output_node()
+    output.args = ((*output.args[0][:first], *output.args[0][first + count :]),)
+    if count and "desc" in output.meta:
+        output.meta["desc"] = [*output.meta["desc"][:first], *output.meta["desc"][first + count :]]
+    forward.recompile()
 
 
 CHANGES = "aten.copy_.default"
@@ -232,11 +268,7 @@ def add_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any)
             "call_function", torch.ops.aten.empty.memory_format, ([],), {"dtype": torch.int64}, name=TOKEN
         )
     token.meta["val"] = value
-    outputs = list(output.args[0])
-    output.args = ((*outputs[:num_fwd_outputs], token, *outputs[num_fwd_outputs:]),)
-    if "desc" in output.meta:
-        descriptions = list(output.meta["desc"])
-        output.meta["desc"] = [*descriptions[:num_fwd_outputs], None, *descriptions[num_fwd_outputs:]]
+    put_outputs(forward, num_fwd_outputs, [token])
     inputs = backward.graph.find_nodes(op="placeholder")
     tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
     before = tensors[0] if tensors else backward.graph.output_node()

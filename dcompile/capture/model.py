@@ -17,8 +17,8 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.between import Between
 from dcompile.capture.eligibility import outside_use, tensors_in
-from dcompile.capture.plans import plan_of
 from dcompile.capture.fused_optimizers import STAND_INS
+from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import GradientBuckets, Peers, ShardedParameters, Toolbox
 from dcompile.config import Config

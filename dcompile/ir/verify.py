@@ -322,7 +322,9 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
         require((buffer.storage == "input") == is_input, f"{buffer.name} cannot lie in {buffer.storage}")
         lodged = (buffer.storage or "").startswith(LODGED)
         inside = buffer.storage == "arena" or lodged
-        require(not inside or buffer.name not in escaping, f"output {buffer.name} lies in the {buffer.storage}")
+        over = lodged and _is_over_saved(buffer, program, table)
+        hidden = not inside or over or buffer.name not in escaping
+        require(hidden, f"output {buffer.name} lies in the {buffer.storage}")
         require(not lodged or buffer.storage in capacity, f"{buffer.name} may not lie in {buffer.storage}")
         if buffer.storage in capacity:
             shared[buffer.storage].append(buffer)
@@ -334,6 +336,12 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
     for storage, buffers in shared.items():
         host = table.get(storage.removeprefix(LODGED)) if storage.startswith(LODGED) else None
         _check_overlaps(program, buffers if host is None else [replace(host, offset=0), *buffers], lives)
+
+
+def _is_over_saved(buffer: Buffer, program: Program, table: Mapping[str, Buffer]) -> bool:
+    """Whether a buffer lies over one as a whole that the caller has given away."""
+    host = (buffer.storage or "").removeprefix(LODGED)
+    return host in program.donated and buffer.offset == 0 and buffer.extent == table[host].extent
 
 
 def _may_host(buffer: Buffer, program: Program) -> bool:

@@ -72,7 +72,7 @@ def test_a_learning_rate_may_be_a_tensor():
 
 @pytest.mark.parametrize("infinite", [False, True])
 def test_grad_scalers_factor_and_what_it_found(infinite):
-    """GradScaler hands both over as attributes: gradients are unscaled in the step, which an infinite one leaves out."""
+    """GradScaler hands both over as attributes: the step unscales gradients, and leaves out infinite ones."""
 
     def scaled(compiles):
         torch._dynamo.reset()

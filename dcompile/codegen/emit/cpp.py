@@ -20,6 +20,7 @@ from dcompile.codegen.emit.nest import make_nest, may_exceed
 from dcompile.codegen.emit.spelling import SPELLING, c_type, literal, memory_type
 from dcompile.codegen.emit.statements import SPLIT
 from dcompile.codegen.emit.tables import computation
+from dcompile.codegen.emit.unscaled import scaling_of
 from dcompile.codegen.emit.wide import WAYS
 from dcompile.ir.index import Size, size_product
 from dcompile.ir.nodes import Buffer, Loop, Program
@@ -61,6 +62,7 @@ class _Kernel(Beside):
     """Writes a whole function: rows, threads, and column reductions."""
 
     def function(self) -> None:
+        self._leave_unscaled()
         if self.tables:
             self._make_tables()
         for number, name in self.columns.items():
@@ -69,6 +71,15 @@ class _Kernel(Beside):
             self._column_region()
         else:
             self._rows(self.parallel and not self.columns)
+
+    def _leave_unscaled(self) -> None:
+        """Return at once where a tensor would be multiplied by 1 in its own memory."""
+        scaling, (store, *_) = scaling_of(self.nest), self.nest.stores
+        if scaling is None or scaling.tensor.dtype != self.table[store.buffer].dtype:
+            return
+        number = self.expression(self.nest.body[scaling.number])
+        target, source = self.argument(store.buffer), self.argument(scaling.tensor.buffer)
+        self.line(f"if ({target} == {source} && {number} == 1) return 0;")
 
     def _make_tables(self) -> None:
         """Compute what is the same in every row, for all threads."""

@@ -46,7 +46,8 @@ class Launches(Values):
         """Release tensors after their last use, so that their memory can be used again."""
         kept = self.outputs | self.late  # a size that a call has told is used under its own name to the end
         held = [b for b in buffers if b in self.allocated and b not in kept and b in self.table]
-        names = [*map(self.name, held), *(self._room(b) for b in held if b in self.inherited)]
+        shown = {self.hosts.get(name) for name in self.outputs}
+        names = [*map(self.name, held), *(self._room(b) for b in held if b in self.inherited - shown)]
         if names:
             self.lines.append(f"del {', '.join(names)}")
 

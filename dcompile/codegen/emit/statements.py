@@ -18,8 +18,9 @@ from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
 
 PARALLEL_WORK = 32768
 """Element operations below which a kernel stays on one thread: about 10 us, what waking a thread pool costs."""
-ROW_ARRAY_BYTES = 65536
-"""Stack for values kept from pass to pass."""
+ROW_ARRAY_BYTES = 1 << 18
+"""Stack for values kept from pass to pass. It fits into the second level of caches, from which they come for less than
+an exponential takes: softmax of rows of 32000 took 0.75 of the time in float32 and 0.7 in bfloat16 (Zen 3)."""
 KEEP_COST = 10
 """Additions from which a value is kept rather than computed again: one exp, about what a store and a load cost."""
 LOCAL = 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from dcompile.codegen.schedule.apart import fits, heirs_of, movable, set_apart
@@ -11,7 +11,7 @@ from dcompile.codegen.schedule.lodging import APART, Host, held_bytes, hosts_of,
 from dcompile.codegen.schedule.placing import Block, place_symbolic
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Program, View, holder_of
+from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Loop, Program, View, holder_of
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]
@@ -22,7 +22,8 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     """Give every buffer a place.
 
     Guarantees: the same steps; buffers that are alive at the same time do not overlap, except that a loop may write
-    over a buffer that it reads for the last time, element by element. Buffers that have a place already keep it.
+    over a buffer that it reads for the last time, element by element; on CPUs a result over a saved tensor, too.
+    Buffers that have a place already keep it.
     Arena, results, the library's tensors and donated inputs together peak no higher than with all else in the arena:
     temporaries may lie in others' memory, or in memory of their own (`lodging.py`; on a GPU `apart.py`).
     `saves`: results are held while another program runs, a forward's while its backward does.
@@ -32,6 +33,9 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     lives = live_ranges(program, behind)
     kept = _escaping(program, behind)
     storages = _storages(program, kept)
+    over = _over_saved(program, lives, storages, kept)
+    lives |= {old: (lives[old][0], len(program.steps) - 1) for old in over.values()}
+    storages |= dict.fromkeys(over, "over")
     arena = [buffer for buffer in program.buffers if storages[buffer.name] == "arena"]
     groups = _in_place_groups(program, arena, lives)
     blocks = [_block(group, lives) for group in groups]
@@ -42,7 +46,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
         held_bytes(program, storages, lives, fits, kept),
     ).hosts
     fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in apart]
-    hosts = hosts_of(program, storages, lives, kept)
+    hosts = [host for host in hosts_of(program, storages, lives, kept) if host.name not in over.values()]
     table = program.table
     ending: dict[int, list[Host]] = defaultdict(list)
     for host in hosts:
@@ -65,11 +69,36 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
         if given is None:  # memory of its own, in which the others of its group follow
             del where[head]
             storages[head] = "out"
+    where |= {new: (old, 0) for new, old in over.items()}
     buffers = tuple(
         buffer if buffer.storage is not None else _settle(buffer, storages[buffer.name], where.get(buffer.name))
         for buffer in program.buffers
     )
     return replace(program, buffers=buffers, arena_bytes=arena_bytes)
+
+
+def _over_saved(
+    program: Program, lives: Mapping[str, Life], storages: Mapping[str, str], kept: Set[str]
+) -> dict[str, str]:
+    """Results on the CPU that may be written over a saved tensor, read for the last time there, with that tensor.
+
+    Each call looks whether anybody else holds it, as for all that lies in saved tensors.
+    """
+    found: dict[str, str] = {}
+    table, flying = program.table, in_flight(program)
+    barred = flying | kept
+    left = [name for name in program.donated if name in lives and name not in barred and is_known(table[name])]
+    for new in (buffer for buffer in program.buffers if storages[buffer.name] == "out" and is_known(buffer)):
+        if new.name not in lives or new.name in flying:
+            continue
+        at = lives[new.name][0]
+        step = program.steps[at]
+        for old in left if isinstance(step, Loop) else ():
+            if lives[old][1] == at and storages[old] == "input" and takes_over(step, table[old], new):
+                found[new.name] = old
+                left.remove(old)
+                break
+    return found
 
 
 def _settle(buffer: Buffer, storage: str, place: tuple[str | None, Size] | None) -> Buffer:

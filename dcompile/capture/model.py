@@ -17,7 +17,6 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.between import Between
 from dcompile.capture.eligibility import outside_use, tensors_in
-from dcompile.capture.fused_optimizers import STAND_INS
 from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import GradientBuckets, Peers, ShardedParameters, Toolbox
@@ -138,7 +137,7 @@ class CompiledModel:
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         known = len(compat.dynamo.graph_breaks())
         try:
-            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm, STAND_INS)
+            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm)
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._serving_one(code is entry)
             with looking, busy, settings, one, without_collecting():

@@ -8,7 +8,6 @@ import inspect
 import sys
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from dcompile.compat.guards import short_guard_of_hooks
@@ -96,16 +95,11 @@ def wrap_frame_callback(
 
 
 @contextlib.contextmanager
-def tracing_settings(
-    dynamic: bool | None = None,
-    sync_batch_norm: Callable[..., Any] | None = None,
-    fused_optimizers: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-) -> Iterator[None]:
+def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[..., Any] | None = None) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
     `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
-    `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied, and each of
-    `fused_optimizers` where torch.optim's function of its name is called.
+    `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied.
     """
     import logging
 
@@ -149,7 +143,7 @@ def tracing_settings(
         no_unread_latencies(),
         short_guard_of_hooks(),
         _writes_to_scalars_kept(),
-        optimizers_whole(fused_optimizers),
+        optimizers_whole(),
     ):
         yield
 

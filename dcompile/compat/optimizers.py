@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
+
+from dcompile.compat.fused_optimizers import STAND_INS
 
 
 @contextlib.contextmanager
-def optimizers_whole(fused: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def optimizers_whole() -> Iterator[None]:
     """Trace through the graph breaks that torch.optim puts around every optimizer's step.
 
     They are there for AOTAutograd to see that nothing in the step asks for gradients, which it finds by itself today.
     With them a step is three frames, and two of them are searched for the optimizer's tensors by guards.
-    Functions of fused optimizers, which Dynamo is kept out of, have stand-ins in `fused`, by name.
+    Functions of fused optimizers, which Dynamo is kept out of, have stand-ins.
     """
     import torch._dynamo
     from torch._dynamo.variables import ConstantVariable
@@ -26,7 +28,7 @@ def optimizers_whole(fused: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch._dynamo.graph_break and tx.f_code.co_filename == optimizer.__file__:
             return ConstantVariable.create(None)
-        stand_in = fused.get(getattr(self.value, "__name__", ""))
+        stand_in = STAND_INS.get(getattr(self.value, "__name__", ""))
         if stand_in is not None and str(getattr(self.value, "__module__", "")).startswith("torch.optim."):
             return UserFunctionVariable(stand_in).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
         return original(self, tx, args, kwargs)

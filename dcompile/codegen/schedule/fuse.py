@@ -15,6 +15,8 @@ from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
 
 BRIEF_BYTES = 1 << 16
 """What a kernel on a GPU moves in less time than its start takes, 5 us: it joins another that reads what it reads."""
+LARGE_BYTES, MOST_BETWEEN = 1 << 20, 4
+"""Two loops that save so much as one take along so many that stand between them."""
 MIN_SHARED_BYTES = 4096  # below this a shared read is in L1 anyway, and merging siblings only lengthens the kernel
 
 
@@ -29,15 +31,16 @@ def fuse(program: Program) -> Program:
     heapq.heapify(queue)
     while queue:
         _, _, a, b = heapq.heappop(queue)
-        if a in graph.alive and b in graph.alive and graph.may_join(a, b):
-            first, second = graph.steps[a], graph.steps[b]
-            assert isinstance(first, Loop) and isinstance(second, Loop)
-            merged = merge(first, second)
-            if merged is not None and not graph.ends_takeover(a, b, merged):
-                new = graph.replace_pair(a, b, merged)
-                for other in graph.neighbours(new):
-                    for entry in graph.entry(*graph.in_order(new, other)):
-                        heapq.heappush(queue, entry)
+        if a not in graph.alive or b not in graph.alive:
+            continue
+        for number in (*graph.small_between(a, b), b):
+            merged = graph.joined(a, number)
+            if merged is None:
+                break
+            a = graph.replace_pair(a, number, merged)
+            for other in graph.neighbours(a):
+                for entry in graph.entry(*graph.in_order(a, other)):
+                    heapq.heappush(queue, entry)
     return drop_internal(replace(program, steps=tuple(graph.ordered())))
 
 
@@ -144,6 +147,33 @@ class _Graph:
         names = self.reads[number] | self.writes[number]
         on_gpu = all(self.devices[name] != "cpu" for name in self.writes[number])
         return on_gpu and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
+
+    def small_between(self, a: int, b: int) -> list[int]:
+        """What stands between two loops that share much, in order, if all of it can become one loop.
+
+        By itself it saves little, and so comes late: until then two others that it depends on may have been joined for
+        the sake of a few KiB, and stand between the large ones for good.
+        """
+        bits = self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
+        if not bits or self._saved(a, b) < LARGE_BYTES:
+            return []
+        between = sorted(self._living(bits), key=lambda n: (self.before[n].bit_count(), self.first[n]))
+        loops = [step for n in (a, *between, b) if isinstance(step := self.steps[n], Loop)]
+        if len(between) > MOST_BETWEEN or len(loops) < len(between) + 2:
+            return []
+        one: Loop | None = loops[0]
+        for loop in loops[1:]:
+            one = None if one is None else merge(one, loop)
+        return between if one is not None else []
+
+    def joined(self, a: int, b: int) -> Loop | None:
+        """Both as one loop, where that may be."""
+        first, second = self.steps[a], self.steps[b]
+        if not self.may_join(a, b):
+            return None
+        assert isinstance(first, Loop) and isinstance(second, Loop)
+        merged = merge(first, second)
+        return None if merged is None or self.ends_takeover(a, b, merged) else merged
 
     def may_join(self, a: int, b: int) -> bool:
         """No third step has to run between them, b does not have to run before a, and they touch no two parts."""

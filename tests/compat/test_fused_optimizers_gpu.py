@@ -36,7 +36,7 @@ def test_it_equals_eagers_kernels(name, how, dtype, options):
     torch._dynamo.reset()
     expected, state, _ = trained(name, how, dtype, compiles=False)
     found, own_state, step = trained(name, how, dtype, compiles=True, **options)
-    to = {"rtol": 4e-6, "atol": 4e-6} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 1e-3}
+    to = {"rtol": 4e-6, "atol": 4e-6} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 4e-3}  # a rounding of 1
     torch.testing.assert_close((found, own_state), (expected, state), **to)
     receipt = dcompile.receipt(step)
     assert receipt.graph_breaks == 0 and receipt.library_calls == 0 and receipt.kernel_calls > 0

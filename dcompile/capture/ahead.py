@@ -38,8 +38,17 @@ def make_gradients_ahead(gm: GraphModule) -> None:
         new.meta = dict(loss.meta)
         loss.replace_all_uses_with(new)
         gm.graph.erase_node(loss)
-    gm.graph.eliminate_dead_code()
+        _erase_unread(given["input"])
     gm.recompile()
+
+
+def _erase_unread(node: Node) -> None:
+    """Take away conversions that only the loss has read. Whatever else nobody reads may change something in place."""
+    while not node.users and is_call(node, *_CONVERSIONS, *_RESHAPES):
+        above = node.args[0]
+        node.graph.erase_node(node)
+        assert isinstance(above, Node), "a tensor is converted"
+        node = above
 
 
 def _is_worth(loss: Node) -> bool:

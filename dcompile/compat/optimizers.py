@@ -7,8 +7,6 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
-from dcompile.compat.fused_optimizers import STAND_INS
-
 
 @contextlib.contextmanager
 def optimizers_whole() -> Iterator[None]:
@@ -22,6 +20,8 @@ def optimizers_whole() -> Iterator[None]:
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch.optim import optimizer
+
+    from dcompile.compat.fused_optimizers import STAND_INS
 
     original = SkipFunctionVariable.call_function
 

@@ -174,6 +174,21 @@ def test_logits_that_change_before_the_loss_are_read_as_they_are():
     assert_equals_eager(function, *given(), rtol=2e-2, atol=1e-3)
 
 
+def test_what_nobody_reads_is_done_all_the_same():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x, targets):
+            self.calls.add_(1)
+            return F.cross_entropy(x, targets)
+
+    model = Counting()
+    gradient(dcompile.compile(model, options={"receipt": False}), *given())
+    assert model.calls == 1
+
+
 def test_a_batch_of_functions_is_left_alone(made):
     def function(x, targets):
         return torch.func.vmap(F.cross_entropy)(x.view(2, 3, -1), targets.view(2, 3)).sum()

@@ -6,7 +6,7 @@ from torch import nn
 
 import dcompile
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SHAPES = ((257, 129), (7,), (64, 64), (64, 64), (4096,))
 HOW = [
     ("AdamW", {"lr": 1e-2}),

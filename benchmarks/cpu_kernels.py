@@ -239,7 +239,7 @@ def _parameters(dtype: str) -> list[Any]:
 
 
 def adamw_many(compiled: Compile, dtype: str) -> Step:
-    """torch.optim.AdamW over 16 parameters; its fused one, the fastest there is, but for inductor, which cannot."""
+    """torch.optim.AdamW over 16 parameters; its fused one, the fastest there is; inductor cannot compile that."""
     import torch
 
     parameters = _parameters(dtype)

@@ -5,10 +5,10 @@
 
 A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Peers with "+ optimizer" in
 their names compile AdamW's step too, torch.compile of many small operations (`foreach`), as it cannot compile the fused
-one; for those, and for max-autotune,
---peers has to ask. All peers are built first, then timed in turn, round after round, by CUDA events. Memory, kernels
-and idle time are of one step of each peer: the most the allocator had handed out beyond what parameters and optimizer
-hold, kernels as torch.profiler counts them, and the part of the step in which none of them ran.
+one; for those, and for max-autotune, --peers has to ask. All peers are built first, then timed in turn, round after
+round, by CUDA events. Memory, kernels and idle time are of one step of each peer: the most the allocator had handed out
+beyond what parameters and optimizer hold, kernels as torch.profiler counts them, and the part of the step in which none
+of them ran.
 """
 
 from __future__ import annotations

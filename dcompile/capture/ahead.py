@@ -8,26 +8,29 @@ kernel returns at once (`codegen/emit/unscaled.py`). Kernels for GPUs wait for m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.traceback import annotate
 
 from dcompile import compat
-from dcompile.capture.causal import changes, shape_of
+from dcompile.capture.causal import argument, changes, shape_of
 from dcompile.capture.chunked import LOSS, between, given_to, is_call
 from dcompile.capture.joint import AHEAD
 
 _CONVERSIONS = ("float", "to", "type", "contiguous")
 _RESHAPES = ("view", "reshape", "flatten")
+"""On the way from logits to their loss, where rows stay what they are and elements grow wider, if anything."""
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+"""That a gradient may be kept in. In float16 it needs GradScaler's factor from the beginning."""
 
 
 def make_gradients_ahead(gm: GraphModule) -> None:
     """Have cross-entropies of a Dynamo graph whose classes are a matrix's columns compute their gradient, too."""
     found = [loss for loss in gm.graph.find_nodes(op="call_function", target=LOSS) if _is_worth(loss)]
-    if not found or any("functorch" in str(getattr(node.target, "__module__", "")) for node in gm.graph.nodes):
-        return  # transforms want functions with rules of their own
+    if not found or any(map(_differentiates, gm.graph.nodes)):
+        return
     for loss in found:
         given = given_to(loss)
         with gm.graph.inserting_before(loss):
@@ -38,24 +41,23 @@ def make_gradients_ahead(gm: GraphModule) -> None:
         new.meta = dict(loss.meta)
         loss.replace_all_uses_with(new)
         gm.graph.erase_node(loss)
-        _erase_unread(given["input"])
+        for node in _way_of(given["input"]):  # whatever else nobody reads may change something in place
+            if not node.users and is_call(node, *_CONVERSIONS, *_RESHAPES):
+                gm.graph.erase_node(node)
     gm.recompile()
 
 
-def _erase_unread(node: Node) -> None:
-    """Take away conversions that only the loss has read. Whatever else nobody reads may change something in place."""
-    while not node.users and is_call(node, *_CONVERSIONS, *_RESHAPES):
-        above = node.args[0]
-        node.graph.erase_node(node)
-        assert isinstance(above, Node), "a tensor is converted"
-        node = above
+def _differentiates(node: Node) -> bool:
+    """Do transforms run, which want rules of functions, or are derivatives taken, perhaps to be derived again?"""
+    return node.target is torch.autograd.grad or "functorch" in str(getattr(node.target, "__module__", ""))
 
 
 def _is_worth(loss: Node) -> bool:
     """Is it trained, by one number for all rows, and is its gradient as exact if it is multiplied once more?
 
     In bfloat16 the product is rounded another time. What a mean is multiplied by is mostly a power of two (1, a part of
-    a step), a sum of rows by one over their number. Gradients in float16 need GradScaler's factor from the beginning.
+    a step), a sum of rows by one over their number. Where anything else with a gradient reads the logits, the backward
+    needs them as well.
     """
     given, value = given_to(loss), loss.meta["example_value"]
     plain = all(given[name] is None for name in ("weight", "size_average", "reduce")) and not given["label_smoothing"]
@@ -66,22 +68,41 @@ def _is_worth(loss: Node) -> bool:
         return False
     if any(map(compat.tensors.is_wrapper, (value, logits, target))):
         return False
-    dtype = _source(given["input"], loss).meta["example_value"].dtype
-    return dtype != torch.float16 and bool(given["reduction"] == "mean" or dtype != torch.bfloat16)
+    source = _source(given["input"], loss)
+    dtype = source.meta["example_value"].dtype
+    others = _other_readers({source, *_way_of(given["input"])}, loss)
+    exact = given["reduction"] == "mean" or dtype != torch.bfloat16
+    return dtype in _DTYPES and exact and not any(map(_has_gradient, others))
+
+
+def _way_of(logits: Node) -> list[Node]:
+    """The loss's logits, and what they were before they were reshaped and converted, the last first."""
+    way = [logits]
+    while is_call(way[-1], *_CONVERSIONS, *_RESHAPES):
+        above = argument(way[-1], 0, "input")
+        value = above.meta.get("example_value") if isinstance(above, Node) else None
+        rows = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == shape_of(logits)[-1]
+        if not rows or value.device.type != "cpu" or not value.is_floating_point():  # type: ignore[union-attr]
+            break
+        way.append(above)
+    return way
 
 
 def _source(logits: Node, loss: Node) -> Node:
-    """The logits before they were converted for the loss: what has their gradient, in less memory."""
-    node = best = logits
-    while is_call(node, *_CONVERSIONS, *_RESHAPES) and isinstance(node.args[0], Node):
-        node = node.args[0]
-        value: Any = node.meta.get("example_value")
-        rows = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == shape_of(logits)[-1]
-        if not rows or not value.is_floating_point() or value.device.type != "cpu":
-            break
-        if value.element_size() < best.meta["example_value"].element_size():
-            best = node
-    return logits if any(map(changes, between(best, loss))) else best
+    """The logits before they were converted for the loss, unless they have changed since: their gradient is smaller."""
+    source = min(_way_of(logits), key=lambda node: node.meta["example_value"].element_size())
+    return logits if any(map(changes, between(source, loss))) else source
+
+
+def _other_readers(nodes: set[Node], loss: Node) -> Iterator[Node]:
+    readers = (user for node in nodes for user in node.users)
+    return (user for user in readers if user is not loss and user not in nodes and user.op != "output")
+
+
+def _has_gradient(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
 
 
 def cross_entropy_ahead(
@@ -103,11 +124,13 @@ class _Loss(torch.autograd.Function):
         wide = rows.to(torch.promote_types(dtype, torch.float32))
         # as log_softmax is taken apart, so that these are what the loss is made from
         powers = (wide - wide.amax(1, keepdim=True)).exp()
-        each = torch.where(counts, 1 / counts.sum() if reduction == "mean" else 1.0, 0.0)
+        each = counts.to(wide.dtype)
+        if reduction == "mean":
+            each = torch.where(counts, each.sum().reciprocal(), 0.0)
         is_target = torch.arange(rows.shape[1], device=rows.device) == target.unsqueeze(1)
         # not each / sum by itself: that would wait for both, and stand between what is to be one loop
         shares = powers * powers.sum(1, keepdim=True).reciprocal()
-        with annotate({AHEAD: True}):
+        with compat.aot.annotated({AHEAD: True}):
             gradient = (shares * each - torch.where(is_target, each, 0.0)).to(logits.dtype)
         ctx.save_for_backward(gradient.reshape(logits.shape))
         return loss

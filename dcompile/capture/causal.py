@@ -146,7 +146,23 @@ def changes(node: Node) -> bool:
     name = _name(node)
     if node.target in (operator.and_, operator.or_, operator.not_):
         return False
-    return name.endswith("_") or name in ("setitem", "iadd", "isub", "imul", "iand", "ior") or "out" in node.kwargs
+    if name.endswith("_") or name in _IN_PLACE or "out" in node.kwargs or "mutation" in name:
+        return True
+    if node.kwargs.get("inplace") or (str(getattr(node.target, "__module__", "")) == _LAYERS and True in node.args):
+        return True
+    overloads = getattr(node.target, "overloads", None)
+    ops = [getattr(node.target, o) for o in overloads()] if callable(overloads) else [node.target]
+    return any(schema.is_mutable for op in ops if (schema := getattr(op, "_schema", None)) is not None)
+
+
+_LAYERS = "torch.nn.functional"
+"""Whose functions take `inplace` by place, too: True among their arguments may be that."""
+_IN_PLACE = frozenset(
+    (
+        "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+        "ilshift", "irshift",
+    )
+)  # fmt: skip
 
 
 def _computed(steps: list[Node]) -> torch.Tensor | None:

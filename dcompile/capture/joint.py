@@ -78,7 +78,7 @@ def partitioner(
 
 
 AHEAD = "dcompile_ahead"
-"""The mark (`torch.fx.traceback.annotate`) of what a forward makes for its backward alone."""
+"""The mark (`compat.aot.annotated`) of what a forward makes for its backward alone."""
 
 
 def return_ahead(joint: Any, results: int) -> int:
@@ -86,8 +86,13 @@ def return_ahead(joint: Any, results: int) -> int:
 
     torch's partitioners leave to the backward what no result of the forward is made from, whatever else is asked for.
     """
-    marked = (node for node in joint.graph.nodes if AHEAD in (node.meta.get("custom") or {}))
-    last = [node for node in marked if not any(AHEAD in (user.meta.get("custom") or {}) for user in node.users)]
+
+    def is_marked(node: Any) -> bool:
+        # tracing notes with operations of the backward what is noted with those that they belong to
+        of_forward = node.meta.get("partitioner_tag") != "is_backward"
+        return of_forward and AHEAD in (node.meta.get("custom") or {})
+
+    last = [node for node in joint.graph.nodes if is_marked(node) and not any(map(is_marked, node.users))]
     for node in last:
         compat.aot.never_recompute(node)
     put_outputs(joint, results, last)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx.traceback import annotate
 
 from dcompile import compat
 from dcompile.ir.nodes import PART
@@ -87,18 +86,18 @@ class _Losses(torch.autograd.Function):
     ) -> torch.Tensor:
         logits, sums, picked, total = [], [], [], None
         for number, (first, last) in enumerate(parts, begun):
-            with annotate({MARK: AGAIN, PART: number}):
+            with compat.aot.annotated({MARK: AGAIN, PART: number}):
                 part = torch.nn.functional.linear(
                     hidden, weight[first:last], None if bias is None else bias[first:last]
                 )
-            with annotate({MARK: AGAIN}):
+            with compat.aot.annotated({MARK: AGAIN}):
                 wide = part.to(_wide(part.dtype))
                 sums.append(wide.logsumexp(1))
                 picked.append(torch.where(_is_target(target.unsqueeze(1), first, last, begun), wide, 0.0).sum(1))
                 if smoothing:
                     total = wide.sum(1) if total is None else total + wide.sum(1)
                 logits.append(part)
-        with annotate({MARK: KEPT}):
+        with compat.aot.annotated({MARK: KEPT}):
             whole = torch.logsumexp(torch.stack(sums), 0)
             losses = whole - _of_targets(torch.stack(picked), target, parts)
             if total is not None:

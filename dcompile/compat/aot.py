@@ -393,6 +393,21 @@ def never_recompute(node: Any) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+@contextlib.contextmanager
+def annotated(marks: dict[str, Any]) -> Iterator[None]:
+    """Note `marks` with each operation that is traced inside, as `meta["custom"]`.
+
+    torch's `annotate` adds them to the dictionary that is there, which may be that of the node being traced.
+    """
+    from torch.fx import traceback
+
+    meta = traceback.current_meta
+    if "custom" in meta:
+        meta["custom"] = dict(meta["custom"])
+    with traceback.annotate(marks):
+        yield
+
+
 def detect_fake_mode(values: Any) -> Any:
     """The mode that fake tensors among `values` belong to."""
     from torch._guards import detect_fake_mode as detect

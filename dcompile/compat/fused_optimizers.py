@@ -4,7 +4,7 @@ torch keeps Dynamo out of `_fused_adam`, `_fused_sgd` and `_fused_adagrad`, whos
 compiled step of an optimizer with `fused=True` would compile nothing. Theirs is the arithmetic here, too: 16-bit
 tensors are computed in float32 and rounded once, which makes an element cheaper than the many roundings of
 `foreach=True` (`docs/measured.md`). Each function has the signature of the one that it stands for, and updates the same
-tensors in place.
+tensors in place. Imported where it is needed alone, since torch is.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ def adam(
     **_: Any,
 ) -> None:
     """Adam and AdamW (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)."""
+    if not params:
+        return
     steps = _counted(state_steps, found_inf)
     taken, values, old = _gradients(grads, grad_scale, found_inf, maximize), _wide(params), _wide(exp_avgs)
     if weight_decay and decoupled_weight_decay:
-        values = torch._foreach_sub(values, torch._foreach_mul(values, _on(values, lr) * weight_decay))
+        values = torch._foreach_sub(values, _times(values, lr, weight_decay))
     elif weight_decay:
         taken = torch._foreach_add(taken, values, alpha=weight_decay)
     first = torch._foreach_add(torch._foreach_mul(old, beta1), torch._foreach_mul(taken, 1 - beta1))
@@ -51,7 +53,7 @@ def adam(
     second = torch._foreach_add(torch._foreach_mul(_wide(exp_avg_sqs), beta2), squares)
     largest = torch._foreach_maximum(_wide(max_exp_avg_sqs), second) if amsgrad else second
     # as in the kernels, which count in float64: 1 - 0.999 in float32 is off by 1.6e-5 of itself
-    sizes = [_on(values, lr) / (1 - beta1**step) for step in steps]
+    sizes = [_beside(step, lr) / (1 - beta1**step) for step in steps]
     roots = torch._foreach_div(torch._foreach_sqrt(largest), [(1 - beta2**step).sqrt() for step in steps])
     changes = torch._foreach_div(torch._foreach_mul(first, sizes), torch._foreach_add(roots, eps))
     _write(params, torch._foreach_sub(values, changes), found_inf)
@@ -77,6 +79,8 @@ def sgd(
     **_: Any,
 ) -> None:
     """Stochastic gradient descent with momentum, as torch.optim.SGD has it; in the first step buffers are made here."""
+    if not params:
+        return
     taken, values = _gradients(grads, grad_scale, found_inf, maximize), _wide(params)
     if weight_decay:
         taken = torch._foreach_add(taken, values, alpha=weight_decay)
@@ -90,7 +94,7 @@ def sgd(
                 momentum_buffer_list[place] = torch.zeros_like(grad)
         _write([buffer for buffer in momentum_buffer_list if buffer is not None], moving, found_inf)
         taken = torch._foreach_add(taken, moving, alpha=momentum) if nesterov else moving
-    _write(params, torch._foreach_sub(values, torch._foreach_mul(taken, _on(values, lr))), found_inf)
+    _write(params, torch._foreach_sub(values, _times(taken, lr)), found_inf)
 
 
 def adagrad(
@@ -109,12 +113,14 @@ def adagrad(
     **_: Any,
 ) -> None:
     """Adagrad (Duchi, Hazan and Singer, 2011)."""
+    if not params:
+        return
     steps = _counted(state_steps, found_inf)
     taken, values = _gradients(grads, grad_scale, found_inf, maximize), _wide(params)
     if weight_decay:
         taken = torch._foreach_add(taken, values, alpha=weight_decay)
     sums = torch._foreach_add(_wide(state_sums), torch._foreach_mul(taken, taken))
-    sizes = [_on(values, lr) / (1 + (step - 1) * lr_decay) for step in steps]
+    sizes = [_beside(step, lr) / (1 + (step - 1) * lr_decay) for step in steps]
     changes = torch._foreach_div(torch._foreach_mul(taken, sizes), torch._foreach_add(torch._foreach_sqrt(sums), eps))
     _write(params, torch._foreach_sub(values, changes), found_inf)
     _write(state_sums, sums, found_inf)
@@ -147,9 +153,16 @@ def _wide(tensors: Some) -> Some:
     return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
 
 
-def _on(tensors: Sequence[torch.Tensor], number: Number) -> Number:
-    """A learning rate given as a tensor, where the tensors are."""
-    return number.to(tensors[0].device) if isinstance(number, torch.Tensor) else number
+def _times(tensors: Some, lr: Number, factor: float = 1.0) -> Some:
+    """Tensors times the learning rate, which may be a tensor."""
+    if not isinstance(lr, torch.Tensor):
+        return torch._foreach_mul(tensors, lr * factor)
+    return torch._foreach_mul(tensors, [lr.to(x.device) * factor for x in tensors])
+
+
+def _beside(x: torch.Tensor, number: Number) -> Number:
+    """A number where `x` is."""
+    return number.to(x.device) if isinstance(number, torch.Tensor) else number
 
 
 def _write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:

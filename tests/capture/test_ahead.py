@@ -67,6 +67,17 @@ def test_bfloat16_is_nearer_to_float32_than_eager():
     assert (found.float() - exact).abs().mean() < (eager.float() - exact).abs().mean() / 2
 
 
+def test_the_number_of_rows_is_as_exact_as_the_logits():
+    logits, targets = given(torch.float64, ignored=(3,))  # a fifth has no end
+    assert_equals_eager(F.cross_entropy, logits, targets, rtol=1e-12, atol=1e-14)
+    torch._dynamo.reset()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert_equals_eager(F.cross_entropy, *given(torch.float32, ignored=(3,)), rtol=2e-6, atol=1e-8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("how", [{"reduction": "sum"}, {"ignore_index": 7}, {"ignore_index": 7, "reduction": "sum"}])
 def test_settings_of_the_loss(how, made):
     logits, targets = given()
@@ -164,14 +175,62 @@ def test_a_model_with_such_a_loss_trains_as_in_eager(dtype, shown, made):
     assert sum(b.nbytes for b in backward.buffers if b.storage == "out" and b.extent == 18 * CLASSES) == 0
 
 
-def test_logits_that_change_before_the_loss_are_read_as_they_are():
+def doubled(x):
+    x.mul_(2)
+
+
+def halved(x):
+    x /= 2  # another operator in Dynamo's graph
+
+
+def cut_off(x):
+    F.relu(x, True)
+
+
+@pytest.mark.parametrize("change", [doubled, halved, cut_off])
+def test_logits_that_change_before_the_loss_are_read_as_they_were(change):
     def function(x, targets):
         logits = x.bfloat16()
         rows = logits.float()
-        logits.mul_(2)
-        return F.cross_entropy(rows, targets) + logits.float().mean()
+        change(logits)
+        return F.cross_entropy(rows, targets) + logits.detach().float().mean()
 
     assert_equals_eager(function, *given(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda x, y: x.logsumexp(1).square().mean(), F.cross_entropy], ids=["logsumexp", "cross_entropy"]
+)
+def test_logits_that_the_backward_needs_anyway_are_not_kept_beside_a_gradient(other, made):
+    assert_equals_eager(lambda x, y: F.cross_entropy(x, y) + other(x, y), *given(), rtol=2e-6, atol=1e-6)
+    assert not made
+
+
+def test_a_measure_of_the_logits_is_no_reason(made):
+    def function(x, targets):
+        right = (x.argmax(1) == targets).float().mean()
+        return F.cross_entropy(x, targets) + 0 * right
+
+    assert_equals_eager(function, *given(), rtol=2e-6, atol=1e-6)
+    assert made
+
+
+def test_arguments_by_name():
+    def function(x, targets):
+        return F.cross_entropy(target=targets, input=torch.flatten(input=x.unsqueeze(0).float(), end_dim=1))
+
+    assert_equals_eager(function, *given(), rtol=2e-6, atol=1e-6)
+
+
+def test_marks_of_the_users_own():
+    """Noted with the loss, they are noted with all that it is made of, and ours must not be."""
+    from torch.fx.traceback import annotate
+
+    def function(x, targets):
+        with annotate({"stage": 0}):
+            return F.cross_entropy(x, targets)
+
+    assert_equals_eager(function, *given(), rtol=2e-6, atol=1e-6)
 
 
 def test_what_nobody_reads_is_done_all_the_same():

@@ -95,6 +95,26 @@ def test_grad_scalers_factor_and_what_it_found(infinite):
     torch.testing.assert_close(scaled(True), scaled(False), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("AdamW", {"lr": 0.1}),
+        ("AdamW", {"lr": torch.tensor(0.1)}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("Adagrad", {"lr": 0.1}),
+    ],
+)
+def test_a_group_without_gradients_stays_as_it_is(name, how):
+    torch._dynamo.reset()
+    first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = getattr(torch.optim, name)([{"params": [first]}, {"params": [second]}], fused=True, **how)
+    step = dcompile.compile(optimizer.step, options={"receipt": False})
+    first.grad = torch.ones(3)
+    for _ in range(2):
+        step()
+    assert (first < 0.95).all() and (second == 1).all()
+
+
 def test_other_compilers_still_leave_it_out():
     """The stand-ins are there while a model of ours is traced, and not for other backends."""
     torch._dynamo.reset()

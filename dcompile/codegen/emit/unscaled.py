@@ -10,32 +10,42 @@ from dataclasses import dataclass
 from dcompile.codegen.emit.nest import Nest
 from dcompile.ir.nodes import Apply, Load, Ref
 
+_WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",)}
+"""What holds every value of a dtype, so that a cast there and back changes nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The loads of a tensor, which is stored at the same places, and of the number that it is multiplied by."""
+    """A tensor, which is stored at the places that it is read at, and the value that it is multiplied by."""
 
     tensor: Load
     number: Ref
 
 
 def scaling_of(nest: Nest) -> Scaling | None:
-    """What a loop multiplies by what, if that is all that it does."""
-    if len(nest.stores) != 1:
+    """What a loop multiplies by what, if that is all that it does, and 1 would leave every element as it is."""
+    if len(nest.stores) != 1 or nest.stores[0].mode != "set":
         return None
     (store,) = nest.stores
-    product = nest.body[_uncast(nest, store.value)]
-    if store.mode != "set" or not isinstance(product, Apply) or product.op != "mul":
+    at, after = _uncast(nest, store.value)
+    product = nest.body[at]
+    if not isinstance(product, Apply) or product.op != "mul":
         return None
     for tensor, number in (product.args, product.args[::-1]):
-        loaded, factor = nest.body[_uncast(nest, tensor)], nest.body[_uncast(nest, number)]
-        if not (isinstance(loaded, Load) and isinstance(factor, Load)) or loaded.mask is not None:
+        (source, before), (factor, _) = _uncast(nest, tensor), _uncast(nest, number)
+        loaded, by = nest.body[source], nest.body[factor]
+        if not (isinstance(loaded, Load) and isinstance(by, Load) and loaded.mask is by.mask is None):
             continue
-        if loaded.index == store.index and loaded.buffer != store.buffer and not factor.index.variables:
-            return Scaling(loaded, _uncast(nest, number))
+        exact = {loaded.dtype, *_WIDER.get(loaded.dtype, ())}.issuperset((*before, product.dtype, *after))
+        if exact and loaded.index == store.index and loaded.buffer != store.buffer and not by.index.variables:
+            return Scaling(loaded, factor)
     return None
 
 
-def _uncast(nest: Nest, ref: Ref) -> Ref:
+def _uncast(nest: Nest, ref: Ref) -> tuple[Ref, tuple[str, ...]]:
+    """What was cast, if anything, and the dtypes that it was cast to."""
     value = nest.body[ref]
-    return _uncast(nest, value.args[0]) if isinstance(value, Apply) and value.op == "cast" else ref
+    if not isinstance(value, Apply) or value.op != "cast":
+        return ref, ()
+    source, dtypes = _uncast(nest, value.args[0])
+    return source, (*dtypes, value.dtype)

@@ -49,11 +49,22 @@ def test_in_place_and_elsewhere_by_one_and_by_others(dtype, factor, in_place):
     np.testing.assert_array_equal(read(program.table["y"], program.outputs[0], memory["y"]), wanted)
 
 
+def rounded(through, dtype="float32"):
+    """y[i] = x[i] by way of another dtype, times s[0]."""
+    body = (Load("x", var("i0"), dtype), Apply("cast", (0,), through), Load("s", ZERO, "float32"))
+    body += (Apply("cast", (2,), through), Apply("mul", (1, 3), through), Apply("cast", (4,), dtype))
+    loop = Loop("k", (N,), (), body, (Store("y", var("i0"), 5),))
+    buffers = Buffer("x", dtype, (N,), (1,)), Buffer("s", "float32", (N,), (1,)), Buffer("y", dtype, (N,), (1,))
+    return Program("p", ("x", "s"), (View("y", (N,), (1,)),), buffers, (loop,))
+
+
 def test_what_is_recognised():
     def found(program):
         return scaling_of(make_nest(program.steps[0])) is not None
 
     assert found(scaled()) and found(scaled("bfloat16"))
+    assert not found(rounded("int32")) and not found(rounded("bfloat16")), "a cast there and back is a rounding"
+    assert found(rounded("float64")) and not found(rounded("float16", "bfloat16"))
     assert not found(scaled(op="add")), "adding 1 is something"
     assert not found(scaled(index=var("i0") * -1 + (N - 1))), "elements change places"
     assert not found(scaled(places=var("i0"))), "each element has a number of its own"

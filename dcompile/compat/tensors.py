@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -312,6 +313,23 @@ def fake_like(fake: Any, storage: Any) -> Any:
     with in_kernel_invocation_manager(fake.fake_mode):
         made.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
     return FakeTensor(fake.fake_mode, made, fake.device)
+
+
+@functools.cache
+def slow_products() -> frozenset[torch.dtype]:
+    """The 16-bit dtypes whose matrices ATen multiplies by plain loops on this processor, oneDNN having no kernels."""
+    import torch
+
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()
+    found = []
+    for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
+        try:
+            has = getattr(torch.ops.mkldnn, name)()
+        except (AttributeError, RuntimeError):  # torch was built without oneDNN
+            has = False
+        found += [] if has else [dtype]
+    return frozenset(found)
 
 
 def is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from dcompile.collectives.params import AnySource, Report
 from dcompile.compat.tensors import is_only_reference
 from dcompile.ir.geometry import Geometry
-from dcompile.runtime import checks, gpu
+from dcompile.runtime import checks, gpu, narrow
 from dcompile.runtime.arena import Arena, Fresh, Recycled, copy_elements, like, over
 from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.calls import Calls
@@ -239,6 +239,11 @@ class Run:
     def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
         """Integers in memory, for a kernel that takes their address."""
         return (ctypes.c_int64 * len(values))(*values)
+
+    @staticmethod
+    def narrow_product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
+        """A product of 16-bit matrices on a CPU: `entry`, or ours where the processor has no instructions for it."""
+        return narrow.product(op, entry)
 
     @staticmethod
     def function(op: str) -> Callable[..., Any]:

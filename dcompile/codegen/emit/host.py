@@ -17,7 +17,7 @@ from typing import Any
 from dcompile.codegen.emit.blas import factors_of, geometry
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.codegen.emit.launches import Launches
-from dcompile.codegen.emit.library import function, in_torch, is_custom, out_overload, returns_one_tensor
+from dcompile.codegen.emit.library import NARROWED, function, in_torch, is_custom, out_overload, returns_one_tensor
 from dcompile.codegen.emit.uses import all_views, last_uses
 from dcompile.ir.geometry import Chosen
 from dcompile.ir.index import Index, Size, as_index, var
@@ -340,7 +340,10 @@ class _Host(Launches):
                 self._ensure(result)
                 whole = View(result, self.table[result].shape, self.table[result].strides)
                 arguments.append(f"{keyword_}={self._view(whole)}")
-            self.lines.append(f"{self.once(function(op), 'op')}({', '.join(arguments)})")
+            called = function(op)
+            if op in NARROWED and all(self._is_narrow(name) for name in step.outs if name is not None):
+                called = f"run.narrow_product({op!r}, {called})"
+            self.lines.append(f"{self.once(called, 'op')}({', '.join(arguments)})")
             return
         found = function(step.op) if in_torch(step.op) else f"run.function({step.op!r})"
         call = f"{self.once(found, 'op')}({', '.join(arguments)})"
@@ -359,6 +362,10 @@ class _Host(Launches):
             self._fit(out, copied="_copy." in step.op)  # aten.split_with_sizes_copy.default
             if out not in self.last:
                 self._drop([out])
+
+    def _is_narrow(self, name: str) -> bool:
+        """Whether a product's result has 16 bits, and is computed on a CPU, which may have no instructions for it."""
+        return self.table[name].device == "cpu" and self.table[name].dtype in ("bfloat16", "float16")
 
     def _learn(self, name: str) -> None:
         """Sizes that a library result tells."""

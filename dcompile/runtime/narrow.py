@@ -7,6 +7,7 @@ that no matrix is there in float32 as a whole. Sums are taken in float32 and rou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 
 from dcompile import compat
 
-SIDE, DEPTH = 512, 1024
-"""Rows and columns of a block of the result, and how much of a sum is added at a time: 5 MB in float32 for all."""
-TOGETHER = 1 << 20
-"""Elements of small matrices that are converted together."""
+LEAST, MOST = 192, 512
+"""Rows and columns of a block, and how much of a sum is added at a time: at most 3 MB in float32 for all three."""
+SHARE = 16
+"""What blocks take is about this part of what the matrices do, so that it shows in no step's peak."""
 
 
 def product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,11 +43,11 @@ def addmm(
     added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1, out: torch.Tensor
 ) -> torch.Tensor:
     """As `torch.addmm`; `added` may lie where the result goes."""
-    added = added.expand(out.shape)
-    for top in range(0, out.shape[0], SIDE):
-        for left in range(0, out.shape[1], SIDE):
-            rows, columns = slice(top, top + SIDE), slice(left, left + SIDE)
-            sums = _block(a[rows], b[:, columns])
+    added, side = added.expand(out.shape), _side(a.nbytes + b.nbytes + out.nbytes)
+    for top in range(0, out.shape[0], side):
+        for left in range(0, out.shape[1], side):
+            rows, columns = slice(top, top + side), slice(left, left + side)
+            sums = _block(a[rows], b[:, columns], side)
             _store(out[rows, columns], sums, added[rows, columns], beta, alpha)
     return out
 
@@ -61,14 +62,14 @@ def baddbmm(
 ) -> torch.Tensor:
     """As `torch.baddbmm`; `added` may lie where the result goes."""
     added = added.expand(out.shape)
-    count, m, k = a.shape
-    size = max(m * k + k * b.shape[2] + m * b.shape[2], 1)
-    if size > TOGETHER:
-        for number in range(count):
+    nbytes = a.nbytes + b.nbytes + out.nbytes
+    together = 12 * _side(nbytes) ** 2 * len(a) // max(2 * nbytes, 1)
+    if not together:
+        for number in range(len(a)):
             addmm(added[number], a[number], b[number], beta=beta, alpha=alpha, out=out[number])
         return out
-    for first in range(0, count, TOGETHER // size):
-        some = slice(first, first + TOGETHER // size)
+    for first in range(0, len(a), together):
+        some = slice(first, first + together)
         _store(out[some], torch.bmm(a[some].float(), b[some].float()), added[some], beta, alpha)
     return out
 
@@ -81,11 +82,16 @@ _OWN: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _block(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _side(nbytes: int) -> int:
+    """Of square blocks, three of which take their share in float32."""
+    return min(max(math.isqrt(nbytes // SHARE // 12), LEAST), MOST)
+
+
+def _block(a: torch.Tensor, b: torch.Tensor, depth: int) -> torch.Tensor:
     """The product of a few rows and columns, in float32."""
-    sums = torch.mm(a[:, :DEPTH].float(), b[:DEPTH].float())
-    for first in range(DEPTH, a.shape[1], DEPTH):
-        sums.addmm_(a[:, first : first + DEPTH].float(), b[first : first + DEPTH].float())
+    sums = torch.mm(a[:, :depth].float(), b[:depth].float())
+    for first in range(depth, a.shape[1], depth):
+        sums.addmm_(a[:, first : first + depth].float(), b[first : first + depth].float())
     return sums
 
 

@@ -18,9 +18,7 @@ def dtype(request, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Many blocks in small matrices."""
-    monkeypatch.setattr(narrow, "SIDE", 8)
-    monkeypatch.setattr(narrow, "DEPTH", 16)
-    monkeypatch.setattr(narrow, "TOGETHER", 700)
+    monkeypatch.setattr(narrow, "LEAST", 8)
 
 
 def assert_rounded_once(found, exact, dtype):
@@ -73,7 +71,7 @@ def test_no_more_is_taken_than_a_few_blocks(dtype):
     for nbytes in taken:
         now += nbytes
         most = max(most, now)
-    assert 0 < most <= 3 * 4 * narrow.SIDE * narrow.DEPTH
+    assert 0 < most <= 2 * max(3 * a.nbytes / narrow.SHARE, 12 * narrow.LEAST**2)
 
 
 def test_float32_and_processors_that_have_instructions_are_left_alone(dtype, monkeypatch):

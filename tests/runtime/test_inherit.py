@@ -131,10 +131,10 @@ def test_only_what_nobody_else_refers_to_is_inherited():
 
 @pytest.fixture
 def anew(monkeypatch):
-    """Elements of what is allocated because somebody still holds what the plan takes."""
-    sizes: list[int] = []
-    monkeypatch.setattr("dcompile.runtime.workspaces.like", lambda x: sizes.append(x.numel()) or like(x))
-    return sizes
+    """Shapes of what is allocated because somebody still holds what the plan takes."""
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr("dcompile.runtime.workspaces.like", lambda x: shapes.append(tuple(x.shape)) or like(x))
+    return shapes
 
 
 def test_steady_backwards_find_all_memory(blocks, anew):
@@ -192,6 +192,7 @@ def test_a_gradient_lies_where_logits_were_that_nobody_holds(tagger, anew):
         del logits
         values = held.tolist()
         torch.testing.assert_close(gradients(compiled, loss), expected)
-        assert anew == [64 * 999], hold
+        # torch 2.15 saves the logits before they are flattened
+        assert anew == ([(4, 16, 999)] if torch.__version__ >= "2.15" else [(64, 999)]), hold
         assert values == held.tolist(), hold
         anew.clear()

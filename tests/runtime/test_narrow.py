@@ -71,7 +71,7 @@ def test_no_more_is_taken_than_a_few_blocks(dtype):
     for nbytes in taken:
         now += nbytes
         most = max(most, now)
-    assert 0 < most <= 2 * max(3 * a.nbytes / narrow.SHARE, 12 * narrow.LEAST**2)
+    assert 0 < most <= max(3 * a.nbytes / narrow.SHARE, 12 * narrow.LEAST**2)
 
 
 def test_float32_and_processors_that_have_instructions_are_left_alone(dtype, monkeypatch):

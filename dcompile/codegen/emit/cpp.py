@@ -74,11 +74,11 @@ class _Kernel(Beside):
 
     def _leave_unscaled(self) -> None:
         """Return at once where a tensor would be multiplied by 1 in its own memory."""
-        scaling, (store, *_) = scaling_of(self.nest), self.nest.stores
-        if scaling is None or scaling.tensor.dtype != self.table[store.buffer].dtype:
+        scaling = scaling_of(self.nest)
+        if scaling is None:
             return
         number = self.expression(self.nest.body[scaling.number])
-        target, source = self.argument(store.buffer), self.argument(scaling.tensor.buffer)
+        target, source = self.argument(self.nest.stores[0].buffer), self.argument(scaling.tensor.buffer)
         self.line(f"if ({target} == {source} && {number} == 1) return 0;")
 
     def _make_tables(self) -> None:

@@ -37,6 +37,7 @@ def scaling_of(nest: Nest) -> Scaling | None:
         if not (isinstance(loaded, Load) and isinstance(by, Load) and loaded.mask is by.mask is None):
             continue
         exact = {loaded.dtype, *_WIDER.get(loaded.dtype, ())}.issuperset((*before, product.dtype, *after))
+        exact = exact and nest.body[store.value].dtype == loaded.dtype
         if exact and loaded.index == store.index and loaded.buffer != store.buffer and not by.index.variables:
             return Scaling(loaded, factor)
     return None

@@ -49,12 +49,13 @@ def test_in_place_and_elsewhere_by_one_and_by_others(dtype, factor, in_place):
     np.testing.assert_array_equal(read(program.table["y"], program.outputs[0], memory["y"]), wanted)
 
 
-def rounded(through, dtype="float32"):
+def rounded(through, dtype="float32", result=None):
     """y[i] = x[i] by way of another dtype, times s[0]."""
+    result = result or dtype
     body = (Load("x", var("i0"), dtype), Apply("cast", (0,), through), Load("s", ZERO, "float32"))
-    body += (Apply("cast", (2,), through), Apply("mul", (1, 3), through), Apply("cast", (4,), dtype))
+    body += (Apply("cast", (2,), through), Apply("mul", (1, 3), through), Apply("cast", (4,), result))
     loop = Loop("k", (N,), (), body, (Store("y", var("i0"), 5),))
-    buffers = Buffer("x", dtype, (N,), (1,)), Buffer("s", "float32", (N,), (1,)), Buffer("y", dtype, (N,), (1,))
+    buffers = Buffer("x", dtype, (N,), (1,)), Buffer("s", "float32", (N,), (1,)), Buffer("y", result, (N,), (1,))
     return Program("p", ("x", "s"), (View("y", (N,), (1,)),), buffers, (loop,))
 
 
@@ -65,6 +66,7 @@ def test_what_is_recognised():
     assert found(scaled()) and found(scaled("bfloat16"))
     assert not found(rounded("int32")) and not found(rounded("bfloat16")), "a cast there and back is a rounding"
     assert found(rounded("float64")) and not found(rounded("float16", "bfloat16"))
+    assert not found(rounded("float32", "bfloat16", result="float32")), "the result has another size"
     assert not found(scaled(op="add")), "adding 1 is something"
     assert not found(scaled(index=var("i0") * -1 + (N - 1))), "elements change places"
     assert not found(scaled(places=var("i0"))), "each element has a number of its own"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dcompile.codegen.emit import gemm
 from dcompile.codegen.emit.beside import Beside
@@ -23,6 +24,7 @@ from dcompile.codegen.emit.tables import computation
 from dcompile.codegen.emit.unscaled import scaling_of
 from dcompile.codegen.emit.wide import WAYS
 from dcompile.ir.index import Size, size_product
+from dcompile.ir.naming import Nameless, nameless
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
 
@@ -49,10 +51,31 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
 
 
 def emit_all(program: Program, *, own_products: bool = False) -> Kernels:
-    """The kernels of a program, one for each of its loops; with `own_products` also for matrix products."""
+    """The kernels of a program, one for each of its loops; with `own_products` also for matrix products.
+
+    Loops that differ in the names of their buffers alone, as those of equal layers, are written once: 23 of 301 for 32
+    layers of a Llama, 0.1 s for 0.9.
+    """
     table = program.table
-    calls = tuple(emit(step, table) for step in program.steps if isinstance(step, Loop))
-    return Kernels(calls, gemm.products(program) if own_products else {})
+    written: dict[tuple[Nameless, tuple[Buffer, ...]], KernelSource] = {}
+    calls = []
+    for step in program.steps:
+        if isinstance(step, Loop):
+            names: dict[str, str] = {}
+            loop = nameless(step, names)
+            buffers = tuple(_numbered(table[name], number) for name, number in names.items())
+            kernel = written.get((loop, buffers))
+            if kernel is None:
+                kernel = written[loop, buffers] = emit(loop[0], {buffer.name: buffer for buffer in buffers})
+            own = {number: name for name, number in names.items()}
+            arguments = tuple(own[number] for number in kernel.arguments)
+            calls.append(replace(kernel, arguments=arguments, origin=step.origin))
+    return Kernels(tuple(calls), gemm.products(program) if own_products else {})
+
+
+def _numbered(buffer: Buffer, number: str) -> Buffer:
+    """All that a kernel's text depends on."""
+    return Buffer(number, buffer.dtype, buffer.shape, buffer.strides)
 
 
 EMITTER = Emitter("c++", SPELLING, emit)

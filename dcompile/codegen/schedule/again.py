@@ -51,7 +51,8 @@ def compute_again(program: Program) -> Program:
     Guarantees: bitwise-equal values: every operation rounds as it did.
     Relies on: every buffer has one writer, but for inputs that are changed in place.
     """
-    if not any(isinstance(step, Loop) and on_gpu(step, program.table) for step in program.steps):
+    table = program.table
+    if not any(isinstance(step, Loop) and on_gpu(step, table) for step in program.steps):
         return program
     work = _Work(program)
     for number in range(len(work.steps)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dcompile.codegen.schedule.dependences import edges
-from dcompile.codegen.schedule.merge import merge, without
+from dcompile.codegen.schedule.merge import Merging, without
 from dcompile.codegen.schedule.space import canonical
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import typical
@@ -72,6 +72,7 @@ class _Graph:
 
     def __init__(self, steps: list[Step], program: Program) -> None:
         self.steps: dict[int, Step] = dict(enumerate(steps))
+        self.merge = Merging()
         self.reads = {number: step.reads for number, step in self.steps.items()}  # steps work them out at each call
         self.writes = {number: step.writes for number, step in self.steps.items()}
         self.alive = set(self.steps)
@@ -163,7 +164,7 @@ class _Graph:
             return []
         one: Loop | None = loops[0]
         for loop in loops[1:]:
-            one = None if one is None else merge(one, loop)
+            one = None if one is None else self.merge(one, loop)
         return between if one is not None else []
 
     def joined(self, a: int, b: int) -> Loop | None:
@@ -172,7 +173,7 @@ class _Graph:
         if not self.may_join(a, b):
             return None
         assert isinstance(first, Loop) and isinstance(second, Loop)
-        merged = merge(first, second)
+        merged = self.merge(first, second)
         return None if merged is None or self.ends_takeover(a, b, merged) else merged
 
     def may_join(self, a: int, b: int) -> bool:

@@ -23,6 +23,7 @@ from dcompile.codegen.schedule.space import (
 )
 from dcompile.ir.analysis import can_overwrite, is_row_store, operands, ranges, runtime_refs, store_operands
 from dcompile.ir.index import Index, Size, as_size, substitute, var
+from dcompile.ir.naming import Nameless, nameless, renamed
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Value
 from dcompile.ir.ops import COMPUTE_DTYPES
 
@@ -47,6 +48,25 @@ def merge(first: Loop, second: Loop) -> Loop | None:
             if counts_kept and all(can_overwrite(joined, name, name) for name in updates):
                 return joined
     return None
+
+
+class Merging:
+    """`merge` for many pairs. Pairs that differ in names alone, as those of equal layers, are merged once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Nameless, Nameless], Loop | None] = {}
+
+    def __call__(self, first: Loop, second: Loop) -> Loop | None:
+        names: dict[str, str] = {}
+        pair = nameless(first, names), nameless(second, names)
+        if pair not in self._known:
+            self._known[pair] = merge(pair[0][0], pair[1][0])
+        merged = self._known[pair]
+        if merged is None:
+            return None
+        origin = tuple(dict.fromkeys((*first.origin, *second.origin)))
+        own = {number: name for name, number in names.items()}
+        return replace(renamed(merged, own), name=first.name, origin=origin)
 
 
 def combinings(loop: Loop) -> dict[str, Size]:

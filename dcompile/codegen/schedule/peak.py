@@ -46,7 +46,8 @@ def peak_bytes(planned: Program) -> int:
     """Arena, results, the library's tensors and donated inputs at the step where they are most; known sizes only."""
     arena = planned.arena_bytes if isinstance(planned.arena_bytes, int) else 0
     begun, ended = _held(planned)
-    own = [workspace_bytes(step, planned.table) for step in planned.steps]
+    table = planned.table
+    own = [workspace_bytes(step, table) for step in planned.steps]
     return arena + int((_while(begun, ended) + own).max(initial=0))
 
 
@@ -83,8 +84,8 @@ def put_off(planned: Program) -> tuple[Step, ...] | None:
     nothing waits for them: a few steps later what the layer before has saved is gone. What the call reads is held until
     then. None where another step is at the peak, or the next one needs the call.
     """
-    steps = planned.steps
-    own = np.array([workspace_bytes(step, planned.table) for step in steps])
+    steps, table = planned.steps, planned.table
+    own = np.array([workspace_bytes(step, table) for step in steps])
     if own.max(initial=0) < WORTH:
         return None
     begun, ended = _held(planned)

@@ -83,8 +83,9 @@ def spread_rows(program: Program) -> Program:
 
 def fuse_sums(program: Program) -> Program:
     """Join the loops that add parts up with what is done with their results. As `fuse`, for GPUs."""
+    table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
-    return fuse(program) if any(on_gpu(loop, program.table) for loop in loops) else program
+    return fuse(program) if any(on_gpu(loop, table) for loop in loops) else program
 
 
 def on_gpu(loop: Loop, table: dict[str, Buffer]) -> bool:

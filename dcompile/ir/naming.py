@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from dcompile.ir.nodes import Const, Load, Loop
@@ -17,11 +17,16 @@ def nameless(loop: Loop, names: dict[str, str]) -> Nameless:
     `names` has the numbers of those that are known already, and learns the others.
     """
     assert loop.product is None, "a product's buffers are named by its call, too"
-    numbers = [value.buffer for value in loop.body if isinstance(value, Load)] + [store.buffer for store in loop.stores]
-    for name in numbers:
+    for name in buffers_in(loop):
         names.setdefault(name, str(len(names)))
     literals = tuple(repr(value.value) for value in loop.body if isinstance(value, Const))
     return replace(renamed(loop, names), name="", origin=()), literals
+
+
+def buffers_in(loop: Loop) -> Iterator[str]:
+    """The buffers that a loop's body reads and those that it stores to, in this order, each as often as it comes."""
+    yield from (value.buffer for value in loop.body if isinstance(value, Load))
+    yield from (store.buffer for store in loop.stores)
 
 
 def renamed(loop: Loop, names: Mapping[str, str]) -> Loop:

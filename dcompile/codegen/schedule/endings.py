@@ -16,6 +16,7 @@ from dcompile.codegen.emit.nest import stride
 from dcompile.codegen.schedule.dependences import edges
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
 from dcompile.ir.index import ZERO, Index, substitute, var
+from dcompile.ir.naming import buffers_in, renamed
 from dcompile.ir.nodes import (
     Buffer,
     Extern,
@@ -256,16 +257,12 @@ def is_seen(program: Program, name: str, but: tuple[int, int]) -> bool:
 
 def _nameless(joint: Loop) -> Loop:
     """The same with buffers numbered as they come, and nothing said of where it is from."""
-    names: dict[str, str] = {}
-
-    def name(buffer: str) -> str:
-        return names.setdefault(buffer, f"b{len(names)}")
-
     assert joint.product is not None, "a joint loop has a product"
-    call = joint.product.call
-    args = tuple(replace(arg, buffer=name(arg.buffer)) if isinstance(arg, View) else arg for arg in call.args)
-    bare = replace(call, args=args, outs=(name(joint.product.out),), origin=())
-    body = tuple(replace(v, buffer=name(v.buffer)) if isinstance(v, Load) else v for v in joint.body)
-    stores = tuple(replace(store, buffer=name(store.buffer)) for store in joint.stores)
+    call, out = joint.product.call, joint.product.out
+    names: dict[str, str] = {}
+    for name in (*(arg.buffer for arg in call.args if isinstance(arg, View)), out, *buffers_in(joint)):
+        names.setdefault(name, f"b{len(names)}")
+    args = tuple(replace(arg, buffer=names[arg.buffer]) if isinstance(arg, View) else arg for arg in call.args)
+    bare = replace(call, args=args, outs=(names[out],), origin=())
     product = replace(joint.product, call=bare)
-    return replace(joint, name="", origin=(), body=body, stores=stores, product=product)
+    return replace(renamed(joint, names), name="", origin=(), product=product)

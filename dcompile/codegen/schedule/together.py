@@ -14,7 +14,8 @@ from itertools import groupby
 
 from dcompile.codegen.schedule.dependences import edges
 from dcompile.codegen.schedule.spread import on_gpu
-from dcompile.ir.nodes import Buffer, Load, Loop, Program, Step, holder_of
+from dcompile.ir.naming import nameless
+from dcompile.ir.nodes import Buffer, Loop, Program, Step, holder_of
 
 SMALL_BYTES = 1 << 10
 """Of a result: what lives longer for a change of order is no more than that, for each loop."""
@@ -74,13 +75,5 @@ def _by_kind(run: Sequence[Step], table: Mapping[str, Buffer]) -> list[Step]:
 
 def _kind(loop: Loop, table: Mapping[str, Buffer]) -> Hashable:
     """What a loop does, whatever its buffers are called."""
-    numbers: dict[str, int] = {}
-
-    def numbered(name: str) -> str:
-        return str(numbers.setdefault(name, len(numbers)))
-
-    body = tuple(
-        replace(value, buffer=numbered(value.buffer)) if isinstance(value, Load) else value for value in loop.body
-    )
-    stores = tuple(replace(store, buffer=numbered(store.buffer)) for store in loop.stores)
-    return replace(loop, name="", origin=(), body=body, stores=stores), tuple(table[name].dtype for name in numbers)
+    names: dict[str, str] = {}
+    return nameless(loop, names), tuple(table[name].dtype for name in names)

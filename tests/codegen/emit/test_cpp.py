@@ -14,6 +14,7 @@ from dcompile.codegen.emit.nest import make_nest
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
+from dcompile.ir.naming import renamed
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import HAND, random_inputs
@@ -203,15 +204,9 @@ def test_equal_layers_share_one_kernel():
     program = loops.rms_norm(4, 8)
     (loop,) = program.steps
     new = {b.name: f"layer7_{b.name}" for b in program.buffers}
-    renamed = replace(
-        loop,
-        name="other",
-        origin=("layer7",),
-        body=tuple(replace(v, buffer=new[v.buffer]) if isinstance(v, Load) else v for v in loop.body),
-        stores=tuple(replace(s, buffer=new[s.buffer]) for s in loop.stores),
-    )
+    other = replace(renamed(loop, new), name="other", origin=("layer7",))
     table = {new[b.name]: replace(b, name=new[b.name]) for b in program.buffers}
-    first, second = cpp.emit(loop, program.table), cpp.emit(renamed, table)
+    first, second = cpp.emit(loop, program.table), cpp.emit(other, table)
     assert first == second and first.text == second.text
     assert second.arguments == tuple(new[name] for name in first.arguments)
 

@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.causal import argument, changes, shape_of
-from dcompile.capture.fingerprint import line_of
 from dcompile.capture.layers import has_numbers
 from dcompile.capture.vocabulary import chunked_cross_entropy, spans
+from dcompile.compat.user_line import user_line
 
 LOSS = torch.nn.functional.cross_entropy
 _ARGUMENTS = {
@@ -60,7 +60,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
     losses = list(gm.graph.find_nodes(op="call_function", target=LOSS))
     notes, begun, whole = list[str](), 0, 0
     for loss in losses:
-        where = line_of(loss) or loss.name
+        where = user_line(loss) or loss.name
         try:
             head = _head_of(loss)
             hidden = _rows(head, loss)
@@ -159,7 +159,7 @@ def _check_readers(nodes: list[Node], loss: Node) -> None:
             if user.op == "output":
                 raise NotChunked("the compiled graph returns them; have what is compiled return its loss alone")
             if user not in nodes and user is not loss and not is_call(user, *_SIZES):
-                where = line_of(user)
+                where = user_line(user)
                 raise NotChunked(f"`{user.name}`{where and f' ({where})'} reads them too; have it left out in training")
 
 

@@ -8,20 +8,18 @@ in one that has a graph break: parameters have those of the model there, and oth
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dcompile.compat.user_line import user_line
 from dcompile.machine import own_source, own_version
 
 if TYPE_CHECKING:
     from dcompile.capture.model import CompiledModel
 
 _OF_A_PART = "torch.ops.higher_order."
-_OURS = f"{Path(__file__).parents[1]}/"
 
 Line = tuple[str, str]
 """(what is compared, the line of the user's model, for people)."""
@@ -76,7 +74,7 @@ def calls_of(gm: Any, parameters: Mapping[int, str]) -> Iterator[Line]:
         calls += 1
         # a call of a part of the graph gets the sizes that vary as arguments of their own
         given = [arg for arg in node.args if not (target.startswith(_OF_A_PART) and _is_size(arg))]
-        yield f"{names[node]} = {target}({', '.join(_argument(arg, names) for arg in given)})", line_of(node)
+        yield f"{names[node]} = {target}({', '.join(_argument(arg, names) for arg in given)})", user_line(node)
 
 
 def _is_size(argument: Any) -> bool:
@@ -105,9 +103,3 @@ def _argument(value: Any, names: dict[Any, str]) -> str:
         items = [_argument(item, names) for item in value]
         return f"[{', '.join(items)}]" if {*items} != {"_"} else "_"  # sizes one by one, or all as one value
     return "_"
-
-
-def line_of(node: Any) -> str:
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    found = [frame for frame in frames if not frame[0].startswith(_OURS)]
-    return f"{found[-1][0].rpartition('/')[2]}:{found[-1][1]}" if found else ""

@@ -3,7 +3,8 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dcompile.capture.fingerprint import calls_of, line_of
+from dcompile.capture.fingerprint import calls_of
+from dcompile.compat.user_line import user_line
 
 
 def captured(function, *inputs, dynamic):
@@ -66,7 +67,7 @@ def test_a_line_is_the_users_where_dcompile_calls_its_modules():
     node = torch.fx.Graph().placeholder("x")
     ours = calls_of.__globals__["__file__"]
     node.meta["stack_trace"] = f'  File "/home/m.py", line 3, in forward\n    x\n  File "{ours}", line 9, in _forward\n'
-    assert line_of(node) == "m.py:3"
+    assert user_line(node) == "m.py:3"
 
 
 def test_lines_differ_where_calls_do():

@@ -7,13 +7,10 @@ from functools import lru_cache
 
 from torch.fx import Node
 
+from dcompile.compat.user_line import user_line
+
 _FRAME_NAMES = frozenset(("L", "self", "target", "__self__", "_modules", "module", ""))
 """What Dynamo puts before the path of the module a user knows."""
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_OUR_CALL = "dcompile/capture/entry.py"
-_BETWEEN = ("torch/utils/_device.py", "dcompile/capture/between.py")
-"""Files that each of a model's calls goes through: under `torch.set_default_device` and `with torch.device(...)`, and
-where FSDP2 has several graphs."""
 
 
 def origin_of(node: Node) -> tuple[str, ...]:
@@ -22,7 +19,7 @@ def origin_of(node: Node) -> tuple[str, ...]:
     module = ""
     if stack:
         module = _module_path(next(reversed(stack.values()))[0])
-    line = _last_frame(node.meta.get("stack_trace") or "")
+    line = user_line(node)
     text = f"{module}: {node.target}" if module else str(node.target)
     return (f"{text} ({line})",) if line else (text,)
 
@@ -37,13 +34,3 @@ def _module_path(path: str) -> str:
     )  # a wrapper's, that FSDP1's adapter puts there
     parts = [part for part in path.split(".") if part not in _FRAME_NAMES]
     return ".".join(parts)
-
-
-@lru_cache(maxsize=4096)
-def _last_frame(trace: str) -> str:
-    """The user's line: `model.py:88`; nothing where the model is torch's own and only our call of it is left."""
-    frames = [(path, line) for path, line in _FRAME.findall(trace) if not path.endswith(_BETWEEN)]
-    if not frames or frames[-1][0].endswith(_OUR_CALL):
-        return ""
-    path, line = frames[-1]
-    return f"{path.rpartition('/')[2]}:{line}"

@@ -229,6 +229,20 @@ def test_views_of_symbolic_sizes_have_the_sizes_that_were_asked_for():
     assert 4 * len(env.guards) < len(by_torch.shape[0].node.shape_env.guards)  # 7 and 41
 
 
+def test_a_size_that_is_left_open_is_no_quotient_by_another_tensors_batch():
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    x = symbolic(torch.ones(3, 6, 8))
+    other = x.fake_mode.from_tensor(torch.ones(3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]))
+    assert x.shape[0].node.expr != other.shape[0].node.expr
+    with compat.views.views_as_asked():
+        found = x.view(other.shape[0], -1, 4)
+        elsewhere = x.view(-1, other.shape[0])  # what is 3 here stands in no place of its own
+    assert "//" not in str(found.shape[0]) and found.shape[1] == 12
+    assert found.shape[1].node.expr.free_symbols == {size.node.expr for size in x.shape[1:]}
+    assert tuple(elsewhere.shape) == (48, 3)
+
+
 def test_views_that_hold_other_numbers_of_elements_are_refused():
     with compat.views.views_as_asked():
         with pytest.raises(RuntimeError, match="invalid for input"):

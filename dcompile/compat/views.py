@@ -46,6 +46,7 @@ class _Looking:
         if more or len(shape) != 1 or not _is_simple(x, shape[0]):
             return self._own(mode, func, x, *shape, **more)
         _divide(x, shape[0])
+        _keep(x, shape[0])
         asked = infer_size(tuple(shape[0]), x.numel())  # sees to it that there are as many elements
         return x.as_strided(asked, make_contiguous_strides_for(asked))
 
@@ -98,3 +99,30 @@ def _divide(x: Any, shape: Any) -> None:
                 rest = Mod(*factor.args)
                 if rest.xreplace(_numbers(size.node.shape_env)) == 0:
                     size.node.shape_env.evaluate_expr(sympy.Eq(rest, 0))
+
+
+def _keep(x: Any, shape: Any) -> None:
+    """Where one size is left open, guard on the outer sizes that stay as they are, by their numbers, being equal.
+
+    What is left open is a quotient by the others: a batch that is `a` by one tensor and `b` by the next would leave
+    `a * n // b` in all that follows, which is `n`.
+    """
+    import sympy
+    import torch
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    given = [size for size in shape if isinstance(size, torch.SymInt) or size >= 0]
+    if len(given) == len(shape) or statically_known_true(x.numel() % prod(given) == 0):
+        return
+    for own, asked in zip(x.shape, shape, strict=False):
+        symbols = [size for size in (own, asked) if isinstance(size, torch.SymInt)]
+        if not symbols:
+            if own == asked:
+                continue
+            return
+        env = symbols[0].node.shape_env
+        equal = sympy.Eq(*(size.node.expr if isinstance(size, torch.SymInt) else size for size in (own, asked)))
+        if not equal.xreplace(_numbers(env)):
+            return
+        if equal != sympy.true:
+            env.evaluate_expr(equal)

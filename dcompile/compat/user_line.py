@@ -14,12 +14,12 @@ _BETWEEN = "torch/utils/_device.py"
 
 
 def user_line(node: Any) -> str:
-    """`model.py:88` of an FX node; nothing where the model is torch's own and only our call of it is left."""
+    """`model.py:88` of an FX node: its last frame that is not ours; nothing where only our call of a model is left."""
     return _last_frame(node.meta.get("stack_trace") or "")
 
 
 @lru_cache(maxsize=4096)
 def _last_frame(trace: str) -> str:
-    frames = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_OURS)]
-    frames = [(path, line) for path, line in frames if not path.endswith(_BETWEEN)]
+    found = _FRAME.findall(trace)
+    frames = [frame for frame in found if not (frame[0].startswith(_OURS) or frame[0].endswith(_BETWEEN))]
     return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""

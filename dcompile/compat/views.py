@@ -114,14 +114,9 @@ def _keep(x: Any, shape: Any) -> None:
     given = [size for size in shape if isinstance(size, torch.SymInt) or size >= 0]
     if len(given) == len(shape) or statically_known_true(x.numel() % prod(given) == 0):
         return
-    for own, asked in zip(x.shape, shape, strict=False):
-        symbols = [size for size in (own, asked) if isinstance(size, torch.SymInt)]
-        if not symbols:
-            if own == asked:
-                continue
-            return
-        env = symbols[0].node.shape_env
-        equal = sympy.Eq(*(size.node.expr if isinstance(size, torch.SymInt) else size for size in (own, asked)))
+    env = next(size.node.shape_env for size in (*x.shape, *shape) if isinstance(size, torch.SymInt))
+    for pair in zip(x.shape, shape, strict=False):
+        equal = sympy.Eq(*(size.node.expr if isinstance(size, torch.SymInt) else size for size in pair))
         if not equal.xreplace(_numbers(env)):
             return
         if equal != sympy.true:

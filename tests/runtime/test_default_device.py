@@ -34,9 +34,13 @@ def model(x, weight):
 
 
 def run(call, sizes, device, training, dtype=torch.float32):
-    """Results, and gradients in training, for each number of rows, with the factories' default as said."""
+    """Results, and gradients in training, for each number of rows, with the factories' default as said.
+
+    No weight is near 0: its gradient would be what is left of terms a thousand times as large, off by their roundings.
+    """
     torch.manual_seed(0)
-    inputs = [(torch.randn(rows, 64).to(dtype), torch.randn(64).to(dtype).requires_grad_(training)) for rows in sizes]
+    inputs = [(torch.randn(rows, 64).to(dtype), torch.rand(64).add(0.5).to(dtype)) for rows in sizes]
+    inputs = [(x, weight.requires_grad_(training)) for x, weight in inputs]
     found = []
     with torch.device(device):
         for x, weight in inputs:
@@ -53,15 +57,9 @@ def run(call, sizes, device, training, dtype=torch.float32):
 def test_calls_under_another_default_device(dynamic, training):
     """Memory of results is given out again in inference alone.
 
-    Against eager in float64, by float32's tolerances, or as near as eager in float32 is: a gradient of 13.8, of sums
-    that come to 19226 in others, is 2.7e-6 off in eager with AVX2 (ours 0.6e-6), and in both by the same with AVX-512.
+    Against eager in float64: in float32 its own sum over all rows is 2.7e-6 off (AVX2), ours 0.6e-6.
     """
     sizes = (ROWS, 2 * ROWS) if dynamic else (ROWS,)
     call = dcompile.compile(model, dynamic=dynamic, fullgraph=True, options={"fallback_random": True})
-    exact, eager = (run(model, sizes, "cpu", training, dtype) for dtype in (torch.float64, torch.float32))
-    for number, (own, wide, narrow) in enumerate(zip(run(call, sizes, "meta", training), exact, eager, strict=True)):
-        if wide is None:
-            assert own is None
-            continue
-        allowed = torch.maximum(1e-5 + 1.3e-6 * wide.abs(), (narrow - wide).abs())
-        assert ((own - wide).abs() <= allowed).all(), f"result {number}: {((own - wide).abs() / allowed).max()}"
+    expected = run(model, sizes, "cpu", training, torch.float64)
+    torch.testing.assert_close(run(call, sizes, "meta", training), expected, check_dtype=False)

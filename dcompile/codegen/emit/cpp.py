@@ -53,7 +53,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
 def emit_all(program: Program, *, own_products: bool = False) -> Kernels:
     """The kernels of a program, one for each of its loops; with `own_products` also for matrix products.
 
-    Loops that differ in the names of their buffers alone, as those of equal layers, are written once: 23 of 301 for 32
+    Loops that differ in the names of their buffers alone, as those of equal layers, are written once: 21 of 300 for 32
     layers of a Llama, 0.1 s for 0.9.
     """
     table = program.table

@@ -89,7 +89,7 @@ class _Work:
     def offers(self, number: int) -> Iterator[_Offer]:
         """What others could compute in place of reading it from this step."""
         loop = self.steps[number]
-        if not isinstance(loop, Loop) or not on_gpu(loop, dict(self.table)):
+        if not isinstance(loop, Loop) or not on_gpu(loop, self.table):
             return
         for store in loop.stores:
             users = self.readers.get(store.buffer, set())

@@ -59,9 +59,10 @@ class Merging:
     def __call__(self, first: Loop, second: Loop) -> Loop | None:
         names: dict[str, str] = {}
         pair = nameless(first, names), nameless(second, names)
-        if pair not in self._known:
-            self._known[pair] = merge(pair[0][0], pair[1][0])
-        merged = self._known[pair]
+        try:
+            merged = self._known[pair]
+        except KeyError:
+            merged = self._known[pair] = merge(pair[0][0], pair[1][0])
         if merged is None:
             return None
         origin = tuple(dict.fromkeys((*first.origin, *second.origin)))

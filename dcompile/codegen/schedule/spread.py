@@ -6,7 +6,7 @@ does not depend on timing, as it would with atomic additions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -88,7 +88,7 @@ def fuse_sums(program: Program) -> Program:
     return fuse(program) if any(on_gpu(loop, table) for loop in loops) else program
 
 
-def on_gpu(loop: Loop, table: dict[str, Buffer]) -> bool:
+def on_gpu(loop: Loop, table: Mapping[str, Buffer]) -> bool:
     """Does the loop write GPU memory?"""
     return any(table[store.buffer].device != "cpu" for store in loop.stores)
 

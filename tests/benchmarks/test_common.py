@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import time
+from collections import Counter
 
 import pytest
 
@@ -26,6 +27,15 @@ def test_interleaved_times_are_those_of_one_call():
     assert timings["a"].rounds == timings["b"].rounds >= 7
     changes = sum(x != y for x, y in itertools.pairwise(order))
     assert changes >= timings["a"].rounds, "peers were not run in turn"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
+def test_each_peer_runs_behind_each_other_one_equally_often(count):
+    turns = common.orders(list(range(count)))
+    assert all(sorted(turn) == list(range(count)) for turn in turns)
+    behind = Counter(pair for turn in turns for pair in itertools.pairwise(turn))
+    assert set(behind) == {(a, b) for a in range(count) for b in range(count) if a != b}
+    assert len(set(behind.values())) == 1 and len({turn[0] for turn in turns}) == count
 
 
 def test_spread_is_the_middle_half_over_the_median():

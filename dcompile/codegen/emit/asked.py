@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from dcompile.codegen.emit.nest import Axis, stride
 from dcompile.codegen.emit.scans import Scans
@@ -27,8 +28,20 @@ SLOW = frozenset(("div", "sqrt", "rsqrt", "reciprocal"))
 """Operations behind which what is read next waits: few of them fill what a processor holds at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """A last pass that is taken a row later (`behind.py`), and the pass beside whose steps it is."""
+
+    number: int
+    host: int
+    kept: tuple[Ref, ...]
+    """What rows have kept for it."""
+
+
 class Asked(Scans):
     """Decides what a pass asks for."""
+
+    delay: Delay | None = None
 
     @functools.cached_property
     def ahead(self) -> tuple[tuple[str, int], ...]:
@@ -82,9 +95,13 @@ class Asked(Scans):
         """Those that go through the row once more."""
         return [number for number in range(1, self._passes()) if self._roots(number) != ([], [])]
 
-    @functools.cached_property
+    @property
     def asking(self) -> int | None:
         """The pass that asks for the next row: the one with most work, for which memory need not hurry."""
+        return self.delay.host if self.delay and self.ahead else self._busiest
+
+    @functools.cached_property
+    def _busiest(self) -> int | None:
         later = self._later_passes()
         works = {n: self._work_of(r for r in self._wide_values(n) if self.kept.get(r, n) >= n) for n in later}
         return max(works, key=lambda n: (works[n], n)) if self.ahead else None

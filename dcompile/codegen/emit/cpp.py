@@ -86,6 +86,7 @@ class _Kernel(Beside):
 
     def function(self) -> None:
         self._leave_unscaled()
+        self.delay = self._find_delay()
         if self.tables:
             self._make_tables()
         for number, name in self.columns.items():
@@ -132,9 +133,11 @@ class _Kernel(Beside):
         if self.split:
             self._open_split()
         parallel = parallel and may_exceed(rows, 1)
-        if parallel and self.streams:  # each thread has to finish its own
+        apart = parallel and (self.delay is not None or bool(self.streams))
+        if apart:  # each thread has to finish its own
             self.line(f"#pragma omp parallel{self._worthwhile()}")
             self.open("")
+            self._open_behind()
             self.line("#pragma omp for schedule(static) nowait")
         elif parallel:
             self.line(f"#pragma omp parallel for schedule(static){self._worthwhile()}")
@@ -146,9 +149,10 @@ class _Kernel(Beside):
         self._decompose("r")
         self._row()
         self.close(1 + (self.split is not None) + bool(beside))
+        self._close_behind()
         if self.streams:
             self.line("finish_streams();")
-            self.close(int(parallel))
+        self.close(int(apart))
 
     def _open_split(self) -> None:
         """Give each thread some columns of every row."""

@@ -8,9 +8,9 @@ float16 0.3 (Zen 3).
 
 from __future__ import annotations
 
+from dcompile.codegen.emit.behind import Behind
 from dcompile.codegen.emit.nest import LANES, Axis
 from dcompile.codegen.emit.spelling import c_type, literal
-from dcompile.codegen.emit.vectors import Vectors
 from dcompile.codegen.emit.wide import FLOATS, STEPS
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import substitute, var
@@ -25,7 +25,7 @@ COLLECTED = {"sum": "{0} + {1}", "prod": "{0} * {1}", "max": "greater({1}, {0})"
 """Reductions that are written in vectors: what is collected with one more. The largest is NaN from the first one on."""
 
 
-class Lanes(Vectors):
+class Lanes(Behind):
     """Writes passes over rows side by side."""
 
     def _open_lane(self, simd: bool, start: str = "0") -> None:

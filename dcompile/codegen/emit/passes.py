@@ -12,7 +12,7 @@ from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
 from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
-from dcompile.codegen.emit.statements import BEFORE, LOCAL
+from dcompile.codegen.emit.statements import BEFORE
 from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref, Scan
@@ -30,26 +30,24 @@ class Passes(Lanes):
     def _row(self) -> None:
         """All passes over one row (over `LANES` rows, if there is a lane)."""
         ask_ahead(self)
-        for ref in (ref for ref, number in self.kept.items() if number > BEFORE):
+        behind, early = self.delay, self.delay.kept if self.delay else ()
+        for ref in (ref for ref, number in self.kept.items() if number > BEFORE and ref not in early):
             value = self.nest.body[ref]
             count = size_product(axis.size for axis in self.nest.elements)
             self._open_kept(c_type(value.dtype), f"r{self.number(ref)}", count)
         for number in range(self._passes() + 1):
             self._between(number)
-            if number < self._passes():
+            if behind and number == behind.number:
+                self._leave_behind()
+                self.plain = True
+                self._pass(number)
+                self.plain = False
+                self.line("#endif")
+            elif number < self._passes():
                 self._pass(number)
         if not isinstance(size_product(axis.size for axis in self.nest.elements), int):
             for ref in self.kept:
                 self.line(f"if (r{self.number(ref)} != r{self.number(ref)}_local) free(r{self.number(ref)});")
-
-    def _open_kept(self, kind: str, name: str, count: Size) -> None:
-        """The array of a value that is kept from pass to pass."""
-        if isinstance(count, int):
-            self.line(f"alignas(64) {kind} {name}[{max(count, 1)}];")
-            return
-        self.line(f"alignas(64) {kind} {name}_local[{LOCAL}];")
-        length = self.size(count)
-        self.line(f"{kind}* const {name} = {length} <= {LOCAL} ? {name}_local : scratch<{kind}>({length});")
 
     def _between(self, number: int) -> None:
         """Row values that become known after pass `number - 1`, and their stores."""

@@ -60,6 +60,7 @@ class Vectors(Wide):
             self.open(f"for ({first}; {at} + {width} <= {high}; {at} += {width})")
             if not whole:
                 self.line(f"const int64 {last.name} = {at};")
+            self._beside_step(number, last.name)
             self._one_step(number, last.name, reduces, stores)
             self.close()
         self.many = ""
@@ -118,6 +119,9 @@ class Vectors(Wide):
             self.line(f"take{number}({at} + {way} * {width}, {way});")
         self.close()
         self.line(f"for (; {at} + {width} <= {high}; {at} += {width}) take{number}({at}, 0);")
+
+    def _beside_step(self, number: int, at: str) -> None:
+        """What else is done in a step, from element `at` on (`behind.py`)."""
 
     def _one_step(self, number: int, name: str, reduces: list[Ref], stores: list[int]) -> None:
         """One step of the loop; where it looks for places in the row, once for steps that hold one, once for others.
@@ -210,7 +214,11 @@ class Vectors(Wide):
 
     def _width(self) -> str:
         """Elements of a step."""
-        return KINDS[self.many].upper() if self.many else "WIDTH"
+        return self._width_of(self.many)
+
+    def _width_of(self, many: str) -> str:
+        """Elements of such steps (STEPS)."""
+        return KINDS[many].upper() if many else "WIDTH"
 
     def _type(self, dtype: str) -> str:
         return KINDS[self.many] + ("_int" if dtype in INTS else "")

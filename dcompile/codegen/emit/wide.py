@@ -68,23 +68,28 @@ FOLDED = frozenset(("max", "min", "sum"))
 class Wide(Asked):
     """Decides which passes are written in vectors, and how; `vectors.py` writes them."""
 
+    plain = False
+    """Is a pass being written for machines without vectors?"""
+
     def _is_wide(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> bool:
         """Can the pass be written in vectors, and is it faster then?"""
-        if self.nest.lane:
+        if self.nest.lane or self.plain:
             return False
         if isinstance(last.size, int) and last.size % WIDTH and last.size <= SHORT:
             return False
         if (sought := self._sought(reduces, stores, last)) is not None:
             return all(self._has_vector(ref, number, last.name) for ref in self._needed(number, [sought]))
-        needed = self._wide_values(number)
-        before = {ref for ref in needed if self.kept.get(ref, number) < number}
+        gains = self._gains_anyway(number, reduces, stores, last) or any(map(self._gains, self._computed(number)))
+        return (gains or self._waits(number, last.name)) and self._has_vectors(number, reduces, stores, last)
+
+    def _computed(self, number: int) -> list[Ref]:
+        """The element values that are not kept from earlier passes."""
+        return [ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number]
+
+    def _has_vectors(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> bool:
+        """Can all that a pass does be done with vectors?"""
         return (
-            (
-                self._gains_anyway(number, reduces, stores, last)
-                or any(self._gains(r) for r in needed if r not in before)
-                or self._waits(number, last.name)
-            )
-            and all(self._has_vector(ref, number, last.name) for ref in needed)
+            all(self._has_vector(ref, number, last.name) for ref in self._wide_values(number))
             and all(self._reduce(ref).op in FOLDED and self._reduce(ref).dtype == "float32" for ref in reduces)
             and all(self._stores_vector(n, last.name) for n in stores)
         )
@@ -101,7 +106,7 @@ class Wide(Asked):
 
     def _guard(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
         """On which machines. AVX2 rounds no faster than g++'s loop, but for what is bfloat16 alone."""
-        computed = {ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number}
+        computed = self._computed(number)
         values = [self.nest.body[ref] for ref in computed]
         functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)
         functions = functions or any(self._converts_half(ref) for ref in computed)
@@ -145,7 +150,7 @@ class Wide(Asked):
     def _most(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
         """The same of an axis that is not tiled."""
         if not self._is_paired(number, reduces, stores, last):
-            computed = (self.nest.body[r] for r in self._wide_values(number) if self.kept.get(r, number) >= number)
+            computed = (self.nest.body[ref] for ref in self._computed(number))
             functions = any(isinstance(value, Apply) and value.op in GAINS for value in computed)
             return "two" if functions and self._ways(number, reduces, stores, last) == 1 else ""
         if isinstance(last.size, int) and last.size <= SHORT and last.size % STEPS["pair"]:
@@ -194,8 +199,7 @@ class Wide(Asked):
         """How many accumulators each reduction of a pass has."""
         if not reduces or stores or not may_exceed(last.size, SHORT):
             return 1
-        work = self._work_of(ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number)
-        return WAYS if work <= LIGHT else 1
+        return WAYS if self._work_of(self._computed(number)) <= LIGHT else 1
 
     def _gains(self, ref: Ref) -> bool:
         match self.nest.body[ref]:
@@ -319,7 +323,7 @@ class Wide(Asked):
         if number == self.asking:
             return [("ask", place, nbytes) for place, nbytes in self.ahead]
         loads = self._large_loads(number, name)
-        values = [self.nest.body[ref] for ref in self._wide_values(number) if self.kept.get(ref, number) >= number]
+        values = [self.nest.body[ref] for ref in self._computed(number)]
         functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)
         soon = len(loads) == 1 and functions and any(n in self.streams for n in stores)
         how = "ask_soon" if soon else "ask_far"

@@ -1,0 +1,111 @@
+"""A last pass that is taken beside the next row does to each row what it does by itself."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.behind import Behind
+from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.config import Config
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import IndexOf, Loop, Program, Store
+from tests.codegen.emit import loops
+from tests.codegen.emit.cases import random_inputs
+from tests.codegen.emit.harness import call, placed, read, store
+from tests.codegen.emit.loops import I0, J0, Body, program
+
+
+def source_of(made: Program) -> KernelSource:
+    (loop,) = made.steps
+    assert isinstance(loop, Loop)
+    return cpp.emit(loop, made.table)
+
+
+def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], same: str = "") -> list[np.ndarray]:
+    """Results; `same`, if given, are a result's and an input's name that have one memory."""
+    path = build([source], Config(), store()).libraries[source.name]
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in made.buffers}
+    if same:
+        memory[same[0]] = memory[same[1]]
+    assert call(source, {source.name: getattr(ctypes.CDLL(str(path)), source.name)}, memory) == 0
+    return [read(made.table[view.buffer], view, memory[view.buffer]) for view in made.outputs]
+
+
+def labelled(rows: int, n: int, dtype: str = "float32") -> Program:
+    """Cross-entropy's gradient: softmax, less 1 at each row's label; the sum of exponentials is a result, too."""
+    b, at = Body(), I0 * n + J0
+    x = b.load("x", at, dtype)
+    e = b.op("exp", b.op("sub", x, b.reduce("max", x)))
+    total = b.reduce("sum", e)
+    label = b.load("labels", I0, "int64")
+    hit = b.op("eq", b.put(IndexOf(J0, "int64")), label, dtype="bool")
+    less = b.op("where", hit, b.const(1.0), b.const(0.0))
+    y = b.op("sub", b.op("mul", e, b.op("reciprocal", total)), less)
+    stores = [Store("y", at, b.narrow(y, dtype)), Store("total", I0, total)]
+    shapes = {"x": (dtype, (rows, n)), "labels": ("int64", (rows,)), "y": (dtype, (rows, n))}
+    return program(b, (rows,), (n,), stores, **shapes, total=("float32", (rows,)))
+
+
+def residual(rows: int, n: int, dtype: str = "float32") -> Program:
+    """What is read again in the last pass: the row that waits has it from memory."""
+    b, at = Body(), I0 * n + J0
+    x = b.load("x", at, dtype)
+    e = b.op("exp", x)
+    y = b.op("add", b.op("div", e, b.reduce("sum", e)), b.op("mul", x, b.load("scale", I0)))
+    shapes = {"x": (dtype, (rows, n)), "scale": ("float32", (rows,)), "y": (dtype, (rows, n))}
+    return program(b, (rows,), (n,), [Store("y", at, b.narrow(y, dtype))], **shapes)
+
+
+def inputs_of(made: Program) -> dict[str, np.ndarray]:
+    given = random_inputs(made)
+    if "labels" in given:
+        rows, n = made.table["x"].shape
+        given["labels"] = np.random.default_rng(2).integers(0, n, rows)
+        given["labels"][:2] = [0, n - 1]
+    return given
+
+
+KINDS = {"softmax": loops.softmax, "labelled": labelled, "residual": residual}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "n"), [(2, 4096), (3, 8192 + 64), (130, 256), (1000, 64)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_comes_out_as_by_itself(
+    kind: str, rows: int, n: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a thread that has one row, and of the last of each thread's."""
+    made = KINDS[kind](rows, n, dtype)
+    inputs, source = inputs_of(made), source_of(made)
+    monkeypatch.setattr(Behind, "_find_delay", lambda _: None)
+    alone = source_of(made)
+    assert "waits" in source.text and "waits" not in alone.text
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            got, want = execute(made, source, inputs), execute(made, alone, inputs)
+            assert all(np.array_equal(one, other) for one, other in zip(got, want, strict=True)), count
+    finally:
+        torch.set_num_threads(threads)
+    for one, other in zip(got, interpret(made, inputs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5 if dtype == "float32" else 1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_may_take_the_memory_of_what_is_read(kind: str) -> None:
+    made = KINDS[kind](64, 1024)
+    inputs, source = inputs_of(made), source_of(made)
+    got, want = (execute(made, source, inputs, same) for same in ("yx", ""))
+    assert "waits" in source.text and np.array_equal(got[0], want[0])
+
+
+def test_what_sums_up_as_it_writes_is_not_delayed() -> None:
+    """Nor a pass that has kept nothing: RMSNorm reads its row again, and gained nothing."""
+    assert not any("waits" in source_of(made).text for made in (loops.rms_norm(256, 1024), loops.sum_exp(256, 1024)))

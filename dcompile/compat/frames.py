@@ -87,7 +87,11 @@ def entrance(
     dynamo: Any = eval_frame
     compiler: Any = torch.compiler
 
+    # in one tuple: each variable of this function's would be read from memory of its own, where caches were swept
+    asked = dynamo, frames, callback, calls, modes, is_jit_tracing, tracer, traces, compiler, hooks, target
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        dynamo, frames, callback, calls, modes, is_jit_tracing, tracer, traces, compiler, hooks, target = asked
         if (
             dynamo._stance is frames.stance
             and callback() is None
@@ -98,11 +102,12 @@ def entrance(
         ):
             hooked = "" if hooks is None else hooks.kinds()
             scope = {"hooked": hooked, "args": args, "kwargs": kwargs, "target": target}
-            for way in frames.ways:
+            ways = frames.ways
+            for way in ways:
                 if way.guards.cache_entry is not None and way.holds(scope):
-                    if way is not frames.ways[0]:
+                    if way is not ways[0]:
                         frames.prefer(way)
-                    return way.run(hooked, *args, **kwargs)
+                    return way.run(hooked, *args, **kwargs) if kwargs else way.run(hooked, *args)
         return whole(*args, **kwargs)
 
     _pass_over(call.__code__)

@@ -117,20 +117,18 @@ template <class T> INLINE void turn(const T* from, int64 from_line, T* to, int64
     for (int64 c = r < whole_rows ? whole_columns : 0; c < columns; c++) to[c * to_line + r] = from[r * from_line + c];
 }
 
-/* what soon is read: all cache lines of a step; the same a little ahead, less so, or where caches are far (machine.py)
-   alone; as it is, but there alone; rows of a tile */
+/* what soon is read: all cache lines of a step; the same a little ahead, always or where caches are far (machine.py);
+   as it is, but there alone; rows of a tile */
 template <int64 bytes> INLINE void ask(const void* from) {
 #pragma GCC unroll 4
   for (int64 k = 0; k < bytes; k += 64) __builtin_prefetch((const char*)from + k);
 }
 #ifdef FAR_CACHES
 template <int64 bytes> INLINE void ask_soon(const void* from) { ask<bytes>((const char*)from + 4096); }
-template <int64 bytes> INLINE void ask_near(const void* from) { ask_soon<bytes>(from); }
 template <int64 bytes> INLINE void ask_far(const void* from) { ask_soon<bytes>(from); }
 template <int64 bytes> INLINE void ask_if_far(const void* from) { ask<bytes>(from); }
 #else
 template <int64 bytes> INLINE void ask_soon(const void* from) { ask<bytes>((const char*)from + 1024); }
-template <int64 bytes> INLINE void ask_near(const void* from) { ask<bytes>((const char*)from + 512); }
 template <int64 bytes> INLINE void ask_far(const void*) {}
 template <int64 bytes> INLINE void ask_if_far(const void*) {}
 #endif

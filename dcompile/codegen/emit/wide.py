@@ -105,10 +105,7 @@ class Wide(Asked):
         return whole and bool(reduces) and not stores and self._reads_pairs(number, last)
 
     def _guard(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> str:
-        """On which machines. AVX2 rounds no faster than g++'s loop, but for what is bfloat16 alone.
-
-        Nor was asking for what comes next measured with it where several tensors are updated.
-        """
+        """On which machines. AVX2 rounds no faster than g++'s loop, but for what is bfloat16 alone."""
         computed = self._computed(number)
         values = [self.nest.body[ref] for ref in computed]
         functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)
@@ -118,7 +115,7 @@ class Wide(Asked):
         everywhere = everywhere or self._is_paired(number, reduces, stores, last)
         if everywhere:
             return "VECTORS"
-        return "VECTORS_ROUND"
+        return "VECTORS_ROUND" if any(map(self._gains, computed)) else "VECTORS_FAR"
 
     def _is_paired(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> bool:
         """Is all that the pass reads and writes bfloat16 in memory, or the same for all elements of a vector?"""
@@ -321,8 +318,7 @@ class Wide(Asked):
         exponential of 16 MB took 0.9 of the time, cross-entropy's backward 0.86 to 0.98, sigmoid 0.95, GELU 0.99 (Zen
         3, 1 KB ahead; 2 and 4 were no better); loops over several tensors 1.0 to 1.04. Where caches are far, all of
         it (Intel's servers, 8 and 16 MB from the third level): cross-entropy's backward 0.76 with 4 KB, argmax 0.74,
-        SwiGLU, sums of rows and of columns in bfloat16 0.85 to 0.9, a chain 0.93, AdamW 1.0. Nearer, where several
-        tensors are updated: AdamW on many took 0.97 with one thread and 0.99 with two, 1 KB ahead 1.14 (Zen 4).
+        SwiGLU, sums of rows and of columns in bfloat16 0.85 to 0.9, a chain 0.93, AdamW 1.0.
         """
         if number == self.asking:
             return [("ask", place, nbytes) for place, nbytes in self.ahead]
@@ -330,5 +326,5 @@ class Wide(Asked):
         values = [self.nest.body[ref] for ref in self._computed(number)]
         functions = any(isinstance(value, Apply) and value.op in GAINS for value in values)
         soon = len(loads) == 1 and functions and any(n in self.streams for n in stores)
-        how = "ask_near" if self._waits(number, name) else "ask_soon" if soon else "ask_far"
+        how = "ask_soon" if soon else "ask_far"
         return [(how, self.place(load.buffer, load.index), ITEMSIZE[load.dtype]) for load in loads]

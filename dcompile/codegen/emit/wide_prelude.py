@@ -2,7 +2,7 @@
 
 Sixteen at a time with AVX-512, eight with AVX2, FMA and F16C. Without either, or with another compiler than g++,
 VECTORS is not defined, and loops are g++'s to vectorise; nor where NO_VECTORS is. With VECTORS_ROUND vectors are
-rounded to bfloat16 in fewer instructions.
+rounded to bfloat16 in fewer instructions, with VECTORS_FAR what is read next is worth asking for (`prelude.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ _AVX512 = r"""
 #elif defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512DQ__
 #define VECTORS
 #define VECTORS_ROUND
+#ifdef FAR_CACHES
+#define VECTORS_FAR
+#endif
 #define WIDTH 16
 typedef float wide __attribute__((vector_size(64))); typedef int32 wide_int __attribute__((vector_size(64)));
 typedef u32 wide_bits __attribute__((vector_size(64))); typedef int16 halves __attribute__((vector_size(32)));

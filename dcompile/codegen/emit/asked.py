@@ -42,6 +42,7 @@ class Asked(Scans):
     """Decides what a pass asks for."""
 
     delay: Delay | None = None
+    """Decided before anything is written."""
 
     @functools.cached_property
     def ahead(self) -> tuple[tuple[str, int], ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.emit import cpp
+import dcompile
+from dcompile.codegen.emit import cpp, statements
 from dcompile.codegen.emit.behind import Behind
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
@@ -109,3 +111,48 @@ def test_results_may_take_the_memory_of_what_is_read(kind: str) -> None:
 def test_what_sums_up_as_it_writes_is_not_delayed() -> None:
     """Nor a pass that has kept nothing: RMSNorm reads its row again, and gained nothing."""
     assert not any("waits" in source_of(made).text for made in (loops.rms_norm(256, 1024), loops.sum_exp(256, 1024)))
+
+
+def masked(x: torch.Tensor) -> torch.Tensor:
+    """Attention's weights: rows of two dimensions that cannot be merged."""
+    return (x[:, ::2] * 0.125).masked_fill(x[:, 1::2] > 1, -torch.inf).softmax(-1) * 2
+
+
+FUNCTIONS = {
+    "masked": masked,
+    "activated": lambda x: torch.nn.functional.layer_norm(torch.nn.functional.gelu(x), (64,)),
+    "dropped": lambda x: torch.nn.functional.dropout(x.exp(), 0.5) / x.exp().sum(-1, keepdim=True) + x[:, :1],
+    "normal": lambda x: torch.nn.functional.rms_norm(torch.nn.functional.silu(x + x[:, :, :1]), (64,)) + x,
+    "logarithms": lambda x: x.sigmoid().log_softmax(-1).tanh(),
+    "columns": lambda x: (x.softmax(-1), x.softmax(-1).sum((0, 1))),
+}
+
+
+@pytest.mark.parametrize(("dynamic", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (None, torch.float32)])
+def test_what_models_compute_comes_out_as_without(
+    dynamic: bool | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However little it is, with sizes of rows alone that vary, with random numbers."""
+    monkeypatch.setattr(statements, "PARALLEL_WORK", 0)
+    own, found = Behind._find_delay, list[str]()
+
+    def delay(kernel: Behind) -> object:
+        chosen = own(kernel)
+        found.extend([name] if chosen else [])
+        return chosen
+
+    xs = [torch.randn(rows, 64, 64).to(dtype) for rows in (3, 5, 2)]
+    for name, function in FUNCTIONS.items():
+        results = []
+        for way in (delay, lambda _: None):
+            monkeypatch.setattr(Behind, "_find_delay", way)
+            torch._dynamo.reset()
+            options = {"receipt": False, "cache_dir": str(tmp_path / f"{name}{len(results)}")}
+            compiled = dcompile.compile(function, dynamic=dynamic, options=options)
+            results.append([])
+            for x in xs:
+                torch.manual_seed(3)
+                got = compiled(x)
+                results[-1] += got if isinstance(got, tuple) else [got]
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*results, strict=True)), name
+    assert {"masked", "activated", "normal"} <= {*found}

@@ -74,13 +74,19 @@ def join_world(wanted_device: str) -> World:
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
 
+RELEASE_SECONDS = 0.2
+"""For Gloo's threads to release the tensors of the last collective, which takes microseconds once they get to run."""
+
+
 def leave_world() -> None:
     """End the process group, and its threads with it, before the interpreter ends.
 
     Models hold on to their group in reference cycles. Left to the interpreter's end, a thread of Gloo's that has yet to
     release the last collective's tensors asks for the interpreter's lock meanwhile, and the process aborts (torch 2.13
-    on busy machines, once in some thousand runs; about one in thirty where that thread is starved).
+    on busy machines, once in some thousand runs; about one in thirty where that thread is starved). And the group,
+    which waits for its threads, waits for ever if it ends before: so they are left the lock for a moment first.
     """
+    time.sleep(RELEASE_SECONDS)
     dist.destroy_process_group()
     gc.collect()
 

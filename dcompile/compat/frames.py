@@ -107,7 +107,7 @@ def entrance(
                 if way.guards.cache_entry is not None and way.holds(scope):
                     if way is not ways[0]:
                         frames.prefer(way)
-                    return way.run(hooked, *args, **kwargs) if kwargs else way.run(hooked, *args)
+                    return way.run(hooked, *args, **kwargs)
         return whole(*args, **kwargs)
 
     _pass_over(call.__code__)

@@ -104,7 +104,7 @@ class Asked(Scans):
     @functools.cached_property
     def _busiest(self) -> int | None:
         later = self._later_passes()
-        works = {n: self._work_of(r for r in self._wide_values(n) if self.kept.get(r, n) >= n) for n in later}
+        works = {n: self._work_of(self._computed(n)) for n in later}
         return max(works, key=lambda n: (works[n], n)) if self.ahead else None
 
     def _waits(self, number: int, name: str) -> bool:
@@ -163,6 +163,10 @@ class Asked(Scans):
         for ref in needed:
             used |= set() if self._has_places(ref) else {*operands(self.nest.body[ref])}
         return [ref for ref in needed if ref in used]
+
+    def _computed(self, number: int) -> list[Ref]:
+        """Those that are not kept from earlier passes."""
+        return [ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number]
 
     def _has_places(self, ref: Ref) -> bool:
         """Are the places of a value's elements known without a vector of them?"""

@@ -63,10 +63,8 @@ class Behind(Vectors):
             return False
         whole = isinstance(last.size, int) and last.size % self._step_of_pass(number) == 0
         one = self._ways(number, reduces, stores, last) == 1
-        return whole and one and self._is_wide(number, reduces, stores, last) and self._guards_alike(number)
-
-    def _guards_alike(self, number: int) -> bool:
-        return self._guard(number, *self._roots(number), self.nest.elements[-1]) == "VECTORS"
+        everywhere = self._guard(number, reduces, stores, last) == "VECTORS"
+        return whole and one and self._is_wide(number, reduces, stores, last) and everywhere
 
     def _step_of_pass(self, number: int) -> int:
         return STEPS[self._many(number, *self._roots(number), self.nest.elements[-1])]
@@ -95,7 +93,8 @@ class Behind(Vectors):
         self.late, self.stepping = self._told(self.lines[begin:]), self.many
         self.counted, self.many = None, ""
         given = ", ".join([f"int64 {last.name}", *(f"{kind} {name}" for kind, name, _ in self.late)])
-        head = f"const auto behind = [={self._by_reference()}]({given}) __attribute__((always_inline)) {{"
+        kept = "".join(f", &r{self.number(ref)}" for ref in delay.kept)
+        head = f"const auto behind = [={kept}]({given}) __attribute__((always_inline)) {{"
         self.lines.insert(begin, "  " * self.depth + head)
         self.line("};")
         self.line("bool waits = false;")
@@ -111,10 +110,6 @@ class Behind(Vectors):
         self.line(f"alignas(64) {kind} {name}_local[{LOCAL}];")
         length = self.size(count)
         self.line(f"{kind}* const {name} = {length} <= {LOCAL} ? {name}_local : scratch<{kind}>({length});")
-
-    def _by_reference(self) -> str:
-        kept = self.delay.kept if self.delay else ()
-        return "".join(f", &r{self.number(ref)}" for ref in kept)
 
     def _told(self, lines: list[str]) -> tuple[tuple[str, str, str], ...]:
         """What lines use of their row."""

@@ -82,10 +82,6 @@ class Wide(Asked):
         gains = self._gains_anyway(number, reduces, stores, last) or any(map(self._gains, self._computed(number)))
         return (gains or self._waits(number, last.name)) and self._has_vectors(number, reduces, stores, last)
 
-    def _computed(self, number: int) -> list[Ref]:
-        """The element values that are not kept from earlier passes."""
-        return [ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number]
-
     def _has_vectors(self, number: int, reduces: list[Ref], stores: list[int], last: Axis) -> bool:
         """Can all that a pass does be done with vectors?"""
         return (

@@ -36,6 +36,8 @@ class Delay:
     host: int
     kept: tuple[Ref, ...]
     """What rows have kept for it."""
+    many: str
+    """By what it goes (STEPS)."""
 
 
 class Asked(Scans):

@@ -30,8 +30,6 @@ class Behind(Vectors):
 
     late: tuple[tuple[str, str, str], ...] = ()
     """What the row that waits is told by: type, name, and what it is worth at the end of its own passes."""
-    stepping = ""
-    """By what the last pass goes (STEPS)."""
 
     def _find_delay(self) -> Delay | None:
         """Whether the last pass is delayed: it only writes, by whole vectors; so goes the pass that keeps for it."""
@@ -51,9 +49,9 @@ class Behind(Vectors):
             return None
         self._count(number)
         wide = self._has_vectors(number, reduces, stores, last)
-        step, self.counted = STEPS[self._many(number, reduces, stores, last)], None
-        fits = wide and last.size % step == 0 and step <= self._step_of_pass(host)
-        return Delay(number, host, kept) if fits else None
+        many, self.counted = self._many(number, reduces, stores, last), None
+        fits = wide and last.size % STEPS[many] == 0 and STEPS[many] <= self._step_of_pass(host)
+        return Delay(number, host, kept, many) if fits else None
 
     def _is_host(self, number: int) -> bool:
         """Does a pass go through the row by whole vectors, one behind the other?"""
@@ -86,11 +84,11 @@ class Behind(Vectors):
         self.line("#ifdef VECTORS")
         begin = len(self.lines)
         self._count(delay.number)
-        self.many = self._many(delay.number, [], stores, last)
+        self.many = delay.many
         self.depth += 1
         self._one_step(delay.number, last.name, [], stores)
         self.depth -= 1
-        self.late, self.stepping = self._told(self.lines[begin:]), self.many
+        self.late = self._told(self.lines[begin:])
         self.counted, self.many = None, ""
         given = ", ".join([f"int64 {last.name}", *(f"{kind} {name}" for kind, name, _ in self.late)])
         kept = "".join(f", &r{self.number(ref)}" for ref in delay.kept)
@@ -126,9 +124,9 @@ class Behind(Vectors):
     def _beside_step(self, number: int, at: str) -> None:
         if not self.delay or number != self.delay.host:
             return
-        width = self._width_of(self.stepping)
+        width = self._width_of(self.delay.many)
         self.open("if (waits)")
-        for n in range(STEPS[self.many] // STEPS[self.stepping]):
+        for n in range(STEPS[self.many] // STEPS[self.delay.many]):
             self.line(self._call_behind(f"{at} + {n} * {width}" if n else at))
         self.close()
 
@@ -144,7 +142,7 @@ class Behind(Vectors):
         """After a thread's rows: the last pass over the last of them."""
         if self.delay is None:
             return
-        (last,), width = self.nest.elements, self._width_of(self.stepping)
+        (last,), width = self.nest.elements, self._width_of(self.delay.many)
         self.line("#ifdef VECTORS")
         call = self._call_behind(last.name)
         self.line(f"if (waits) for (int64 {last.name} = 0; {last.name} < {last.size}; {last.name} += {width}) {call}")

@@ -89,7 +89,7 @@ class Entry:
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
-        hooked = "" if self._hooks is None else self._hooks.kinds()
+        hooked = compat.hooks.told(self._hooks)
         call = self.model.begin(inside_ddp)
         try:
             result = self._compiled(hooked, *args, **kwargs)

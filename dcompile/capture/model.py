@@ -137,7 +137,7 @@ class CompiledModel:
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         known = len(compat.dynamo.graph_breaks())
         try:
-            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm)
+            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm, code is entry)
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._serving_one(code is entry)
             with looking, busy, settings, one, without_collecting():

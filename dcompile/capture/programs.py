@@ -215,7 +215,8 @@ class Programs:
                 results[place] = results[earlier]
             return results
 
-        return inference
+        asks = gathering is not run or pairs or retyped or again
+        return compat.lean.marked_direct(inference, None if asks else getattr(run, "direct", None))
 
     def _forward(self, gm: Any) -> Boxed:
         position = take_token(gm)

@@ -95,11 +95,14 @@ def wrap_frame_callback(
 
 
 @contextlib.contextmanager
-def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[..., Any] | None = None) -> Iterator[None]:
+def tracing_settings(
+    dynamic: bool | None = None, sync_batch_norm: Callable[..., Any] | None = None, told_of_hooks: bool = False
+) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
     `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
     `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied.
+    `told_of_hooks`: an argument of the frame says whether hooks for saved tensors are to be traced with it.
     """
     import logging
 
@@ -141,7 +144,7 @@ def tracing_settings(dynamic: bool | None = None, sync_batch_norm: Callable[...,
         views_as_asked(),
         strides_of_indices(),
         no_unread_latencies(),
-        short_guard_of_hooks(),
+        short_guard_of_hooks(told_of_hooks),
         _writes_to_scalars_kept(),
         optimizers_whole(),
     ):

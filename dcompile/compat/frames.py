@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.dynamo import fx_tracing_flag
+from dcompile.compat.hooks import told
 
 if TYPE_CHECKING:
     from dcompile.compat.hooks import Hooks
 
 GRAPH, REST = "__compiled_fn", "__resume_at"
 """How Dynamo's code calls graphs, and functions for what comes behind a graph break."""
+HELPERS = "__import_torch_dot__dynamo_dot_utils"
+"""How it calls the module that has functions for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +29,8 @@ class _Way:
     """Compiled code as a function of its own, and its guards."""
 
     run: Callable[..., Any]
+    again: Callable[..., Any]
+    """The same where it was this one that ran last: its graph notes nothing, and asks nothing that is known by now."""
     holds: Callable[[Mapping[str, Any]], bool]
     guards: Any
     """Dynamo takes its entry in the cache out of here when it drops that: at a reset, or since what it guards died."""
@@ -38,12 +43,14 @@ class Frames:
         self.ways: tuple[_Way, ...] = ()
         self.stance: Any = None
         """The stance of Dynamo's in which they serve."""
+        self.last: _Way | None = None
+        """What the last call ran, if it was one of them."""
         self._function: types.FunctionType | None = None
         self._waiting: list[_Way] = []
 
     def begin(self, function: types.FunctionType | None) -> None:
         """Hold the code of this function from now on, of no other; or of none at all."""
-        self._function, self.ways, self._waiting = function, (), []
+        self._function, self.ways, self._waiting, self.last = function, (), [], None
         self.stance = None if function is None else _usual_stance()
 
     def add(self, code: types.CodeType, guarded: Any) -> None:
@@ -54,13 +61,16 @@ class Frames:
 
     def settle(self) -> None:
         """A call is through whose frames Dynamo saw itself."""
+        self.last = None
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             self.ways = (*reversed(waiting), *(way for way in self.ways if way.guards.cache_entry is not None))
 
     def prefer(self, way: _Way) -> None:
-        """Ask this one first from now on."""
-        self.ways = (way, *(other for other in self.ways if other is not way))
+        """This one runs now, after another: ask it first from now on."""
+        self.last = way
+        if way is not self.ways[0]:
+            self.ways = (way, *(other for other in self.ways if other is not way))
 
 
 def entrance(
@@ -83,15 +93,16 @@ def entrance(
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
     modes, is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+    saving = torch._C._autograd._top_saved_tensors_default_hooks
     tracer, traces = fx_tracing_flag()
     dynamo: Any = eval_frame
     compiler: Any = torch.compiler
 
     # in one tuple: each variable of this function's would be read from memory of its own, where caches were swept
-    asked = dynamo, frames, callback, calls, modes, is_jit_tracing, tracer, traces, compiler, hooks, target
+    asked = dynamo, frames, callback, calls, modes, is_jit_tracing, saving, tracer, traces, compiler, hooks, target
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dynamo, frames, callback, calls, modes, is_jit_tracing, tracer, traces, compiler, hooks, target = asked
+        dynamo, frames, callback, calls, modes, is_jit_tracing, saving, tracer, traces, compiler, hooks, target = asked
         if (
             dynamo._stance is frames.stance
             and callback() is None
@@ -100,13 +111,13 @@ def entrance(
             )
             and (hooks is None or Ddp._active_ddp_module is None)
         ):
-            hooked = "" if hooks is None else hooks.kinds()
+            hooked = ("" if hooks is None else hooks.kinds()) if saving(True) is None else told(hooks)
             scope = {"hooked": hooked, "args": args, "kwargs": kwargs, "target": target}
-            ways = frames.ways
-            for way in ways:
+            for way in frames.ways:
                 if way.guards.cache_entry is not None and way.holds(scope):
-                    if way is not ways[0]:
-                        frames.prefer(way)
+                    if way is frames.last:
+                        return way.again(hooked, *args, **kwargs)
+                    frames.prefer(way)
                     return way.run(hooked, *args, **kwargs)
         return whole(*args, **kwargs)
 
@@ -124,11 +135,32 @@ def _way(guarded: Any, function: types.FunctionType) -> _Way | None:
         return None
     known = function.__globals__
     scope = {name: known[name] for name in names if name in known} | {"__builtins__": known["__builtins__"]}
-    for name in names:
-        if name.startswith(GRAPH):
-            scope[name] = _innermost(scope[name])
-    run = types.FunctionType(guarded.code, scope, function.__name__, None, function.__closure__)
-    return _Way(run, root.check, guarded.guard_manager)
+    if HELPERS in scope:
+        scope[HELPERS] = _Helpers(scope[HELPERS])
+    graphs = {name: _innermost(scope[name]) for name in names if name.startswith(GRAPH)}
+    direct = {name: getattr(graph, "again", None) or graph for name, graph in graphs.items()}
+    run, again = (
+        types.FunctionType(guarded.code, scope | called, function.__name__, None, function.__closure__)
+        for called in (graphs, direct)
+    )
+    return _Way(run, again, root.check, guarded.guard_manager)
+
+
+class _Helpers:
+    """What compiled code calls of Dynamo's, with the questions about tensors at once.
+
+    Each of those switches the evaluation of frames off and on again, in five calls of Python; here it is off anyway.
+    """
+
+    def __init__(self, helpers: Any) -> None:
+        import torch
+
+        self._helpers = helpers
+        self.call_size, self.call_stride = torch.Tensor.size, torch.Tensor.stride
+        self.call_storage_offset = torch.Tensor.storage_offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._helpers, name)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.tensors import has_hooks
+from dcompile.compat.watching import saved_tensor_hooks
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -36,6 +37,19 @@ class Hooks:
         if not self._held:
             return ""
         return " ".join(name for name, table in self._held if table)
+
+
+def told(hooks: Hooks | None) -> str:
+    """What a call's function is told: the kinds of a module's hooks, and whether those for saved tensors are graphs."""
+    kinds = "" if hooks is None else hooks.kinds()
+    return f"{kinds} saved tensors" if are_traced(saved_tensor_hooks()) else kinds
+
+
+def are_traced(hooks: Any) -> bool:
+    """Whether these hooks for saved tensors are graphs, which become a part of a program."""
+    from torch._functorch._aot_autograd.utils import saved_tensors_hooks_are_inlineable
+
+    return hooks is not None and saved_tensors_hooks_are_inlineable(hooks)
 
 
 class GradientHooks:

@@ -36,9 +36,14 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
             if not plain or hooked:
                 return usual
             if not self.trace_joint:
-                return _inference(compiled, usual, _changed(runtime_metadata, config.keep_inference_input_mutations))
+                sized = _of_symbolic_sizes(runtime_metadata)
+                mark = runtime_wrappers.mark_dynamo_propagated_dynamic_indices if sized else None
+                changed = _changed(runtime_metadata, config.keep_inference_input_mutations)
+                return _inference(compiled, usual, changed, sized, mark)
             cls = getattr(compiled, "__self__", None)
-            if cls is None or not _saves_plain(cls.metadata) or cls.maybe_subclass_metadata is not None:
+            if cls is None or runtime_metadata.dynamic_outputs or not _saves_plain(cls.metadata):
+                return usual
+            if cls.maybe_subclass_metadata is not None:
                 return usual
         except AttributeError:  # a torch that calls these things otherwise
             return usual
@@ -56,7 +61,6 @@ def _is_plain(metadata: Any) -> bool:
         metadata.num_mutated_inp_runtime_indices
         or metadata.num_outputs_aliased
         or metadata.num_intermediate_bases
-        or metadata.dynamic_outputs
         or metadata.tokens
         or metadata.is_rng_op_functionalized
         or metadata.grad_enabled_mutation is not None
@@ -82,7 +86,15 @@ def _changed(metadata: Any, in_graph: bool) -> tuple[int, ...]:
     return tuple(metadata.mutated_graph_handled_indices_seen_by_autograd) if in_graph else ()
 
 
-def _inference(compiled: Boxed, usual: Boxed, changed: Sequence[int]) -> Boxed:
+def _of_symbolic_sizes(metadata: Any) -> list[tuple[int, Any]]:
+    """(position, dimensions) of the results that Dynamo is to be told which dimensions of may change."""
+    dims = ((place, info.dynamic_dims) for place, info in enumerate(metadata.output_info))
+    return [(place, some) for place, some in dims if some is not None] if metadata.dynamic_outputs else []
+
+
+def _inference(
+    compiled: Boxed, usual: Boxed, changed: Sequence[int], sized: Sequence[tuple[int, Any]], mark: Any
+) -> Boxed:
     import torch
     from torch.autograd.graph import increment_version
 
@@ -99,15 +111,33 @@ def _inference(compiled: Boxed, usual: Boxed, changed: Sequence[int]) -> Boxed:
             return usual(args)
         if changed:
             increment_version([args[place] for place in changed])
-        if not is_grad_enabled():
-            return compiled(args)
-        set_grad_enabled(False)
+        recording = is_grad_enabled()
+        if recording:
+            set_grad_enabled(False)
         try:
-            return compiled(args)
+            results = compiled(args)
         finally:
-            set_grad_enabled(True)
+            if recording:
+                set_grad_enabled(True)
+        for place, dims in sized:
+            mark(results[place], dims)
+        return results
 
+    # what serves calls that follow upon one another
+    run.again = None if changed or sized else _direct(compiled)  # type: ignore[attr-defined]
     return _Plain(run)
+
+
+def marked_direct(compiled: Boxed, direct: Callable[..., Any] | None) -> Boxed:
+    """`compiled`, of whose arguments, unpacked, `direct` makes the same results without recording gradients."""
+    compiled._dcompile_direct = compiled.__code__, direct  # type: ignore[attr-defined]
+    return compiled
+
+
+def _direct(compiled: Boxed) -> Callable[..., Any] | None:
+    """What `compiled` is marked with; torch's functions around a marked one have its attributes, and do more."""
+    code, direct = getattr(compiled, "_dcompile_direct", (None, None))
+    return direct if code is getattr(compiled, "__code__", None) else None
 
 
 def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence[int]) -> Boxed:

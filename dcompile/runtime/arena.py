@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from dcompile.compat.tensors import Held
+from dcompile.runtime.quick import empty_cpu
 
 ALIGNMENT = 64
 RECYCLE_BYTES = 1 << 18
@@ -71,12 +75,15 @@ class Recycled:
     def __init__(self) -> None:
         self._holder: Held | None = None
 
-    def __call__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-        holder, self._holder = self._holder, None
+    def of(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Callable[[], torch.Tensor]:
+        """An allocator of one size."""
         wanted = _extent(shape, strides) * dtype.itemsize
         if wanted < RECYCLE_BYTES:
-            self._holder = holder
-            return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+            return functools.partial(empty_cpu, shape, strides, dtype)
+        return functools.partial(self._of, wanted, dtype, shape, strides)
+
+    def _of(self, wanted: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        holder, self._holder = self._holder, None
         fits = holder is not None and wanted <= holder.tensor.nbytes <= 2 * wanted
         if holder is None or not fits or not holder.alone():
             holder = Held(torch.empty(wanted, dtype=torch.uint8, device="cpu"))

@@ -17,6 +17,7 @@ from dcompile.runtime import gpu
 from dcompile.runtime.compiled import Loadable
 from dcompile.runtime.libraries import kernel
 from dcompile.runtime.probe import Probe, Recorder, instrument
+from dcompile.runtime.quick import set_grad_enabled
 from dcompile.runtime.workspaces import Call, Workspace, Workspaces
 
 
@@ -73,12 +74,45 @@ class HostProgram:
                 call = workspace.call(self, () if self._sizes is None else self._sizes(args))
             return call(args, buckets, sync)
         except (RuntimeError, IndexError) as error:
-            name_collective(error, self.source)
-            name_kernel(error, self.source)
+            self._explain(error)
             raise
         finally:
             if workspace.lasting:
                 idle.append(workspace)
+
+    @property
+    def direct(self) -> Callable[..., list[Any]] | None:
+        """What compiled code may call in place of all that stands around this program, if there is such a way."""
+        return None if self.on_gpu or self.buckets else self._run_direct
+
+    def _run_direct(self, *given: Any) -> list[Any]:
+        """Run on a CPU, without collectives, from the arguments as compiled code has them."""
+        args = [*given, *self._constants]
+        recording = torch.is_grad_enabled()
+        if recording:
+            set_grad_enabled(False)
+        idle = self._workspaces.idle[-1]
+        try:
+            workspace = idle.pop()
+        except IndexError:
+            workspace = self._workspaces.another(-1)
+        try:
+            call = workspace.fixed.get(self)
+            if call is None:
+                call = workspace.call(self, () if self._sizes is None else self._sizes(args))
+            return call(args, None, False)
+        except (RuntimeError, IndexError) as error:
+            self._explain(error)
+            raise
+        finally:
+            if recording:
+                set_grad_enabled(True)
+            if workspace.lasting:
+                idle.append(workspace)
+
+    def _explain(self, error: Exception) -> None:
+        name_collective(error, self.source)
+        name_kernel(error, self.source)
 
     def _device(self, args: list[Any]) -> int:
         return gpu.device_of([*args, *self._constants]) if self.on_gpu else -1

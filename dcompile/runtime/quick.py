@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcompile.compat.tensors import direct_call, quick_empty, quick_look
+from dcompile.compat.tensors import direct_call, quick_empty, quick_grad_mode, quick_look
 
 empty_cpu = quick_empty("cpu")
 """empty_cpu(shape, strides, dtype)."""
@@ -15,6 +15,8 @@ look = quick_look()
 
 No view in the eyes of autograd: it has a version counter of its own and keeps the memory alive, not the tensor.
 """
+set_grad_enabled = quick_grad_mode()
+"""set_grad_enabled(whether): from now on, in this thread."""
 
 
 def entry(overload: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -217,8 +216,7 @@ class Run:
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> Callable[[], torch.Tensor]:
         """An allocator of one result whose size varies from call to call."""
-        memory = self.results.setdefault(name, Recycled())
-        return functools.partial(memory, dtype, shape, strides)
+        return self.results.setdefault(name, Recycled()).of(dtype, shape, strides)
 
     def kernel(self, name: str, addresses: int, sizes: int = 0) -> Any:
         """A compiled kernel that takes this many addresses, and after them this many sizes."""

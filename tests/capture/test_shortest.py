@@ -221,6 +221,23 @@ def test_errors_of_the_program_come_up_as_they_are():
     assert dynamo.calls == 0 and torch.equal(function(x, inside), x[inside])
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_hooks_for_saved_tensors_that_are_set_later(learns):
+    function, seen = dcompile.compile(lambda x: x.exp()), []
+    x = torch.randn(3, requires_grad=learns)
+    dynamo = Counted(function, x)
+    function(x)
+    assert dynamo.calls == 0
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            found = function(x)
+        torch.testing.assert_close(found, x.exp())
+    assert bool(seen) == learns and dynamo.calls == 0
+    seen.clear()
+    function(x)
+    assert not seen and dynamo.calls == 0
+
+
 def test_an_optimizers_step_is_one_graph():
     torch.manual_seed(0)
     start = [torch.randn(5), torch.randn(2, 3)]

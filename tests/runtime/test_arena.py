@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -74,7 +73,7 @@ def test_a_result_is_a_tensor_of_its_own():
 
 
 def recycled() -> Callable[[], torch.Tensor]:
-    return functools.partial(Recycled(), torch.uint8, (RECYCLE_BYTES,), (1,))
+    return Recycled().of(torch.uint8, (RECYCLE_BYTES,), (1,))
 
 
 @pytest.mark.parametrize("memory", [lambda: Fresh(torch.uint8, (RECYCLE_BYTES,), (1,)), recycled])

@@ -19,7 +19,10 @@ ROWS = RECYCLE_BYTES // 4 // 64
 def test_memory_of_results_is_the_cpus():
     fresh, recycled = Fresh(torch.float32, (3,), (1,)), Recycled()
     with torch.device("meta"):
-        results = [fresh(), recycled(torch.float32, (3,), (1,)), recycled(torch.float32, (ROWS, 64), (64, 1))]
+        results = [
+            fresh(),
+            *(recycled.of(torch.float32, *layout)() for layout in (((3,), (1,)), ((ROWS, 64), (64, 1)))),
+        ]
         with torch.inference_mode():
             results.append(fresh())
     assert {result.device.type for result in results} == {"cpu"}

@@ -147,9 +147,9 @@ def _way(guarded: Any, function: types.FunctionType) -> _Way | None:
 
 
 class _Helpers:
-    """What compiled code calls of Dynamo's, with the questions about tensors at once.
+    """What compiled code calls of Dynamo's, but for sizes and strides, which are a tensor's own methods here.
 
-    Each of those switches the evaluation of frames off and on again, in five calls of Python; here it is off anyway.
+    Dynamo's functions for them switch its evaluation of frames off and on again; here it is off anyway.
     """
 
     def __init__(self, helpers: Any) -> None:

@@ -8,8 +8,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.hooks import are_traced
-from dcompile.compat.watching import saved_tensor_hooks
+from dcompile.compat.hooks import saved_are_traced
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,7 @@ def short_guard_of_hooks(told: bool) -> Iterator[None]:
 
     @functools.wraps(own)
     def guard_hooks(self: Any, guard: Any) -> None:
-        if told and not are_traced(saved_tensor_hooks()):
+        if told and not saved_are_traced():
             return
         manager = self.guard_manager
         self.guard_manager = _Through(manager)

@@ -42,14 +42,14 @@ class Hooks:
 def told(hooks: Hooks | None) -> str:
     """What a call's function is told: the kinds of a module's hooks, and whether those for saved tensors are graphs."""
     kinds = "" if hooks is None else hooks.kinds()
-    return f"{kinds} saved tensors" if are_traced(saved_tensor_hooks()) else kinds
+    return f"{kinds} saved tensors" if saved_are_traced() else kinds
 
 
-def are_traced(hooks: Any) -> bool:
-    """Whether these hooks for saved tensors are graphs, which become a part of a program."""
+def saved_are_traced() -> bool:
+    """Whether there are hooks for saved tensors that are graphs, which become a part of a program."""
     from torch._functorch._aot_autograd.utils import saved_tensors_hooks_are_inlineable
 
-    return hooks is not None and saved_tensors_hooks_are_inlineable(hooks)
+    return saved_tensors_hooks_are_inlineable(saved_tensor_hooks())
 
 
 class GradientHooks:

@@ -13,6 +13,8 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from dcompile.compat.tensors import quick_grad_mode
+
 Boxed = Callable[[list[Any]], Any]
 
 
@@ -98,7 +100,7 @@ def _inference(
     import torch
     from torch.autograd.graph import increment_version
 
-    is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+    is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, quick_grad_mode()
     if not getattr(compiled, "_boxed_call", False):
         return usual
     checked = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -14,16 +14,13 @@ def optimizers_whole() -> Iterator[None]:
 
     They are there for AOTAutograd to see that nothing in the step asks for gradients, which it finds by itself today.
     With them a step is three frames, and two of them are searched for the optimizer's tensors by guards.
-    Functions of fused optimizers, which Dynamo is kept out of, have stand-ins; what those refer to is not guarded, as
-    what modules of Python's own refer to is not.
+    Functions of fused optimizers, which Dynamo is kept out of, have stand-ins.
     """
     import torch._dynamo
-    from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
     from torch.optim import optimizer
 
-    from dcompile.compat import fused_optimizers
     from dcompile.compat.fused_optimizers import STAND_INS
 
     original = SkipFunctionVariable.call_function
@@ -36,13 +33,5 @@ def optimizers_whole() -> Iterator[None]:
             return UserFunctionVariable(stand_in).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
         return original(self, tx, args, kwargs)
 
-    is_stdlib: Callable[[object], bool] = getattr(symbolic_convert, "is_stdlib", lambda _: False)
-
-    def is_unchanging(module: object) -> bool:
-        return module is fused_optimizers or is_stdlib(module)
-
-    with (
-        unittest.mock.patch.object(SkipFunctionVariable, "call_function", call_function),
-        unittest.mock.patch.object(symbolic_convert, "is_stdlib", is_unchanging, create=True),
-    ):
+    with unittest.mock.patch.object(SkipFunctionVariable, "call_function", call_function):
         yield

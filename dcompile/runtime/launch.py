@@ -86,17 +86,19 @@ class HostProgram:
         return None if self.on_gpu or self.buckets else self._run_direct
 
     def _run_direct(self, *given: Any) -> list[Any]:
-        """Run on a CPU, without collectives, from the arguments as compiled code has them."""
+        """Run on a CPU, without collectives, from the arguments as compiled code has them.
+
+        `__call__` once more, as what both could share would be a call of Python's more for each.
+        """
         args = [*given, *self._constants]
-        recording = torch.is_grad_enabled()
-        if recording:
-            set_grad_enabled(False)
-        idle = self._workspaces.idle[-1]
+        recording, idle = torch.is_grad_enabled(), self._workspaces.idle[-1]
         try:
             workspace = idle.pop()
         except IndexError:
             workspace = self._workspaces.another(-1)
         try:
+            if recording:
+                set_grad_enabled(False)
             call = workspace.fixed.get(self)
             if call is None:
                 call = workspace.call(self, () if self._sizes is None else self._sizes(args))

@@ -20,7 +20,7 @@ def frames_of(call):
     return seen, found
 
 
-def direct_of(function):
+def program_of(function):
     """The program behind a compiled function that has one graph."""
     (graph,) = function._dcompile_entry.model.graphs
     return graph.executables["inference"]
@@ -81,7 +81,7 @@ def test_an_error_leaves_the_mode_and_the_memory_as_they_were(recording):
             assert torch.is_grad_enabled() is recording
             assert "found by a kernel that does" in "".join(caught.value.__notes__)
             assert torch.equal(function(x, inside), torch.tensor([2.0, 6.0]))
-    assert len(direct_of(function)._workspaces.idle[-1]) == 1
+    assert len(program_of(function)._workspaces.idle[-1]) == 1
 
 
 def test_results_record_no_gradients_and_the_next_call_does():
@@ -128,4 +128,4 @@ def test_threads_run_it_at_the_same_time():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and len(direct_of(function)._workspaces.idle[-1]) == 1
+    assert not wrong and len(program_of(function)._workspaces.idle[-1]) == 1

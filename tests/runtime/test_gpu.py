@@ -96,6 +96,28 @@ def test_scalars_on_the_cpu_are_brought_over():
     same(x * scale + 1, compiled(lambda x, s: x * s + 1)(x, scale))
 
 
+@torch.library.custom_op("gpu_test::spread", mutates_args=())
+def spread(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.cpu() * 2, x + 1
+
+
+@spread.register_fake
+def _(x):
+    return torch.empty(x.shape), torch.empty_like(x)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["launched", "recorded"])
+def test_a_custom_op_may_return_tensors_on_both_devices(graphs):
+    def model(x):
+        host, there = spread(x)
+        return host + 1, there * 2, host.sum(), there + host.cuda()
+
+    x, options = randn(1000), {"receipt": False}
+    run = dcompile.compile(model, **({"mode": "reduce-overhead"} if graphs else {"options": options}))
+    for _ in range(3):
+        same(model(x), run(x))
+
+
 def test_misaligned_inputs_are_copied_and_written_back():
     def function(x, y):
         y.add_(x * 2)

@@ -290,7 +290,7 @@ def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
         return result
     assert result.view is not None
     name = _name(result)
-    out = low.buffer(result.shape, result.dtype, result.view.strides, f"{name}_copy")
+    out = low.buffer(result.shape, result.dtype, result.view.strides, f"{name}_copy", low.device_of(result))
     low.extern("aten.clone.default", [result.view], [out.buffer])
     return from_view(out, result.dtype)
 

@@ -261,9 +261,9 @@ class Lowering:
         return self._numbers[value]
 
     def result(self, value: torch.Tensor, name: str) -> T:
-        """A buffer for a tensor that a library call allocates."""
+        """A buffer for a tensor that a library call allocates, on its own device: a custom operator may use several."""
         shape, strides = opaque_shape(value)
-        view = self.buffer(shape, dtype_name(value.dtype), strides, name)
+        view = self.buffer(shape, dtype_name(value.dtype), strides, name, value.device.type)
         return from_view(view, dtype_name(value.dtype))
 
     def keep_before_overwrite(self, buffer: str, position: int) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcompile.codegen.lower.program import lower
-from dcompile.ir.nodes import Extern, Program
+from dcompile.ir.nodes import Extern, Loop, Program, View
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run
 
@@ -54,6 +55,36 @@ def test_a_custom_op_with_two_results() -> None:
     assert call.op == "lower_test.halve.default" and call.fallback and call.outs[1] is None
     assert call.args[1] == (3, 4)
     torch.testing.assert_close(run(program, constants, [x])[0], x.t() + 1)
+
+
+@torch.library.custom_op("lower_test::spread", mutates_args=())
+def spread(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.cpu() * 2, x + 1
+
+
+@spread.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(x.shape), torch.empty_like(x)
+
+
+def test_results_of_a_custom_op_on_two_devices_lie_where_each_is() -> None:
+    """A kernel on the GPU that read the first by its address would be given one of the host's."""
+
+    def model(x: torch.Tensor) -> Any:
+        host, there = torch.ops.lower_test.spread(x)
+        return host + 1, there * 2, there + torch.ops.aten._to_copy(host, device=torch.device("cuda:0"))
+
+    with FakeTensorMode() as mode:
+        gm = make_fx(model)(torch.empty(4, device="cuda"))
+    with mode:
+        program = lower(gm, "graph").program
+    call = next(step for step in externs(program) if step.op == "lower_test.spread.default")
+    assert [program.table[name].device for name in call.outs if name is not None] == ["cpu", "cuda"]
+    assert [program.table[view.buffer].device for view in program.outputs if isinstance(view, View)] == [
+        "cpu", "cuda", "cuda"
+    ]  # fmt: skip
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    assert all(len({program.table[name].device for name in loop.writes | loop.reads}) == 1 for loop in loops)
 
 
 def test_random_numbers_are_drawn_in_graph_order() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,10 @@ from dcompile.config import Config
 from dcompile.figures import to_record
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.calibrate import device_name, keep, measure
+
+RELEASE_SECONDS = 0.2
+"""Before the group ends: Gloo's threads ask for the interpreter's lock to release the last collective's tensors, and a
+group that ends meanwhile waits for them for ever."""
 
 
 def main() -> int:
@@ -34,6 +39,7 @@ def main() -> int:
             sys.stdout.write("\n".join([f"{path}", *lines, ""]))
     finally:
         if ranks > 1:
+            time.sleep(RELEASE_SECONDS)
             dist.destroy_process_group()
     return 0
 

@@ -11,7 +11,8 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.nest import Axis, stride
+from dcompile.codegen.emit.narrow import Counted, count_in_int32
+from dcompile.codegen.emit.nest import Axis, may_exceed, stride
 from dcompile.codegen.emit.scans import Scans
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Index, substitute, var
@@ -169,6 +170,17 @@ class Asked(Scans):
     def _computed(self, number: int) -> list[Ref]:
         """Those that are not kept from earlier passes."""
         return [ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number]
+
+    def _anew(self, number: int) -> list[Ref]:
+        """Values that a pass works out or reads itself: none that an earlier one has kept, none that it never needs."""
+        return [ref for ref in self._needed(number, self._targets(number)) if self.kept.get(ref, number) == number]
+
+    def _countable(self, number: int) -> Counted | None:
+        """What of a pass an int32 can count, if it can count anything there."""
+        last = self.nest.elements[-1]
+        if may_exceed(last.size, 2**31 - 1):
+            return None
+        return count_in_int32(self.nest.body, self._anew(number), self.levels.element, last.name) or None
 
     def _has_places(self, ref: Ref) -> bool:
         """Are the places of a value's elements known without a vector of them?"""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 
 from dcompile.codegen.emit.asked import Delay
-from dcompile.codegen.emit.narrow import count_in_int32
 from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.spelling import c_type
 from dcompile.codegen.emit.statements import BEFORE, LOCAL
@@ -47,7 +46,7 @@ class Behind(Vectors):
         hosts = {self.kept[ref] for ref in kept}
         if len(hosts) != 1 or not self._is_host(host := min(hosts)) or not isinstance(last.size, int):
             return None
-        self._count(number)
+        self.counted = self._countable(number)  # as it is while the pass is written
         wide = self._has_vectors(number, reduces, stores, last)
         many, self.counted = self._many(number, reduces, stores, last), None
         fits = wide and last.size % STEPS[many] == 0 and STEPS[many] <= self._step_of_pass(host)
@@ -56,8 +55,7 @@ class Behind(Vectors):
     def _is_host(self, number: int) -> bool:
         """Does a pass go through the row by whole vectors, one behind the other?"""
         (last,), (reduces, stores) = self.nest.elements, self._roots(number)
-        needed = [ref for ref in self._needed(number, self._targets(number)) if self.kept.get(ref, number) == number]
-        if count_in_int32(self.nest.body, needed, self.levels.element, last.name) or any(map(self._may_point, needed)):
+        if self._countable(number) or any(map(self._may_point, self._anew(number))):
             return False
         whole = isinstance(last.size, int) and last.size % self._step_of_pass(number) == 0
         one = self._ways(number, reduces, stores, last) == 1
@@ -66,13 +64,6 @@ class Behind(Vectors):
 
     def _step_of_pass(self, number: int) -> int:
         return STEPS[self._many(number, *self._roots(number), self.nest.elements[-1])]
-
-    def _count(self, number: int) -> None:
-        """Let an int32 stand for positions, as the pass does when it is written."""
-        last = self.nest.elements[-1]
-        needed = [ref for ref in self._needed(number, self._targets(number)) if self.kept.get(ref, number) == number]
-        if not may_exceed(last.size, 2**31 - 1):
-            self.counted = count_in_int32(self.nest.body, needed, self.levels.element, last.name) or None
 
     def _open_behind(self) -> None:
         """Before a thread's rows: what it keeps of the row before, and a step of that row's last pass."""
@@ -83,7 +74,7 @@ class Behind(Vectors):
             self._open_kept(c_type(self.nest.body[ref].dtype), f"r{self.number(ref)}", last.size)
         self.line("#ifdef VECTORS")
         begin = len(self.lines)
-        self._count(delay.number)
+        self.counted = self._countable(delay.number)
         self.many = delay.many
         self.depth += 1
         self._one_step(delay.number, last.name, [], stores)

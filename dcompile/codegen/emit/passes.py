@@ -7,7 +7,6 @@ import math
 from dcompile.codegen.emit.asked import AHEAD_BYTES
 from dcompile.codegen.emit.fetched import ask_ahead
 from dcompile.codegen.emit.lanes import Lanes
-from dcompile.codegen.emit.narrow import count_in_int32
 from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
 from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
@@ -176,11 +175,7 @@ class Passes(Lanes):
 
     def _open_counter(self, number: int, axis: Axis, blocked: bool) -> bool:
         """Begin to count in an int32, where that stands for a value of the pass."""
-        if not isinstance(axis.size, int) or axis.size >= 2**31:
-            return False
-        needed = [r for r in self._needed(number, self._targets(number)) if self.kept.get(r, number) == number]
-        counted = count_in_int32(self.nest.body, needed, self.levels.element, axis.name)
-        if not counted:
+        if (counted := self._countable(number)) is None:
             return False
         self.counted = counted
         self.open("")

@@ -66,6 +66,25 @@ def read(buffer: Buffer, view: View, flat: np.ndarray) -> np.ndarray:
     return from_bfloat16(out) if buffer.dtype == "bfloat16" else out.copy()
 
 
+def source_of(made: Program) -> KernelSource:
+    """The kernel of a program of one loop."""
+    (loop,) = made.steps
+    assert isinstance(loop, Loop)
+    return cpp.emit(loop, made.table)
+
+
+def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], same: str = "") -> list[np.ndarray]:
+    """Results; `same`, if given, are a result's and an input's name of one letter each that have one memory."""
+    path = build([source], Config(), store()).libraries[source.name]
+    memory = {b.name: placed(b, inputs.get(b.name)) for b in made.buffers}
+    if same:
+        memory[same[0]] = memory[same[1]]
+    assert call(source, {source.name: getattr(ctypes.CDLL(str(path)), source.name)}, memory) == 0
+    for name, flat in memory.items():
+        assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
+    return [read(made.table[view.buffer], view, memory[view.buffer]) for view in made.outputs]
+
+
 def compiled(programs: list[Program]) -> dict[str, object]:
     """All kernels of some programs, built together."""
     sources = [cpp.emit(step, p.table) for p in programs for step in p.steps if isinstance(step, Loop)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -10,33 +9,14 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit import cpp, statements
+from dcompile.codegen.emit import statements
 from dcompile.codegen.emit.behind import Behind
-from dcompile.codegen.emit.build import build
-from dcompile.codegen.emit.emitter import KernelSource
-from dcompile.config import Config
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import IndexOf, Loop, Program, Store
+from dcompile.ir.nodes import IndexOf, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
-from tests.codegen.emit.harness import call, placed, read, store
+from tests.codegen.emit.harness import execute, source_of
 from tests.codegen.emit.loops import I0, J0, Body, program
-
-
-def source_of(made: Program) -> KernelSource:
-    (loop,) = made.steps
-    assert isinstance(loop, Loop)
-    return cpp.emit(loop, made.table)
-
-
-def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], same: str = "") -> list[np.ndarray]:
-    """Results; `same`, if given, are a result's and an input's name that have one memory."""
-    path = build([source], Config(), store()).libraries[source.name]
-    memory = {b.name: placed(b, inputs.get(b.name)) for b in made.buffers}
-    if same:
-        memory[same[0]] = memory[same[1]]
-    assert call(source, {source.name: getattr(ctypes.CDLL(str(path)), source.name)}, memory) == 0
-    return [read(made.table[view.buffer], view, memory[view.buffer]) for view in made.outputs]
 
 
 def labelled(rows: int, n: int, dtype: str = "float32") -> Program:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -12,31 +11,15 @@ import torch
 import dcompile
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
-from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.wide import GAINS, PAIR_WAYS, ROUNDING, STREAM_BYTES, WAYS
 from dcompile.config import Config
-from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
+from dcompile.ir.interpret import from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Reduce, Store
 from dcompile.ir.ops import OPS
 from tests.codegen.emit import loops
-from tests.codegen.emit.harness import call, placed, read, store, without_vectors
+from tests.codegen.emit.harness import execute, source_of, store, without_vectors
 from tests.codegen.emit.loops import I0, J0, Body, program
 from tests.codegen.emit.test_prelude import points
-
-
-def source_of(made: Program) -> KernelSource:
-    (loop,) = made.steps
-    assert isinstance(loop, Loop)
-    return cpp.emit(loop, made.table)
-
-
-def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    path = build([source], Config(), store()).libraries[source.name]
-    memory = {b.name: placed(b, inputs.get(b.name)) for b in made.buffers}
-    assert call(source, {source.name: getattr(ctypes.CDLL(str(path)), source.name)}, memory) == 0
-    for name, flat in memory.items():
-        assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
-    return [read(made.table[view.buffer], view, memory[view.buffer]) for view in made.outputs]
 
 
 def both(made: Program, inputs: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:

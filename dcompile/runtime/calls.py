@@ -7,43 +7,35 @@ tells, are filled in at each call. `run_calls` of every compiled file walks over
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from dcompile.runtime.gpu import Address
-from dcompile.runtime.libraries import kernel
+from dcompile.runtime.libraries import kernel, library
+from dcompile.runtime.tables import Address, Table, bound, known_of, pointers
 
-WALKER = "run_calls"
-
-
-class _Call(ctypes.Structure):
-    _fields_ = (("run", ctypes.c_void_p), ("count", ctypes.c_int64))
+METHOD = "calls_from_python"
+"""What describes the function that reads the table."""
 
 
-class Calls:
-    """A run of kernels, none of which can fail: called with what changes, `count` addresses and sizes."""
+def calls(
+    libraries: Mapping[str, Path], count: int, kernels: Sequence[tuple[str, Sequence[Address | int]]]
+) -> Callable[..., Any]:
+    """A run of kernels, each its name and arguments, as a function of `count` addresses and sizes that change.
 
-    def __init__(
-        self, libraries: Mapping[str, Path], count: int, kernels: Sequence[tuple[str, Sequence[Address | int]]]
-    ) -> None:
-        self._slots, self._count = (ctypes.c_uint64 * max(count, 1))(), count
-        self._known: dict[int, ctypes.c_uint64] = {}  # kernels read them at each call
-        self._table = (_Call * len(kernels))()
-        pointers: list[int] = []
-        for place, (name, arguments) in enumerate(kernels):
-            function = ctypes.cast(kernel(libraries[name], f"{name}_at"), ctypes.c_void_p).value
-            self._table[place] = _Call(function, len(arguments))
-            pointers += map(self._place, arguments)
-        self._pointers = (ctypes.c_uint64 * len(pointers))(*pointers)
-        self._walker = kernel(libraries[kernels[0][0]], WALKER)
-        self._walker.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    It returns what the first kernel that fails does, and 0 if none does.
+    """
+    arguments = [argument for _, some in kernels for argument in some]
+    rows = [word for name, some in kernels for word in (_address(libraries[name], name), len(some))]
+    given, known = [0] * count, known_of(arguments)
+    known_at = 2 + len(given) + len(rows) + len(arguments)
+    table = Table(known_at + len(known))
+    table.fill([count, len(kernels), *given, *rows, *pointers(table, arguments, 2, known_at), *known])
+    return bound(library(libraries[kernels[0][0]]), METHOD, table)
 
-    def _place(self, argument: Address | int) -> int:
-        """Where an argument will be found: known ones have a place of their own."""
-        if isinstance(argument, Address):
-            return ctypes.addressof(self._known.setdefault(argument, ctypes.c_uint64(argument)))
-        return ctypes.addressof(self._slots) + 8 * argument
 
-    def __call__(self, *given: int) -> None:
-        self._slots[: self._count] = given  # type: ignore[call-overload]
-        self._walker(self._table, len(self._table), self._pointers)
+def _address(path: Path, name: str) -> int:
+    """Of the function that takes where a kernel's arguments are."""
+    found = ctypes.cast(kernel(path, f"{name}_at"), ctypes.c_void_p).value
+    assert found is not None
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,15 +20,18 @@ import torch
 
 from dcompile.compat.tensors import raw_stream
 from dcompile.errors import BuildError
+from dcompile.runtime.tables import Table, bound, known_of, pointers
 
 LAUNCHER = "gpu_launch"
-"""Name of the C function in the cache; the host's compiler builds it once."""
+"""Name of the C in the cache; the host's compiler builds it once."""
+METHOD = "launch_from_python"
+"""What describes it to Python."""
 LAUNCHER_TEXT = """\
-struct Kernel { void* function; u32 grid, threads, shared, count, early; };
+struct Kernel { void* function; u32 grid, threads, shared, count, early, padding; };
 struct Attribute { u32 id, padding; int32 value[16]; };  // CUlaunchAttribute
 struct Config { u32 grid[3], block[3], shared; void* stream; Attribute* attributes; u32 count; };  // CUlaunchConfig
 typedef int (*Start)(const Config*, void*, void**, void**);
-extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, int64 count, void** arguments) {
+static int64 gpu_launch(Start start, void* stream, const Kernel* kernels, int64 count, void** arguments) {
   Attribute overlapping = {6, 0, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
   Config config = {{1, 1, 1}, {1, 1, 1}, 0, stream, &overlapping, 0};
   for (int64 n = 0; n < count; n++) {
@@ -43,21 +46,26 @@ extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, in
   }
   return 0;
 }
+/* the table: how much is given, kernels, the driver's function, grids that are given; what is given and Triton's two
+   scratch arguments; such grids (kernel, place); kernels; where arguments are */
+static PyObject* launch_table(PyObject* table, PyObject* const* given, int64 count) {
+  u64* const words = (u64*)PyLong_AsUnsignedLongLongMask(table);
+  const int64 slots = words[0], kernels = words[1];
+  const u64 stream = count ? PyLong_AsUnsignedLongLongMask(given[0]) : 0;
+  if (!take_given(words + 4, given + 1, count - 1, slots)) return 0;
+  const u64* const grids = words + 4 + slots + 2;
+  Kernel* const first = (Kernel*)(grids + 2 * words[3]);
+  for (u64 n = 0; n < words[3]; n++) first[grids[2 * n]].grid = words[4 + grids[2 * n + 1]];
+  void* const lock = PyEval_SaveThread();
+  const int64 failed = gpu_launch((Start)words[2], (void*)stream, first, kernels, (void**)(first + kernels));
+  PyEval_RestoreThread(lock);
+  return failed ? PyObject_CallMethod(table, "failed", "L", failed) : PyLong_FromLongLong(0);
+}
+extern "C" { Method launch_from_python = {"launch", (void*)launch_table, FASTCALL, 0}; }
 """
 SHARED_LIMIT = 48 << 10
 """Bytes of shared memory that a kernel gets without asking."""
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-
-
-class _Kernel(ctypes.Structure):
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("grid", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("shared", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-        ("early", ctypes.c_uint32),
-    )
 
 
 @cache
@@ -142,10 +150,6 @@ def _function(path: Path, name: str, device: int) -> int:
     return int(function.value or 0)
 
 
-class Address(int):
-    """An address or a number that is known beforehand, where a plain int stands for an address given at each call."""
-
-
 Argument = int
 """An `Address`, or the position among what a call gives."""
 
@@ -157,52 +161,51 @@ class Grid:
     place: int
 
 
-class Launches:
-    """A run of kernels: called with a stream and with what changes from call to call: addresses, sizes, grids."""
+class _Table(Table):
+    """What a run of kernels is started by."""
 
-    def __init__(
-        self,
-        launcher: Any,
-        device: int,
-        count: int,
-        kernels: Sequence[tuple[Path, str, int | Grid, Sequence[Argument]]],
-    ) -> None:
-        self._launcher, self._names = launcher, [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels]
-        slots = (ctypes.c_uint64 * (count + 2))()  # the last two are what Triton's scratch arguments get
-        known: dict[int, ctypes.c_uint64] = {}
-        pointers: list[int] = []
-        base, room, null = (ctypes.addressof(slots) + 8 * place for place in (0, count, count + 1))
-        self._scratch = _scratch(kernels, device)
-        slots[count] = 0 if self._scratch is None else self._scratch.data_ptr()
-        self._table = (_Kernel * len(kernels))()
-        for place, (path, name, grid, arguments) in enumerate(kernels):
-            function, code = _function(path, name, device), read_archive(path)[name]
-            known_grid = 0 if isinstance(grid, Grid) else grid
-            threads = 32 * code.warps
-            self._table[place] = _Kernel(function, known_grid, threads, code.shared, len(arguments) + 2, code.waits)
-            for argument in arguments:
-                if isinstance(argument, Address):
-                    kept = known.setdefault(argument, ctypes.c_uint64(argument))
-                    pointers.append(ctypes.addressof(kept))
-                else:
-                    pointers.append(base + 8 * argument)
-            pointers += [room if code.scratch else null, null]  # Triton's two scratch arguments
-        self._known = known  # the driver reads them at each launch
-        self._grids = [
-            (self._table[n], grid.place) for n, (_, _, grid, _) in enumerate(kernels) if isinstance(grid, Grid)
-        ]
-        self._slots, self._count = slots, count
-        self._pointers = (ctypes.c_uint64 * len(pointers))(*pointers)
-        self._call = (ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value,)
+    names: list[str]
+    kept: tuple[Any, ...]
+    """What it has addresses of."""
 
-    def __call__(self, stream: int, *given: int) -> None:
-        """Start all kernels on `stream`."""
-        self._slots[: self._count] = given  # type: ignore[call-overload]
-        for kernel, place in self._grids:
-            kernel.grid = given[place]
-        failed = self._launcher(self._call[0], stream, self._table, len(self._table), self._pointers)
-        if failed:
-            _check(failed & 0xFFFFFFFF, f"starting kernel {self._names[failed >> 32]}")
+    def failed(self, where: int) -> None:
+        """Raise; the number of the kernel in the upper half, the driver's error in the lower one."""
+        _check(where & 0xFFFFFFFF, f"starting kernel {self.names[where >> 32]}")
+
+
+def launches(
+    launcher: ctypes.CDLL, device: int, count: int, kernels: Sequence[tuple[Path, str, int | Grid, Sequence[Argument]]]
+) -> Callable[..., Any]:
+    """A run of kernels: called with a stream and with what changes from call to call: addresses, sizes, grids.
+
+    `count` of these. `launcher` is the library of `LAUNCHER_TEXT`.
+    """
+    codes = [(_function(path, name, device), read_archive(path)[name]) for path, name, _, _ in kernels]
+    rows, grids, arguments = list[int](), list[int](), list[int]()
+    for place, ((function, code), (_, _, grid, some)) in enumerate(zip(codes, kernels, strict=True)):
+        grids += [place, grid.place] if isinstance(grid, Grid) else []
+        rows += _row(function, 0 if isinstance(grid, Grid) else grid, code, len(some) + 2)
+        arguments += [*some, count if code.scratch else count + 1, count + 1]  # Triton's two scratch arguments
+    scratch, start = _scratch(kernels, device), _driver().cuLaunchKernelEx
+    head = [count, len(kernels), _address(start), len(grids) // 2]
+    given, known = [0] * count + [0 if scratch is None else scratch.data_ptr(), 0], known_of(arguments)
+    known_at = len(head) + len(given) + len(grids) + len(rows) + len(arguments)
+    table = _Table(known_at + len(known))
+    found = pointers(table, arguments, len(head), known_at)
+    table.fill([*head, *given, *grids, *rows, *found, *known])
+    table.names, table.kept = [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels], (scratch, start)
+    return bound(launcher, METHOD, table)
+
+
+def _row(function: int, grid: int, code: Code, count: int) -> list[int]:
+    """A kernel as the launcher's C has it: an address, and numbers of 32 bits in pairs."""
+    return [function, grid | 32 * code.warps << 32, code.shared | count << 32, int(code.waits)]
+
+
+def _address(function: Any) -> int:
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 def _scratch(kernels: Iterable[tuple[Path, str, int | Grid, Sequence[Argument]]], device: int) -> torch.Tensor | None:
@@ -213,14 +216,6 @@ def _scratch(kernels: Iterable[tuple[Path, str, int | Grid, Sequence[Argument]]]
             assert isinstance(grid, int), f"{name} needs memory for programs that only a call counts"
             most = max(most, each * grid)
     return torch.empty(most, dtype=torch.uint8, device=torch.device("cuda", device)) if most else None
-
-
-def launcher(library: ctypes.CDLL) -> Any:
-    """The C function that walks over a launch table."""
-    function = getattr(library, LAUNCHER)
-    function.restype = ctypes.c_int64
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    return function
 
 
 def stream_of(device: int) -> int:

@@ -44,6 +44,8 @@ class HostProgram:
         text = _load(graph.source, name)
         self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = text.get("sizes")
         self.make: Callable[..., Call] = text["make"]
+        self._quiet: bool = text.get("quiet", False)
+        """Whether the mode for gradients is nothing to it: to ask and to set it takes 3 us where caches were swept."""
         fixed = graph.arena_bytes
         self.needs: Callable[..., int] = text.get("arena_bytes", lambda: fixed)
         """Bytes of the arena, given the sizes."""
@@ -91,7 +93,7 @@ class HostProgram:
         `__call__` once more, as what both could share would be a call of Python's more for each.
         """
         args = [*given, *self._constants]
-        recording, idle = torch.is_grad_enabled(), self._workspaces.idle[-1]
+        recording, idle = not self._quiet and torch.is_grad_enabled(), self._workspaces.idle[-1]
         try:
             workspace = idle.pop()
         except IndexError:

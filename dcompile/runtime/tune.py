@@ -21,6 +21,7 @@ from dcompile.ir.nodes import Buffer, Tile, View
 from dcompile.runtime import gpu
 from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.libraries import library
+from dcompile.runtime.tables import Address
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -173,14 +174,14 @@ def _calls(
         product = functools.partial(Product(Products(geometry, device), algorithm), left, right, out)
     else:
         product = functools.partial(torch.addmm if len(views) > 2 else torch.mm, *views, out=out)
-    start, stream = gpu.launcher(library(launcher)), gpu.stream_of(device)
+    loaded, stream = library(launcher), gpu.stream_of(device)
 
     def launches(rows: tuple[Started, ...]) -> Callable[[], object]:
         table = []
         for row in rows:
             known = [memory[arg].data_ptr() if isinstance(arg, str) else arg for arg in row.arguments]
-            table.append((row.archive, row.function, row.grid, [gpu.Address(value) for value in known]))
-        return functools.partial(gpu.Launches(start, device, 0, table), stream)
+            table.append((row.archive, row.function, row.grid, [Address(value) for value in known]))
+        return functools.partial(gpu.launches(loaded, device, 0, table), stream)
 
     loop = launches(contest.separate)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +15,10 @@ from dcompile.ir.geometry import Geometry
 from dcompile.runtime import checks, gpu, narrow
 from dcompile.runtime.arena import Arena, Fresh, Recycled, copy_elements, like, over
 from dcompile.runtime.blas import Product, Products
-from dcompile.runtime.calls import Calls
-from dcompile.runtime.libraries import kernel, library
+from dcompile.runtime.calls import calls
+from dcompile.runtime.libraries import library
 from dcompile.runtime.saved import Layout, Saved
+from dcompile.runtime.tables import Address, Table
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
@@ -134,28 +134,29 @@ class Run:
         self.results = results
         """Memory of results whose size varies, by name."""
 
-    def at(self, offset: int) -> gpu.Address:
+    def at(self, offset: int) -> Address:
         """An address in the arena, for a launch table."""
-        return gpu.Address(self.arena.address + offset)
+        return Address(self.arena.address + offset)
 
     @staticmethod
-    def number(value: int) -> gpu.Address:
+    def number(value: int) -> Address:
         """An integer, for a launch table."""
-        return gpu.Address(value)
+        return Address(value)
 
     @staticmethod
     def grid(place: int) -> gpu.Grid:
         """A number of programs that the call tells, for a launch table."""
         return gpu.Grid(place)
 
-    def launches(self, count: int, kernels: list[tuple[str, str, int | gpu.Grid, tuple[int, ...]]]) -> gpu.Launches:
+    def launches(
+        self, count: int, kernels: list[tuple[str, str, int | gpu.Grid, tuple[int, ...]]]
+    ) -> Callable[..., Any]:
         """A run of kernels: each its name, function, grid and arguments, which are known or one of `count` given ones.
 
         Kernels for which these sizes leave nothing to do are left out.
         """
         found = [(self.libraries[name], function, grid, given) for name, function, grid, given in kernels if grid]
-        launcher = gpu.launcher(library(self.libraries[gpu.LAUNCHER]))
-        return gpu.Launches(launcher, self.device, count, found)
+        return gpu.launches(library(self.libraries[gpu.LAUNCHER]), self.device, count, found)
 
     def stream(self) -> int:
         """The stream to launch on. The arena follows: what another stream still does with it is waited for."""
@@ -218,15 +219,13 @@ class Run:
         """An allocator of one result whose size varies from call to call."""
         return self.results.setdefault(name, Recycled()).of(dtype, shape, strides)
 
-    def kernel(self, name: str, addresses: int, sizes: int = 0) -> Any:
-        """A compiled kernel that takes this many addresses, and after them this many sizes."""
-        function = kernel(self.libraries[name], name)
-        function.argtypes = [ctypes.c_void_p] * addresses + [ctypes.c_int64] * sizes
-        return function
+    def kernel(self, name: str, count: int) -> Callable[..., Any]:
+        """A compiled kernel that takes this many addresses and sizes. It returns 0, or how it has failed."""
+        return calls(self.libraries, count, [(name, range(count))])
 
-    def calls(self, count: int, kernels: list[tuple[str, tuple[int, ...]]]) -> Calls:
+    def calls(self, count: int, kernels: list[tuple[str, tuple[int, ...]]]) -> Callable[..., Any]:
         """A run of compiled kernels: each its name and arguments, which are known or one of `count` given ones."""
-        return Calls(self.libraries, count, kernels)
+        return calls(self.libraries, count, kernels)
 
     def product(self, op: str, shape: tuple[Any, ...], algorithm: tuple[int, ...]) -> Product:
         """A matrix product of this geometry by this algorithm of cuBLASLt's, in place of ATen's `op`."""
@@ -234,9 +233,11 @@ class Run:
         return Product(Products(Geometry(*shape), self.device), algorithm)
 
     @staticmethod
-    def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    def numbers(*values: int) -> Table:
         """Integers in memory, for a kernel that takes their address."""
-        return (ctypes.c_int64 * len(values))(*values)
+        table = Table(len(values))
+        table.fill(values)
+        return table
 
     @staticmethod
     def narrow_product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from dcompile.runtime import gpu, workspaces
 from dcompile.runtime.arena import like
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.tables import Address
 from tests.codegen.emit.interpreted import _module
 
 DTYPES = {pointer: getattr(torch, name) for name, pointer in POINTERS.items()}
@@ -47,7 +48,7 @@ class Interpreting(workspaces.Run):
         def launch(stream: int, *given: int) -> None:
             assert stream == 0 and len(given) == count
             for name, function, grid, arguments in kernels:
-                values = [int(a) if isinstance(a, gpu.Address) else given[a] for a in arguments]
+                values = [int(a) if isinstance(a, Address) else given[a] for a in arguments]
                 programs = given[grid.place] if isinstance(grid, gpu.Grid) else grid
                 if programs:
                     self._start(name, function, programs, values)

@@ -129,3 +129,29 @@ def test_threads_run_it_at_the_same_time():
     for thread in threads:
         thread.join()
     assert not wrong and len(program_of(function)._workspaces.idle[-1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "quiet"),
+    [
+        (lambda x: (x.exp(), x.sum(-1)), True),
+        (lambda x: x @ x, False),
+        (lambda x: x.exp()[1:], True),
+        (lambda x: torch.rand_like(x) * x, False),
+    ],
+    ids=["kernels", "library", "part of a result", "random"],
+)
+def test_the_mode_for_gradients_is_looked_at_where_the_library_is_called(function, quiet):
+    torch.manual_seed(0)
+    compiled = dcompile.compile(function, fullgraph=True)
+    x = torch.randn(4, 4)
+    for recording in (True, False, True):
+        with torch.set_grad_enabled(recording):
+            found = compiled(x)
+            assert torch.is_grad_enabled() is recording
+        for result in found if isinstance(found, tuple) else (found,):
+            assert not result.requires_grad and result.grad_fn is None
+            result.add_(1)  # as eager's result may be changed, with or without gradients
+            (result.clone().requires_grad_() * 2).sum().backward()
+    graphs = compiled._dcompile_entry.model.graphs  # Dynamo compiles for each mode
+    assert len(graphs) == 2 and all(graph.executables["inference"]._quiet is quiet for graph in graphs)

@@ -32,6 +32,7 @@ from dcompile.runtime import gpu
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
 from dcompile.runtime.libraries import library
+from dcompile.runtime.tables import Address
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program
@@ -514,11 +515,11 @@ def test_sizes_and_numbers_of_programs_may_be_given_at_each_call(monkeypatch):
     made, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, device, **how: made.append((size, device)) or empty(size, **how))
     source = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
-    walk = gpu.launcher(library(build([source], Config(), store()).libraries[gpu.LAUNCHER]))
-    kernels = [(Path("a"), "7", gpu.Grid(2), (0, 1)), (Path("b"), "8", 5, (1, gpu.Address(9)))]
-    launches = gpu.Launches(walk, 0, 3, kernels)
+    launcher = library(build([source], Config(), store()).libraries[gpu.LAUNCHER])
+    kernels = [(Path("a"), "7", gpu.Grid(2), (0, 1)), (Path("b"), "8", 5, (1, Address(9)))]
+    launches = gpu.launches(launcher, 0, 3, kernels)
     launches(0, 1000, 40, 3)
     launches(0, 2000, 0, 0)
     assert made == [(5 * 256, torch.device("cuda", 0))]
-    room = launches._scratch.data_ptr()
+    room = launches.__self__.kept[0].data_ptr()
     assert started == [(7, 3, [1000, 40, 0, 0]), (8, 5, [40, 9, room, 0]), (8, 5, [0, 9, room, 0])]

@@ -43,9 +43,8 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     text = f"({arguments}) {{\n{body}\n  return {'take_failure()' if writer.checked else '0'};\n}}\n"
     name = "k" + hashlib.sha256(text.encode()).hexdigest()[:24]
     text = f'extern "C" int64 {name}{text}'
-    if not writer.checked:  # for tables of calls (launches.py)
-        found = ", ".join(f"({kind})*a[{place}]" for place, kind in enumerate(kinds))
-        text += f'extern "C" int64 {name}_at(const int64* const* a) {{ return {name}({found}); }}\n'
+    found = ", ".join(f"({kind})*a[{place}]" for place, kind in enumerate(kinds))  # for tables of calls
+    text += f'extern "C" int64 {name}_at(const int64* const* a) {{ return {name}({found}); }}\n'
     cost = len(loop.body) + 4
     return KernelSource(name, text, tuple(writer.arguments), cost, writer.checked, loop.origin, tuple(writer.symbols))
 

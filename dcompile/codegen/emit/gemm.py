@@ -245,5 +245,8 @@ extern "C" int64 NAME(const Sizes* sizes, const float* a, const float* b, float*
   }
   return 0;
 }
+extern "C" int64 NAME_at(const int64* const* a) {
+  return NAME((const Sizes*)*a[0], (const float*)*a[1], (const float*)*a[2], (float*)*a[3], (const float*)*a[4]);
+}
 }
 """

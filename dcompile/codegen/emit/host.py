@@ -34,6 +34,8 @@ _IMPORTS = (
     "from torch import as_strided, empty_strided",
     "from dcompile.runtime.quick import empty_cpu, empty_cuda, entry, look",
 )
+QUIET = "quiet = True"
+"""Says that a host program is the same whether gradients are being recorded or not."""
 _QUICK = {"cpu": "empty_cpu", "cuda": "empty_cuda"}
 
 
@@ -97,11 +99,17 @@ class _Host(Launches):
         head = f'"""{loops} kernel calls, {externs} library calls, arena of {self.program.arena_bytes} bytes."""'
         prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
         body = [f"        {line}" for line in self.lines]
-        lines = [head, "", *_IMPORTS, "", ""]
+        lines = [head, "", *_IMPORTS, *([QUIET] if self._is_quiet() else []), "", ""]
         lines += self._sizes()
         lines += [f"def make({', '.join(('run', *map(self.name, self.sources)))}):"]
         lines += [*prepared, "", "    def call(args, buckets=None, sync=False):", *body, "", "    return call", ""]
         return "\n".join(lines)
+
+    def _is_quiet(self) -> bool:
+        """Whether all of it is kernels and memory for what they write: nothing that autograd would see."""
+        steps = enumerate(self.program.steps)
+        kernels = all(isinstance(step, Loop) or place in self.products for place, step in steps)
+        return kernels and not any("as_strided(" in line for line in self.lines)
 
     def _sizes(self) -> list[str]:
         """Functions that read the sizes off the arguments, and tell the memory needed."""
@@ -290,7 +298,7 @@ class _Host(Launches):
             self._wait_for_launch(product.kernel)
             return
         sizes = self._prepared(f"run.numbers({', '.join(map(self._index, product.sizes))})", "n", product.sizes)
-        pointers = [sizes, *(self._address(view) if view else "None" for view in product.views)]
+        pointers = [sizes, *(self._address(view) if view else "0" for view in product.views)]
         function = self.once(f"run.kernel({product.kernel.name!r}, {len(pointers)})", "k")
         origin = step.origin if isinstance(step, Extern) else ()
         if origin:

@@ -80,12 +80,10 @@ class Launches(Values):
 
     def _call_kernel(self, kernel: KernelSource) -> None:
         """One kernel by itself."""
-        pointers = [self._pointer(name) for name in kernel.arguments]
-        sizes = [self.name(symbol) for symbol in kernel.sizes]
-        counts = ", ".join(map(str, (len(pointers), len(sizes)) if sizes else (len(pointers),)))
-        function = self.once(f"run.kernel({kernel.name!r}, {counts})", "k")
+        given = [*map(self._pointer, kernel.arguments), *map(self.name, kernel.sizes)]
+        function = self.once(f"run.kernel({kernel.name!r}, {len(given)})", "k")
         self.lines += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
-        call = f"{function}({', '.join([*pointers, *sizes])})"
+        call = f"{function}({', '.join(given)})"
         self.lines += [f"if failed := {call}:", "    run.failed(failed)"] if kernel.checked else [call]
 
     def _call_kernels(self, kernels: list[KernelSource]) -> None:

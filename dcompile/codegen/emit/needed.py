@@ -18,7 +18,7 @@ from dcompile.codegen.emit.prelude import PRELUDE
 Macros: TypeAlias = dict[str, list[tuple[list[str], str]]]
 """Each macro with arguments: their names, and what it stands for; it may be defined in several ways."""
 
-CALLED = "run_calls"
+CALLED = "calls_from_python"
 """What is called from outside of the file."""
 OPERATOR = "operator"
 """The name of what is called without one: kept always."""

@@ -35,12 +35,42 @@ extern "C" void free(void*) noexcept;
 /* what a kernel returns: 0, or 1 after an integer division by zero, or 4 * position + 2 of a position that is none */
 static int64 failure;
 static int64 take_failure() { const int64 was = failure; failure = 0; return was; }
+/* of Python's stable interface, what calls without ctypes take (runtime/tables.py) */
+struct PyObject;
+extern "C" PyObject* PyExc_TypeError;
+extern "C" u64 PyLong_AsUnsignedLongLongMask(PyObject*) noexcept;
+extern "C" PyObject* PyLong_FromLongLong(int64) noexcept;
+extern "C" PyObject* PyErr_Occurred() noexcept;
+extern "C" void PyErr_SetString(PyObject*, const char*) noexcept;
+extern "C" PyObject* PyObject_CallMethod(PyObject*, const char*, const char*, ...) noexcept;
+extern "C" void* PyEval_SaveThread() noexcept;
+extern "C" void PyEval_RestoreThread(void*) noexcept;
+struct Method { const char* name; void* run; int32 how; const char* doc; };
+#define FASTCALL 0x80
+/* writes what a call is given into its table, unless it is something else than numbers, or not as many */
+static bool take_given(u64* slots, PyObject* const* given, int64 count, int64 wanted) {
+  if (count != wanted) PyErr_SetString(PyExc_TypeError, "dcompile: a kernel takes another number of arguments");
+  for (int64 n = 0; n < count && n < wanted; n++) slots[n] = PyLong_AsUnsignedLongLongMask(given[n]);
+  return !PyErr_Occurred();
+}
 /* runs kernels one after another: how many arguments each has, and where these are */
 struct Call { int64 (*run)(const int64* const*); int64 count; };
-extern "C" int64 run_calls(const Call* calls, int64 count, const int64* const* arguments) {
-  for (int64 n = 0; n < count; arguments += calls[n++].count) calls[n].run(arguments);
+static int64 run_calls(const Call* calls, int64 count, const int64* const* arguments) {
+  for (int64 n = 0; n < count; arguments += calls[n++].count)
+    if (const int64 failed = calls[n].run(arguments)) return failed;
   return 0;
 }
+/* the table: how much is given, calls; what is given; calls; where arguments are */
+static PyObject* call_table(PyObject* table, PyObject* const* given, int64 count) {
+  u64* const words = (u64*)PyLong_AsUnsignedLongLongMask(table);
+  if (!take_given(words + 2, given, count, words[0])) return 0;
+  const Call* const calls = (const Call*)(words + 2 + words[0]);
+  void* const lock = PyEval_SaveThread();
+  const int64 failed = run_calls(calls, words[1], (const int64* const*)(calls + words[1]));
+  PyEval_RestoreThread(lock);
+  return PyLong_FromLongLong(failed);
+}
+extern "C" { Method calls_from_python = {"calls", (void*)call_table, FASTCALL, 0}; }
 
 INLINE u32 bits(float x) { u32 u; __builtin_memcpy(&u, &x, 4); return u; }
 INLINE float unbits(u32 u) { float x; __builtin_memcpy(&x, &u, 4); return x; }

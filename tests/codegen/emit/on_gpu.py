@@ -17,6 +17,7 @@ from dcompile.ir.interpret import GARBAGE
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
 from dcompile.runtime import gpu, libraries
+from dcompile.runtime.tables import Address
 from tests.codegen.emit.harness import NONE, placed, read, store
 
 GUARD = 64
@@ -54,14 +55,13 @@ def run(
     kernels = []
     for step in symbolic.steps:
         source = triton.emit(step, symbolic.table)
-        known = [*(names[name] for name in source.arguments), *(gpu.Address(numbers[name]) for name in source.sizes)]
-        known += map(gpu.Address, source.numbers)
+        known = [*(names[name] for name in source.arguments), *(Address(numbers[name]) for name in source.sizes)]
+        known += map(Address, source.numbers)
         for n in source.launches:
             grid = evaluate(as_index(n.grid), numbers)
             if grid:
                 kernels.append((built[source.name], n.function, grid, [known[place] for place in n.arguments]))
-    table_of = gpu.launcher(libraries.library(built[gpu.LAUNCHER]))
-    launches = gpu.Launches(table_of, 0, len(names), kernels)
+    launches = gpu.launches(libraries.library(built[gpu.LAUNCHER]), 0, len(names), kernels)
     launches(gpu.stream_of(0), *(tensor.data_ptr() for tensor in there.values()))
     torch.cuda.synchronize()
     for name, flat in memory.items():

@@ -31,7 +31,7 @@ struct Kernel { void* function; u32 grid, threads, shared, count, early, padding
 struct Attribute { u32 id, padding; int32 value[16]; };  // CUlaunchAttribute
 struct Config { u32 grid[3], block[3], shared; void* stream; Attribute* attributes; u32 count; };  // CUlaunchConfig
 typedef int (*Start)(const Config*, void*, void**, void**);
-static int64 gpu_launch(Start start, void* stream, const Kernel* kernels, int64 count, void** arguments) {
+extern "C" int64 gpu_launch(Start start, void* stream, const Kernel* kernels, int64 count, void** arguments) {
   Attribute overlapping = {6, 0, {1}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
   Config config = {{1, 1, 1}, {1, 1, 1}, 0, stream, &overlapping, 0};
   for (int64 n = 0; n < count; n++) {

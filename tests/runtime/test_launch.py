@@ -31,7 +31,7 @@ from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Literally, Loo
 from dcompile.runtime import gpu
 from dcompile.runtime.compiled import CompiledGraph, Loadable
 from dcompile.runtime.launch import HostProgram
-from dcompile.runtime.libraries import library
+from dcompile.runtime.libraries import kernel, library
 from dcompile.runtime.tables import Address
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import store
@@ -515,7 +515,9 @@ def test_sizes_and_numbers_of_programs_may_be_given_at_each_call(monkeypatch):
     made, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, device, **how: made.append((size, device)) or empty(size, **how))
     source = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
-    launcher = library(build([source], Config(), store()).libraries[gpu.LAUNCHER])
+    path = build([source], Config(), store()).libraries[gpu.LAUNCHER]
+    launcher = library(path)
+    assert kernel(path, gpu.LAUNCHER), "programs ask for each library by the name of its source"
     kernels = [(Path("a"), "7", gpu.Grid(2), (0, 1)), (Path("b"), "8", 5, (1, Address(9)))]
     launches = gpu.launches(launcher, 0, 3, kernels)
     launches(0, 1000, 40, 3)

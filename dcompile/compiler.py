@@ -126,6 +126,8 @@ class CachingCompiler:
             why = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
         elif program.late_sizes:
             why = f"{program.late_sizes} of its sizes depend on values"
+        elif program.on_host:
+            why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
         elif any(storages.is_part(node.meta["val"]) for node in storages.looked_around(gm)):
             why = "it looks at what lies around an input (as_strided), of which a recording has a copy"
         if why is not None:

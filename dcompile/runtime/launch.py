@@ -43,6 +43,8 @@ class HostProgram:
         self.name = name
         text = _load(graph.source, name)
         self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = text.get("sizes")
+        self.on_host: str = text.get("on_host", "")
+        """What a program for a GPU computes on the CPU, if anything."""
         self.make: Callable[..., Call] = text["make"]
         self._quiet: bool = text.get("quiet", False)
         """Whether the mode for gradients is nothing to it: to ask and to set it takes 3 us where caches were swept."""

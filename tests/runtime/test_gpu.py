@@ -118,6 +118,15 @@ def test_a_custom_op_may_return_tensors_on_both_devices(graphs):
         same(model(x), run(x))
 
 
+def test_what_is_computed_on_the_cpu_is_computed_in_each_call():
+    """Beside kernels on the GPU that would be recorded: a replay would give the first call's random numbers again."""
+    run = dcompile.compile(lambda x: (torch.rand(3), x * 2), mode="reduce-overhead")
+    x = randn(8)
+    drawn = [run(x)[0].clone() for _ in range(4)]
+    assert all(not torch.equal(a, b) for n, a in enumerate(drawn) for b in drawn[:n])
+    assert any("it computes on the CPU, too" in note for note in dcompile.receipt(run).notes)
+
+
 def test_misaligned_inputs_are_copied_and_written_back():
     def function(x, y):
         y.add_(x * 2)

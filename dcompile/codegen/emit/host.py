@@ -99,7 +99,9 @@ class _Host(Launches):
         head = f'"""{loops} kernel calls, {externs} library calls, arena of {self.program.arena_bytes} bytes."""'
         prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
         body = [f"        {line}" for line in self.lines]
-        lines = [head, "", *_IMPORTS, *([QUIET] if self._is_quiet() else []), "", ""]
+        said = [QUIET] if self._is_quiet() else []
+        said += [f"on_host = {found!r}"] if (found := self._on_host()) else []
+        lines = [head, "", *_IMPORTS, *said, "", ""]
         lines += self._sizes()
         lines += [f"def make({', '.join(('run', *map(self.name, self.sources)))}):"]
         lines += [*prepared, "", "    def call(args, buckets=None, sync=False):", *body, "", "    return call", ""]
@@ -110,6 +112,14 @@ class _Host(Launches):
         steps = enumerate(self.program.steps)
         kernels = all(isinstance(step, Loop) or place in self.products for place, step in steps)
         return kernels and not any("as_strided(" in line for line in self.lines)
+
+    def _on_host(self) -> str:
+        """What a program for a GPU computes on the CPU, if anything: a replay of what the GPU does would leave it out."""
+        if not any(buffer.device != "cpu" for buffer in self.program.buffers):
+            return ""
+        tensors = {b.name for b in self.program.buffers if b.device == "cpu" and b.dtype not in ("symint", "object")}
+        found = next((step for step in self.program.steps if not tensors.isdisjoint(step.writes)), None)
+        return "" if found is None else ", ".join(getattr(found, "origin", ())) or "a step of it"
 
     def _sizes(self) -> list[str]:
         """Functions that read the sizes off the arguments, and tell the memory needed."""

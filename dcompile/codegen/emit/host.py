@@ -114,7 +114,7 @@ class _Host(Launches):
         return kernels and not any("as_strided(" in line for line in self.lines)
 
     def _on_host(self) -> str:
-        """What a program for a GPU computes on the CPU, if anything: a replay of what the GPU does would leave it out."""
+        """What a program for a GPU computes on the CPU, if anything: what a replay would leave out."""
         if not any(buffer.device != "cpu" for buffer in self.program.buffers):
             return ""
         tensors = {b.name for b in self.program.buffers if b.device == "cpu" and b.dtype not in ("symint", "object")}

@@ -7,7 +7,6 @@ The guards are all asked, by the same tree of Dynamo's. torch's own `aot_compile
 
 from __future__ import annotations
 
-import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ GRAPH, REST = "__compiled_fn", "__resume_at"
 """How Dynamo's code calls graphs, and functions for what comes behind a graph break."""
 HELPERS = "__import_torch_dot__dynamo_dot_utils"
 """How it calls the module that has functions for it."""
-_TENSOR_GIVEN = re.compile(r"check_tensor\(L\['args'\]\[\d+\], .*DispatchKeySet\(")
-"""How Dynamo writes the guard on a tensor that is an argument by itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +32,6 @@ class _Way:
     again: Callable[..., Any]
     """The same where it was this one that ran last: its graph notes nothing, and asks nothing that is known by now."""
     holds: Callable[[Mapping[str, Any]], bool]
-    sees: bool
-    """Whether the guards see dispatch modes and torch.jit's tracing: both change the keys that tensors are dispatched
-    by, and a tensor's guard compares these. (Not a parameter's, which is passed over while its module is as it was.)"""
     guards: Any
     """Dynamo takes its entry in the cache out of here when it drops that: at a reset, or since what it guards died."""
 
@@ -112,15 +106,15 @@ def entrance(
         if (
             dynamo._stance is frames.stance
             and callback() is None
-            and not (calls or getattr(tracer, traces, False) or compiler._is_compiling_flag)
+            and not (
+                calls or modes() or is_jit_tracing() or getattr(tracer, traces, False) or compiler._is_compiling_flag
+            )
             and (hooks is None or Ddp._active_ddp_module is None)
         ):
             hooked = ("" if hooks is None else hooks.kinds()) if saving(True) is None else told(hooks)
             scope = {"hooked": hooked, "args": args, "kwargs": kwargs, "target": target}
             for way in frames.ways:
-                if way.guards.cache_entry is None or not way.holds(scope):
-                    continue
-                if way.sees or not (modes() or is_jit_tracing()):
+                if way.guards.cache_entry is not None and way.holds(scope):
                     if way is frames.last:
                         return way.again(hooked, *args, **kwargs)
                     frames.prefer(way)
@@ -149,9 +143,7 @@ def _way(guarded: Any, function: types.FunctionType) -> _Way | None:
         types.FunctionType(guarded.code, scope | called, function.__name__, None, function.__closure__)
         for called in (graphs, direct)
     )
-    parts = getattr(guarded.guard_manager, "code_parts", ())
-    sees = any(map(_TENSOR_GIVEN.match, parts))
-    return _Way(run, again, root.check, sees, guarded.guard_manager)
+    return _Way(run, again, root.check, guarded.guard_manager)
 
 
 class _Helpers:

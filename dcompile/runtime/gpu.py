@@ -61,7 +61,7 @@ static PyObject* launch_table(PyObject* table, PyObject* const* given, int64 cou
   PyEval_RestoreThread(lock);
   return failed ? PyObject_CallMethod(table, "failed", "L", failed) : PyLong_FromLongLong(0);
 }
-extern "C" { Method launch_from_python = {"launch", (void*)launch_table, FASTCALL, 0}; }
+extern "C" Method launch_from_python = {"launch", (void*)launch_table, FASTCALL, 0};
 """
 SHARED_LIMIT = 48 << 10
 """Bytes of shared memory that a kernel gets without asking."""

@@ -119,7 +119,8 @@ def test_calls_in_another_stance_and_while_something_traces_are_eager():
             ran.append("eager")
         return x.sin()
 
-    dynamo = Counted(function, torch.ones(2))
+    given = torch.ones(2)
+    dynamo = Counted(function, given)
     with torch.compiler.set_stance("force_eager"):
         function(torch.ones(2))
     assert ran == ["eager"] and dynamo.calls == 1
@@ -129,8 +130,14 @@ def test_calls_in_another_stance_and_while_something_traces_are_eager():
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         assert isinstance(function(mode.from_tensor(torch.ones(2))), torch._subclasses.FakeTensor)
     assert ran == ["eager"] * 3
+    with torch._subclasses.fake_tensor.FakeTensorMode(
+        allow_non_fake_inputs=True
+    ):  # which a tensor's guard does not see
+        assert isinstance(function(torch.ones(2)), torch._subclasses.FakeTensor)
+        assert isinstance(function(given), torch._subclasses.FakeTensor)
+    assert ran == ["eager"] * 5
     function(torch.ones(2))
-    assert len(ran) == 3 and dynamo.calls == 1
+    assert len(ran) == 5 and dynamo.calls == 1
 
 
 def test_a_compiled_function_inside_another_one():

@@ -114,11 +114,15 @@ class _Host(Launches):
         return kernels and not any("as_strided(" in line for line in self.lines)
 
     def _on_host(self) -> str:
-        """What a program for a GPU computes on the CPU, if anything: what a replay would leave out."""
+        """What a program for a GPU computes on the CPU, if anything: what a replay would leave out.
+
+        Constants are the same each time: loops that read nothing.
+        """
         if not any(buffer.device != "cpu" for buffer in self.program.buffers):
             return ""
         tensors = {b.name for b in self.program.buffers if b.device == "cpu" and b.dtype not in ("symint", "object")}
-        found = next((step for step in self.program.steps if not tensors.isdisjoint(step.writes)), None)
+        steps = (step for step in self.program.steps if not isinstance(step, Loop) or step.reads)
+        found = next((step for step in steps if not tensors.isdisjoint(step.writes)), None)
         return "" if found is None else ", ".join(getattr(found, "origin", ())) or "a step of it"
 
     def _sizes(self) -> list[str]:

@@ -70,7 +70,7 @@ static PyObject* call_table(PyObject* table, PyObject* const* given, int64 count
   PyEval_RestoreThread(lock);
   return PyLong_FromLongLong(failed);
 }
-extern "C" { Method calls_from_python = {"calls", (void*)call_table, FASTCALL, 0}; }
+extern "C" Method calls_from_python = {"calls", (void*)call_table, FASTCALL, 0};
 
 INLINE u32 bits(float x) { u32 u; __builtin_memcpy(&u, &x, 4); return u; }
 INLINE float unbits(u32 u) { float x; __builtin_memcpy(&x, &u, 4); return x; }

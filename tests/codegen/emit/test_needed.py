@@ -63,3 +63,8 @@ def test_vectors_are_for_kernels_with_wide_loops():
     assert needed("int x;").startswith("#define NO_VECTORS\n#define NO_PAIRS\n#define NO_DOUBLES\n")
     assert needed("#ifdef VECTORS").startswith("#define NO_PAIRS\n#define NO_DOUBLES\n")
     assert "#define NO_" not in needed("#ifdef VECTORS_ROUND\nquad x; float64 y;")
+
+
+def test_what_python_calls_is_in_every_file() -> None:
+    text = needed("")
+    assert "calls_from_python" in text and "run_calls" in text and "exp_of" not in text

@@ -23,7 +23,8 @@ CASES: dict[str, tuple[Any, str]] = {
     "random numbers of the GPU": (lambda x: F.dropout(x, 0.5, True) + torch.rand_like(x), ""),
     "a number": (lambda x: x * torch.tensor(3.0), ""),
     "random numbers of the CPU": (lambda x: (torch.rand(3), x * 2), "dcompile_random.uniform.default"),
-    "a kernel on the CPU": (lambda x: (x.sum(), torch.ones(3).sum()), "aten.sum.dim_IntList"),
+    "a constant of the CPU": (lambda x: (x + 1, torch.zeros(()), torch.tensor(3.0), torch.arange(4)), ""),
+    "a kernel on the CPU": (lambda x: (x.sum(), torch.rand(3).sum()), "dcompile_random.uniform.default"),
 }
 
 

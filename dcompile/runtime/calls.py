@@ -6,13 +6,12 @@ tells, are filled in at each call. `run_calls` of every compiled file walks over
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dcompile.runtime.libraries import kernel, library
-from dcompile.runtime.tables import Address, Table, bound, known_of, pointers
+from dcompile.runtime.tables import Address, Table, address_of, bound
 
 METHOD = "calls_from_python"
 """What describes the function that reads the table."""
@@ -25,17 +24,12 @@ def calls(
 
     It returns what the first kernel that fails does, and 0 if none does.
     """
+    rows = [word for name, some in kernels for word in (_entry(libraries[name], name), len(some))]
     arguments = [argument for _, some in kernels for argument in some]
-    rows = [word for name, some in kernels for word in (_address(libraries[name], name), len(some))]
-    given, known = [0] * count, known_of(arguments)
-    known_at = 2 + len(given) + len(rows) + len(arguments)
-    table = Table(known_at + len(known))
-    table.fill([count, len(kernels), *given, *rows, *pointers(table, arguments, 2, known_at), *known])
+    table = Table.laid_out([count, len(kernels)], [0] * count, rows, arguments)
     return bound(library(libraries[kernels[0][0]]), METHOD, table)
 
 
-def _address(path: Path, name: str) -> int:
-    """Of the function that takes where a kernel's arguments are."""
-    found = ctypes.cast(kernel(path, f"{name}_at"), ctypes.c_void_p).value
-    assert found is not None
-    return found
+def _entry(path: Path, name: str) -> int:
+    """Where the function is that takes the places of a kernel's arguments."""
+    return address_of(kernel(path, f"{name}_at"))

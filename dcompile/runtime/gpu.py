@@ -20,7 +20,7 @@ import torch
 
 from dcompile.compat.tensors import raw_stream
 from dcompile.errors import BuildError
-from dcompile.runtime.tables import Table, bound, known_of, pointers
+from dcompile.runtime.tables import Table, address_of, bound
 
 LAUNCHER = "gpu_launch"
 """Name of the C in the cache; the host's compiler builds it once."""
@@ -187,12 +187,9 @@ def launches(
         rows += _row(function, 0 if isinstance(grid, Grid) else grid, code, len(some) + 2)
         arguments += [*some, count if code.scratch else count + 1, count + 1]  # Triton's two scratch arguments
     scratch, start = _scratch(kernels, device), _driver().cuLaunchKernelEx
-    head = [count, len(kernels), _address(start), len(grids) // 2]
-    given, known = [0] * count + [0 if scratch is None else scratch.data_ptr(), 0], known_of(arguments)
-    known_at = len(head) + len(given) + len(grids) + len(rows) + len(arguments)
-    table = _Table(known_at + len(known))
-    found = pointers(table, arguments, len(head), known_at)
-    table.fill([*head, *given, *grids, *rows, *found, *known])
+    head = [count, len(kernels), address_of(start), len(grids) // 2]
+    given = [0] * count + [0 if scratch is None else scratch.data_ptr(), 0]
+    table = _Table.laid_out(head, given, [*grids, *rows], arguments)
     table.names, table.kept = [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels], (scratch, start)
     return bound(launcher, METHOD, table)
 
@@ -200,12 +197,6 @@ def launches(
 def _row(function: int, grid: int, code: Code, count: int) -> list[int]:
     """A kernel as the launcher's C has it: an address, and numbers of 32 bits in pairs."""
     return [function, grid | 32 * code.warps << 32, code.shared | count << 32, int(code.waits)]
-
-
-def _address(function: Any) -> int:
-    found = ctypes.cast(function, ctypes.c_void_p).value
-    assert found is not None
-    return found
 
 
 def _scratch(kernels: Iterable[tuple[Path, str, int | Grid, Sequence[Argument]]], device: int) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from dcompile.errors import BuildError
 
@@ -24,19 +24,29 @@ class Table(int):
 
     words: ctypes.Array[ctypes.c_uint64]
 
-    def __new__(cls, count: int) -> Table:
+    def __new__(cls, count: int) -> Self:
         words = (ctypes.c_uint64 * count)()
         table = super().__new__(cls, ctypes.addressof(words))
         table.words = words
         return table
 
-    def at(self, place: int) -> int:
-        """The address of a word."""
-        return self + 8 * place
-
     def fill(self, words: Sequence[int]) -> None:
         """All of the words."""
         self.words[:] = words  # type: ignore[call-overload]
+
+    @classmethod
+    def laid_out(cls, head: Sequence[int], given: Sequence[int], rows: Sequence[int], arguments: Sequence[int]) -> Self:
+        """`head`, what a call gives, `rows`, where each of the arguments is found, and those that are known, each once.
+
+        An argument is an `Address`, or its place among `given`.
+        """
+        known = dict.fromkeys(argument for argument in arguments if isinstance(argument, Address))
+        known_at = len(head) + len(given) + len(rows) + len(arguments)
+        table = cls(known_at + len(known))
+        places = {argument: known_at + n for n, argument in enumerate(known)}
+        found = (places[a] if isinstance(a, Address) else len(head) + a for a in arguments)
+        table.fill([*head, *given, *rows, *(table + 8 * place for place in found), *known])
+        return table
 
 
 def bound(library: ctypes.CDLL, method: str, table: Table) -> Callable[..., Any]:
@@ -50,13 +60,8 @@ def bound(library: ctypes.CDLL, method: str, table: Table) -> Callable[..., Any]
     return made
 
 
-def pointers(table: Table, arguments: Sequence[int], given_at: int, known_at: int) -> list[int]:
-    """Where each argument is found: known ones from the word `known_at` on, as `known_of` has them; others from
-    `given_at` on, an argument being its place among those that a call gives."""
-    places = {argument: table.at(known_at + n) for n, argument in enumerate(known_of(arguments))}
-    return [places[a] if isinstance(a, Address) else table.at(given_at + a) for a in arguments]
-
-
-def known_of(arguments: Sequence[int]) -> list[Address]:
-    """The known ones, each once."""
-    return list(dict.fromkeys(argument for argument in arguments if isinstance(argument, Address)))
+def address_of(function: Any) -> int:
+    """Of a C function that ctypes knows."""
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found

@@ -34,8 +34,6 @@ _IMPORTS = (
     "from torch import as_strided, empty_strided",
     "from dcompile.runtime.quick import empty_cpu, empty_cuda, entry, look",
 )
-QUIET = "quiet = True"
-"""Says that a host program is the same whether gradients are being recorded or not."""
 _QUICK = {"cpu": "empty_cpu", "cuda": "empty_cuda"}
 
 
@@ -99,7 +97,7 @@ class _Host(Launches):
         head = f'"""{loops} kernel calls, {externs} library calls, arena of {self.program.arena_bytes} bytes."""'
         prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
         body = [f"        {line}" for line in self.lines]
-        said = [QUIET] if self._is_quiet() else []
+        said = ["quiet = True"] if self._is_quiet() else []
         said += [f"on_host = {found!r}"] if (found := self._on_host()) else []
         lines = [head, "", *_IMPORTS, *said, "", ""]
         lines += self._sizes()

@@ -27,6 +27,8 @@ from tests import nursery
 HOST = "127.0.0.1"
 START_S = 120
 """Longest time a pair may take to start, on a busy machine."""
+EXIT_S = 5
+"""For a process that has closed its pipe to be gone."""
 GROUP_TIMEOUT_S = 60
 """Time-out of collectives: a rank whose peer has failed ends after this, with an error."""
 
@@ -50,6 +52,7 @@ def _serve(rank: int, world: int, folder: str, port: int, backend: str, environm
     nursery.born(environment)
     stacks = open(Path(folder) / f"stacks{rank}", "w")  # noqa: SIM115  open for the process's life
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(stacks, all_threads=True)  # what a fatal signal ends leaves its stacks there, too
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     if os.environ.get("DCOMPILE_TEST_DOUBLE"):
         del os.environ["DCOMPILE_TEST_DOUBLE"]
@@ -146,8 +149,14 @@ class Ranks:
                     try:
                         outcomes[rank] = pipe.recv()
                     except EOFError:
-                        outcomes[rank] = Outcome(None, f"rank {rank}: the process died", "EOFError")
+                        outcomes[rank] = Outcome(None, self._death(rank), "EOFError")
         return [outcomes[rank] for rank in range(self.world)]
+
+    def _death(self, rank: int) -> str:
+        """What there is to say of a process that is gone: how it ended, and its stacks if a fatal signal did it."""
+        self._processes[rank].join(EXIT_S)
+        stacks = (Path(self._folder) / f"stacks{rank}").read_text()
+        return "\n".join(filter(None, (f"rank {rank}: the process died ({self._processes[rank].exitcode})", stacks)))
 
     def _dump_stacks(self) -> str:
         for process in self._processes:

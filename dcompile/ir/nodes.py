@@ -291,6 +291,11 @@ class Buffer:
     offset: Size = 0
 
     @property
+    def is_tensor(self) -> bool:
+        """Whether it is memory, not a value of Python's."""
+        return self.dtype not in PYTHON_VALUES
+
+    @property
     def extent(self) -> Size:
         """Elements from the first to the last."""
         if 0 in self.shape:
@@ -328,7 +333,10 @@ ITEMSIZE = {
     "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "symint": 8, "object": 8,
 }  # fmt: skip
-"""Bytes of one element. `symint` is a host number, `object` any other Python value: library calls alone use them."""
+"""Bytes of one element."""
+
+PYTHON_VALUES = frozenset(("symint", "object"))
+"""Numbers of the host, and any other values of Python's: library calls alone use them."""
 
 
 WITHIN = "within:"

@@ -118,7 +118,7 @@ class _Host(Launches):
         """
         if not any(buffer.device != "cpu" for buffer in self.program.buffers):
             return ""
-        tensors = {b.name for b in self.program.buffers if b.device == "cpu" and b.dtype not in ("symint", "object")}
+        tensors = {b.name for b in self.program.buffers if b.device == "cpu" and b.is_tensor}
         steps = (step for step in self.program.steps if not isinstance(step, Loop) or step.reads)
         found = next((step for step in steps if not tensors.isdisjoint(step.writes)), None)
         return "" if found is None else ", ".join(getattr(found, "origin", ())) or "a step of it"
@@ -398,7 +398,7 @@ class _Host(Launches):
     def _check(self, name: str, step: Extern) -> None:
         """Kernels would read beyond a result that is smaller than a custom operator's fake implementation says."""
         buffer, result = self.table[name], self.name(name)
-        if is_custom(step.op) and buffer.dtype not in ("symint", "object") and self._told(buffer.shape):
+        if is_custom(step.op) and buffer.is_tensor and self._told(buffer.shape):
             wanted = f"({self._tuple(buffer.shape)}, torch.{buffer.dtype})"
             wanted, origin = self._prepared(wanted, "wanted", buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")

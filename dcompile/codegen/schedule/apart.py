@@ -42,7 +42,7 @@ class Apart:
 
 def fits(buffer: Buffer) -> bool:
     """Whether it is memory of a GPU of a size known now."""
-    return buffer.device != "cpu" and isinstance(buffer.extent, int) and buffer.dtype not in ("symint", "object")
+    return buffer.device != "cpu" and isinstance(buffer.extent, int) and buffer.is_tensor
 
 
 def movable(program: Program, groups: Sequence[Sequence[Buffer]]) -> frozenset[int]:

@@ -92,7 +92,7 @@ def in_flight(program: Program) -> frozenset[str]:
 
 def is_known(buffer: Buffer) -> bool:
     """Whether it is memory of the CPU of a size known now, and large enough to share."""
-    if buffer.device != "cpu" or buffer.dtype in ("symint", "object") or not isinstance(buffer.extent, int):
+    if buffer.device != "cpu" or not buffer.is_tensor or not isinstance(buffer.extent, int):
         return False
     return buffer.nbytes >= SMALLEST_HOST
 

@@ -148,7 +148,7 @@ template <class T> INLINE void turn(const T* from, int64 from_line, T* to, int64
 }
 
 /* what soon is read: all cache lines of a step; the same a little ahead, always or where caches are far (machine.py);
-   as it is, but there alone; those of the next step, elsewhere; rows of a tile */
+   as it is, but there alone; those of the next step, or a little further where caches are far; rows of a tile */
 template <int64 bytes> INLINE void ask(const void* from) {
 #pragma GCC unroll 4
   for (int64 k = 0; k < bytes; k += 64) __builtin_prefetch((const char*)from + k);
@@ -157,12 +157,14 @@ template <int64 bytes> INLINE void ask(const void* from) {
 template <int64 bytes> INLINE void ask_soon(const void* from) { ask<bytes>((const char*)from + 4096); }
 template <int64 bytes> INLINE void ask_far(const void* from) { ask_soon<bytes>(from); }
 template <int64 bytes> INLINE void ask_if_far(const void* from) { ask<bytes>(from); }
-template <int64 bytes> INLINE void ask_next(const void*) {}
+template <int64 bytes> INLINE void ask_next(const void* from) { ask<bytes>((const char*)from + 512); }
+static constexpr bool caches_are_far = true;
 #else
 template <int64 bytes> INLINE void ask_soon(const void* from) { ask<bytes>((const char*)from + 1024); }
 template <int64 bytes> INLINE void ask_far(const void*) {}
 template <int64 bytes> INLINE void ask_if_far(const void*) {}
 template <int64 bytes> INLINE void ask_next(const void* from) { ask<bytes>((const char*)from + bytes); }
+static constexpr bool caches_are_far = false;
 #endif
 template <class T> INLINE void ask_for(const T* from, int64 line, int64 rows, int64 columns) {
   for (int64 r = 0; r < rows; r++)

@@ -91,3 +91,11 @@ def test_what_roots_and_quotients_are_made_of_is_asked_for_where_caches_are_far(
     made = loops.moved_by_roots(1 << 18)
     assert assembly(made, far=True).count("prefetcht0") == 4 and "prefetch" not in assembly(made)
     assert "prefetch" not in assembly(loops.moved_by_roots(1 << 16), far=True)
+
+
+@pytest.mark.parametrize(("far", "together"), [(False, 1), (True, 4)])
+def test_rows_that_are_added_up_are_read_side_by_side_where_caches_are_far(far: bool, together: int) -> None:
+    """Four vectors of each row of a step, each asked for."""
+    made = assembly(loops.row_sum(4096, 1024), far=far)
+    asked = [loop.count("prefetcht0") for loop in re.split(r"^\.L\d+:$", made, flags=re.MULTILINE)]
+    assert {count for count in asked if count} == {4 * together}

@@ -5,7 +5,7 @@
 #     tools/sanitized.sh .venv/bin/python -m pytest tests/codegen
 #
 # A kernel that reads or writes beyond a tensor, and a block that is freed twice, end their process; what and where is in
-# build/sanitized/report.*, and the status is 1 if there is one. Offsets within the arena are not watched: it is one
+# build/sanitized/report.*, and the status is 1 if there is a new one. Offsets within the arena are not watched: it is one
 # block. Needs g++ and its libasan; takes two to three times as long.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -17,13 +17,14 @@ for name in libasan.so libstdc++.so; do # the second, or what throws before it i
     preload="$preload$path "
 done
 mkdir -p build/sanitized
-rm -f build/sanitized/report.*
+report=build/sanitized/report.$$ # of this run: a test among what it runs may start another
+rm -f "$report".*
 options=detect_leaks=0:handle_segv=0:handle_abort=0:allocator_may_return_null=1
 env LD_PRELOAD="$preload" CXX="$compiler -fsanitize=address" DCOMPILE_CACHE_DIR="$PWD/build/sanitized/cache" \
-    ASAN_OPTIONS="$options:log_path=$PWD/build/sanitized/report" "$@"
+    ASAN_OPTIONS="$options:log_path=$PWD/$report" "$@"
 status=$?
-if compgen -G "build/sanitized/report.*" > /dev/null; then
-    head -n 40 build/sanitized/report.* >&2
+if compgen -G "$report.*" > /dev/null; then
+    head -n 40 "$report".* >&2
     exit 1
 fi
 exit $status

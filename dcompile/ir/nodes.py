@@ -293,7 +293,7 @@ class Buffer:
     @property
     def is_tensor(self) -> bool:
         """Whether it is memory, not a value of Python's."""
-        return self.dtype not in PYTHON_VALUES
+        return self.dtype not in (NUMBER, OBJECT)
 
     @property
     def extent(self) -> Size:
@@ -327,16 +327,17 @@ PART = "dcompile_part"
 """Name under which a traced operation's custom metadata says which part of a whole, by number, its result is, if
 several parts should not be there at a time."""
 
+NUMBER = "symint"
+"""Dtype of buffers that hold a number of the host program instead of a tensor: library calls alone use them."""
+OBJECT = "object"
+"""Of such that hold any other Python value."""
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
     "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "symint": 8, "object": 8,
+    NUMBER: 8, OBJECT: 8,
 }  # fmt: skip
 """Bytes of one element."""
-
-PYTHON_VALUES = frozenset(("symint", "object"))
-"""Numbers of the host, and any other values of Python's: library calls alone use them."""
 
 
 WITHIN = "within:"

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from dcompile.ir.index import Index, Size, Var, as_index, is_symbol, substitute, substitute_size, var
-from dcompile.ir.nodes import Arg, Buffer, Extern, IndexOf, Load, Loop, Program, Step, Store, Value, View
+from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, IndexOf, Load, Loop, Program, Step, Store, Value, View
 
-NUMBER = "symint"
-"""Dtype of buffers that hold a number of the host program instead of a tensor."""
 What: TypeAlias = Literal["value", "shape", "stride"]
 
 

@@ -29,6 +29,7 @@ from dcompile.ir.index import Index, Size, as_index, contiguous_strides, flatten
 from dcompile.ir.nodes import (
     ITEMSIZE,
     LODGED,
+    NUMBER,
     WITHIN,
     Arg,
     Buffer,
@@ -136,7 +137,7 @@ def _symbols(program: Program, table: Mapping[str, Buffer]) -> frozenset[str]:
         if name in table:
             for size in (*table[name].shape, *table[name].strides):
                 names |= as_index(size).variables
-            if table[name].dtype == "symint":
+            if table[name].dtype == NUMBER:
                 names.add(name)
     return frozenset(names)
 

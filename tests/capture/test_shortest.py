@@ -130,9 +130,8 @@ def test_calls_in_another_stance_and_while_something_traces_are_eager():
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         assert isinstance(function(mode.from_tensor(torch.ones(2))), torch._subclasses.FakeTensor)
     assert ran == ["eager"] * 3
-    with torch._subclasses.fake_tensor.FakeTensorMode(
-        allow_non_fake_inputs=True
-    ):  # which a tensor's guard does not see
+    # of a mode of the compiler's own a tensor's guard sees nothing
+    with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
         assert isinstance(function(torch.ones(2)), torch._subclasses.FakeTensor)
         assert isinstance(function(given), torch._subclasses.FakeTensor)
     assert ran == ["eager"] * 5

@@ -156,7 +156,7 @@ class Ranks:
         """What there is to say of a process that is gone: how it ended, and its stacks if a fatal signal did it."""
         self._processes[rank].join(EXIT_S)
         stacks = (Path(self._folder) / f"stacks{rank}").read_text()
-        return "\n".join(filter(None, (f"rank {rank}: the process died ({self._processes[rank].exitcode})", stacks)))
+        return f"rank {rank}: the process died (exit code {self._processes[rank].exitcode})\n{stacks}".rstrip()
 
     def _dump_stacks(self) -> str:
         for process in self._processes:

@@ -83,9 +83,7 @@ def on_cpu() -> Iterator[list[str]]:
 
     def elsewhere(*args: Any, **more: Any) -> Any:
         lowered = lower(*args, **more)
-        buffers = tuple(
-            b if b.dtype in ("symint", "object") else replace(b, device="cuda") for b in lowered.program.buffers
-        )
+        buffers = tuple(replace(b, device="cuda") if b.is_tensor else b for b in lowered.program.buffers)
         return replace(lowered, program=replace(lowered.program, buffers=buffers))
 
     def compile_graph(self: Any, gm: Any, request: Any, foreseen: Any = None) -> HostProgram:

@@ -4,8 +4,8 @@ import pytest
 from dcompile.errors import VerifyError
 from dcompile.ir.index import as_index, contiguous_strides, extreme, floordiv, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Const, Extern, Load, Loop, Program, Store, View
-from dcompile.ir.symbols import NUMBER, late_symbols, sources, specialise, symbols_of, valued_symbols
+from dcompile.ir.nodes import NUMBER, Apply, Buffer, Const, Extern, Load, Loop, Program, Store, View
+from dcompile.ir.symbols import late_symbols, sources, specialise, symbols_of, valued_symbols
 from dcompile.ir.verify import verify
 
 S0, S1 = var("s0"), var("s1")

@@ -35,7 +35,6 @@ TOLERANCE = 1e-4
 """Of the largest element: float32 sums in another order."""
 HUGE = 1e30
 """From here on numbers stand for infinity: they do not say how large the others are."""
-SKIPPED = ("symint", "object")
 
 
 def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tuple[Program, HostProgram, list[str]]:
@@ -46,7 +45,7 @@ def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tu
     for step in PASSES[:-1]:
         program = program if step.name in skip else step.run(program, request)
     written = frozenset().union(*(step.writes for step in program.steps))
-    hidden = {*program.inputs, *(b.name for b in program.buffers if b.dtype in SKIPPED)}
+    hidden = {*program.inputs, *(b.name for b in program.buffers if not b.is_tensor)}
     shown = [b for b in program.buffers if b.name in written - hidden]
     views = tuple(View(b.name, b.shape, b.strides) for b in shown)
     program = PASSES[-1].run(replace(program, outputs=program.outputs + views), request)

@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 
 from dcompile.codegen.lower.extern import (
     CALL,
-    OBJECT,
     Fixed,
     calling,
     has_effect,
@@ -24,8 +23,7 @@ from dcompile.codegen.lower.graph import dtype_name, literal_text
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.codegen.lower.sizes import opaque_shape
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Program, View
-from dcompile.ir.symbols import NUMBER
+from dcompile.ir.nodes import NUMBER, OBJECT, Arg, Buffer, Extern, Literally, Program, View
 
 
 def lower(

@@ -15,7 +15,7 @@ from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides
 from dcompile.codegen.lower.sizes import is_symbolic, opaque_shape
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.errors import DcompileError
-from dcompile.ir.nodes import Extern, View
+from dcompile.ir.nodes import OBJECT, Extern, View
 
 PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 """Calls that write where we say (mode `out`)."""
@@ -76,9 +76,6 @@ SET_DATA = "dcompile.set_data"
 """set_data(tensor, source, copies): one of these, of a source that may lie in memory which the program uses again."""
 GIVES_DATA = frozenset(("aten.set_.source_Tensor", "aten.shallow_copy_data_.default"))
 """What `tensor.data = source` is traced as; the latter since torch 2.14."""
-
-OBJECT = "object"
-"""Dtype of buffers that hold any Python value instead of a tensor."""
 
 
 class Unsupported(DcompileError):

@@ -18,9 +18,8 @@ from dcompile.codegen.lower.sizes import shape_of as shape_of
 from dcompile.codegen.lower.sizes import strides_of as strides_of
 from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as, remapped
 from dcompile.ir.index import Index, Size, flatten, var
-from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
+from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
-from dcompile.ir.symbols import NUMBER
 
 
 class Lowering:

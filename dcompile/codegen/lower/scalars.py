@@ -11,7 +11,7 @@ from dcompile.codegen.lower.graph import Lowering
 from dcompile.codegen.lower.reals import real
 from dcompile.codegen.lower.sizes import Inexpressible, size_of
 from dcompile.ir.index import as_index, var
-from dcompile.ir.symbols import NUMBER
+from dcompile.ir.nodes import NUMBER
 
 
 def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, Any]) -> Any:

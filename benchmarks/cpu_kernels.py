@@ -1,6 +1,7 @@
 """Are dcompile's CPU kernels as fast as plain loops written by hand, and faster than inductor's and eager's?
 
-python -m benchmarks.cpu_kernels [--threads 1,2] [--dtype float32,bfloat16] [--only softmax,adamw] [--json] [--save]
+python -m benchmarks.cpu_kernels [--threads 1,2] [--dtype float32,bfloat16] [--only softmax,adamw] [--runs 3] [--json]
+                                 [--save]
 
 Eager, inductor, dcompile and the hand-written kernels of benchmarks/plain run in one process, interleaved, under one
 allocator setting (memory is kept, since mapping fresh pages costs more than most of these kernels). The hand-written
@@ -8,6 +9,10 @@ ones are built with dcompile's flags and write to memory that is there already. 
 optimizers, which change them: by where its 16 MB lay, one sum of rows took 352 or 381 us. Ratios are speed-ups of
 dcompile: above 1, dcompile is faster. One thread is timed by the processor's clock, which does not count the turns of
 other programs.
+
+What is the same in one process (where tensors lie, who else uses the machine) is another in the next: lines that wait
+for memory differ by more from process to process than within one. With `--runs`, there are several processes for each
+line, one behind the last of all lines, and ratios are the medians of theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -419,6 +425,26 @@ def ratios(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One kernel's lines of several processes as one: of times and ratios the medians, of errors all.
+
+    `runs` keeps each process's ratios.
+    """
+    if len(runs) == 1:
+        return dict(runs[0])
+    steps = {}
+    for peer in dict.fromkeys(peer for run in runs for peer in run["steps"]):
+        timed = [run["steps"][peer] for run in runs if peer in run["steps"]]
+        steps[peer] = {field: statistics.median(timing[field] for timing in timed) for field in timed[0]}
+        steps[peer] |= {"fastest": min(t["fastest"] for t in timed), "rounds": sum(t["rounds"] for t in timed)}
+    each = [{name: run[name] for name in run if name.startswith("over_")} for run in runs]
+    names = dict.fromkeys(name for found in each for name in found)
+    medians = {name: statistics.median(found[name] for found in each if name in found) for name in names}
+    errors = {who: what for run in runs for who, what in run["errors"].items()}
+    same = {name: runs[0][name] for name in ("name", "dtype", "threads")}
+    return {**same, "steps": steps, "errors": errors, **medians, "runs": each}
+
+
 def summary(lines: Sequence[Mapping[str, Any]], threads: Sequence[int]) -> dict[str, Any]:
     """What --json prints and --save keeps."""
     means = {
@@ -443,7 +469,7 @@ def page(result: Mapping[str, Any]) -> str:
         steps = line["steps"]
         times = [f"{steps[peer]['median'] * 1e3:.2f}" if peer in steps else "failed" for peer in columns]
         spread = max((step["spread"] for step in steps.values()), default=0.0)
-        speedups = [f"{line[f'over_{peer}']:.2f}" if f"over_{peer}" in line else "-" for peer in OTHERS]
+        speedups = [_speedup(line, f"over_{peer}") for peer in OTHERS]
         rows.append([line["name"], line["dtype"], str(line["threads"]), *times, f"{spread:.0%}", *speedups])
     where = result["environment"]
     means = ", ".join(f"{result[f'geomean_over_{p}']:.2f} over {p}" for p in OTHERS if result[f"geomean_over_{p}"])
@@ -460,10 +486,21 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _speedup(line: Mapping[str, Any], name: str) -> str:
+    """The median, and of several processes the least and the most."""
+    if name not in line:
+        return "-"
+    found = [run[name] for run in line.get("runs", ()) if name in run]
+    return f"{line[name]:.2f}" + (f" ({min(found):.2f}-{max(found):.2f})" if found else "")
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = common.parser("cpu_kernels", __doc__, NAMES, seconds=4.0, several=True)
     parser.add_argument("--dtype", default=",".join(DTYPES), help=f"some of {','.join(DTYPES)}, one run each")
+    parser.add_argument("--runs", type=int, default=1, help="processes for each line, whose median counts; default: 1")
     parsed = common.parse(parser, NAMES, arguments)
+    if parsed.runs < 1:
+        parser.error(f"--runs {parsed.runs}: at least one")
     parsed.threads = list(dict.fromkeys(int(count) for count in parsed.threads.split(",")))
     parsed.dtype = parsed.dtype.split(",")
     if unknown := [dtype for dtype in parsed.dtype if dtype not in DTYPES]:
@@ -471,23 +508,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parsed
 
 
+def measured(arguments: argparse.Namespace, threads: int, dtype: str) -> list[dict[str, Any]]:
+    """The lines of one process."""
+    clock = ("cpu" if threads == 1 else "wall") if arguments.clock == "auto" else arguments.clock
+    child = ["--child", "steps", "--only", ",".join(arguments.only), "--seconds", str(arguments.seconds)]
+    child += ["--threads", str(threads), "--dtype", dtype, "--clock", clock]
+    found = common.in_fresh_process(MODULE, child, threads, TIMEOUT, KEEP_MEMORY)
+    if "error" in found:
+        errors = {"process": found["error"]}
+        return [{"name": name, "dtype": dtype, "threads": threads, "steps": {}, "errors": errors}
+                for name in arguments.only]  # fmt: skip
+    return [{**line, **ratios(line)} for line in found["lines"]]
+
+
 def main() -> int:
     arguments = parse_arguments()
     if arguments.child:
         run_child(arguments)
         return 0
-    lines: list[dict[str, Any]] = []
-    for threads, dtype in itertools.product(arguments.threads, arguments.dtype):
-        clock = ("cpu" if threads == 1 else "wall") if arguments.clock == "auto" else arguments.clock
-        child = ["--child", "steps", "--only", ",".join(arguments.only), "--seconds", str(arguments.seconds)]
-        child += ["--threads", str(threads), "--dtype", dtype, "--clock", clock]
-        found = common.in_fresh_process(MODULE, child, threads, TIMEOUT, KEEP_MEMORY)
-        if "error" in found:
-            errors = {"process": found["error"]}
-            lines.append({"name": "all", "dtype": dtype, "threads": threads, "steps": {}, "errors": errors})
-        else:
-            lines += [{**line, **ratios(line)} for line in found["lines"]]
-    result = {**summary(lines, arguments.threads), "clock": arguments.clock}
+    kinds = list(itertools.product(arguments.threads, arguments.dtype))
+    runs = [[line for kind in kinds for line in measured(arguments, *kind)] for _ in range(arguments.runs)]
+    lines = [over_runs(of_one) for of_one in zip(*runs, strict=True)]
+    result = {**summary(lines, arguments.threads), "clock": arguments.clock, "runs": arguments.runs}
     print(page(result))
     return common.finish("cpu_kernels", "cpu", result, keep=arguments.save, as_json=arguments.json)
 

@@ -34,3 +34,26 @@ def test_thread_counts_and_dtypes_are_lists():
 def test_ratios_say_how_many_times_faster_dcompile_is():
     steps = {"plain": {"median": 1.0}, "eager": {"median": 6.0}, "dcompile": {"median": 2.0}}
     assert cpu_kernels.ratios({"steps": steps}) == {"over_plain": 0.5, "over_eager": 3.0}
+
+
+def test_lines_of_several_processes_are_their_medians():
+    def run(plain, dcompile, errors):
+        steps = {"plain": plain, "dcompile": dcompile}
+        timings = {peer: {"median": t, "fastest": t / 2, "spread": 0.1, "rounds": 7} for peer, t in steps.items()}
+        line = {"name": "softmax", "dtype": "float32", "threads": 1, "steps": timings, "errors": errors}
+        return {**line, **cpu_kernels.ratios(line)}
+
+    runs = [run(1.0, 2.0, {}), run(3.0, 2.0, {"inductor": "failed"}), run(4.0, 5.0, {})]
+    line = cpu_kernels.over_runs(runs)
+    assert line["over_plain"] == 0.8
+    assert [found["over_plain"] for found in line["runs"]] == [0.5, 1.5, 0.8]
+    assert line["steps"]["plain"] == {"median": 3.0, "fastest": 0.5, "spread": 0.1, "rounds": 21}
+    assert line["errors"] == {"inductor": "failed"}
+    assert cpu_kernels._speedup(line, "over_plain") == "0.80 (0.50-1.50)"
+    assert cpu_kernels.over_runs(runs[:1]) == runs[0]
+    assert cpu_kernels._speedup(runs[0], "over_plain") == "0.50"
+
+
+def test_there_is_at_least_one_run():
+    with pytest.raises(SystemExit):
+        cpu_kernels.parse_arguments(["--runs", "0"])

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -67,6 +68,17 @@ def caches_are_far() -> bool:
     it lies in pieces beside all cores. (With AVX-512: its desktop processors since 2021 have none.)"""
     features = cpu_features().split()
     return "avx512f" in features and "GenuineIntel" in features
+
+
+@functools.cache
+def cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """The size of the largest cache that a core reads through; 0 where it is not known."""
+    sizes = [0]
+    with contextlib.suppress(OSError):
+        for cache in caches.glob("index*"):
+            found = re.fullmatch(r"(\d+)([KMG]?)", (cache / "size").read_text().strip())
+            sizes += [int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]] if found else []
+    return max(sizes)
 
 
 def own_products_pay() -> bool:

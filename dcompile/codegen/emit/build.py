@@ -28,7 +28,15 @@ from dcompile.codegen.emit.needed import needed
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.config import Config
 from dcompile.errors import BuildError
-from dcompile.machine import COMPILERS, caches_are_far, compilers, cpu_features, openmp_library, own_version
+from dcompile.machine import (
+    COMPILERS,
+    cache_bytes,
+    caches_are_far,
+    compilers,
+    cpu_features,
+    openmp_library,
+    own_version,
+)
 
 FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w",
@@ -217,9 +225,9 @@ def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -
             # clang's OpenMP needs a runtime of its own, a second thread pool beside torch's: simd only, one thread
             openmp = ("-fopenmp-simd",) if clang else ("-fopenmp",)
             wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features().split() else ()
-            far = ("-DFAR_CACHES",) if caches_are_far() else ()
+            caches = (f"-DCACHE_BYTES={cache_bytes()}", *(("-DFAR_CACHES",) if caches_are_far() else ()))
             libraries = ("-lm",) if clang else ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
-            return Compiler(command, text, (*FLAGS, *openmp, *wide, *far), libraries)
+            return Compiler(command, text, (*FLAGS, *openmp, *wide, *caches), libraries)
     tried = ", ".join(shlex.join(command) for command in candidates)
     setting = "CXX is not set" if candidates == COMPILERS else "CXX is set to it"
     raise BuildError(f"dcompile: no C++ compiler: {tried} not found ({setting}); {ADVICE}")

@@ -29,10 +29,11 @@ from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
 
 
-def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
-    """The source of one kernel; `table` says how large the buffers are."""
+def emit(loop: Loop, table: Mapping[str, Buffer], again: frozenset[str] = frozenset()) -> KernelSource:
+    """The source of one kernel; `table` says how large the buffers are, `again` which are read once more behind it."""
     nest = make_nest(loop)
     writer = _Kernel(nest, table)
+    writer.again = again
     writer.function()
     body = "\n".join(writer.lines)
     kinds = [
@@ -49,23 +50,27 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     return KernelSource(name, text, tuple(writer.arguments), cost, writer.checked, loop.origin, tuple(writer.symbols))
 
 
-def emit_all(program: Program, *, own_products: bool = False) -> Kernels:
+def emit_all(program: Program, *, training: bool = False, own_products: bool = False) -> Kernels:
     """The kernels of a program, one for each of its loops; with `own_products` also for matrix products.
 
+    `training`: a backward reads again what this one leaves.
     Loops that differ in the names of their buffers alone, as those of equal layers, are written once: 21 of 300 for 32
     layers of a Llama, 0.1 s for 0.9.
     """
     table = program.table
-    written: dict[tuple[Nameless, tuple[Buffer, ...]], KernelSource] = {}
+    written: dict[tuple[Nameless, tuple[Buffer, ...], frozenset[str]], KernelSource] = {}
+    last = {name: at for at, step in enumerate(program.steps) for name in step.reads}
     calls = []
-    for step in program.steps:
+    for at, step in enumerate(program.steps):
         if isinstance(step, Loop):
             names: dict[str, str] = {}
             loop = nameless(step, names)
             buffers = tuple(_numbered(table[name], number) for name, number in names.items())
-            kernel = written.get((loop, buffers))
+            stored = {names[name] for name in step.writes if training or last.get(name, at) > at}
+            key = (loop, buffers, frozenset(stored))
+            kernel = written.get(key)
             if kernel is None:
-                kernel = written[loop, buffers] = emit(loop[0], {buffer.name: buffer for buffer in buffers})
+                kernel = written[key] = emit(loop[0], {buffer.name: buffer for buffer in buffers}, key[2])
             own = {number: name for name, number in names.items()}
             arguments = tuple(own[number] for number in kernel.arguments)
             calls.append(replace(kernel, arguments=arguments, origin=step.origin))

@@ -210,7 +210,9 @@ class Passes(Lanes):
             if self.turned and store.value in self.turned.loads:
                 read = f"x{self.number(store.value)}[{self.turned.place}]"
             size = f"({high} - {last.name}) * {ITEMSIZE[load.dtype]}"
-            self.line(f"stream_bytes(&{self.place(store.buffer, store.index)}, &{read}, {size});")
+            given = f"(&{self.place(store.buffer, store.index)}, &{read}, {size});"
+            unless = f"if ({stays}) __builtin_memcpy{given} else " if (stays := self._stays(n)) else ""
+            self.line(f"{unless}stream_bytes{given}")
 
     def _turn_in(self) -> None:
         """Read a tile of each tensor whose rows lie across the simd loop."""

@@ -14,7 +14,7 @@ def emit_all(program: Program, kind: str, own_products: bool) -> Kernels:
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if not any(buffer.device != "cpu" for buffer in program.buffers):
-        return cpp.emit_all(program, own_products=own_products)
+        return cpp.emit_all(program, training=kind == "forward", own_products=own_products)
     constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
     nothing = None if constant is None else frozenset[str]()
     single = [_kernel(loop, table, nothing) for loop in loops]

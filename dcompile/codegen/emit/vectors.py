@@ -247,10 +247,13 @@ class Vectors(Wide):
         store = self.nest.stores[number]
         value, dtype = self._as_vector(store.value), self.table[store.buffer].dtype
         if store.mode == "set":
-            how = "stream" if number in self.streams else "put"
-            turned = self.turned if self._is_turned(number) else None
+            turned, moved = self.turned if self._is_turned(number) else None, self._moved(dtype)
             place = f"y{number}[{turned.place}]" if turned else self.place(store.buffer, store.index)
-            self.line(f"{how}_{self._moved(dtype)}(&{place}, {value});")
+            if number in self.streams and (stays := self._stays(number)):
+                self.line(f"if ({stays}) put_{moved}(&{place}, {value}); else stream_{moved}(&{place}, {value});")
+                return
+            how = "stream" if number in self.streams else "put"
+            self.line(f"{how}_{moved}(&{place}, {value});")
         else:
             place = f"&{self.columns[number]}[{self.index(store.index)}]"
             moved = self._moved("float32")

@@ -66,11 +66,11 @@ def read(buffer: Buffer, view: View, flat: np.ndarray) -> np.ndarray:
     return from_bfloat16(out) if buffer.dtype == "bfloat16" else out.copy()
 
 
-def source_of(made: Program) -> KernelSource:
-    """The kernel of a program of one loop."""
+def source_of(made: Program, again: frozenset[str] = frozenset()) -> KernelSource:
+    """The kernel of a program of one loop, behind which the buffers `again` are read once more."""
     (loop,) = made.steps
     assert isinstance(loop, Loop)
-    return cpp.emit(loop, made.table)
+    return cpp.emit(loop, made.table, again)
 
 
 def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], same: str = "") -> list[np.ndarray]:

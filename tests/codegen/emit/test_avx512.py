@@ -15,16 +15,16 @@ from tests.codegen.emit import loops
 from tests.codegen.emit.loops import I0, J0, Body, program
 
 
-def assembly(made: Program, *, far: bool = False) -> str:
-    """The kernel's own, of its vectors; `far`: where caches are."""
+def assembly(made: Program, *, far: bool = False, again: str = "", cache: int = 0) -> str:
+    """The kernel's own, of its vectors; `far`: where caches are; `again`: what is read again; `cache`: its bytes."""
     (loop,) = made.steps
     assert isinstance(loop, Loop)
-    text = cpp.emit(loop, made.table).text
+    text = cpp.emit(loop, made.table, frozenset(again)).text
     compiler = find_compiler(30)
     if "clang" in compiler.version:
         pytest.skip("vectors are g++'s only")
-    usual = (flag for flag in compiler.flags if flag not in ("-march=native", "-DFAR_CACHES"))
-    flags = (*usual, "-march=sapphirerapids", *(("-DFAR_CACHES",) if far else ()))
+    usual = (flag for flag in compiler.flags if not re.match("-march=native|-DFAR_CACHES|-DCACHE_BYTES", flag))
+    flags = (*usual, "-march=sapphirerapids", *(("-DFAR_CACHES",) if far else ()), f"-DCACHE_BYTES={cache}")
     command = (*compiler.command, *flags, "-mprefer-vector-width=512", "-S", "-x", "c++", "-", "-o", "-")
     return subprocess.run(command, input=needed(text) + text, capture_output=True, text=True, check=True).stdout
 
@@ -55,6 +55,14 @@ def test_float32_goes_by_sixteen() -> None:
 def test_tiles_are_streamed_by_whole_lines(dtype: str) -> None:
     made = assembly(loops.transpose(2048, 4096, dtype))
     assert re.search(r"vmovnt(ps|dq)\s+%zmm", made) and "sfence" in made
+
+
+@pytest.mark.parametrize("made", [loops.binary("add", 1 << 22), loops.unary("exp", 1 << 23, "float32")])
+def test_what_is_read_again_is_streamed_where_it_would_not_stay(made: Program) -> None:
+    """16 MB and more; what is not read again, or is of a cache not known, is streamed as well."""
+    stream = re.compile(r"vmovntps\s+%zmm")
+    for again, cache, streamed in (("", 1 << 30, True), ("y", 0, True), ("y", 32 << 20, True), ("y", 1 << 28, False)):
+        assert bool(stream.search(assembly(made, again=again, cache=cache))) == streamed, (again, cache)
 
 
 def test_columns_of_bfloat16_are_added_up_a_row_at_a_time() -> None:

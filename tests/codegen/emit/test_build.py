@@ -14,7 +14,7 @@ from dcompile.codegen.emit.build import Compilers, balance, build, find_compiler
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
-from dcompile.machine import cpu_features, openmp_library
+from dcompile.machine import cache_bytes, cpu_features, openmp_library
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.libraries import kernel
 from tests.codegen.emit import loops
@@ -141,3 +141,13 @@ def test_what_goes_wrong_is_said_where_the_kernel_is_needed(counting, tmp_path):
     (tmp_path / "wrong").unlink()
     made = compilers.begin([source("one", 1)], cache).result()
     assert made.built == 1 and kernel(made.libraries["one"], "one")() == 1
+
+
+def test_the_largest_cache_counts(tmp_path):
+    assert cache_bytes(tmp_path) == 0 == cache_bytes(tmp_path / "none")
+    for number, size in enumerate(["48K", "2048K", "32M", "odd"]):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(f"{size}\n")
+    (tmp_path / "more").mkdir()
+    assert cache_bytes.__wrapped__(tmp_path) == 32 << 20
+    assert f"-DCACHE_BYTES={cache_bytes()}" in find_compiler(30).flags

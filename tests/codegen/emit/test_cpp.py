@@ -211,6 +211,20 @@ def test_equal_layers_share_one_kernel():
     assert second.arguments == tuple(new[name] for name in first.arguments)
 
 
+def test_what_a_later_step_or_the_backward_reads_may_stay_in_the_caches():
+    """What nobody reads again is streamed on every machine."""
+    first = loops.binary("add", 1 << 22)
+    (loop,) = first.steps
+    names = {"x": "y", "z": "z", "y": "w"}
+    second = replace(renamed(loop, names), name="second")
+    buffers = (*first.buffers, replace(first.table["y"], name="w"))
+    program = replace(first, steps=(loop, second), buffers=buffers)
+    for training, expected in ((False, [True, False]), (True, [True, True])):
+        kernels = cpp.emit_all(program, training=training).calls
+        assert ["stays<" in kernel.text for kernel in kernels] == expected
+        assert all("stream_float32(" in kernel.text for kernel in kernels)
+
+
 def test_costly_values_are_kept_and_cheap_ones_computed_again():
     assert without_vectors(text(loops.softmax(4, 100))).count("exp_below_(") == 1
     assert "alignas" not in text(loops.rms_norm(4, 100)), "loading x again is cheaper than keeping it"

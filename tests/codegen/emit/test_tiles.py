@@ -13,7 +13,7 @@ from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Load, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
-from tests.codegen.emit.harness import compiled, run
+from tests.codegen.emit.harness import compiled, execute, run
 
 SMALL = [(2 * TILE, 3 * TILE), (2 * TILE + 3, 2 * TILE + 5), (2 * TILE + 8, 4 * TILE + 1)]
 SIZES = [*SMALL, (2 * WIDE_TILE, WIDE_TILE), (WIDE_TILE + 3, 2 * WIDE_TILE + 21), (2 * TILE, 3 * WIDE_TILE + 8)]
@@ -89,16 +89,17 @@ def test_large_results_are_streamed_behind_the_turn(rows, n, make, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "n", "shift"), [(1, 20_000, 0), (1, 20_000, 3), (5, 3001, 5), (40, 100, 0), (40, 33, 1)]
 )
-def test_copies_are_streamed_wherever_they_lie(dtype, rows, n, shift, monkeypatch):
+@pytest.mark.parametrize("again", [frozenset(), frozenset("y")])
+def test_copies_are_streamed_wherever_they_lie(dtype, rows, n, shift, again, monkeypatch):
     monkeypatch.setattr(wide, "STREAM_BYTES", 0)
     b = loops.Body()
     x = b.put(Load("x", loops.I0 * (n + 7) + var("i1"), dtype))
     stores = [Store("y", loops.I0 * (n + 9) + var("i1") + shift, x)]
     shapes = {"x": (dtype, (rows * (n + 7),)), "y": (dtype, (rows * (n + 9) + shift,))}
     program = loops.program(b, (rows, n), (), stores, **shapes)
-    assert "stream_bytes(" in cpp.emit(program.steps[0], program.table).text
-    inputs = random_inputs(program)
-    (want,), (got,) = interpret(program, inputs), run(program, inputs)
+    source, inputs = cpp.emit(program.steps[0], program.table, again), random_inputs(program)
+    assert "stream_bytes(" in source.text and ("stays<" in source.text) == bool(again)
+    (want,), (got,) = interpret(program, inputs), execute(program, source, inputs)
     places = np.arange(rows)[:, None] * (n + 9) + np.arange(n) + shift
     assert np.array_equal(want[places], got[places])
 

@@ -14,7 +14,7 @@ from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.wide import GAINS, PAIR_WAYS, ROUNDING, STREAM_BYTES, WAYS
 from dcompile.config import Config
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
-from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Reduce, Store
+from dcompile.ir.nodes import ITEMSIZE, Apply, IndexOf, Load, Loop, Program, Reduce, Store
 from dcompile.ir.ops import OPS
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import execute, source_of, store, without_vectors
@@ -22,9 +22,11 @@ from tests.codegen.emit.loops import I0, J0, Body, program
 from tests.codegen.emit.test_prelude import points
 
 
-def both(made: Program, inputs: dict[str, np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def both(
+    made: Program, inputs: dict[str, np.ndarray], again: frozenset[str] = frozenset()
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Results with vectors, and of the same kernel without."""
-    source = source_of(made)
+    source = source_of(made, again)
     text = without_vectors(source.text).replace("#endif\n", "\n")
     assert "#ifdef VECTORS" in source.text and all(kind not in text for kind in ("wide", "pair", "quad"))
     plain = replace(source, name=source.name + "p", text=text.replace(source.name, source.name + "p"))
@@ -404,7 +406,9 @@ def test_the_next_row_is_asked_for_where_the_work_is() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shift", [0, 4])
-def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int) -> None:
+@pytest.mark.parametrize("again", [frozenset[str](), frozenset("y")])
+def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int, again: frozenset[str]) -> None:
+    """What is read again where it would not stay in the caches."""
     rows = STREAM_BYTES // 4096
     b, at = Body(), I0 * 2048 + J0
     x = b.load("x", J0)
@@ -413,10 +417,12 @@ def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int) ->
         b, (rows,), (2048,), [Store("y", at + shift, b.narrow(y, dtype)), Store("c", J0, y, "sum")],
         x=("float32", (2048,)), r=("float32", (rows,)), y=(dtype, (rows * 2048 + shift,)), c=("float32", (2048,)),
     )  # fmt: skip
-    assert f"stream_{dtype}(" in source_of(made).text and "finish_streams();" in source_of(made).text
+    text, size = source_of(made, again).text, (rows * 2048 + shift) * ITEMSIZE[dtype]
+    assert f"stream_{dtype}(" in text and "finish_streams();" in text
+    assert (f"if (stays<{size}>) put_{dtype}(" in text) == bool(again)
     rng = np.random.default_rng(0)
     given = {"x": rng.normal(size=2048).astype(np.float32), "r": rng.normal(size=rows).astype(np.float32)}
-    (got, columns), (want, others) = both(made, given)
+    (got, columns), (want, others) = both(made, given, again)
     assert np.array_equal(got[shift:], want[shift:]) and np.array_equal(columns, others)
     exact = given["r"][:, None] * given["x"]
     exact = from_bfloat16(to_bfloat16(exact)) if dtype == "bfloat16" else exact

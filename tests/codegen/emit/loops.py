@@ -272,6 +272,13 @@ def row_sum(rows: int, n: int, op: str = "sum", dtype: str = "float32") -> Progr
     return program(b, (rows,), (n,), stores, x=(dtype, (rows, n)), y=(dtype, (rows,)))
 
 
+def narrow_row_sum(rows: int, n: int) -> Program:
+    """Of bfloat16, in float32."""
+    b = Body()
+    stores = [Store("y", I0, b.reduce("sum", b.load("x", I0 * n + J0, "bfloat16")))]
+    return program(b, (rows,), (n,), stores, x=("bfloat16", (rows, n)), y=("float32", (rows,)))
+
+
 def unary(op: str, n: int, dtype: str = "float32", out: str | None = None) -> Program:
     b = Body()
     stores = [Store("y", I0, b.op(op, b.put(Load("x", I0, dtype)), dtype=out or dtype))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -402,6 +403,23 @@ def test_the_next_row_is_asked_for_where_the_work_is() -> None:
     assert "ask<" not in source_of(loops.row_sum(256, 2048)).text, "no pass goes through a row again"
     text = source_of(loops.argmax(256, 2048)).text
     assert text.index("ask_far<") < text.index("ask<WIDTH * 4>(&a0[j0 + i0*2048 + 2048]);") < text.index("holding(")
+
+
+@pytest.mark.parametrize("make", [loops.row_sum, loops.narrow_row_sum])
+def test_rows_read_side_by_side_have_the_sums_of_rows_by_themselves(
+    make: Callable[[int, int], Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(512, 1024)
+    beside = source_of(made)
+    monkeypatch.setattr("dcompile.codegen.emit.beside.AHEAD_BYTES", 1 << 40)
+    alone = source_of(made)
+    assert "abreast" in beside.text and "abreast" not in alone.text
+    build([beside, alone], Config(), store())
+    x = np.random.default_rng(0).normal(size=(512, 1024)).astype(np.float32)
+    inputs = {"x": x if make is loops.row_sum else from_bfloat16(to_bfloat16(x))}
+    (got,), (want,) = execute(made, beside, inputs), execute(made, alone, inputs)
+    assert np.array_equal(got, want)
+    assert np.abs(got - inputs["x"].sum(1, dtype=np.float64)).max() < 2e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -440,7 +440,10 @@ def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     each = [{name: run[name] for name in run if name.startswith("over_")} for run in runs]
     names = dict.fromkeys(name for found in each for name in found)
     medians = {name: statistics.median(found[name] for found in each if name in found) for name in names}
-    errors = {who: what for run in runs for who, what in run["errors"].items()}
+    errors = {}
+    for who in dict.fromkeys(who for run in runs for who in run["errors"]):
+        told = [run["errors"][who] for run in runs if who in run["errors"]]
+        errors[who] = f"in {len(told)} of {len(runs)} runs: {'; '.join(dict.fromkeys(told))}"
     same = {name: runs[0][name] for name in ("name", "dtype", "threads")}
     return {**same, "steps": steps, "errors": errors, **medians, "runs": each}
 

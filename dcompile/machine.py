@@ -74,8 +74,8 @@ def caches_are_far() -> bool:
 def cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
     """The size of the largest cache that a core reads through; 0 where it is not known."""
     sizes = [0]
-    with contextlib.suppress(OSError):
-        for cache in caches.glob("index*"):
+    for cache in caches.glob("index*"):
+        with contextlib.suppress(OSError):  # not every kernel tells every size
             found = re.fullmatch(r"(\d+)([KMG]?)", (cache / "size").read_text().strip())
             sizes += [int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]] if found else []
     return max(sizes)

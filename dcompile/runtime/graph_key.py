@@ -22,7 +22,15 @@ from dcompile import compat
 from dcompile.collectives.params import Request
 from dcompile.config import Config
 from dcompile.ir.nodes import PART
-from dcompile.machine import compiler_stamp, cpu_features, openmp_library, own_source, own_version, triton_version
+from dcompile.machine import (
+    cache_bytes,
+    compiler_stamp,
+    cpu_features,
+    openmp_library,
+    own_source,
+    own_version,
+    triton_version,
+)
 
 _PYTHON = ("operator", "math", "builtins", "torch")
 """Modules whose functions a name and the versions in the key tell apart."""
@@ -96,6 +104,7 @@ def _environment() -> Iterator[str]:
     yield f"torch {torch.__version__} {torch.version.git_version}"
     yield compiler_stamp()
     yield cpu_features()
+    yield f"caches {cache_bytes()}"
     yield (openmp_library() or "").rpartition("/")[2]
     yield f"deterministic {torch.are_deterministic_algorithms_enabled()}"
 

@@ -48,7 +48,7 @@ def test_lines_of_several_processes_are_their_medians():
     assert line["over_plain"] == 0.8
     assert [found["over_plain"] for found in line["runs"]] == [0.5, 1.5, 0.8]
     assert line["steps"]["plain"] == {"median": 3.0, "fastest": 0.5, "spread": 0.1, "rounds": 21}
-    assert line["errors"] == {"inductor": "failed"}
+    assert line["errors"] == {"inductor": "in 1 of 3 runs: failed"}
     assert cpu_kernels._speedup(line, "over_plain") == "0.80 (0.50-1.50)"
     assert cpu_kernels.over_runs(runs[:1]) == runs[0]
     assert cpu_kernels._speedup(runs[0], "over_plain") == "0.50"

@@ -169,9 +169,9 @@ template <int64 bytes> INLINE void ask_if_far(const void*) {}
 template <int64 bytes> INLINE void ask_next(const void* from) { ask<bytes>((const char*)from + bytes); }
 static constexpr bool caches_are_far = false;
 #endif
-/* whether so many bytes are still in the caches when they are read again (machine.py): beside what else is read; 16 MB
-   are not with 32 MB of L3 (wide.py), 64 MB are with 480 */
-template <int64 bytes> static constexpr bool stays = 4 * bytes <= CACHE_BYTES;
+/* whether so many bytes are still in the caches (machine.py) when they are read again, beside what else is read: with
+   32 MB of L3 16 MB are not (wide.py), with 480 MB 64 are */
+template <int64 bytes> static constexpr bool stays = 4 * bytes < CACHE_BYTES;
 template <class T> INLINE void ask_for(const T* from, int64 line, int64 rows, int64 columns) {
   for (int64 r = 0; r < rows; r++)
     for (int64 c = 0; c < columns; c += 64 / sizeof(T)) __builtin_prefetch(from + r * line + c);

@@ -10,7 +10,8 @@ Zen 4); rounding to float16 0.35, SwiGLU in float16 0.45 (Zen 3).
 Where all is bfloat16 in memory, elements of even and of odd places are vectors of their own, and four are taken at a
 time: with AVX-512 0.62 to 0.76 of the time of single vectors.
 
-Large results are streamed past the caches, which spares reading what is overwritten; so is what is only copied.
+Large results are streamed past the caches, which spares reading what is overwritten, unless they are read again while
+they are there; so is what is only copied.
 Reductions of little work have several accumulators, since g++ gives them one vector, in which each addition waits for
 the one before.
 """
@@ -21,7 +22,7 @@ import functools
 
 from dcompile.codegen.emit.asked import Asked
 from dcompile.codegen.emit.nest import Axis, may_exceed
-from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan
 
 WIDTH = 16
 """Elements of the widest vectors; narrower ones divide it."""
@@ -63,6 +64,11 @@ WHOLE = frozenset(("cast", "lt", "and", "shr"))
 """What is made of an int32 and a number: shares of random bits."""
 FOLDED = frozenset(("max", "min", "sum"))
 """Reductions that collect in lanes."""
+
+
+def may_stream(buffer: Buffer) -> bool:
+    """Is a buffer so large that what is written to it may be streamed?"""
+    return isinstance(buffer.nbytes, int) and buffer.nbytes >= STREAM_BYTES * TILES_SOONER
 
 
 class Wide(Asked):

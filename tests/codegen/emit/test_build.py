@@ -148,6 +148,6 @@ def test_the_largest_cache_counts(tmp_path):
     for number, size in enumerate(["48K", "2048K", "32M", "odd"]):
         (tmp_path / f"index{number}").mkdir()
         (tmp_path / f"index{number}" / "size").write_text(f"{size}\n")
-    (tmp_path / "more").mkdir()
+    (tmp_path / "index9").mkdir()  # without a size
     assert cache_bytes.__wrapped__(tmp_path) == 32 << 20
     assert f"-DCACHE_BYTES={cache_bytes()}" in find_compiler(30).flags

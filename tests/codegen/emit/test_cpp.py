@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit import cpp, targets
 from dcompile.codegen.emit.nest import make_nest
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.ir.index import var
@@ -219,8 +219,8 @@ def test_what_a_later_step_or_the_backward_reads_may_stay_in_the_caches():
     second = replace(renamed(loop, names), name="second")
     buffers = (*first.buffers, replace(first.table["y"], name="w"))
     program = replace(first, steps=(loop, second), buffers=buffers)
-    for training, expected in ((False, [True, False]), (True, [True, True])):
-        kernels = cpp.emit_all(program, training=training).calls
+    for kind, expected in (("inference", [True, False]), ("backward", [True, False]), ("forward", [True, True])):
+        kernels = targets.emit_all(program, kind, own_products=False).calls
         assert ["stays<" in kernel.text for kernel in kernels] == expected
         assert all("stream_float32(" in kernel.text for kernel in kernels)
 

@@ -96,9 +96,9 @@ class Beside(Abreast):
         With AVX-512 they are read one after another: four at a time took 1.09 of that with two threads, 0.99 with one
         (Zen 4). There each line is asked for once before it is read: 0.95 of the time with one thread, 0.99 with two.
         Where caches are far (Intel's servers), four side by side and asked for ahead take 0.86 and 0.88 of one after
-        another not asked for, 0.98 and 0.99 of four that are not. In bfloat16 they go so there alone: 0.91 to 0.97
-        of one after another asked for 4 KB ahead where 8 MB come from memory, with two threads 0.98 to 1.01, and 0.99
-        to 1.0 from the caches.
+        another not asked for, 0.98 and 0.99 of four that are not. In bfloat16 they take 0.91 to 0.97 of one after another
+        asked for 4 KB ahead there (8 MB from memory; two threads 0.98 to 1.01, from the caches 0.99 to 1.0), and with
+        AVX2's instructions 0.77 from memory and 0.87 from the caches, 0.82 and 0.99 with two threads (the same server).
         """
         nest = self.nest
         reduces, stores = self._roots(0)
@@ -141,7 +141,6 @@ class Beside(Abreast):
         assert load is not None, "rows that are added up as they are"
         self.many = self._many(0, reduces, [], last)
         kind, width, ways = self._type("float32"), self._width(), PAIR_WAYS if self.many else WAYS
-        alone = "!caches_are_far" if self.many else "WIDTH == 16 && !caches_are_far"
         self._open_add(f"{kind}& x{n}")
         place = self.place(load.buffer, load.index)
         asks = "caches_are_far" if self.many else "WIDTH == 16"
@@ -152,7 +151,7 @@ class Beside(Abreast):
         self.line(f"{kind} x{n}[{WAYS}][{ways}];")
         for row in range(WAYS):
             self.line(f"fill(x{n}[{row}], 0.f);")
-        self.line(f"constexpr int64 abreast = {alone} ? 1 : {WAYS};")
+        self.line(f"constexpr int64 abreast = WIDTH == 16 && !caches_are_far ? 1 : {WAYS};")
         self.line(f"#pragma GCC unroll {WAYS}")
         self.open(f"for (int64 first = 0; first < {WAYS}; first += abreast)")
         self.open(f"for (int64 {last.name} = 0; {last.name} < {last.size}; {last.name} += {ways} * {width})")

@@ -96,9 +96,9 @@ class Beside(Abreast):
         With AVX-512 they are read one after another: four at a time took 1.09 of that with two threads, 0.99 with one
         (Zen 4). There each line is asked for once before it is read: 0.95 of the time with one thread, 0.99 with two.
         Where caches are far (Intel's servers), four side by side and asked for ahead take 0.86 and 0.88 of one after
-        another not asked for, 0.98 and 0.99 of four that are not. In bfloat16 they take 0.91 to 0.97 of one after another
-        asked for 4 KB ahead there (8 MB from memory; two threads 0.98 to 1.01, from the caches 0.99 to 1.0), and with
-        AVX2's instructions 0.77 from memory and 0.87 from the caches, 0.82 and 0.99 with two threads (the same server).
+        another not asked for, 0.98 and 0.99 of four that are not. In bfloat16 they take 0.91 to 0.97 of one after
+        another asked for 4 KB ahead there (8 MB from memory; two threads 0.98 to 1.01, from the caches 0.99 to 1.0),
+        with AVX2's instructions 0.77 from memory and 0.87 from the caches, 0.82 and 0.99 with two threads (there).
         """
         nest = self.nest
         reduces, stores = self._roots(0)

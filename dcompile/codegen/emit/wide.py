@@ -68,7 +68,7 @@ FOLDED = frozenset(("max", "min", "sum"))
 
 def may_stream(buffer: Buffer) -> bool:
     """Is a buffer so large that what is written to it may be streamed?"""
-    return isinstance(buffer.nbytes, int) and buffer.nbytes >= STREAM_BYTES * TILES_SOONER
+    return isinstance(buffer.extent, int) and buffer.nbytes >= STREAM_BYTES * TILES_SOONER
 
 
 class Wide(Asked):

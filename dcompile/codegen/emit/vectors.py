@@ -249,11 +249,9 @@ class Vectors(Wide):
         if store.mode == "set":
             turned, moved = self.turned if self._is_turned(number) else None, self._moved(dtype)
             place = f"y{number}[{turned.place}]" if turned else self.place(store.buffer, store.index)
-            if number in self.streams and (stays := self._stays(number)):
-                self.line(f"if ({stays}) put_{moved}(&{place}, {value}); else stream_{moved}(&{place}, {value});")
-                return
-            how = "stream" if number in self.streams else "put"
-            self.line(f"{how}_{moved}(&{place}, {value});")
+            put, stream = (f"{how}_{moved}(&{place}, {value});" for how in ("put", "stream"))
+            unless = f"if ({stays}) {put} else " if (stays := self._stays(number)) else ""
+            self.line(f"{unless}{stream}" if number in self.streams else put)
         else:
             place = f"&{self.columns[number]}[{self.index(store.index)}]"
             moved = self._moved("float32")

@@ -300,8 +300,8 @@ class Wide(Asked):
     def _stays(self, number: int) -> str:
         """The condition on which a result that would be streamed is left to the caches, if there is one.
 
-        Four linear layers with norms and residuals, tensors of 16 and 64 MB, train in 0.97 of the time so in float32
-        and in 0.94 to 0.96 in bfloat16, a Llama's layer in 0.99 (Intel with 480 MB of L3, one and two threads).
+        Four linear layers with norms and residuals, tensors of 16 and 64 MB, train in 0.97 to 1.0 of the time so in
+        float32 and in 0.94 to 0.96 in bfloat16, a Llama's layer in 0.99 (Intel with 480 MB of L3, one and two threads).
         """
         store = self.nest.stores[number]
         return f"stays<{self.bytes_of(store.buffer)}>" if store.buffer in self.again else ""

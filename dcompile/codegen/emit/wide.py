@@ -22,6 +22,7 @@ import functools
 
 from dcompile.codegen.emit.asked import Asked
 from dcompile.codegen.emit.nest import Axis, may_exceed
+from dcompile.codegen.emit.uses import known_bytes
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan
 
 WIDTH = 16
@@ -68,7 +69,7 @@ FOLDED = frozenset(("max", "min", "sum"))
 
 def may_stream(buffer: Buffer) -> bool:
     """Is a buffer so large that what is written to it may be streamed?"""
-    return isinstance(buffer.extent, int) and buffer.nbytes >= STREAM_BYTES * TILES_SOONER
+    return known_bytes(buffer) >= STREAM_BYTES * TILES_SOONER
 
 
 class Wide(Asked):

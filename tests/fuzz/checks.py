@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 
-from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit import cpp, wide
+from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
@@ -21,7 +23,7 @@ from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
 from dcompile.ir.symbols import sources, specialise
 from dcompile.ir.verify import verify
-from tests.codegen.emit.harness import call, compiled, placed, read
+from tests.codegen.emit.harness import call, loaded, placed, read
 from tests.fuzz.shrink import Fails, shrink
 from tests.ir.fuzz import random_program
 
@@ -37,19 +39,28 @@ CHOICES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "sign", "not", "floor",
 
 def run_cpp(cases: Sequence[Case]) -> list[Outputs]:
     """All kernels built at once; then each program over memory of its own, with guards behind every buffer."""
-    functions = compiled([program for program, _ in cases])
-    return [_run_one(program, inputs, functions) for program, inputs in cases]
+    kernels = [cpp.emit_all(program).calls for program, _ in cases]
+    functions = loaded([kernel for calls in kernels for kernel in calls])
+    return [_run_one(*case, calls, functions) for case, calls in zip(cases, kernels, strict=True)]
 
 
-def _run_one(program: Program, inputs: Inputs, functions: dict[str, object]) -> Outputs:
-    table, sizes = program.table, numbers_of(program, inputs)
+def run_cpp_streamed(cases: Sequence[Case]) -> list[Outputs]:
+    """The same with results written past the caches that are large enough for it in models alone."""
+    with patch.object(wide, "STREAM_BYTES", 0):
+        return run_cpp(cases)
+
+
+def _run_one(
+    program: Program, inputs: Inputs, calls: Sequence[KernelSource], functions: dict[str, object]
+) -> Outputs:
+    sizes = numbers_of(program, inputs)
     fixed = specialise(program, sizes)
     arena = np.full(fixed.arena_bytes + 64, GARBAGE, np.uint8)
     memory = {b.name: placed(b, inputs.get(b.name)) for b in fixed.buffers if b.storage != "arena"}
     own = dict(memory)
     memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in fixed.buffers if b.name not in memory}
-    for step in program.steps:
-        code = call(cpp.emit(step, table), functions, memory, sizes)
+    for step, kernel in zip(program.steps, calls, strict=True):
+        code = call(kernel, functions, memory, sizes)
         assert code == 0, f"{step.name} returned {code}"
     for name, flat in (*own.items(), ("the arena", arena)):
         assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
@@ -103,6 +114,8 @@ def checks() -> Iterator[Check]:
         yield Check(f"{name} in shared memory", True, 10, _against_interpreter(runner, plan_memory))
         yield Check(f"{name} fused", False, 5, _fused_or_not(runner))
         yield Check(f"{name} up to rounding", False, 2, _up_to_rounding(runner))
+    yield Check("cpp streamed bit for bit", True, 10, _against_interpreter(run_cpp_streamed, planned))
+    yield Check("cpp streamed up to rounding", False, 2, _up_to_rounding(run_cpp_streamed))
 
 
 def planned(program: Program) -> Program:

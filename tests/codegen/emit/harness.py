@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -87,7 +87,11 @@ def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], 
 
 def compiled(programs: list[Program]) -> dict[str, object]:
     """All kernels of some programs, built together."""
-    sources = [cpp.emit(step, p.table) for p in programs for step in p.steps if isinstance(step, Loop)]
+    return loaded([cpp.emit(step, p.table) for p in programs for step in p.steps if isinstance(step, Loop)])
+
+
+def loaded(sources: Sequence[KernelSource]) -> dict[str, object]:
+    """Kernels by name, built together."""
     libraries = build(sources, Config(), store()).libraries
     return {name: getattr(ctypes.CDLL(str(path)), name) for name, path in libraries.items()}
 

@@ -50,9 +50,7 @@ def run_cpp_streamed(cases: Sequence[Case]) -> list[Outputs]:
         return run_cpp(cases)
 
 
-def _run_one(
-    program: Program, inputs: Inputs, calls: Sequence[KernelSource], functions: dict[str, object]
-) -> Outputs:
+def _run_one(program: Program, inputs: Inputs, calls: Sequence[KernelSource], functions: dict[str, object]) -> Outputs:
     sizes = numbers_of(program, inputs)
     fixed = specialise(program, sizes)
     arena = np.full(fixed.arena_bytes + 64, GARBAGE, np.uint8)

@@ -6,7 +6,7 @@ A check takes programs with their inputs and says of each what differs first, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -14,21 +14,28 @@ import numpy as np
 
 from dcompile.codegen.emit import cpp, wide
 from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.triton_spelling import has_atomic
+from dcompile.codegen.emit.triton_tiles import make_plan
+from dcompile.codegen.schedule import spread
+from dcompile.codegen.schedule.again import compute_again
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.fuse import fuse
 from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.online import sum_exponentials
 from dcompile.codegen.schedule.reorient import reorient_columns
+from dcompile.codegen.schedule.together import bring_together
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
 from dcompile.ir.symbols import sources, specialise
 from dcompile.ir.verify import verify
 from tests.codegen.emit.harness import call, loaded, placed, read
+from tests.codegen.emit.loops import on_a_gpu
+from tests.fuzz.by_triton import run_triton
+from tests.fuzz.records import Case, Inputs
 from tests.fuzz.shrink import Fails, shrink
 from tests.ir.fuzz import random_program
 
-Inputs = Mapping[str, np.ndarray]
-Case = tuple[Program, Inputs]
 Outputs = list[np.ndarray]
 Runner = Callable[[Sequence[Case]], list[Outputs]]
 """Runs programs of loops, planned or not, and returns the outputs of each."""
@@ -112,6 +119,11 @@ def checks() -> Iterator[Check]:
         yield Check(f"{name} in shared memory", True, 10, _against_interpreter(runner, plan_memory))
         yield Check(f"{name} fused", False, 5, _fused_or_not(runner))
         yield Check(f"{name} up to rounding", False, 2, _up_to_rounding(runner))
+    for name, prepare in (("triton", planned_for_gpu), ("triton shared", shared_on_gpu)):
+        run = _against_interpreter(run_triton, prepare, combines_in_memory)
+        yield Check(f"{name} bit for bit", True, 8, run)
+        yield Check(f"{name} with symbolic sizes", True, 6, run, True)
+    yield Check("triton up to rounding", False, 2, _up_to_rounding(run_triton, planned_for_gpu))
     yield Check("cpp streamed bit for bit", True, 10, _against_interpreter(run_cpp_streamed, planned))
     yield Check("cpp streamed up to rounding", False, 2, _up_to_rounding(run_cpp_streamed))
 
@@ -119,6 +131,26 @@ def checks() -> Iterator[Check]:
 def planned(program: Program) -> Program:
     """What the pipeline makes of a program of loops."""
     return plan_memory(fuse(reorient_columns(drop_dead(program))))
+
+
+def planned_for_gpu(program: Program) -> Program:
+    """What the pipeline makes of it on a GPU; each buffer has memory of its own."""
+    program = fuse(reorient_columns(sum_exponentials(drop_dead(on_a_gpu(program)))))
+    return bring_together(spread.fuse_sums(spread.spread_rows(spread.spread_columns(compute_again(program)))))
+
+
+def shared_on_gpu(program: Program) -> Program:
+    """The same with small loops shared among programs (the GPU's) as large ones are."""
+    with patch.multiple(spread, LONG=8, PART=3, PROGRAMS=4, UNKNOWN_ROWS=3):
+        return planned_for_gpu(program)
+
+
+def combines_in_memory(program: Program) -> bool:
+    """Do its loops combine nothing in memory but what GPUs can? Lowering asks the library for all else."""
+    table = program.table
+    loops = [step for step in program.steps if isinstance(step, Loop) and make_plan(step).atomic]
+    combining = [store for loop in loops for store in loop.stores if store.mode != "set"]
+    return all(has_atomic(store.mode, table[store.buffer].dtype) for store in combining)
 
 
 def _passes(program: Program, inputs: Inputs) -> str | None:
@@ -143,13 +175,18 @@ def _outputs(program: Program, inputs: Inputs) -> Outputs:
     return [np.asarray(output) for output in interpret(program, {n: np.copy(a) for n, a in inputs.items()})]
 
 
-def _against_interpreter(runner: Runner, prepare: Callable[[Program], Program]) -> Callable[..., list[str | None]]:
+def _against_interpreter(
+    runner: Runner, prepare: Callable[[Program], Program], suits: Callable[[Program], bool] = lambda program: True
+) -> Callable[..., list[str | None]]:
+    """Programs that do not suit the runner, once prepared, are left out."""
+
     def run(cases: Sequence[Case]) -> list[str | None]:
-        results = runner([(prepare(program), inputs) for program, inputs in cases])
-        return [
-            first_difference(program, _outputs(program, inputs), found)
-            for (program, inputs), found in zip(cases, results, strict=True)
-        ]
+        ready = [prepare(program) for program, _ in cases]
+        chosen = [number for number, program in enumerate(ready) if suits(program)]
+        found: list[str | None] = [None] * len(cases)
+        for number, got in zip(chosen, runner([(ready[n], cases[n][1]) for n in chosen]), strict=True):
+            found[number] = first_difference(cases[number][0], _outputs(*cases[number]), got)
+        return found
 
     return run
 
@@ -182,13 +219,15 @@ def _sums(program: Program) -> bool:
     return any(DTYPES[dtype] == "float" for dtype in combined)
 
 
-def _up_to_rounding(runner: Runner) -> Callable[..., list[str | None]]:
+def _up_to_rounding(
+    runner: Runner, prepare: Callable[[Program], Program] = lambda program: program
+) -> Callable[..., list[str | None]]:
     """Only programs without jumps: elsewhere a last bit may decide between two right answers."""
 
     def run(cases: Sequence[Case]) -> list[str | None]:
         smooth = [number for number, (program, _) in enumerate(cases) if not _jumps(program)]
         found: list[str | None] = [None] * len(cases)
-        for number, got in zip(smooth, runner([cases[n] for n in smooth]), strict=True):
+        for number, got in zip(smooth, runner([(prepare(cases[n][0]), cases[n][1]) for n in smooth]), strict=True):
             program, inputs = cases[number]
             found[number] = first_difference(program, _outputs(program, inputs), got, rtol=1e-4, atol=1e-4)
         return found

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from math import inf, nan
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-import dcompile.ir.index
-import dcompile.ir.nodes
 from dcompile.ir.text import show
-from tests.fuzz.checks import Case
+from tests.fuzz import records
 from tests.fuzz.ranks_session import RanksProgram
+from tests.fuzz.records import Case
 from tests.fuzz.torch_session import TorchProgram
 
 KEPT = Path(__file__).parent / "kept"
-NAMES = {
-    **vars(dcompile.ir.index),
-    **vars(dcompile.ir.nodes),
-    "inf": inf,
-    "nan": nan,
-    "TorchProgram": TorchProgram,
-    "RanksProgram": RanksProgram,
-    "torch": torch,
-}
-"""What the repr of a program is made of."""
+NAMES = {"TorchProgram": TorchProgram, "RanksProgram": RanksProgram, "torch": torch}
+"""What the repr of a program of torch's is made of."""
 
 
 def keep(check: str, seed: int, case: Case | TorchProgram | RanksProgram) -> Path:
@@ -37,9 +26,7 @@ def keep(check: str, seed: int, case: Case | TorchProgram | RanksProgram) -> Pat
     if isinstance(case, TorchProgram | RanksProgram):
         record |= {"shown": str(case), "program": repr(case)}
     else:
-        program, inputs = case
-        saved = {name: [str(a.dtype), list(a.shape), a.ravel().tolist()] for name, a in inputs.items()}
-        record |= {"shown": show(program), "program": repr(program), "inputs": saved}
+        record |= {"shown": show(case[0])} | records.of_case(case)
     KEPT.mkdir(exist_ok=True)
     path = KEPT / f"{re.sub(r'[^a-z]+', '_', check)}_{seed}.json"
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
@@ -50,9 +37,6 @@ def keep(check: str, seed: int, case: Case | TorchProgram | RanksProgram) -> Pat
 def kept_case(path: Path) -> tuple[str, Any]:
     """The check that failed, and the case."""
     record = json.loads(path.read_text())
-    program = eval(record["program"], dict(NAMES))
-    if isinstance(program, TorchProgram | RanksProgram):
-        return record["check"], program
-    saved = record["inputs"].items()
-    inputs = {name: np.asarray(values, dtype).reshape(shape) for name, (dtype, shape, values) in saved}
-    return record["check"], (program, inputs)
+    if "inputs" in record:
+        return record["check"], records.case_of(record)
+    return record["check"], eval(record["program"], dict(NAMES))

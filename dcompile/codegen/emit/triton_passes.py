@@ -145,7 +145,6 @@ class Passes(Text):
         stores = [n for n, row in enumerate(self.nest.row_stores) if not row and self.levels.store_at[n] == number]
         if not reduces and not stores:
             return
-        shape = self.shape(self.everything)
         online: dict[Ref, list[Ref]] = {
             reduce.arg: [] for reduce in map(self._reduce, reduces) if reduce.op == "sum_exp"
         }
@@ -157,6 +156,7 @@ class Passes(Text):
             self._begin_online(arg, r)
         for ref in reduces:
             reduce = self._reduce(ref)
+            shape = self.shape(self.classes[reduce.arg] | {"r"})
             self.line(f"s{self.number(ref)} = tl.broadcast_to({self.identity(reduce.op, reduce.dtype)}, {shape})")
         roots = {self._reduce(ref).arg for ref in reduces} | online.keys()
         roots |= {ref for n in stores for ref in store_operands(self.nest.stores[n])}
@@ -199,7 +199,8 @@ class Passes(Text):
 
     def _begin_online(self, arg: Ref, r: Dim) -> None:
         n, dtype = self.number(arg), self.nest.body[arg].dtype
-        lanes = r.block // self._width(arg, r) if self.flat_rows else self.plan.dims[0].block
+        rows = self.plan.dims[0].block if "x" in self.classes[arg] else 1
+        lanes = r.block // self._width(arg, r) if self.flat_rows else rows
         for name, op in (("m", "max"), ("s", "sum")):
             self.line(f"{name}{n} = tl.broadcast_to({self.identity(op, dtype)}, [{lanes}])")
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from dcompile.codegen.emit.nest import Axis, Nest, expand, may_exceed, renumber, renumbered
+from dcompile.codegen.emit.triton_spelling import has_atomic
 from dcompile.codegen.emit.triton_tiles import (
     COLUMN_ROWS,
     COLUMNS,
@@ -161,35 +162,68 @@ def rows_per_program(nest: Nest) -> int:
 
 def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
-    nest = _nest(loop)
-    combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
-    fits = not may_exceed(size_product(loop.inner), PERSISTENT) or not sees_whole_rows(nest)
-    wrong = [n for n in combining if not (fits and _collects(nest, n))]
-    if not wrong or loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
-        return [loop]
     saved: dict[Ref, str] = {}
+    loop, apart = _by_way_of_memory(loop, _uncollected(loop, table), table)
+    wrong = _uncollected(loop, table)
     rows = position("i", loop.outer)
-    apart: list[Loop] = []
-    for n in wrong:
-        made = _as_reduction(loop, n, saved, rows, table)
-        if made is None:
-            return [loop]
-        apart.append(made)
+    apart += [_as_reduction(loop, n, saved, rows, table) for n in wrong]
+    if not apart:
+        return [loop]
     kept = tuple(store for n, store in enumerate(loop.stores) if n not in wrong)
     kept += tuple(Store(name, rows, ref) for ref, name in saved.items())
     rest = without(replace(loop, stores=kept), frozenset())
     return [*([rest] if rest is not None else []), *apart]
 
 
-def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, table: dict[str, Buffer]) -> Loop | None:
-    """One combining store as a loop over its results; row values that it needs are saved by the first loop."""
-    store = loop.stores[number]
+def _uncollected(loop: Loop, table: Mapping[str, Buffer]) -> list[int]:
+    """Combining stores that have to leave the loop, and can.
+
+    One that cannot, since values say where it stores, combines in memory, and so do all that stay with it.
+    """
+    nest = _nest(loop)
+    fits = not may_exceed(size_product(loop.inner), PERSISTENT) or not sees_whole_rows(nest)
+    combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
+    wrong = [n for n in combining if not (fits and _collects(nest, n))]
+    able = [n for n in combining if _has_own_loop(loop, loop.stores[n], table)]
+    if set(wrong) <= set(able):
+        return wrong
+    return [n for n in able if not has_atomic(loop.stores[n].mode, table[loop.stores[n].buffer].dtype)]
+
+
+def _has_own_loop(loop: Loop, store: Store, table: Mapping[str, Buffer]) -> bool:
+    """Can a combining store become a loop over its results?"""
     bounds = ranges(loop)
     kept = {name: bounds[name] for name in store.index.variables & bounds.keys()}
     if runtime_refs(store.index) or radix(store.index, kept) is None:
-        return None
-    if size_product(kept.values()) != size_product(table[store.buffer].shape):
-        return None
+        return False
+    return size_product(kept.values()) == size_product(table[store.buffer].shape)
+
+
+def _by_way_of_memory(loop: Loop, numbers: list[int], table: dict[str, Buffer]) -> tuple[Loop, list[Loop]]:
+    """Have combining stores that no other loop can compute write their values as they are, for loops that combine them.
+
+    Those of a scan are of that kind, and all where the loop writes what it reads.
+    """
+    rows, elements = position("i", loop.outer), position("j", loop.inner)
+    stores, apart = list(loop.stores), list[Loop]()
+    for n in numbers:
+        store, row_store = loop.stores[n], is_row_store(loop, loop.stores[n])
+        needed = behind(loop.body, store_operands(store), through_reduces=False)
+        if not loop.reads & loop.writes and not any(isinstance(loop.body[ref], Scan) for ref in needed):
+            continue
+        dtype, shape = loop.body[store.value].dtype, loop.outer if row_store else (*loop.outer, *loop.inner)
+        place = rows if row_store else rows * size_product(loop.inner) + elements
+        name = _new(f"{store.buffer}_values", dtype, shape, table[store.buffer].device, table)
+        simple = replace(loop, body=(Load(name, place, dtype),), stores=(replace(store, value=0),))
+        apart.append(_as_reduction(simple, 0, {}, rows, table))
+        stores[n] = Store(name, place, store.value)
+    return replace(loop, stores=tuple(stores)), apart
+
+
+def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, table: dict[str, Buffer]) -> Loop:
+    """One combining store as a loop over its results; row values that it needs are saved by the first loop."""
+    store, bounds = loop.stores[number], ranges(loop)
+    kept = store.index.variables & bounds.keys()
     row_store = is_row_store(loop, store)
     names = [name for name in bounds if bounds[name] != 1 and not (row_store and name[0] == "j")]
     outer = [name for name in names if name in kept]
@@ -216,7 +250,9 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
     made = Loop(f"{loop.name}_columns", loop.outer, loop.inner, tuple(body), (Store(store.buffer, index, result),))
     made = replace(made, origin=loop.origin)
     sizes = tuple(bounds[name] for name in outer), tuple(bounds[name] for name in inner)
-    return without(respace(made, *sizes, values), frozenset())
+    found = without(respace(made, *sizes, values), frozenset())
+    assert found is not None, f"{loop.name} has a store of nothing"
+    return found
 
 
 def _new(name: str, dtype: str, shape: tuple[Size, ...], device: str, table: dict[str, Buffer]) -> str:
@@ -270,12 +306,13 @@ def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
     done: dict[Ref, str] = {}
     steps: list[Loop] = []
-    for number in range(1, max(known[ref] for ref in reduces) + 1):
+    last = max(known[ref] for ref in reduces)
+    for number in range(1, last + 1):
         now = [ref for ref in reduces if known[ref] == number]
         pieces = {r: _new(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
         results = {r: _new(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
         steps.append(_part(loop, parts, pieces, done))
-        at_end = [s for s in stores if is_row_store(loop, s)] if now[-1] == reduces[-1] else []
+        at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
         steps.append(_sum(loop, parts, pieces, done, results, at_end))
         done |= results
     elements = tuple(store for store in stores if not is_row_store(loop, store))

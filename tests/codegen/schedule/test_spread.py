@@ -10,9 +10,10 @@ import pytest
 from dcompile.codegen.schedule import spread
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Loop, Program, Reduce, Store
+from dcompile.ir.nodes import Loop, Program, Reduce, Store, View
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cases, loops
+from tests.codegen.emit.loops import I0, J0
 from tests.ir.fuzz import random_program
 
 
@@ -33,7 +34,7 @@ def test_cpu_programs_are_left_alone():
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_keep_their_meaning(seed, monkeypatch):
-    for name, value in (("LONG", 8), ("PART", 3), ("PROGRAMS", 4)):
+    for name, value in (("LONG", 8), ("PART", 3), ("PROGRAMS", 4), ("PERSISTENT", 8)):
         monkeypatch.setattr(spread, name, value)
     program, inputs = random_program(seed, 8, exact=True)
     for want, got in zip(interpret(program, inputs), interpret(spread_out(program), inputs), strict=True):
@@ -76,6 +77,35 @@ def test_a_sum_over_other_axes_becomes_a_loop_of_its_own():
     inputs = cases.random_inputs(program)
     for want, got in zip(interpret(program, inputs), interpret(made, inputs), strict=True):
         assert np.allclose(want, got, rtol=1e-4, atol=1e-4)
+
+
+def scanned_and_combined(mode: str, in_place: bool) -> Program:
+    """Sums of rows as they grow; of each column, the products of what is read, and `mode` of the sums."""
+    b, at = loops.Body(), I0 * 40 + J0
+    x = b.load("x", at)
+    grown = b.scan("sum", x)
+    stores = [Store("x" if in_place else "grown", at, grown), Store("products", J0, x, "prod")]
+    stores.append(Store("combined", J0, grown, mode))
+    shapes = {"x": (6, 40), "grown": (6, 40), "products": (40,), "combined": (40,)}
+    made = loops.program(b, (6,), (40,), stores, **{n: ("float32", shape) for n, shape in shapes.items()})
+    buffers = tuple(buffer for buffer in made.buffers if buffer.name != "grown" or not in_place)
+    outputs = tuple(View(store.buffer, shapes[store.buffer], made.table[store.buffer].strides) for store in stores)
+    return replace(made, inputs=("x",), buffers=buffers, outputs=outputs)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_columns_beside_a_scan_of_rows_too_long_for_a_program_are_combined_by_loops_of_their_own(
+    mode, in_place, monkeypatch
+):
+    monkeypatch.setattr(spread, "PERSISTENT", 32)
+    program = scanned_and_combined(mode, in_place)
+    made, inputs = spread_out(program), cases.random_inputs(program)
+    first, *others = made.steps
+    assert len(others) == 2 and {store.mode for store in first.stores} == {"set"}
+    assert ("products_values" in first.writes) == in_place  # else read again from x
+    for want, got in zip(interpret(program, inputs), interpret(made, inputs), strict=True):
+        assert np.allclose(want, got, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_are_added_up_in_a_fixed_order():

@@ -103,6 +103,13 @@ def raw_stream(device: int) -> int:
     return int(fast(device) if fast is not None else torch.cuda.current_stream(device).cuda_stream)
 
 
+def forget_blas_workspaces() -> None:
+    """Give back the memory that torch keeps for cuBLAS, a piece for each stream; it is allocated again when needed."""
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """Stop with `message` unless `condition` holds, without waiting for the GPU to find out."""
     import torch

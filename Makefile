@@ -50,7 +50,8 @@ ops-sweep: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m tests.ops.sweep --json build/ops-sweep.jsonl --update $(ARGS)
 
 # Random programs in C++ and in Triton's interpreter against ours, random modules against eager mode, random training
-# scripts on two ranks against stock DDP and FSDP; failures are shrunk and kept in tests/fuzz/kept, which the test suite replays.
+# scripts on two ranks against stock DDP and FSDP; failures are shrunk and kept in tests/fuzz/kept, which the test
+# suite replays.
 fuzz: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 

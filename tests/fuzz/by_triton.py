@@ -31,7 +31,8 @@ def run_triton(cases: Sequence[Case]) -> list[list[np.ndarray]]:
     """Outputs of each program. Raises RuntimeError with the first error."""
     try:
         found = _worker().ask([records.of_case(case) for case in cases])
-    except RuntimeError:
+    except (RuntimeError, BrokenPipeError):  # the next call starts another process
+        _worker().stop()
         _worker.cache_clear()
         raise
     for answer in found:
@@ -57,7 +58,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
         )
-        atexit.register(self._process.kill)
+        atexit.register(self.stop)
 
     def ask(self, cases: list[records.Record]) -> list[Any]:
         """An answer for each. Raises RuntimeError where none comes."""
@@ -66,13 +67,17 @@ class _Worker:
         self._process.stdin.flush()
         while True:
             if not select.select([self._process.stdout], [], [], DEADLINE)[0]:
-                self._process.kill()
                 raise RuntimeError(f"Triton's interpreter did not answer within {DEADLINE:.0f} s")
             line = self._process.stdout.readline().decode()
             if line.startswith(MARK):
                 return json.loads(line[len(MARK) :])
             if not line:
                 raise RuntimeError(f"Triton's interpreter ended with exit status {self._process.wait()}")
+
+    def stop(self) -> None:
+        """End it, and close what leads there."""
+        with self._process:
+            self._process.kill()
 
 
 def main() -> None:

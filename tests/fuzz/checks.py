@@ -140,8 +140,8 @@ def planned_for_gpu(program: Program) -> Program:
 
 
 def shared_on_gpu(program: Program) -> Program:
-    """The same with small loops shared among programs (the GPU's) as large ones are."""
-    with patch.multiple(spread, LONG=8, PART=3, PROGRAMS=4, UNKNOWN_ROWS=3):
+    """The same with small loops shared among programs (the GPU's), or taken apart, as large ones are."""
+    with patch.multiple(spread, LONG=8, PART=3, PROGRAMS=4, UNKNOWN_ROWS=3, PERSISTENT=8):
         return planned_for_gpu(program)
 
 

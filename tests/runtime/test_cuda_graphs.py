@@ -114,16 +114,15 @@ def test_buffers_that_a_forward_writes():
             torch.testing.assert_close(own, theirs)
 
 
-def allocated():
+def forget_others():
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
 
 
 def test_nothing_is_left_of_a_model_that_is_gone():
     """Of several, since each records on a stream of its own, for which torch keeps memory for products."""
-    before = [allocated()]
+    left = []
     for _ in range(3):
         ours = model()
         compiled = torch.compile(ours, backend="dcompile", options={"triton.cudagraphs": True, "receipt": False})
@@ -131,8 +130,9 @@ def test_nothing_is_left_of_a_model_that_is_gone():
             compiled(batch(step)).square().mean().backward()
         assert dcompile.receipt(compiled).replays
         del ours, compiled
-        before.append(allocated())
-    assert before[1:] == before[1:2] * 3
+        forget_others()
+        left.append(torch.cuda.memory_allocated())
+    assert left == left[:1] * 3
 
 
 def test_a_model_replays_on_when_others_are_gone():
@@ -156,9 +156,7 @@ def test_memory_of_activations_is_used_again():
     """Replaying holds no more than a few per cent over what a plain step needs at its peak."""
 
     def peak(options):
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+        forget_others()
         others = torch.cuda.memory_reserved()  # of tests before this one
         ours = model(layers=6, width=64)
         compiled = torch.compile(ours, backend="dcompile", options={"receipt": False, **options})

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dcompile.codegen.emit.triton_spelling import has_atomic
 from dcompile.codegen.lower.body import Body, Coords
 from dcompile.codegen.lower.graph import Lowering, dtype_name
 from dcompile.codegen.lower.indexing import IndexedSpace, checked, every_place, indexed_space, places
@@ -62,9 +63,7 @@ def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> b
     if mode == "sum" and compute in ("float32", "float64"):
         places = typical(size_product(shape))
         return not low.deterministic and places <= max(EMPTY * typical(size_product(values)), SMALL)
-    return (mode in ("sum", "max", "min") and compute in ("int32", "int64")) or (
-        mode in ("max", "min") and compute == "float32"
-    )
+    return has_atomic(mode, compute)
 
 
 def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> T:

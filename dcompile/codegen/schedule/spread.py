@@ -163,8 +163,9 @@ def rows_per_program(nest: Nest) -> int:
 def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
     saved: dict[Ref, str] = {}
-    loop, apart = _by_way_of_memory(loop, _uncollected(loop, table), table)
-    wrong = _uncollected(loop, table)
+    leaving = _uncollected(loop, table)
+    loop, apart = _by_way_of_memory(loop, leaving, table)
+    wrong = [n for n in leaving if loop.stores[n].mode != "set"]
     rows = position("i", loop.outer)
     apart += [_as_reduction(loop, n, saved, rows, table) for n in wrong]
     if not apart:

@@ -16,7 +16,7 @@ from dcompile.compat.outputs import results_in_their_places
 from dcompile.compat.regions import regions_without_inductor
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 from dcompile.compat.statistics import unseen_statistics
-from dcompile.compat.unread import no_unread_graphs
+from dcompile.compat.unread import no_unread_backwards, no_unread_graphs
 from dcompile.compat.views import views_as_asked
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ def min_cut_partition(
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
     ops, cutting = _more_ops(partitioners, fusible, recomputable), _cutting(minimum_cut)
-    with ops, cutting, regions_without_inductor(), states_of_what_draws(), config.patch(changes):
+    unread = no_unread_backwards()
+    with ops, cutting, unread, regions_without_inductor(), states_of_what_draws(), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
 

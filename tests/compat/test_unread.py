@@ -1,0 +1,56 @@
+"""What torch writes out while it compiles is left out where nobody reads it, and is there for those who do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+import dcompile
+from dcompile.compat import aot
+
+
+def _is_backward(graph: Graph) -> bool:
+    return any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+
+
+def _step(model: Any) -> torch.Tensor:
+    model(torch.ones(3, 4)).square().sum().backward()
+    return model.weight.grad
+
+
+def test_no_text_of_a_backward_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(4, 5)
+    expected = _step(model)
+    model.weight.grad = None
+    written: list[bool] = []
+    own = Graph.python_code
+
+    def python_code(graph: Graph, *args: Any, **keywords: Any) -> Any:
+        written.append(_is_backward(graph))
+        return own(graph, *args, **keywords)
+
+    monkeypatch.setattr(Graph, "python_code", python_code)
+    torch.testing.assert_close(_step(dcompile.compile(model)), expected)
+    assert written and not any(written)
+
+
+def test_who_asks_for_a_backward_gets_its_text_and_may_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[GraphModule] = []
+    own = aot.min_cut_partition
+
+    def partition(*args: Any, **keywords: Any) -> tuple[Any, Any]:
+        pair = own(*args, **keywords)
+        found.append(pair[1])
+        return pair
+
+    monkeypatch.setattr(aot, "min_cut_partition", partition)
+    _step(dcompile.compile(torch.nn.Linear(4, 5)))
+    (backward,) = found
+    assert "def forward(self, primals_" in backward.code
+    assert _is_backward(backward.graph)
+    shapes = [node.meta["val"].shape for node in backward.graph.find_nodes(op="placeholder")]
+    gradients = [x for x in backward(*map(torch.ones, shapes)) if x is not None]
+    assert gradients and all(torch.isfinite(x).all() for x in gradients)

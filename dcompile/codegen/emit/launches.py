@@ -27,6 +27,8 @@ class Launches(Values):
         super().__init__(program, late)
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
+        self.shown = frozenset(self.hosts.get(name) for name in self.outputs)
+        """Buffers in whose memory results lie."""
         self.waiting: list[tuple[KernelSource, list[str]]] = []
         """Kernels to be started together, all of a program on a CPU, or those on GPUs; what the latter are given."""
         self.dying: list[str] = []
@@ -44,10 +46,10 @@ class Launches(Values):
 
     def _drop(self, buffers: list[str]) -> None:
         """Release tensors after their last use, so that their memory can be used again."""
-        kept = self.outputs | self.late  # a size that a call has told is used under its own name to the end
-        held = [b for b in buffers if b in self.allocated and b not in kept and b in self.table]
-        shown = {self.hosts.get(name) for name in self.outputs}
-        names = [*map(self.name, held), *(self._room(b) for b in held if b in self.inherited - shown)]
+        # a size that a call has told is used under its own name to the end
+        held = [b for b in buffers if b in self.allocated and b in self.table and b not in self.late]
+        held = [b for b in held if b not in self.outputs]
+        names = [*map(self.name, held), *(self._room(b) for b in held if b in self.inherited and b not in self.shown)]
         if names:
             self.lines.append(f"del {', '.join(names)}")
 

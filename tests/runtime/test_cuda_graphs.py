@@ -121,9 +121,12 @@ def forget_others():
 
 
 def test_nothing_is_left_of_a_model_that_is_gone():
-    """Of several, since each records on a stream of its own, for which torch keeps memory for products."""
+    """Of several, since each records on a stream of its own, for which torch keeps memory for products.
+
+    Behind a first one, with which what a test before this one has left may go (0.5 MiB did, on an H100).
+    """
     left = []
-    for _ in range(3):
+    for _ in range(4):
         ours = model()
         compiled = torch.compile(ours, backend="dcompile", options={"triton.cudagraphs": True, "receipt": False})
         for step in range(4):
@@ -132,7 +135,7 @@ def test_nothing_is_left_of_a_model_that_is_gone():
         del ours, compiled
         forget_others()
         left.append(torch.cuda.memory_allocated())
-    assert left == left[:1] * 3
+    assert left[1:] == left[1:2] * 3
 
 
 def test_a_model_replays_on_when_others_are_gone():

@@ -27,7 +27,7 @@ class Launches(Values):
         super().__init__(program, late)
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
-        self.shown = frozenset(self.hosts.get(name) for name in self.outputs)
+        self.shown = frozenset(self.hosts[name] for name in self.outputs if name in self.hosts)
         """Buffers in whose memory results lie."""
         self.waiting: list[tuple[KernelSource, list[str]]] = []
         """Kernels to be started together, all of a program on a CPU, or those on GPUs; what the latter are given."""
@@ -46,9 +46,9 @@ class Launches(Values):
 
     def _drop(self, buffers: list[str]) -> None:
         """Release tensors after their last use, so that their memory can be used again."""
+        ours = [b for b in buffers if b in self.allocated and b in self.table]
         # a size that a call has told is used under its own name to the end
-        held = [b for b in buffers if b in self.allocated and b in self.table and b not in self.late]
-        held = [b for b in held if b not in self.outputs]
+        held = [b for b in ours if b not in self.outputs and b not in self.late]
         names = [*map(self.name, held), *(self._room(b) for b in held if b in self.inherited and b not in self.shown)]
         if names:
             self.lines.append(f"del {', '.join(names)}")

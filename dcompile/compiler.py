@@ -128,8 +128,6 @@ class CachingCompiler:
             why = f"{program.late_sizes} of its sizes depend on values"
         elif program.on_host:
             why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
-        elif any(storages.is_part(node.meta["val"]) for node in storages.looked_around(gm)):
-            why = "it looks at what lies around an input (as_strided), of which a recording has a copy"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program
@@ -138,7 +136,8 @@ class CachingCompiler:
             from dcompile.runtime.cuda_graphs import CudaRecorder
 
             self._trees[device] = Tree(CudaRecorder(torch.device(device)))
-        return Replayed(program, self._trees[device], results=request.results, saved=bool(request.saved))
+        whole = storages.looked_beyond(gm)
+        return Replayed(program, self._trees[device], results=request.results, saved=bool(request.saved), whole=whole)
 
     def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:
         try:

@@ -48,6 +48,31 @@ def looked_around(gm: Any) -> list[Node]:
     return list(dict.fromkeys(node for node in found if node is not None))
 
 
+def looked_beyond(gm: Any) -> tuple[int, ...]:
+    """Positions of the inputs that a copy stands in for only if it is one of all their storage.
+
+    What tracing says of an input's storage is no help: of one that is no view it knows the tensor's own part, and
+    nothing guards on where the next call's input lies.
+    """
+    places = {node: position for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    looks = ((node, storage_input(node)) for node in gm.graph.nodes if str(node.target) in FROM_STORAGE)
+    return tuple(sorted({places[of] for node, of in looks if of is not None and not _stays_within(node, of)}))
+
+
+def _stays_within(look: Node, of: Node) -> bool:
+    """Whether `as_strided` without an offset surely ends where `of` does, or before."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if has_offset(look) or str(look.target) != "aten.as_strided.default":
+        return False
+    return bool(statically_known_true(_last(look.meta["val"]) <= _last(of.meta["val"])))
+
+
+def _last(value: Any) -> Any:
+    """The place of a tensor's last element, counted from the start of its storage; of an empty one, none before 0."""
+    return value.storage_offset() + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+
+
 def _scatters(node: Any) -> bool:
     return str(node.target) in _SCATTERS
 

@@ -35,14 +35,13 @@ from dcompile import compat
 from dcompile.collectives.params import AnySource, Executable
 from dcompile.runtime.arena import like
 from dcompile.runtime.graph_calls import Call, call_of
-from dcompile.runtime.recording import Kept, Memory, Recording, Result, Slot
+from dcompile.runtime.recording import COPY_BYTES, Kept, Memory, Recording, Result, Slot
 from dcompile.runtime.settling import Settling
 
 LIMIT = 8
 """Recordings of one program. A loop over shapes has a program for each; what exceeds this is a caller who keeps every
 result, for which no number would do."""
-COPY_BYTES = 1 << 16
-"""Results up to this size are handed out as copies: losses and metrics, which callers keep over many steps."""
+AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
 POOLS = 3
 """Pools of one model. The second and third are for what is recorded while memory of the first is in use unowned."""
 
@@ -160,11 +159,14 @@ class Replayed:
     """An executable that is recorded and replayed. See `collectives.params.Executable`.
 
     `results`: how many of its first results the user sees; the others are saved tensors or gradients. `saved`: whether
-    it gets what a forward has saved.
+    it gets what a forward has saved. `whole`: positions of inputs around which it looks: a recording reads a copy of an
+    input, so calls where those are parts of larger storages run as they are.
     """
 
-    def __init__(self, program: Recordable, tree: Tree, *, results: int = 0, saved: bool = False) -> None:
-        self._program, self._tree, self._results, self._saved = program, tree, results, saved
+    def __init__(
+        self, program: Recordable, tree: Tree, *, results: int = 0, saved: bool = False, whole: Sequence[int] = ()
+    ) -> None:
+        self._program, self._tree, self._results, self._saved, self._whole = program, tree, results, saved, whole
         self._mutated = frozenset(program.mutated)
         self._kept = Kept()
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
@@ -179,7 +181,8 @@ class Replayed:
         """Run the program, as a replay where one fits; `args` is emptied."""
         if self._measured or self._objection is not None:
             return self._program(args, buckets=buckets, sync=sync)
-        call = call_of(self.buckets, buckets, sync)
+        apart = any(compat.storages.is_part(args[place]) for place in self._whole)
+        call = AROUND if apart else call_of(self.buckets, buckets, sync)
         if isinstance(call, str):
             self._note(f"some calls run without a CUDA graph: {call}")
             return self._program(args, buckets=buckets, sync=sync)

@@ -19,6 +19,10 @@ from dcompile import compat
 from dcompile.runtime.arena import copy_elements, over
 
 
+COPY_BYTES = 1 << 16
+"""Results up to this size are handed out as copies: losses and metrics, which callers keep over many steps."""
+
+
 @dataclass(eq=False, slots=True)
 class Kept:
     """Whether the user of a program was found to keep its results: copies are handed out from there on."""
@@ -49,13 +53,18 @@ class Memory:
         AOTAutograd makes views of what is no view for the user, who may change those in place, and none of a view's.
         """
         self._whole = False
-        """Whether a copy takes all of the storage: for results that lie together in it, or with gaps."""
+        """Whether a copy takes all of the storage: for results that lie together in it, or with gaps.
+
+        Little storage as a whole, too, around which `as_strided` may look in the next graph, as in eager mode.
+        """
         self._own = (0, 0)
 
     def add(self, like: torch.Tensor) -> int:
         """Make a template like this tensor, which lies in this memory; its number."""
         template = self._over(like.dtype, like.shape, like.stride(), int(like.storage_offset()))
-        self._whole = self._whole or bool(self._templates) or torch.empty_like(template).stride() != template.stride()
+        gaps = torch.empty_like(template).stride() != template.stride()
+        part = self.nbytes <= COPY_BYTES and compat.storages.is_part(template)
+        self._whole = self._whole or bool(self._templates) or gaps or part
         self._templates.append(template)
         if (rank := (not like._is_view(), template.nbytes)) > self._rank:
             self._base, self._rank = len(self._templates) - 1, rank

@@ -44,7 +44,7 @@ class Repeats:
             again = function()
             for to, made in zip(own, again, strict=True):
                 if isinstance(to, torch.Tensor) and to.data_ptr() != made.data_ptr():
-                    copy_elements(to, made)
+                    (_write_again if _lie_alike(to, made) else copy_elements)(to, made)
 
         return replay, results
 
@@ -83,6 +83,17 @@ def _memories(looks: list[Any]) -> Iterator[torch.Tensor]:
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in looks if isinstance(x, torch.Tensor)}
     for storage in storages.values():
         yield torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    sizes = {x.untyped_storage().nbytes() for x in (one, other)}
+    return len(sizes) == 1 and one.storage_offset() == other.storage_offset()
+
+
+def _write_again(to: torch.Tensor, made: torch.Tensor) -> None:
+    """All of the storage: kernels write what lies around a result, too."""
+    for memory, source in zip(_memories([to]), _memories([made]), strict=True):
+        memory.copy_(source)
 
 
 @contextlib.contextmanager

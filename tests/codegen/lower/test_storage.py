@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import dcompile
+from tests.fuzz.recordings import recorded
 
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "input": lambda x: x.as_strided((3,), (2,), 1) * 2,
@@ -50,6 +51,53 @@ def test_what_is_written_around_an_input_is_not_written_to_it(starts: tuple[int,
         results = call(found), around(wanted)
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(*results)
+
+
+WHERE: dict[str, Callable[[], torch.Tensor]] = {
+    "whole": lambda: torch.arange(12.0),
+    "behind others": lambda: torch.arange(24.0)[4:16],
+    "before others": lambda: torch.arange(24.0)[:12],
+    "before others, and no view": lambda: torch.arange(24.0)[:12].data,
+}
+LOOKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]] = {
+    "counted from the start": (lambda x: x.as_strided((3,), (2,), 1) * 2, ("whole",)),
+    "beyond its end": (lambda x: x.as_strided((13,), (1,)) * 2, ()),
+    "within": (lambda x: x.as_strided((3,), (4,)) * 2, tuple(WHERE)),
+}
+"""What looks at an input, and for which inputs a copy of it will do."""
+
+
+@pytest.mark.parametrize("first", WHERE)
+@pytest.mark.parametrize("name", LOOKS)
+def test_recordings_do_not_look_around_copies_of_inputs(name: str, first: str) -> None:
+    """Nothing guards on where in its storage an input lies: the same program gets all of these in turn."""
+    look, will_do = LOOKS[name]
+    turns = [first, *(where for where in WHERE if where != first)]
+    if name == "beyond its end":
+        turns = [where for where in turns if where != "whole"]  # an error in eager mode, too
+    replays = 0
+    with recorded():
+        call = dcompile.compile(look, dynamic=False, options={"triton.cudagraphs": True})
+        for where in turns:
+            for _ in range(3):
+                torch.testing.assert_close(call(WHERE[where]()), look(WHERE[where]()), rtol=0, atol=0)
+            before, replays = replays, dcompile.receipt(call).replays
+            assert (replays > before) == (where in will_do)
+        notes = [note for note in dcompile.receipt(call).notes if "lies around an input" in note]
+    assert bool(notes) == (set(turns) > set(will_do))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("part", [slice(4), slice(3, 7), slice(0, 8, 2)], ids=str)
+def test_around_what_a_recording_returns_lies_what_eager_has_there(part: slice) -> None:
+    """Results of little storage are handed out as copies, of all of it."""
+    with recorded():
+        call = dcompile.compile(lambda x: (x * 2)[part], dynamic=False, options={"triton.cudagraphs": True})
+        for step in range(4):
+            found = call(torch.arange(8.0) + step)
+            assert torch.equal(found.as_strided((8,), (1,), 0), (torch.arange(8.0) + step) * 2)
+    assert dcompile.receipt(call).replays
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("learns", [True, False])

@@ -18,7 +18,6 @@ import torch
 from dcompile import compat
 from dcompile.runtime.arena import copy_elements, over
 
-
 COPY_BYTES = 1 << 16
 """Results up to this size are handed out as copies: losses and metrics, which callers keep over many steps."""
 

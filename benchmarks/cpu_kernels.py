@@ -221,8 +221,8 @@ def _loss_and_gradient(logits: Any, _: Any) -> tuple[Any, ...]:
 def cross_entropies(dtype: str) -> tuple[Case, ...]:
     """Kernels made of formulas, as RMSNorm's backward is, and what training makes of the loss alone.
 
-    The latter has autograd's engine around it, for all but the loops. Cross-entropy of eight numbers takes 190 us in its
-    backward behind 16 MB of other data, eager's and dcompile's, and 53 in a row.
+    The latter has autograd's engine around it, for all but the loops. Of eight numbers, cross-entropy's backward takes
+    190 us behind 16 MB of other data, eager's and dcompile's, and 53 in a row (two Intel cores, 2026-11-26).
     """
     given, with_lse = functools.partial(_logits, dtype), functools.partial(_logits, dtype, lse=True)
     forward = kernel("cross_entropy_forward", dtype, given, _cross_entropy, _loss, LOGITS)

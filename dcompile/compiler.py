@@ -128,6 +128,8 @@ class CachingCompiler:
             why = f"{program.late_sizes} of its sizes depend on values"
         elif program.on_host:
             why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
+        elif storages.gives_data(gm):
+            why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 FROM_STORAGE = frozenset(
     f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter")
 )  # fmt: skip
+GIVES_DATA = frozenset(("aten.set_.source_Tensor", "aten.shallow_copy_data_.default"))
+"""What `tensor.data = source` is traced as; the latter since torch 2.14."""
 _SCATTERS = frozenset(f"aten.{kind}_scatter.default" for kind in ("select", "slice", "diagonal", "as_strided"))
 
 
@@ -71,6 +73,11 @@ def _stays_within(look: Node, of: Node) -> bool:
 def _last(value: Any) -> Any:
     """The place of a tensor's last element, counted from the start of its storage; of an empty one, none before 0."""
     return value.storage_offset() + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+
+
+def gives_data(gm: Any) -> bool:
+    """Whether a graph gives an input other memory."""
+    return any(str(node.target) in GIVES_DATA for node in gm.graph.nodes)
 
 
 def _scatters(node: Any) -> bool:

@@ -44,12 +44,7 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def set_data(tensor: torch.Tensor, source: torch.Tensor, copies: bool) -> None:
-    """`tensor.data = source`. With `copies`, of a copy: `source` lies in memory that the program uses again.
-
-    RuntimeError while a CUDA graph is recorded: no replay would do it.
-    """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("it gives a tensor other memory (.data = ...)")
+    """`tensor.data = source`. With `copies`, of a copy: `source` lies in memory that the program uses again."""
     tensor.set_(source.clone() if copies else source)  # type: ignore[call-overload, unused-ignore]
 
 

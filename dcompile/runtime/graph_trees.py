@@ -364,10 +364,11 @@ class _Results:
         bucket = self._buckets.get(storage.data_ptr())
         if bucket is not None:
             return Result("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
-        memory = self._by_address.get(storage.data_ptr())
+        # empty results lie nowhere, which is no place that they have in common
+        address = storage.data_ptr() if storage.nbytes() else -1 - len(self._by_address)
+        memory = self._by_address.get(address)
         if memory is None:
-            memory = Memory(storage, self._pool, pinned=slot is not None)
-            self._by_address[storage.data_ptr()] = memory
+            memory = self._by_address[address] = Memory(storage, self._pool, pinned=slot is not None)
         if kept is not None and storage.nbytes() <= COPY_BYTES:
             return Result("copy", memory, memory.add(value))
         self._seen[memory] = None

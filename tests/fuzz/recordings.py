@@ -11,14 +11,12 @@ import torch
 
 from dcompile import compat, compiler
 from dcompile.capture import programs
-from dcompile.runtime import checks, cuda_graphs
+from dcompile.runtime import cuda_graphs
 from dcompile.runtime.arena import copy_elements
 
 
 class Repeats:
     """A `Recorder` of calls on the CPU. As a stream that captures, it leaves all as it was while it records."""
-
-    capturing = False
 
     def __init__(self, device: torch.device) -> None:
         self._kept: list[torch.Tensor] = []
@@ -30,8 +28,7 @@ class Repeats:
         looks = [_look(x) for x in given[-1]]
         before, state = [(x, x.clone()) for x in _memories(looks)], torch.get_rng_state()
         try:
-            with mock.patch.object(Repeats, "capturing", True):
-                results = function()
+            results = function()
         finally:
             for memory, bytes_before in before:
                 memory.copy_(bytes_before)
@@ -51,13 +48,6 @@ class Repeats:
     def takes(self, tensor: torch.Tensor) -> bool:
         """As if the CPU were the device."""
         return tensor.device.type == "cpu"
-
-
-def _set_data(*args: Any) -> None:
-    """As it does on a GPU."""
-    if Repeats.capturing:
-        raise RuntimeError("it gives a tensor other memory (.data = ...)")
-    checks.set_data(*args)
 
 
 def _boxed(function: Any) -> list[list[Any]]:
@@ -102,7 +92,6 @@ def recorded() -> Iterator[None]:
     with (
         mock.patch.object(cuda_graphs, "CudaRecorder", Repeats),
         mock.patch.object(compiler, "gpus", lambda gm: {"cpu"}),
-        mock.patch.dict(checks._OWN, {"dcompile.set_data": _set_data}),
         mock.patch.object(programs, "donated_positions", lambda gm: ()),
     ):
         yield

@@ -74,8 +74,6 @@ The function returns a tensor, or a tuple of several: without a schema, nothing 
 
 SET_DATA = "dcompile.set_data"
 """set_data(tensor, source, copies): one of these, of a source that may lie in memory which the program uses again."""
-GIVES_DATA = frozenset(("aten.set_.source_Tensor", "aten.shallow_copy_data_.default"))
-"""What `tensor.data = source` is traced as; the latter since torch 2.14."""
 
 
 class Unsupported(DcompileError):
@@ -230,7 +228,7 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
     for name in names:
         low.keep_before_overwrite(name, low.position)
     op = op_text(node.target)
-    if op in GIVES_DATA:
+    if op in compat.storages.GIVES_DATA:
         was = [(view.shape, view.strides, tensor.dtype) for view, tensor in zip(views, tensors, strict=True) if view]
         if [(*opaque_shape(node.meta["val"]), dtype_name(node.meta["val"].dtype))] != was:
             raise Unsupported(f"dcompile: {node.target} gives an input another shape, dtype or other strides")

@@ -17,6 +17,7 @@ from dcompile.codegen.lower.program import lower
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run
+from tests.fuzz.recordings import recorded
 
 
 def check(function: Any, *args: torch.Tensor) -> list[Any]:
@@ -194,6 +195,19 @@ def test_a_parameter_whose_data_is_replaced_in_the_forward(how):
         torch.testing.assert_close(module.state_dict(), stock.state_dict())
         torch.testing.assert_close(module.a.weight.grad, stock.a.weight.grad)
         assert (module.a.weight.data_ptr() == module.b.weight.data_ptr()) == (how == "share")
+
+
+@pytest.mark.parametrize("how", ["average", "fewer"])
+def test_a_forward_that_replaces_data_is_not_recorded(how):
+    """No replay would do it; "fewer" gives it another shape, and leaves the graph to the library."""
+    stock = Moving(how)
+    with recorded(), torch.no_grad():
+        module = dcompile.compile(copy.deepcopy(stock), options={"triton.cudagraphs": True})
+        for x in torch.randn(5, 2, 16).unbind():
+            torch.testing.assert_close(module(x), stock(x))
+            torch.testing.assert_close(module.state_dict(), stock.state_dict())
+    receipt = dcompile.receipt(module)
+    assert not receipt.recordings and any("other memory (.data = ...)" in note for note in receipt.notes)
 
 
 def test_a_buffer_that_training_changes_counts_it():

@@ -71,19 +71,31 @@ LOOKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]]
 @pytest.mark.parametrize("name", LOOKS)
 def test_recordings_do_not_look_around_copies_of_inputs(name: str, first: str) -> None:
     """Nothing guards on where in its storage an input lies: the same program gets all of these in turn."""
+    with recorded():
+        in_turn(name, first, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", WHERE)
+@pytest.mark.parametrize("name", LOOKS)
+def test_cuda_graphs_do_not_look_around_copies_of_inputs(name: str, first: str) -> None:
+    in_turn(name, first, "cuda")
+
+
+def in_turn(name: str, first: str, device: str) -> None:
     look, will_do = LOOKS[name]
     turns = [first, *(where for where in WHERE if where != first)]
     if name == "beyond its end":
         turns = [where for where in turns if where != "whole"]  # an error in eager mode, too
     replays = 0
-    with recorded():
-        call = dcompile.compile(look, dynamic=False, options={"triton.cudagraphs": True})
-        for where in turns:
-            for _ in range(3):
+    call = dcompile.compile(look, dynamic=False, options={"triton.cudagraphs": True})
+    for where in turns:
+        for _ in range(3):
+            with torch.device(device):
                 torch.testing.assert_close(call(WHERE[where]()), look(WHERE[where]()), rtol=0, atol=0)
-            before, replays = replays, dcompile.receipt(call).replays
-            assert (replays > before) == (where in will_do)
-        notes = [note for note in dcompile.receipt(call).notes if "lies around an input" in note]
+        before, replays = replays, dcompile.receipt(call).replays
+        assert (replays > before) == (where in will_do)
+    notes = [note for note in dcompile.receipt(call).notes if "lies around an input" in note]
     assert bool(notes) == (set(turns) > set(will_do))
     torch.compiler.reset()
 

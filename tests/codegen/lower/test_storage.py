@@ -76,6 +76,7 @@ def test_recordings_do_not_look_around_copies_of_inputs(name: str, first: str) -
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("first", WHERE)
 @pytest.mark.parametrize("name", LOOKS)
 def test_cuda_graphs_do_not_look_around_copies_of_inputs(name: str, first: str) -> None:

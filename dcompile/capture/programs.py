@@ -16,6 +16,7 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.aliases import look_at_changed_inputs
+from dcompile.capture.bases import with_bases_as_traced
 from dcompile.capture.gradients import Apart
 from dcompile.capture.joint import Cut, donated_positions, saved_positions, take_token
 from dcompile.capture.model import CompiledModel
@@ -200,7 +201,7 @@ class Programs:
         pairs, again = to_be_told_apart(gm), returned_again(gm)
         retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
-        gathering, alone = self._gathering(run), (self.number,)
+        gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
 
         def inference(args: list[Any]) -> list[Any]:
             newest = model.newest
@@ -230,7 +231,7 @@ class Programs:
         retyped = take_other_dtypes(gm, self._cut.results)
         run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
         model = self.model
-        gathering, alone = self._gathering(run), (self.number,)
+        gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
 
         def forward(args: list[Any]) -> list[Any]:
             newest = model.newest

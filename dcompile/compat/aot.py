@@ -275,6 +275,13 @@ def is_tangent(placeholder: Any) -> bool:
     return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
 
 
+def is_base_of_inputs(placeholder: Any) -> bool:
+    """Whether a placeholder of AOTAutograd's graphs stands for what several inputs are views of."""
+    from torch._functorch._aot_autograd.descriptors import ViewBaseAOTInput
+
+    return isinstance(placeholder.meta.get("desc"), ViewBaseAOTInput)
+
+
 def takes_absent_tangents() -> bool:
     """Whether backwards of AOTAutograd pass on a None that autograd gives them for a gradient; if so, unchanged."""
     from torch._functorch._aot_autograd import runtime_wrappers

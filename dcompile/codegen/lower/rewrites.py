@@ -52,6 +52,8 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """One tensor several times over, as rotary angles are laid side by side: the backward may make it again."""
     first, *others = tensors
     same = bool(others) and all(other is first for other in others)
+    if not -first.dim() <= dim < first.dim():
+        return NotImplemented  # of tensors of shape (0,) eager mode takes any dimension
     if not same or compat.aot.suggest_memory_format(first) != torch.contiguous_format:
         return NotImplemented
     times = [1] * first.dim()

@@ -114,6 +114,12 @@ def test_a_tensor_beside_itself_lies_as_in_eager(layout, dim):
         assert torch.equal(found, expected) and found.stride() == expected.stride()
 
 
+def test_nothing_beside_nothing_along_a_dimension_that_is_not_there():
+    """As eager mode has it, for tensors of shape (0,)."""
+    found = dcompile.compile(lambda x: torch.cat([x, x], 1) + 1, options={"receipt": False})(torch.ones(0))
+    assert found.shape == (0,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64], ids=str)
 def test_products_that_add_nothing_up(dtype):
     x, y = torch.arange(6).reshape(2, 3, 1).to(dtype), torch.arange(10).reshape(2, 1, 5).to(dtype)

@@ -507,6 +507,7 @@ def test_tiles_narrower_than_a_step_of_several_vectors_are_written(shape: tuple[
         whole = torch.nn.functional.gelu(x).transpose(1, 2).contiguous() * 2
         return whole, torch.nn.functional.gelu(x.transpose(1, 2)) * y.transpose(1, 2).contiguous().exp()
 
+    torch.manual_seed(0)  # eager's gelu(-3.5) is off by 1.1e-6 (ours by 1e-7), of which exp(2.5) once made 1.3e-5
     x, y = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     for dynamic in (False, True):
         torch._dynamo.reset()

@@ -212,10 +212,8 @@ def _loss(logits: Any, _: Any) -> tuple[Any, ...]:
     return (logits.new_empty(()),)
 
 
-def _loss_and_gradient(logits: Any, _: Any) -> tuple[Any, ...]:
-    import torch
-
-    return logits.new_empty(()), torch.empty_like(logits)
+def _loss_and_gradient(logits: Any, labels: Any) -> tuple[Any, ...]:
+    return *_loss(logits, labels), *_like_first(logits)
 
 
 def cross_entropies(dtype: str) -> tuple[Case, ...]:

@@ -138,7 +138,7 @@ def _copied(gm: Any) -> Any:
 def _fixed(node: Any, what: str) -> Any:
     """The DTensor that a node stands for, if its size is known."""
     value = node.meta["example_value"]
-    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+    if not compat.sizes.is_fixed(value):
         raise GivenBack(f"the model {what} a DTensor of symbolic size")
     return value
 

@@ -16,7 +16,6 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.causal import argument, changes, shape_of
-from dcompile.capture.layers import has_numbers
 from dcompile.capture.vocabulary import chunked_cross_entropy, spans
 from dcompile.compat.user_line import user_line
 
@@ -83,7 +82,7 @@ def _logits(head: Head, parts: list[tuple[int, int]]) -> str:
     value = head.layer.meta["example_value"]
     sizes = ", ".join(map(str, value.shape))
     size, most = "", ""
-    if has_numbers(value):
+    if compat.sizes.is_fixed(value):
         size = f", {value.numel() * value.itemsize / 1e6:.1f} MB"
         most = f" of at most {value[..., : parts[0][1]].numel() * value.itemsize / 1e6:.1f} MB"
     kind = str(value.dtype).removeprefix("torch.")

@@ -91,12 +91,7 @@ def _is_special(node: Node) -> bool:
 def _is_plain(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
-    return not compat.tensors.is_wrapper(value) and value.layout == torch.strided and has_numbers(value)
-
-
-def has_numbers(tensor: torch.Tensor) -> bool:
-    """Whether the sizes and strides of a tensor are known."""
-    return all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
+    return not compat.tensors.is_wrapper(value) and value.layout == torch.strided and compat.sizes.is_fixed(value)
 
 
 def _looks(value: Any) -> str:

@@ -170,7 +170,7 @@ def _images(node: Node) -> list[Node]:
 
 def _may_change(value: torch.Tensor) -> bool:
     """Of fixed size, and of a dtype whose layout matters to its device's libraries."""
-    fixed = all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    fixed = compat.sizes.is_fixed(value)
     return fixed and value.dtype in DTYPES.get(value.device.type, ())
 
 

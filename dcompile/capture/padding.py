@@ -71,7 +71,7 @@ def _may_grow(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.device.type in DEVICES
         and value.dtype in DTYPES
-        and all(isinstance(number, int) for number in (*value.shape, *value.stride()))
+        and compat.sizes.is_fixed(value)
     )
 
 

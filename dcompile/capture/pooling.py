@@ -51,7 +51,7 @@ def _take_room(backward: Node, mode: Any) -> bool:
     assert isinstance(image, Node)
     value = image.meta["val"]
     layout = (list(value.shape), list(value.stride()))
-    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+    if not compat.sizes.is_fixed(value):
         return False
     settings = {"dtype": value.dtype, "device": value.device}
     with backward.graph.inserting_before(backward), mode:

@@ -30,13 +30,9 @@ def _is_plain(node: Any) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
-    if _is_fixed(value):
+    if compat.sizes.is_fixed(value):
         return _order(value) is not None
     return compat.aot.result_index(node) is not None and compat.sizes.is_known_contiguous(value)
-
-
-def _is_fixed(value: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...] | None:
@@ -51,7 +47,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
 def fixed(backward: Any, places: Iterable[int]) -> frozenset[int]:
     """Those of these gradients whose sizes are numbers: programs can do without them."""
     inputs = backward.graph.find_nodes(op="placeholder")
-    return frozenset(place for place in places if _is_fixed(inputs[place].meta["val"]))
+    return frozenset(place for place in places if compat.sizes.is_fixed(inputs[place].meta["val"]))
 
 
 def shapes_of(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
@@ -90,7 +86,7 @@ def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> 
     graph, copies = torch.fx.Graph(), dict[Any, Any]()
     inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
     results = backward.graph.output_node().args[0]
-    gone = {n for n in following(backward, absent) if n not in kept and _is_fixed(results[n].meta["val"])}
+    gone = {n for n in following(backward, absent) if n not in kept and compat.sizes.is_fixed(results[n].meta["val"])}
     for node in backward.graph.nodes:
         if inputs.get(node) in absent:
             copies[node] = _zeros(graph, node.meta["val"])
@@ -140,7 +136,7 @@ def zeros_for(backward: Any, place: int) -> torch.Tensor:
     node = backward.graph.find_nodes(op="placeholder")[place]
     value = node.meta["val"]
     index = compat.aot.result_index(node)
-    if _is_fixed(value) or index is None:
+    if compat.sizes.is_fixed(value) or index is None:
         return _zeros_like(value)
     return torch.zeros(compat.aot.absent_shapes()[index], dtype=value.dtype, device=value.device)
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.layers import KEPT, TAG, Layers, Step, has_numbers, operations, renamed, spelled
+from dcompile.capture.layers import KEPT, TAG, Layers, Step, operations, renamed, spelled
 
 Place = tuple[str, int]
 """Where in a layer: ("forward" | "backward" | "input", which one of them)."""
@@ -201,7 +201,7 @@ def _kind(value: Any) -> object:
     if type(value) in (tuple, list):
         return tuple(map(_kind, value))
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or not has_numbers(value):
+        if value.layout != torch.strided or not compat.sizes.is_fixed(value):
             raise NotTheSame("sizes are symbols, or memory is not dense")
         return value.dtype, value.device, value.shape, value.stride(), value.storage_offset()
     if value is None or isinstance(value, bool | int | float):

@@ -173,6 +173,11 @@ def size_hint(shape_env: Any, symbol: Any) -> int | None:
     return int(numbers[symbol]) if symbol in numbers else None
 
 
+def is_fixed(tensor: Any) -> bool:
+    """Whether shape and strides of a traced tensor are numbers, and no symbols."""
+    return all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
+
+
 def is_known_empty(tensor: Any) -> bool:
     """Whether a tensor has no elements, as far as that is known without guarding on its sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

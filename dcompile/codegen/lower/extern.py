@@ -165,7 +165,7 @@ def _in_its_storage(low: Lowering, node: Node, tensor: T) -> T:
 
 def is_dense(value: torch.Tensor) -> bool:
     """Every element of the memory from the tensor's first to its last is one of its own, and only one."""
-    if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+    if not compat.sizes.is_fixed(value):
         return False  # not known before it runs
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True)):

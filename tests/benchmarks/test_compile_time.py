@@ -29,14 +29,20 @@ def run_of(seconds, **counts):
 
 
 def lines_of(**counts):
-    found = {"cold": [run_of(4.0)], "warm": [run_of(2.0, **counts), run_of(3.0)], "aot_eager": [run_of(2.0)]}
+    found = {
+        "cold": [run_of(9.0), run_of(4.0), run_of(3.0)],
+        "warm": [run_of(2.0, **counts), run_of(3.0)],
+        "aot_eager": [run_of(2.0)],
+    }
     line = compile_time.compared({**found, "inductor": [run_of(16.0)]})
     return [{"name": "llama_4", "errors": {}, **line}, {"name": "bert", "errors": {"warm": "exit 1"}}]
 
 
 def test_figures_are_of_medians_and_failures_make_it_incomplete():
     result = compile_time.summary(lines_of(), threads=1)
-    assert result["worst_cold_over_inductor"] == pytest.approx(0.25)
+    assert result["worst_cold_over_inductor"] == pytest.approx(0.25)  # of three starts, one much slower
+    assert result["worst_total_over_inductor"] == pytest.approx(5 / 17)
+    assert sum(result["lines"][0]["stages"]["cold"].values()) == pytest.approx(4.0)
     assert result["worst_warm_beyond_aot_eager"] == pytest.approx(0.5)
     assert result["warm_compiled_nothing"] and not result["complete"]
     assert "bert: warm: exit 1" in compile_time.page(result)
@@ -47,6 +53,21 @@ def test_without_peers_there_is_nothing_to_compare_and_the_page_says_so():
     result = compile_time.summary([{"name": "bert", "errors": {}, **line}], threads=1)
     assert result["complete"] and result["worst_warm_beyond_aot_eager"] is None
     assert " - " in compile_time.page(result)
+
+
+def test_each_round_starts_all_peers_and_only_warm_starts_share_a_cache(monkeypatch):
+    starts = []
+
+    def start(module, arguments, threads, timeout, settings):
+        starts.append((arguments[1], settings.get("DCOMPILE_CACHE_DIR")))
+        return run_of(float(len(starts)))
+
+    monkeypatch.setattr(common, "in_fresh_process", start)
+    compile_time.main(["--only", "bert", "--rounds", "2"])
+    kept = starts[0][1]
+    others = [("inductor", None), ("aot_eager", None)]
+    assert kept is not None and starts[:4] == [("dcompile", kept), *others[::-1], ("dcompile", kept)]
+    assert starts[4:] == [("dcompile", None), ("dcompile", kept), *others]
 
 
 def test_a_stopped_run_goes_on_and_failed_lines_are_run_again(tmp_path):

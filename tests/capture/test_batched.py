@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,7 +108,7 @@ def test_ddp_reduces_none_of_them(one_rank):
 
 def test_with_sharded_parameters_the_error_says_what_to_do(one_rank):
     torch.manual_seed(0)
-    model = dcompile.compile(fully_shard(Network()))
+    model = dcompile.compile(fully_shard(Network(), mesh=init_device_mesh("cpu", (1,))))  # not on a GPU that is there
     x = torch.randn(4, 6, requires_grad=True)
     model(x)[0].sum().backward()
     with pytest.raises(DcompileError, match="one by one"):

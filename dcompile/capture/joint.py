@@ -53,6 +53,7 @@ def partitioner(
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
+        compat.sizes.multiply_two_by_two(joint)
         hand_out_keys(joint)
         keep_old_values(joint)
         keep_looks_by_strides(joint)

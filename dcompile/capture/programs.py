@@ -197,6 +197,7 @@ class Programs:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
+        compat.sizes.multiply_two_by_two(gm)
         look_at_changed_inputs(gm, compat.aot.looks_at_inputs())
         pairs, again = to_be_told_apart(gm), returned_again(gm)
         retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))

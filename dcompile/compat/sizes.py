@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 import unittest.mock
 from collections.abc import Iterator, Sequence
 from math import lcm
@@ -61,6 +62,24 @@ def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
         return
     with fake_tensor.disable_fake_tensor_cache(mode):
         yield
+
+
+def multiply_two_by_two(gm: Any) -> None:
+    """Have a traced graph call `operator.mul` with two numbers each: torch 2.11 to 2.13 calls it with all factors.
+
+    It does where it builds a size anew from its expression, as sizes of a tensor that several inputs look at.
+    """
+
+    def number(factor: Any) -> Any:
+        return factor if isinstance(factor, int) else factor.meta["val"]
+
+    for node in gm.graph.find_nodes(op="call_function", target=operator.mul):
+        while len(node.args) > 2:
+            first, second, *others = node.args
+            with gm.graph.inserting_before(node):
+                product = gm.graph.call_function(operator.mul, (first, second))
+            product.meta["val"] = number(first) * number(second)
+            node.args = (product, *others)
 
 
 def guard_count(gm: Any) -> int:

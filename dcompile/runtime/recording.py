@@ -50,6 +50,7 @@ class Memory:
         """What the others look at: the largest of them, of those that were no views if there are some.
 
         AOTAutograd makes views of what is no view for the user, who may change those in place, and none of a view's.
+        Where all were views, the caller gets none but views: `requires_grad_()` on one is not to be another's.
         """
         self._whole = False
         """Whether a copy takes all of the storage: for results that lie together in it, or with gaps.
@@ -101,7 +102,8 @@ class Memory:
         if base is None:
             base = given[self, copies] = self._copy() if copies else self._seen()
         like = self._templates[template]
-        if template == self._base and base.shape == like.shape:
+        was_no_view, _ = self._rank
+        if template == self._base and (was_no_view or not looks) and base.shape == like.shape:
             return base
         if like.dtype != base.dtype:
             return over(base, like.dtype, like.shape, like.stride(), int(like.storage_offset()) * like.itemsize)

@@ -78,6 +78,12 @@ def test_an_error_is_known_where_aot_eager_ends_with_one_of_the_same_type(theirs
     assert found is None if theirs is KeyError else found.startswith("error: step 3: error: KeyError:")
 
 
+def test_what_fails_once_alone_is_kept_whole(monkeypatch):
+    check = TorchCheck("planted")
+    monkeypatch.setattr(TorchCheck, "run", lambda check, cases: [None for _ in cases])
+    assert smallest(check, 3, "failed: out of time") == check.case(3)
+
+
 def with_tanh_for_exp(program: Program) -> Program:
     """A pass that is wrong."""
     steps = []

@@ -1,7 +1,7 @@
 """Temporaries in memory that is there anyway: in results not written yet, and in saved tensors no longer needed.
 
 What would still make the arena large, and is needed only while less than the most is held, has memory of its own: it is
-allocated before its first use and let go after its last.
+allocated before its first use and let go after its last. A small arena that is left, and needed later, goes there, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ SMALLEST_APART = 1 << 17
 WORTH_APART = 100
 """Nothing is allocated by itself for less than this part of the peak: fresh pages made steps up to 7 % slower (Llama,
 LSTM; a busy machine, with a lower limit than this)."""
+SMALL_ARENA = 1 << 16
+"""Bytes: a smaller arena may lie as a whole in memory of a block's own, once that block is done with it."""
 PRICE = 1024
 """An allocation more must save this part of the peak."""
 APART = ""
@@ -45,10 +47,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Lodging:
-    """For each block the host it lies in (None: the arena, APART: its own memory) and its offset there; the arena's
-    size; the peak of all."""
+    """For each block the host it lies in (None: the arena, APART: its own memory, a number: that block's own) and its
+    offset there; the arena's size; the peak of all."""
 
-    places: list[tuple[str | None, int]]
+    places: list[tuple[str | int | None, int]]
     arena_bytes: int
     peak: int
 
@@ -182,7 +184,7 @@ def lodge(
                 most = cost(best) - cap if raises else before
                 # its arena and what is held only grow: an attempt ends where they cost as much as the best one
                 limit = cost(best), cost(best) if beside is None else cost(best) - beside - total
-                found = _Attempt(blocks, hosts, heirs, options, held, most, barred).run(cap, *limit)
+                found = _Attempt(blocks, hosts, heirs, options, held, most, barred, bound).run(cap, *limit)
                 best = best if found is None else min(best, found, key=cost)
         return best
 
@@ -253,9 +255,10 @@ class _Attempt:
         held: np.ndarray,
         most: int,
         barred: Set[int],
+        bound: Set[int],
     ) -> None:
         self.blocks, self.hosts, self.heirs, self.options = blocks, hosts, heirs, options
-        self.held, self.most, self.barred = held.copy(), most, barred
+        self.held, self.most, self.barred, self.bound = held.copy(), most, barred, bound
         self.high = int(held.max(initial=0))
         self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
         self.arena = _Bin()
@@ -267,7 +270,7 @@ class _Attempt:
 
     def run(self, cap: int, peak: int, arena: int) -> Lodging | None:
         """Places with an arena of about `cap` bytes; None once the peak or the arena gets as large as is said."""
-        places: list[tuple[str | None, int]] = [(None, 0)] * len(self.blocks)
+        places: list[tuple[str | int | None, int]] = [(None, 0)] * len(self.blocks)
         reached = 0
         has_choice = [len(found) > 0 or number not in self.barred for number, found in enumerate(self.options)]
         # first those that have no choice
@@ -283,7 +286,31 @@ class _Attempt:
             places[number] = place or (None, at)
             if reached + self.high >= peak or reached >= arena:
                 return None
+        reached = 0 if self._follows(places, reached) else reached
         return Lodging(places, reached, reached + self.high)
+
+    def _follows(self, places: list[tuple[str | int | None, int]], nbytes: int) -> bool:
+        """Put a small arena as a whole in the own memory of a block that ends before, if there is room for that longer.
+
+        An LSTM's head needs 8 KB behind its last cell, which would be there beside all that is saved of the cells.
+        """
+        inside = [number for number, (host, _) in enumerate(places) if host is None]
+        if not 0 < nbytes < SMALL_ARENA or not self.bound.isdisjoint(inside):
+            return False
+        first = min(self.blocks[number].first for number in inside)
+        last = max(self.blocks[number].last for number in inside)
+        ends = {number: self.blocks[number].last for number, (host, _) in enumerate(places) if host == APART}
+        before = [number for number, end in ends.items() if end < first and self.sizes[number] >= nbytes]
+        if not before:
+            return False
+        host = max(before, key=lambda number: (ends[number], -self.sizes[number]))
+        longer = slice(ends[host] + 1, last + 1)
+        if self.held[longer].max(initial=0) + self.sizes[host] > self.most:
+            return False
+        self._hold(longer, self.sizes[host])
+        for number in inside:
+            places[number] = host, places[number][1]
+        return True
 
     def _hold(self, span: slice, nbytes: int) -> None:
         self.held[span] += nbytes

@@ -57,7 +57,9 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     held = held_bytes(program, storages, lives, is_known, kept)
     beside = int(held[-1:].sum()) if saves else int(held[:1].sum()) if program.donated else None
     lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
-    places: dict[int, tuple[str | None, Size]] = {n: lodging.places[k] for k, n in enumerate(fixed)}
+    places: dict[int, tuple[str | None, Size]] = {}
+    for n, (within, offset) in zip(fixed, lodging.places, strict=True):
+        places[n] = (groups[fixed[within]][0].name if isinstance(within, int) else within), offset
     symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]
     slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
     places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}

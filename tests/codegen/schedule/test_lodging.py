@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.schedule import lodging
+from dcompile.codegen.schedule import lodging, memory
 from dcompile.codegen.schedule.lodging import APART, Host, lodge
-from dcompile.codegen.schedule.memory import plan_memory
+from dcompile.codegen.schedule.memory import escaping, live_ranges, plan_memory
 from dcompile.codegen.schedule.placing import Block, place
 from dcompile.errors import VerifyError
 from dcompile.ir.index import var
@@ -67,11 +67,13 @@ def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, 
         patch.setattr(lodging, "SMALLEST_APART", 16 * KIB if may_be_apart else 1 << 20)
         found = lodge(blocks, hosts, {}, base, set())
     held = base.copy()
-    for block, (name, _) in zip(blocks, found.places, strict=True):
+    table: dict[str | int, Host] = {host.name: host for host in hosts}
+    for number, (block, (name, _)) in enumerate(zip(blocks, found.places, strict=True)):
         if name == APART:
             assert may_be_apart and block.nbytes >= 16 * KIB
-            held[block.first : block.last + 1] += block.nbytes  # whole cache lines already
-    table = {host.name: host for host in hosts}
+            followers = [b.last for b, (name, _) in zip(blocks, found.places, strict=True) if name == number]
+            held[block.first : max(block.last, *followers, 0) + 1] += block.nbytes  # whole cache lines already
+            table[number] = Host("", block.nbytes, block.last, early=False)
     for host in hosts:
         inside = [b for b, (name, _) in zip(blocks, found.places, strict=True) if name == host.name]
         if inside and host.early:
@@ -98,6 +100,19 @@ def test_what_is_needed_only_where_little_is_held_has_memory_of_its_own():
     assert found.places == [(APART, 0), (None, 0)] and found.arena_bytes == mib and found.peak == 9 * mib
     assert lodge([wide, narrow], [], {}, held, {0}).places[0] == (None, 0)  # a collective works on it
     assert lodge([wide, narrow], [], {}, held[::-1].copy(), set()).places[0][0] is None  # needed where most is held
+
+
+def test_a_small_arena_needed_later_lies_in_memory_of_its_own_that_is_read_by_then():
+    mib = 1 << 20
+    held = np.array([8, 9, 1, 1, 1, 1], np.int64) * mib
+    wide, row, rows = Block(2, 3, 4 * mib), Block(4, 5, 2 * KIB), Block(5, 5, 8 * KIB)
+    found = lodge([wide, row, rows], [], {}, held, set())
+    assert found.arena_bytes == 0 and found.peak == 9 * mib
+    (own, _), (first, at), (second, then) = found.places
+    assert own == APART and first == second == 0 and sorted((at, then)) in ([0, 2 * KIB], [0, 8 * KIB])
+    assert lodge([wide, row, rows], [], {}, held, {1}).arena_bytes > 0  # a collective works on one of them
+    full = lodge([wide, row, rows], [], {}, held + np.array([0, 0, 0, 0, 0, 6 * mib]), set())
+    assert full.places[0] == (APART, 0) and full.arena_bytes > 0  # the wide one's memory does not fit in there
 
 
 def test_an_arena_that_outlasts_the_forward_counts_in_the_backward():
@@ -129,6 +144,24 @@ def test_planning_keeps_every_value(small):
         for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
             np.testing.assert_array_equal(before, after)
     assert lodged > 30
+
+
+def test_what_follows_in_memory_of_a_blocks_own_keeps_every_value(small, monkeypatch):
+    for name, value in {"SMALLEST_APART": 1, "WORTH_APART": 1 << 30, "PRICE": 1 << 30}.items():
+        monkeypatch.setattr(lodging, name, value)
+    monkeypatch.setattr(memory, "hosts_of", lambda *_: [])
+    followed = 0
+    for seed in range(150):
+        program, inputs = random_program(seed, size=12)
+        planned = plan_memory(program)
+        verify(planned)
+        heads = {b.name for b in planned.buffers if b.storage == "out"} - escaping(planned)
+        lives = live_ranges(planned, {})
+        lodged = [(b, (b.storage or "").removeprefix(LODGED)) for b in planned.buffers]
+        followed += sum(host in heads and lives[host][1] + 1 < lives[b.name][0] for b, host in lodged)
+        for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
+            np.testing.assert_array_equal(before, after)
+    assert followed
 
 
 def test_compiled_kernels_bear_it(small):

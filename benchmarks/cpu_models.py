@@ -147,7 +147,9 @@ def memory_page(lines: Sequence[dict[str, Any]]) -> str:
         cells = [f"{found[p]['tensors_mib']:.1f} ({found[p]['allocations']:.0f})" if p in found else "-" for p in PEERS]
         ratio = _memory_ratio(line)
         rows.append([line["name"], *cells, "-" if ratio is None else f"{ratio:.2f}"])
-    return common.table(["tensors, MiB (allocations a step)", *PEERS, "inductor over dcompile"], rows)
+    more = [line["name"] for line in lines if (_memory_ratio(line) or 1) < 1]
+    table = common.table(["tensors, MiB (allocations a step)", *PEERS, "inductor over dcompile"], rows)
+    return f"{table}\nmore memory than inductor, if by bytes: {', '.join(more) or 'none'}"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -57,3 +57,12 @@ def test_lines_are_kept_as_soon_as_they_are_there(tmp_path, monkeypatch):
         cpu_models.main()
     cpu_models.main()
     assert ran == ["mlp", "vit", "vit"]
+
+
+def test_a_few_bytes_more_than_inductor_are_named_where_decimals_hide_them():
+    def line(name, ours):
+        needs = {"inductor": 13.227, "dcompile": ours}
+        return {"name": name, "memory": {peer: {"tensors_mib": mib, "allocations": 2.0} for peer, mib in needs.items()}}
+
+    assert cpu_models.memory_page([line("lstm", 13.228), line("mlp", 13.227)]).endswith("if by bytes: lstm")
+    assert cpu_models.memory_page([line("mlp", 13.227)]).endswith("if by bytes: none")

@@ -284,10 +284,14 @@ class _Attempt:
                 self.arena.put(block, at, size)
                 reached = max(reached, at + size)
             places[number] = place or (None, at)
-            if reached + self.high >= peak or reached >= arena:
+            if self._stays(reached) + self.high >= peak or self._stays(reached) >= arena:
                 return None
         reached = 0 if self._follows(places, reached) else reached
         return Lodging(places, reached, reached + self.high)
+
+    def _stays(self, nbytes: int) -> int:
+        """What of an arena is sure to stay one."""
+        return 0 if nbytes < SMALL_ARENA and len(self.barred) < len(self.blocks) else nbytes
 
     def _follows(self, places: list[tuple[str | int | None, int]], nbytes: int) -> bool:
         """Put a small arena as a whole in the own memory of a block that ends before, if there is room for that longer.
@@ -300,7 +304,8 @@ class _Attempt:
         first = min(self.blocks[number].first for number in inside)
         last = max(self.blocks[number].last for number in inside)
         ends = {number: self.blocks[number].last for number, (host, _) in enumerate(places) if host == APART}
-        before = [number for number, end in ends.items() if end < first and self.sizes[number] >= nbytes]
+        room = {number: int(self.blocks[number].nbytes) for number in ends}  # type: ignore[arg-type]
+        before = [number for number, end in ends.items() if end < first and room[number] >= nbytes]
         if not before:
             return False
         host = max(before, key=lambda number: (ends[number], -self.sizes[number]))

@@ -123,13 +123,13 @@ def summary(lines: Sequence[dict[str, Any]], threads: int) -> dict[str, Any]:
     """What --json prints and --save keeps."""
     found = first_light.summary(lines, threads)
     slower = [line["name"] for line in lines if line.get("over_eager", 1.0) < 1]
-    memory = {line["name"]: _memory_ratio(line) for line in lines}
+    memory = map(_memory_ratio, lines)
     return {
         **found,
         "benchmark": "cpu_models",
         "slower_than_eager": slower,
-        "more_memory_than_inductor": [name for name, ratio in memory.items() if ratio is not None and ratio < 1],
-        "geomean_memory_over_inductor": common.geomean([ratio for ratio in memory.values() if ratio is not None]),
+        "more_memory_than_inductor": _needing_more(lines),
+        "geomean_memory_over_inductor": common.geomean([ratio for ratio in memory if ratio is not None]),
     }
 
 
@@ -137,6 +137,10 @@ def _memory_ratio(line: dict[str, Any]) -> float | None:
     """Inductor's tensors over ours: above 1, dcompile needs less."""
     found = [line["memory"].get(peer, {}).get("tensors_mib") for peer in COMPILERS]
     return found[0] / found[1] if all(found) else None
+
+
+def _needing_more(lines: Sequence[dict[str, Any]]) -> list[str]:
+    return [line["name"] for line in lines if (ratio := _memory_ratio(line)) is not None and ratio < 1]
 
 
 def memory_page(lines: Sequence[dict[str, Any]]) -> str:
@@ -147,9 +151,8 @@ def memory_page(lines: Sequence[dict[str, Any]]) -> str:
         cells = [f"{found[p]['tensors_mib']:.1f} ({found[p]['allocations']:.0f})" if p in found else "-" for p in PEERS]
         ratio = _memory_ratio(line)
         rows.append([line["name"], *cells, "-" if ratio is None else f"{ratio:.2f}"])
-    more = [line["name"] for line in lines if (_memory_ratio(line) or 1) < 1]
     table = common.table(["tensors, MiB (allocations a step)", *PEERS, "inductor over dcompile"], rows)
-    return f"{table}\nmore memory than inductor, if by bytes: {', '.join(more) or 'none'}"
+    return f"{table}\nmore memory than inductor, if by bytes: {', '.join(_needing_more(lines)) or 'none'}"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -30,6 +30,8 @@ PRICE = 1024
 """An allocation more must save this part of the peak."""
 APART = ""
 """Where a block lies that has memory of its own."""
+Place = tuple[str | int | None, int]
+"""What a block lies in (None: the arena, a host's name, APART, the number of a block that lies apart); where there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Lodging:
-    """For each block the host it lies in (None: the arena, APART: its own memory, a number: that block's own) and its
-    offset there; the arena's size; the peak of all."""
+    """Each block's place; the arena's size; the peak of all."""
 
-    places: list[tuple[str | int | None, int]]
+    places: list[Place]
     arena_bytes: int
     peak: int
 
@@ -270,7 +271,7 @@ class _Attempt:
 
     def run(self, cap: int, peak: int, arena: int) -> Lodging | None:
         """Places with an arena of about `cap` bytes; None once the peak or the arena gets as large as is said."""
-        places: list[tuple[str | int | None, int]] = [(None, 0)] * len(self.blocks)
+        places: list[Place] = [(None, 0)] * len(self.blocks)
         reached = 0
         has_choice = [len(found) > 0 or number not in self.barred for number, found in enumerate(self.options)]
         # first those that have no choice
@@ -284,7 +285,7 @@ class _Attempt:
                 self.arena.put(block, at, size)
                 reached = max(reached, at + size)
             places[number] = place or (None, at)
-            if self._stays(reached) + self.high >= peak or self._stays(reached) >= arena:
+            if (stays := self._stays(reached)) + self.high >= peak or stays >= arena:
                 return None
         reached = 0 if self._follows(places, reached) else reached
         return Lodging(places, reached, reached + self.high)
@@ -293,7 +294,7 @@ class _Attempt:
         """What of an arena is sure to stay one."""
         return 0 if nbytes < SMALL_ARENA and len(self.barred) < len(self.blocks) else nbytes
 
-    def _follows(self, places: list[tuple[str | int | None, int]], nbytes: int) -> bool:
+    def _follows(self, places: list[Place], nbytes: int) -> bool:
         """Put a small arena as a whole in the own memory of a block that ends before, if there is room for that longer.
 
         An LSTM's head needs 8 KB behind its last cell, which would be there beside all that is saved of the cells.
@@ -303,13 +304,13 @@ class _Attempt:
             return False
         first = min(self.blocks[number].first for number in inside)
         last = max(self.blocks[number].last for number in inside)
-        ends = {number: self.blocks[number].last for number, (host, _) in enumerate(places) if host == APART}
-        room = {number: int(self.blocks[number].nbytes) for number in ends}  # type: ignore[arg-type]
-        before = [number for number, end in ends.items() if end < first and room[number] >= nbytes]
+        apart = [(number, self.blocks[number]) for number, (host, _) in enumerate(places) if host == APART]
+        # bytes that are there, not rounded up to a cache line as `sizes` are
+        before = [n for n, block in apart if block.last < first and int(block.nbytes) >= nbytes]  # type: ignore[arg-type]
         if not before:
             return False
-        host = max(before, key=lambda number: (ends[number], -self.sizes[number]))
-        longer = slice(ends[host] + 1, last + 1)
+        host = max(before, key=lambda number: (self.blocks[number].last, -self.sizes[number]))
+        longer = slice(self.blocks[host].last + 1, last + 1)
         if self.held[longer].max(initial=0) + self.sizes[host] > self.most:
             return False
         self._hold(longer, self.sizes[host])

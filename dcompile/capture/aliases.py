@@ -1,8 +1,10 @@
-"""Results that look at an input which the graph changes: `x.mul_(2); return x[: len(x) // 2]`.
+"""Results that look at an input: `x.mul_(2); return x[: len(x) // 2]`.
 
 AOTAutograd hands out a view of the input itself. Where the way to it has symbols in it, it asks what the graph returned
-how that view lies: in traced graphs, a look at the new values, which begin at 0 and may lie in another order than the
-input. With any backend of torch 2.11 to 2.13, the rows of a slice then come from the front of what was sliced.
+how that view lies. Of an input that the graph changes, traced graphs return a look at the new values, which begin at 0
+and may lie in another order than the input: with any backend of torch 2.11 to 2.13, the rows of a slice then come from
+the front of what was sliced. And a look that counts from where a storage begins is a copy, which begins at 0 as well,
+where the graph reads it too: so that the returned one is a look of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from dcompile import compat
 
 
-def look_at_changed_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
+def look_at_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
     """Have a graph return looks at its own inputs for these results: position of a result -> of the input.
 
     Guarantees: whatever else the graph returns, and does. What is in those results is read by nobody.
@@ -27,9 +29,10 @@ def look_at_changed_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
     written = _written(gm, placeholders)
     results, left = list(output.args[0]), set[Any]()
     for place, number in aliases.items():
-        way = _way(results[place], written.get(placeholders[number]))
+        start = placeholders[number]
+        way = _way(results[place], written[start]) if start in written else _counted(results[place], start)
         if way:
-            results[place] = _looked(gm, placeholders[number], way)
+            results[place] = _looked(gm, start, way)
             left.update(way)
     output.args = (tuple(results),)
     for node in reversed(gm.graph.nodes):
@@ -45,20 +48,29 @@ def _written(gm: Any, placeholders: list[Any]) -> dict[Any, Any]:
     return found | compat.aot.returned_changes(gm)
 
 
-def _way(result: Any, start: Any) -> list[Any]:
-    """The views that lead from a node to a result, in order; none if it is no view of that node."""
+def _way(result: Any, start: Any, counted: bool = False) -> list[Any]:
+    """The views that lead from a node to a result, in order; none if it is no view of that node.
+
+    An offset of `as_strided` counts from where memory begins, which new values have to themselves: such views are
+    `counted` on the way from an input that keeps its values.
+    """
     way, node = list[Any](), result
     while start is not None and node is not start:
-        if node.op != "call_function" or not (node.target is operator.getitem or _is_view(node)):
+        if node.op != "call_function" or not (node.target is operator.getitem or _is_view(node, counted)):
             return []
         way.append(node)
         node = node.args[0]
     return way[::-1]
 
 
-def _is_view(node: Any) -> bool:
-    # an offset of as_strided counts from the beginning of memory, which new values have to themselves
-    return getattr(node.target, "is_view", False) and not compat.storages.has_offset(node)
+def _is_view(node: Any, counted: bool) -> bool:
+    return getattr(node.target, "is_view", False) and (counted or not compat.storages.has_offset(node))
+
+
+def _counted(result: Any, start: Any) -> list[Any]:
+    """The views that lead from an input to a result that others read, if one counts from where the storage begins."""
+    way = _way(result, start, counted=True)
+    return way if any(map(compat.storages.has_offset, way)) and len(result.users) > 1 else []
 
 
 def _looked(gm: Any, start: Any, way: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from dcompile.capture import batched
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
-from dcompile.capture.aliases import look_at_changed_inputs
+from dcompile.capture.aliases import look_at_inputs
 from dcompile.capture.bases import with_bases_as_traced
 from dcompile.capture.gradients import Apart
 from dcompile.capture.joint import Cut, donated_positions, saved_positions, take_token
@@ -198,7 +198,7 @@ class Programs:
 
     def _inference(self, gm: Any) -> Boxed:
         compat.sizes.multiply_two_by_two(gm)
-        look_at_changed_inputs(gm, compat.aot.looks_at_inputs())
+        look_at_inputs(gm, compat.aot.looks_at_inputs())
         pairs, again = to_be_told_apart(gm), returned_again(gm)
         retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
@@ -222,7 +222,7 @@ class Programs:
 
     def _forward(self, gm: Any) -> Boxed:
         position = take_token(gm)
-        look_at_changed_inputs(gm, compat.aot.looks_at_inputs())
+        look_at_inputs(gm, compat.aot.looks_at_inputs())
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)

@@ -116,16 +116,24 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
 def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
     """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies.
 
-    Where sizes are fixed it makes such views anew by itself.
+    Where sizes are fixed, on the way from the input too, it makes such views anew by itself.
     """
     base = args[0] if args else None
     return (
-        is_symbolic(node.meta.get("val"))
-        and isinstance(base, T)
+        isinstance(base, T)
         and base.view is not None
         and base.view.buffer in low.inputs
         and all(user.op == "output" for user in node.users)
+        and _has_symbols(node)
     )
+
+
+def _has_symbols(view: Node) -> bool:
+    """Whether there is a symbol in how a view lies, or in what it is a view of."""
+    of: Any = view
+    while isinstance(of, Node) and not is_symbolic(of.meta.get("val")):
+        of = of.args[0] if of.op == "call_function" else None
+    return isinstance(of, Node)
 
 
 def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> T | None:

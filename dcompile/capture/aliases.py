@@ -26,13 +26,13 @@ def look_at_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
     if not aliases:
         return
     placeholders, output = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node()
-    written = _written(gm, placeholders)
+    written, before = _written(gm, placeholders), _first_change(gm, placeholders)
     results, left = list(output.args[0]), set[Any]()
     for place, number in aliases.items():
         start = placeholders[number]
         way = _way(results[place], written[start]) if start in written else _counted(results[place], start)
         if way:
-            results[place] = _looked(gm, start, way)
+            results[place] = _looked(gm, start, way, before)
             left.update(way)
     output.args = (tuple(results),)
     for node in reversed(gm.graph.nodes):
@@ -41,10 +41,20 @@ def look_at_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
     gm.recompile()
 
 
+def _changes(gm: Any, placeholders: list[Any]) -> list[Any]:
+    """Nodes that write to inputs, which functionalization puts behind all others."""
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return [copy for copy in copies if copy.args[0] in placeholders]
+
+
+def _first_change(gm: Any, placeholders: list[Any]) -> Any:
+    """What looks stand in front of: behind it, one that is a call of the library's would seem to read what is gone."""
+    return next(iter(_changes(gm, placeholders)), gm.graph.output_node())
+
+
 def _written(gm: Any, placeholders: list[Any]) -> dict[Any, Any]:
     """Input -> its new values, if the graph changes it: itself, or by its caller."""
-    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    found = {copy.args[0]: copy.args[1] for copy in copies if copy.args[0] in placeholders}
+    found = {copy.args[0]: copy.args[1] for copy in _changes(gm, placeholders)}
     return found | compat.aot.returned_changes(gm)
 
 
@@ -68,17 +78,17 @@ def _is_view(node: Any, counted: bool) -> bool:
 
 
 def _counted(result: Any, start: Any) -> list[Any]:
-    """The views that lead from an input to a result that others read, if one counts from where the storage begins."""
+    """The views that lead from an input to a result, if one counts from the storage's start and others read one."""
     way = _way(result, start, counted=True)
-    return way if any(map(compat.storages.has_offset, way)) and len(result.users) > 1 else []
+    return way if any(map(compat.storages.has_offset, way)) and any(len(view.users) > 1 for view in way) else []
 
 
-def _looked(gm: Any, start: Any, way: list[Any]) -> Any:
+def _looked(gm: Any, start: Any, way: list[Any], before: Any) -> Any:
     """The same views of another node."""
-    node, output = start, gm.graph.output_node()
+    node = start
     for view in way:
         args = (node, *view.args[1:])
-        with gm.graph.inserting_before(output):
+        with gm.graph.inserting_before(before):
             looked = gm.graph.call_function(view.target, args, view.kwargs)
         looked.meta = dict(view.meta)
         values, keywords = torch.fx.map_arg((args, view.kwargs), lambda source: source.meta["val"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -118,3 +119,13 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     target.copy_(source, non_blocking=True)
+
+
+def seen_in(moved: Mapping[int, torch.Tensor], result: Any) -> Any:
+    """A result; what looks at a copy, as a look at what was copied. `moved`: a copy's address -> what it is of."""
+    given = moved.get(result.untyped_storage().data_ptr()) if isinstance(result, torch.Tensor) else None
+    if given is None or given.dtype != result.dtype:
+        return result
+    if result.storage_offset() == 0 and result.shape == given.shape and result.stride() == given.stride():
+        return given
+    return given.as_strided(result.shape, result.stride(), given.storage_offset() + result.storage_offset())

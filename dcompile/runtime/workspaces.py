@@ -13,7 +13,7 @@ from dcompile.collectives.params import AnySource, Report
 from dcompile.compat.tensors import is_only_reference
 from dcompile.ir.geometry import Geometry
 from dcompile.runtime import checks, gpu, narrow
-from dcompile.runtime.arena import Arena, Fresh, Recycled, copy_elements, like, over
+from dcompile.runtime.arena import Arena, Fresh, Recycled, copy_elements, like, over, seen_in
 from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.calls import calls
 from dcompile.runtime.libraries import library
@@ -168,18 +168,21 @@ class Run:
     def realigned(call: Call, args: list[Any], written: tuple[int, ...], buckets: Any, sync: bool) -> list[Any]:
         """Call again with copies of those arguments that do not start at whole 16 bytes, as kernels expect.
 
-        Arguments at the positions `written` get what the program wrote back.
+        Arguments at the positions `written` get what the program wrote back. Results that look at a copy are looks at
+        the argument: AOTAutograd, which hands out views of what it was given, reads off where they begin.
         """
         given = [*args]
+        moved = dict[int, torch.Tensor]()
         for place, arg in enumerate(given):
             has_memory = isinstance(arg, torch.Tensor) and arg.is_cuda and arg.untyped_storage().nbytes()
             if has_memory and arg.data_ptr() % 16:
                 args[place] = like(arg).copy_(arg)
+                moved[args[place].untyped_storage().data_ptr()] = arg
         copies = {place: args[place] for place in written if args[place] is not given[place]}
         results = call(args, buckets, sync)
         for place, copy in copies.items():
             given[place].copy_(copy)
-        return results
+        return [seen_in(moved, result) for result in results]
 
     def saved(self, *layouts: Layout) -> Saved:
         """How the program's saved tensors have to lie."""

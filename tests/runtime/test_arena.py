@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dcompile.runtime.arena import ALIGNMENT, RECYCLE_BYTES, Arena, Fresh, Recycled
+from dcompile.runtime.arena import ALIGNMENT, RECYCLE_BYTES, Arena, Fresh, Recycled, like, seen_in
 
 
 def test_views_of_the_arena_lie_where_they_were_planned():
@@ -117,3 +117,15 @@ def test_the_arena_takes_no_more_than_it_needs(monkeypatch):
     monkeypatch.setattr(torch, "empty", unaligned)
     arena = Arena(1000)
     assert arena.address % ALIGNMENT == 0 and arena.address + 1000 <= given[-1].data_ptr() + given[-1].nbytes
+
+
+def test_what_looks_at_a_copy_is_seen_in_what_it_is_a_copy_of():
+    given = torch.arange(24.0).view(3, 8)[:, 1:5]
+    copy = like(given).copy_(given)
+    moved = {copy.untyped_storage().data_ptr(): given}
+    assert seen_in(moved, copy) is given
+    part = seen_in(moved, copy[1:].t())
+    assert torch.equal(part, given[1:].t()) and part.data_ptr() == given[1:].data_ptr()
+    assert part.stride() == given[1:].t().stride()
+    other = torch.randn(3)
+    assert seen_in(moved, other) is other and seen_in(moved, None) is None and seen_in(moved, 3) == 3

@@ -20,8 +20,8 @@ def reset():
     torch.manual_seed(0)
 
 
-def compiled(function):
-    return dcompile.compile(function, options={"receipt": False})
+def compiled(function, **how):
+    return dcompile.compile(function, options={"receipt": False}, **how)
 
 
 def same(want, got, rtol=1e-5, atol=1e-5):
@@ -137,6 +137,35 @@ def test_misaligned_inputs_are_copied_and_written_back():
     want = function(whole[1:], target[1:])
     same(want, compiled(function)(whole[1:], other[1:]))
     same(target, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.expand(2, *x.shape),
+        lambda x: x[1:].t(),
+        lambda x: x.as_strided(x.shape, x.stride()),
+    ],
+    ids=("expanded", "a part", "whole"),
+)
+def test_results_that_look_at_misaligned_inputs_look_at_them(look, learns):
+    """With symbolic sizes they began where the aligned copy does: at the front of the storage."""
+
+    def function(x):
+        return look(x), x * 2
+
+    run = compiled(function, dynamic=True)
+    for rows in (3, 6):
+        x = randn(rows, 8).requires_grad_(learns)[:, 1:5]
+        got, want = run(x), function(x)
+        same(want[0], got[0])
+        same(want[1], got[1])
+        assert got[0].data_ptr() == want[0].data_ptr() and got[0].stride() == want[0].stride()
+        if learns:
+            wanted = torch.autograd.grad(want[1].sum() + want[0].exp().sum(), x)
+            same(wanted, torch.autograd.grad(got[1].sum() + got[0].exp().sum(), x))
 
 
 def test_another_stream_waits_for_the_arena():

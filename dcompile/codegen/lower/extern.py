@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dcompile import compat
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.sizes import opaque_shape
+from dcompile.codegen.lower.sizes import is_symbolic, opaque_shape
 from dcompile.codegen.lower.tensor import T, from_view
 from dcompile.errors import DcompileError
 from dcompile.ir.nodes import OBJECT, Extern, View
@@ -114,10 +114,21 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
 
 
 def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
-    """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies."""
+    """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies.
+
+    Where sizes are fixed, on the way from the input too, it makes such views anew by itself.
+    """
     base = args[0] if args else None
     of_input = isinstance(base, T) and base.view is not None and base.view.buffer in low.inputs
-    return of_input and _is_only_returned(node)
+    return of_input and _is_only_returned(node) and _has_symbols(node)
+
+
+def _has_symbols(view: Node) -> bool:
+    """Whether there is a symbol in how a view lies, or in what it is a view of."""
+    of: Any = view
+    while isinstance(of, Node) and not is_symbolic(of.meta.get("val")):
+        of = of.args[0] if of.op == "call_function" else None
+    return isinstance(of, Node)
 
 
 def _is_only_returned(node: Node) -> bool:

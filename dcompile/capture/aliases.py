@@ -26,7 +26,10 @@ def look_at_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
     if not aliases:
         return
     placeholders, output = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node()
-    written, before = _written(gm, placeholders), _first_change(gm, placeholders)
+    changes = _changes(gm, placeholders)
+    written = {copy.args[0]: copy.args[1] for copy in changes} | compat.aot.returned_changes(gm)
+    # behind what changes its input, a look that is a call of the library's would seem to read what is gone
+    before = changes[0] if changes else output
     results, left = list(output.args[0]), set[Any]()
     for place, number in aliases.items():
         start = placeholders[number]
@@ -45,17 +48,6 @@ def _changes(gm: Any, placeholders: list[Any]) -> list[Any]:
     """Nodes that write to inputs, which functionalization puts behind all others."""
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return [copy for copy in copies if copy.args[0] in placeholders]
-
-
-def _first_change(gm: Any, placeholders: list[Any]) -> Any:
-    """What looks stand in front of: behind it, one that is a call of the library's would seem to read what is gone."""
-    return next(iter(_changes(gm, placeholders)), gm.graph.output_node())
-
-
-def _written(gm: Any, placeholders: list[Any]) -> dict[Any, Any]:
-    """Input -> its new values, if the graph changes it: itself, or by its caller."""
-    found = {copy.args[0]: copy.args[1] for copy in _changes(gm, placeholders)}
-    return found | compat.aot.returned_changes(gm)
 
 
 def _way(result: Any, start: Any, counted: bool = False) -> list[Any]:

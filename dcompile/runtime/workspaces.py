@@ -172,16 +172,15 @@ class Run:
         the argument: AOTAutograd, which hands out views of what it was given, reads off where they begin.
         """
         given = [*args]
-        moved = dict[int, torch.Tensor]()
+        copies = dict[int, torch.Tensor]()  # held until the end: their addresses must be nobody else's in the call
         for place, arg in enumerate(given):
             has_memory = isinstance(arg, torch.Tensor) and arg.is_cuda and arg.untyped_storage().nbytes()
             if has_memory and arg.data_ptr() % 16:
-                args[place] = like(arg).copy_(arg)
-                moved[args[place].untyped_storage().data_ptr()] = arg
-        copies = {place: args[place] for place in written if args[place] is not given[place]}
+                args[place] = copies[place] = like(arg).copy_(arg)
         results = call(args, buckets, sync)
-        for place, copy in copies.items():
-            given[place].copy_(copy)
+        for place in copies.keys() & {*written}:
+            given[place].copy_(copies[place])
+        moved = {copy.untyped_storage().data_ptr(): given[place] for place, copy in copies.items()}
         return [seen_in(moved, result) for result in results]
 
     def saved(self, *layouts: Layout) -> Saved:

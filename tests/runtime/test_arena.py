@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from dcompile.runtime.arena import ALIGNMENT, RECYCLE_BYTES, Arena, Fresh, Recycled, like, seen_in
+from dcompile.runtime.workspaces import Run
 
 
 def test_views_of_the_arena_lie_where_they_were_planned():
@@ -129,3 +131,20 @@ def test_what_looks_at_a_copy_is_seen_in_what_it_is_a_copy_of():
     assert part.stride() == given[1:].t().stride()
     other = torch.randn(3)
     assert seen_in(moved, other) is other and seen_in(moved, None) is None and seen_in(moved, 3) == 3
+
+
+def test_copies_of_misaligned_arguments_are_held_through_the_call():
+    """The memory of one that was given up would go to a result, which would be taken for a look at the argument."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    given = torch.arange(9.0)[1:].as_subclass(OnGpu)
+
+    def call(args, buckets, sync):
+        copy = weakref.ref(args.pop())
+        assert copy() is not None and copy().data_ptr() % 16 == 0
+        return [copy()[2:]]
+
+    (result,) = Run.realigned(call, [given], (), None, False)
+    assert result.data_ptr() == given[2:].data_ptr()

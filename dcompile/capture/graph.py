@@ -26,6 +26,7 @@ from dcompile.capture.layers import repeated_layers, shortened
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.padding import pad_products
+from dcompile.capture.permutations import gather_in_opposite_order
 from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
@@ -153,6 +154,7 @@ class Graph(Programs):
         self._may_lack = can_be_absent(joint)
         if self.model.settings.config.kernels != "aten":
             drop_copies(joint)
+            gather_in_opposite_order(joint)
             shorten_positions(joint)
         self._lay_out(joint)
         if self.model.settings.config.kernels != "aten":

@@ -178,7 +178,14 @@ class Entry:
             if guarded is not None and frames is not None:
                 frames.add(code, guarded)
 
-        compat.dynamo.wrap_frame_callback(context, lambda code: model.compiling(code, own), compiled_frame)
+        config = model.settings.config
+        compat.dynamo.wrap_frame_callback(
+            context,
+            lambda code, late: model.compiling(code, own, late),
+            compiled_frame,
+            # what a CUDA graph records has one size
+            late_sizes=config.late_sizes and not config.triton_cudagraphs,
+        )
         compiled: Callable[..., Any] = context(function)
         return compiled
 

@@ -17,6 +17,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.between import Between
 from dcompile.capture.eligibility import outside_use, tensors_in
+from dcompile.capture.experts import group_loop
 from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import GradientBuckets, Peers, ShardedParameters, Toolbox
@@ -132,12 +133,18 @@ class CompiledModel:
     # --- forward ---
 
     @contextlib.contextmanager
-    def compiling(self, code: Any, entry: Any) -> Iterator[None]:
-        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
+    def compiling(self, code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
+        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one.
+
+        With `late_sizes`, operations whose results' sizes depend on values are captured.
+        """
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         known = len(compat.dynamo.graph_breaks())
         try:
-            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm, code is entry)
+            grouping = None if self.settings.config.kernels == "aten" else group_loop
+            settings = compat.dynamo.tracing_settings(
+                self.settings.dynamic, sync_batch_norm, code is entry, grouping, late_sizes
+            )
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._serving_one(code is entry)
             with looking, busy, settings, one, without_collecting():

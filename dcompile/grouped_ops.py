@@ -101,7 +101,8 @@ def _by_rows(matrix: torch.Tensor) -> torch.Tensor:
 def _mm_each(input: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     result = input.new_empty(input.shape[0], weight.shape[2])
     sizes = _sizes(ends, input.shape[0])
-    for rows, matrix, out in zip(input.split(sizes), (*weight.unbind(), None), result.split(sizes), strict=True):
+    parts = (torch.split_with_sizes(tensor, sizes) for tensor in (input, result))
+    for rows, out, matrix in zip(*parts, (*weight.unbind(), None), strict=True):
         if matrix is None:
             out.zero_()
         elif out.shape[0]:
@@ -112,7 +113,8 @@ def _mm_each(input: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> t
 def _outer_each(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     result = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
     sizes = _sizes(ends, left.shape[0])
-    for rows, others, out in zip(left.t().split(sizes, 1), right.split(sizes), result.unbind(), strict=False):
+    parts = torch.split_with_sizes(left.t(), sizes, 1), torch.split_with_sizes(right, sizes)
+    for rows, others, out in zip(*parts, result.unbind(), strict=False):
         if others.shape[0]:
             torch.mm(rows, others, out=out)
         else:

@@ -49,7 +49,7 @@ def _adds_rows_to_zeros(node: Node) -> bool:
 
 def _are_zeros(node: Node) -> bool:
     if node.target in FULL:
-        return len(node.args) > 1 and node.args[-1] == 0
+        return len(node.args) > 1 and bool(node.args[-1] == 0)
     return node.target in ZEROS
 
 

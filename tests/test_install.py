@@ -29,7 +29,14 @@ case "$1 $2" in
 esac
 exit 0
 """
-PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+
+
+def versions(constraints: Path) -> dict[str, str]:
+    """Versions by package, as a file of constraints pins them."""
+    return dict(line.split("==") for line in constraints.read_text().splitlines() if "==" in line)
+
+
+PINS = versions(ROOT / "constraints.txt")
 
 
 @pytest.fixture
@@ -46,7 +53,7 @@ def installed(tmp_path):
         command = ["bash", "tools/install.sh", str(python), str(venv), extra, "http://127.0.0.1:9", wanted]
         output = subprocess.run(command, cwd=ROOT, text=True, check=True, capture_output=True).stdout
         asked = sorted((venv / "bin").glob("asked.*"), key=lambda path: int(path.suffix[1:]))
-        return [dict(line.split("==") for line in path.read_text().splitlines() if "==" in line) for path in asked], output
+        return [versions(path) for path in asked], output
 
     yield install
     shutil.rmtree(venv, ignore_errors=True)

@@ -55,6 +55,13 @@ class Entry:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._graph.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
+        state = compat.ddp.replicated(self.root)
+        if state is not None and not torch.compiler.is_compiling():
+            return compat.ddp.run_replicated(self.root, state, self._enter, args, kwargs)
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        """A call, inside a DDP's forward if there is one around the module."""
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and self._ddp() is not ddp:
@@ -151,13 +158,16 @@ class Entry:
 
     def _is_root_of(self, ddp: Any) -> bool:
         """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
-        return self.root is not None and unwrapped(ddp.module) is self.root
+        if self.root is None:
+            return False
+        return unwrapped(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """The module runs inside this DDP for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
-        self.model.adopt(DdpAdapter(ddp, stock))
+        replicated = self.root if compat.ddp.is_of_replicate(ddp, self.root) else None
+        self.model.adopt(DdpAdapter(ddp, stock, module=replicated))
         self._compiled = None
 
     def _compile(self) -> Callable[..., Any]:

@@ -37,8 +37,13 @@ class DdpAdapter(PlainAdapter):
     )
     carries_sync = True
 
-    def __init__(self, ddp: Any, stock: bool, serial: int | None = None) -> None:
+    def __init__(self, ddp: Any, stock: bool, serial: int | None = None, module: torch.nn.Module | None = None) -> None:
+        """`module`: what the DDP keeps in step, if that is not what it wraps (`replicate`)."""
         self._ddp = weakref.ref(ddp)
+        kept: Any = ddp.module if module is None else module
+        self._module: Callable[[], Any] = weakref.ref(kept)
+        if module is not None:
+            self.name = "replicate"
         self.state: Literal["undecided", "taken", "stock"] = "undecided"
         self.reasons = ()
         self.notes = ()
@@ -52,7 +57,7 @@ class DdpAdapter(PlainAdapter):
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
         missing = compat.ddp.missing(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
-        parameters = [] if missing else compat.ddp.parameters(ddp)
+        parameters = [] if missing else compat.ddp.parameters(ddp, kept)
         self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
         self._hooks = compat.hooks.GradientHooks(self.refs)
@@ -163,7 +168,7 @@ class DdpAdapter(PlainAdapter):
 
     def standing_objections(self) -> list[str]:
         """What speaks against taking over whatever the model does."""
-        reasons = [self._missing] if self._missing else compat.ddp.objections(self.ddp)
+        reasons = [self._missing] if self._missing else compat.ddp.objections(self.ddp, self._module())
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:

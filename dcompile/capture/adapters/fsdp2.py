@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.sharded import ShardedAdapter, present
+from dcompile.capture.adapters.sharded import Alone, ShardedAdapter, present
 from dcompile.collectives.params import ParamInfo, Reduction, Shard
 
 
@@ -69,6 +69,8 @@ class Group:
         self._group = weakref.ref(group)
         self.name = name
         self._parts = parts
+        self.alone = None if compat.fsdp2.is_sharded(group.mesh_info) else Alone()
+        """In place of the group of shards, where each rank has all of its parameters."""
 
     @property
     def group(self) -> Any:
@@ -76,13 +78,13 @@ class Group:
         return present(self._group)
 
     def gather_group(self) -> Any:
-        return compat.fsdp2.gather_group(self.group)
+        return self.alone or compat.fsdp2.gather_group(self.group)
 
     def part_group(self) -> Any:
         return compat.fsdp2.part_group(self.group) if self._parts else None
 
     def scatter_group(self) -> Any:
-        return compat.fsdp2.scatter_group(self.group)
+        return self.alone or compat.fsdp2.scatter_group(self.group)
 
     def replica_group(self) -> Any:
         return compat.fsdp2.replica_group(self.group)
@@ -113,7 +115,11 @@ def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float |
 
     ranks = shards * replicas
     small = dtype not in (torch.float32, torch.bfloat16)
+    # one rank has all of the parameter: FSDP2 divides in the place of a reduce-scatter, beside what else it divides by
+    alone = factor if shards == 1 else None
     if not small and not sums_only:
+        if alone is not None:
+            return Reduction(alone, None, ReduceOp.SUM, ReduceOp.SUM)
         if factor is None:
             average = ReduceOp.SUM if ranks == 1 else ReduceOp.AVG
             return Reduction(None, None, average, average)
@@ -121,11 +127,11 @@ def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float |
         return Reduction(None, None, scaled, ReduceOp.SUM)
     divisor = float(ranks) if factor is None else factor
     if not small:
-        return Reduction(None, divisor, ReduceOp.SUM, ReduceOp.SUM)
+        return Reduction(alone, divisor, ReduceOp.SUM, ReduceOp.SUM)
     before = 1.0
     while divisor % before == 0 and divisor / before > before:
         before *= 2
-    return Reduction(before, divisor / before, ReduceOp.SUM, ReduceOp.SUM)
+    return Reduction(before * (alone or 1.0), divisor / before, ReduceOp.SUM, ReduceOp.SUM)
 
 
 class Fsdp2Adapter(ShardedAdapter):
@@ -178,6 +184,8 @@ class Fsdp2Adapter(ShardedAdapter):
         self._infos = tuple(infos)
         self.units = dict(enumerate(self._units))
         self.groups = {entry.name: entry for entry in self._groups}
+        if self._groups and all(entry.alone for entry in self._groups):
+            self.name = "replicate"
 
     @staticmethod
     def _info(unit: Unit, entry: Group, number: int, together: int) -> ParamInfo:

@@ -62,6 +62,11 @@ class Config:
         "Compute `cross_entropy` of a linear layer's result in so many parts of its classes, at least 2, which the "
         "backward computes again: the logits are never there as a whole. 0: off. Losses differ by rounding.",
     )
+    autocast_experts: bool = setting(
+        False,
+        "Under autocast, multiply Hugging Face's experts in autocast's dtype, as linear layers are. Eager multiplies "
+        "them in their weights' dtype: with float32 weights, several times slower on a GPU.",
+    )
     overlap_mb: int = setting(
         -1,
         "What starting all-gathers early and waiting late for reductions may add to a graph's peak memory, in MiB. "

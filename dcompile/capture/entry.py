@@ -67,6 +67,8 @@ class Entry:
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and self._ddp() is not ddp:
             self._attach(ddp)
+        elif inside_ddp and self.model.is_outdated():
+            self._compiled = None
         if self._compiled is None:
             self._take_over_shards()
             self._compiled = self._compile()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.harness import Ranks
-from tests.distributed.matrix import BF16, FP16, WIDE
+from tests.distributed.matrix import BF16, FP16, MIXED, WIDE
 
 CASES = "tests.distributed.fsdp_cases:"
 STOCK = {"kernels": "aten", "distributed": "stock"}
@@ -56,7 +56,17 @@ def test_a_model_that_nobody_holds_is_freed(ranks, cases):
         assert found["ours"] == found["stock"] == {"reached": True, "module": False, "parameter": False}
 
 
-@pytest.mark.parametrize("how", [{}, {"name": "llama_one"}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"name": "llama_one"},
+        {"reshard_after_forward": False},
+        {"mp_policy": BF16},
+        {"name": "llama_one", "mp_policy": MIXED},
+    ],
+    ids=str,
+)
 def test_recorded_steps_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "recorded", **how):
         receipt = found["receipt"]

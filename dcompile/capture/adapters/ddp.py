@@ -66,7 +66,9 @@ class DdpAdapter(PlainAdapter):
             for number, (name, p) in enumerate(parameters)
         )
         self.every = self.uneven
-        """Whether each graph reduces all parameters."""
+        """Whether each graph reduces all trainable parameters."""
+        self._trainable = self._trainable_now(self.refs)
+        """Parameters that have places in the buckets of each graph then: frozen ones have none, as under DDP."""
 
     @property
     def eligible(self) -> bool:  # type: ignore[override]
@@ -90,6 +92,26 @@ class DdpAdapter(PlainAdapter):
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
+
+    def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
+        """Parameters with a place in the buckets of a program that has gradients of those `used`."""
+        wanted = self._trainable.union(used) if self.every else used
+        return tuple(info for info in self._infos if info.number in wanted)
+
+    def outdated(self) -> bool:
+        """Whether parameters have become trainable that earlier programs have no places for: they know them now.
+
+        Others that are frozen keep their places, as DDP's reducer keeps them in its buckets.
+        """
+        if self.state == "stock" or not self.every or len(self._trainable) == len(self.refs):
+            return False
+        grown = self._trainable_now(self.refs.keys() - self._trainable)
+        self._trainable |= grown
+        return bool(grown)
+
+    def _trainable_now(self, numbers: Iterable[int]) -> frozenset[int]:
+        found = ((number, self.refs[number]()) for number in numbers)
+        return frozenset(number for number, parameter in found if parameter is not None and parameter.requires_grad)
 
     def communicators(self) -> dict[str, Any]:
         return {"ddp": self.group}
@@ -191,7 +213,8 @@ class DdpAdapter(PlainAdapter):
         """
         self.note_behind(reasons)
         for number, ref in self.refs.items():
-            if number not in self._watched and (parameter := ref()) is not None:
+            parameter = ref()
+            if number not in self._watched and parameter is not None and parameter.requires_grad:
                 self._watch(number, parameter)
 
     def note_behind(self, reasons: Iterable[str]) -> None:

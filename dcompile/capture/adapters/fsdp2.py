@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from dcompile import compat
 from dcompile.capture.adapters.sharded import Alone, ShardedAdapter, present
@@ -298,19 +301,45 @@ def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
     return cast_output
 
 
+_NO_CONTAINERS = (bool, int, float, complex, str, bytes, type, range, slice, enum.Enum, torch.dtype, torch.device)
+_NO_DATACLASSES = (dict, OrderedDict, defaultdict)
+"""What is not asked whether it is a dataclass: Dynamo of torch 2.11 cannot say so of these, nor of any class."""
+
+
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with floating-point tensors converted: in sequences, mappings and dataclasses, as FSDP does."""
+    """`value` with floating-point tensors converted: in sequences, sets, mappings and dataclasses, as FSDP does.
+
+    As there, packed sequences stay as they are, and subclasses of dict become plain ones unless they are ordered.
+    Only questions about the value itself, none about its class: Dynamo traces this.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if torch.is_floating_point(value) and value.dtype != dtype else value
+    if value is None or isinstance(value, _NO_CONTAINERS):
+        return value
     if isinstance(value, dict):
-        if dataclasses.is_dataclass(value):  # as transformers' outputs, which are both
-            return type(value)(**{name: converted(item, dtype) for name, item in value.items()})
-        return {name: converted(item, dtype) for name, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: converted(getattr(value, name), dtype) for name in names})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[converted(item, dtype) for item in value])
-    if isinstance(value, list | tuple):
+        return _converted_mapping(value, dtype)
+    if isinstance(value, tuple):
+        return _converted_tuple(value, dtype)
+    if isinstance(value, list | set):
         return type(value)([converted(item, dtype) for item in value])
-    return value
+    return _converted_fields(value, dtype) if hasattr(value, "__dataclass_fields__") else value
+
+
+def _converted_mapping(value: dict[Any, Any], dtype: torch.dtype) -> Any:
+    # transformers' outputs are both
+    if type(value) not in _NO_DATACLASSES and hasattr(value, "__dataclass_fields__"):
+        return type(value)(**{name: converted(item, dtype) for name, item in value.items()})
+    items = {name: converted(item, dtype) for name, item in value.items()}
+    return type(value)(items) if isinstance(value, OrderedDict) else items
+
+
+def _converted_tuple(value: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Size | PackedSequence):
+        return value
+    items = [converted(item, dtype) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _converted_fields(value: Any, dtype: torch.dtype) -> Any:
+    names = [field.name for field in dataclasses.fields(value)]
+    return dataclasses.replace(value, **{name: converted(getattr(value, name), dtype) for name in names})

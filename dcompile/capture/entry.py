@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -183,6 +184,7 @@ class Entry:
         model, own = self.model, function.__code__
         self._frames.begin(function if type(model.adapter) is PlainAdapter else None)
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
+        spec = compat.shapes.for_entry(settings.limits, self.target)
 
         def compiled_frame(code: Any, guarded: Any) -> None:
             model.compiled(code, own, guarded is not None)
@@ -190,9 +192,16 @@ class Entry:
             if guarded is not None and frames is not None:
                 frames.add(code, guarded)
 
-        compat.dynamo.wrap_frame_callback(context, lambda code: model.compiling(code, own), compiled_frame)
+        compat.dynamo.wrap_frame_callback(context, lambda code: _compiling(model, code, own, spec), compiled_frame)
         compiled: Callable[..., Any] = context(function)
         return compiled
+
+
+@contextlib.contextmanager
+def _compiling(model: CompiledModel, code: Any, own: Any, spec: Any) -> Iterator[None]:
+    """Around Dynamo's work on a frame; `spec` is of the shapes of our outermost one, `own`."""
+    with model.compiling(code, own), compat.shapes.in_entry(spec if code is own else None):
+        yield
 
 
 def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:

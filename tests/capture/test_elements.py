@@ -14,7 +14,10 @@ from dcompile.capture.element_analysis import ElementsOf
 from dcompile.ir.piecewise import evaluate_tree
 
 MAX_ELEMENTS = 144
-METHODS = "tril triu unsqueeze transpose expand cumsum reshape clone masked_fill repeat t squeeze permute".split()
+METHODS = (
+    "tril", "triu", "unsqueeze", "transpose", "expand", "cumsum", "reshape", "clone", "masked_fill", "repeat", "t",
+    "squeeze", "permute",
+)  # fmt: skip
 COMPARISONS = (operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne)
 LOGIC = (operator.and_, operator.or_, operator.xor, torch.logical_and, torch.logical_or)
 DTYPES = (torch.int64, torch.int32, torch.int8, torch.bool, torch.float32, torch.bfloat16)

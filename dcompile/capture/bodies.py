@@ -9,7 +9,7 @@ operand that no body reads any more is taken away, and with it what made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,47 +23,46 @@ Places: TypeAlias = "list[Place | None]"
 """For each placeholder of a body: the place of its operand; None where that differs from one run to the next."""
 
 
-def _behind(count: int) -> Callable[[Node], Places]:
-    """Operands are all arguments but the first `count`."""
-    return lambda call: [(place,) for place in range(count, len(call.args))]
+_FLAT = {
+    "tag_activation_checkpoint": 1, "wrap_activation_checkpoint": 1, "wrap": 1, "local_map_hop": 1,
+    "invoke_subgraph": 2, "wrap_with_set_grad_enabled": 2, "dynamo_bypassing_wrapper": 2, "wrap_with_autocast": 5,
+}  # fmt: skip
+"""Operators whose operands are all arguments behind the first few."""
+_LISTED = {
+    "strict_mode": 1, "hints_wrapper": 1, "cond": 3, "while_loop": 3, "while_loop_stack_output": 3, "scan": 3,
+    "associative_scan": 2, "map_impl": 2,
+}  # fmt: skip
+"""Operators whose operands are a list, and where that is."""
+_VARYING = {
+    "while_loop": (2,),
+    "while_loop_stack_output": (2,),
+    "scan": (1, 2),
+    "associative_scan": (1, 1),
+    "map_impl": (1,),
+}
+"""Lists whose elements, or what is made of them in each run, bodies of these are given before their operands."""
+_INLINED = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap")
+"""Operators whose bodies AOTAutograd traces as a part of the graph that calls them."""
+_FIXED = frozenset(("local_map_hop",))
+"""Operators that note elsewhere how many operands they have."""
 
 
-def _listed(place: int, *varying: int) -> Callable[[Node], Places]:
-    """Operands are a list at `place`; the elements of those at `varying` come first, and change while it runs."""
+def _places(call: Node) -> Places | None:
+    """Where the operands of a call stand; None for operators of other kinds.
 
-    def places(call: Node) -> Places:
-        before = sum(len(_items(call.args[n])) for n in varying)
-        return [*[None] * before, *((place, n) for n in range(len(_items(call.args[place]))))]
-
-    return places
+    Nothing is known of what bodies of these are given: those of `autograd_function_apply` are a forward and a backward.
+    """
+    name = _name(call.target)
+    if name in _FLAT:
+        return [(place,) for place in range(_FLAT[name], len(call.args))]
+    if name not in _LISTED:
+        return None
+    varying = sum(len(_items(call.args[place])) for place in _VARYING.get(name, ()))
+    return [*[None] * varying, *((_LISTED[name], n) for n in range(len(_items(call.args[_LISTED[name]]))))]
 
 
 def _items(argument: Any) -> Sequence[Any]:
     return argument if isinstance(argument, tuple | list) else ()
-
-
-_OPERANDS: Mapping[str, Callable[[Node], Places]] = {
-    "tag_activation_checkpoint": _behind(1),
-    "wrap_activation_checkpoint": _behind(1),
-    "wrap": _behind(1),
-    "local_map_hop": _behind(1),
-    "invoke_subgraph": _behind(2),
-    "wrap_with_set_grad_enabled": _behind(2),
-    "dynamo_bypassing_wrapper": _behind(2),
-    "wrap_with_autocast": _behind(5),
-    "strict_mode": _listed(1),
-    "hints_wrapper": _listed(1),
-    "cond": _listed(3),
-    "while_loop": _listed(3, 2),
-    "while_loop_stack_output": _listed(3, 2),
-    "scan": _listed(3, 1, 2),
-    "associative_scan": _listed(2, 1, 1),
-    "map_impl": _listed(2, 1),
-}
-"""Higher-order operators that give each of their bodies the same operands. Bodies of others are rewritten, too, but
-nothing is known of what they are given: those of `autograd_function_apply` are a forward and a backward."""
-_FIXED = frozenset(("local_map_hop",))
-"""Operators that note elsewhere how many operands they have."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ class Call:
 
     def places(self) -> Places | None:
         """Where the operand of each placeholder stands, as the graphs are now; None if it is not known."""
-        rule = _OPERANDS.get(_name(self.node.target))
-        found = None if rule is None else rule(self.node)
+        found = _places(self.node)
         counts = {len(placeholders(body)) for body in self.bodies}
         return found if found is not None and counts == {len(found)} else None
 
@@ -130,6 +128,15 @@ class Nest:
         """The calls that run a body."""
         return [call for call in self.calls if any(body is other for other in call.bodies)]
 
+    def is_inlined(self, graph: GraphModule) -> bool:
+        """Whether AOTAutograd traces the graph once, as if it stood where it is called, or it is the captured graph."""
+        while graph is not self.graphs[0]:
+            calls = self.calls_of(graph)
+            if len(calls) != 1 or _name(calls[0].node.target) not in _INLINED:
+                return False
+            graph = calls[0].graph
+        return True
+
     def sources(self, placeholder: Node) -> list[Node] | None:
         """What a body's placeholder stands for: the operand of each call that runs the body, the same in each run.
 
@@ -140,6 +147,30 @@ class Nest:
         found = [call.operand(position) for call in calls]
         nodes = [operand for operand in found if isinstance(operand, Node)]
         return nodes if calls and len(nodes) == len(found) else None
+
+    def owner(self, node: Node) -> GraphModule:
+        """The graph that a node is in."""
+        return self._owners[node.graph]
+
+    def can_give(self, body: GraphModule) -> bool:
+        """Whether a body can be given one more operand."""
+        calls, _ = self._tied_to(body)
+        return bool(calls) and all(call.places() is not None and not _is_fixed(call) for call in calls)
+
+    def give(self, body: GraphModule, operands: Sequence[Node]) -> Node:
+        """The placeholder by which a body is given these nodes, one by each of `calls_of(body)`; a new one if need be.
+
+        Relies on: `can_give`, and that no other call runs a body of these calls.
+        """
+        for node in placeholders(body):
+            if self.sources(node) == list(operands):
+                return node
+        calls, bodies = self._tied_to(body)
+        assert len(calls) == len(operands), "each call has an operand for the body"
+        for call, operand in zip(self.calls_of(body), operands, strict=True):
+            call.node.args = _with(call.node, operand)
+        made = [_new_placeholder(other, operands[0]) for other in bodies]
+        return next(node for node in made if node.graph is body.graph)
 
     def erase_unused(self, nodes: Iterable[Node], is_pure: Callable[[Node], bool]) -> None:
         """Erase nodes that nothing uses, and what they alone were made from, in their graph and in those around it.
@@ -168,7 +199,7 @@ class Nest:
         body = self._owners[placeholder.graph]
         position = placeholders(body).index(placeholder)
         calls, bodies = self._tied_to(body)
-        if not calls or any(_name(call.node.target) in _FIXED or not call.places() for call in calls):
+        if not calls or any(_is_fixed(call) or not call.places() for call in calls):
             return []
         places = [(call.places() or [])[position] for call in calls]
         unused = [placeholders(other)[position] for other in bodies]
@@ -198,6 +229,29 @@ class Nest:
         """Make the code of all graphs anew."""
         for graph in self.graphs:
             graph.recompile()
+
+
+def _is_fixed(call: Call) -> bool:
+    return _name(call.node.target) in _FIXED
+
+
+def _with(call: Node, operand: Node) -> tuple[Any, ...]:
+    """The arguments of a call with one more operand behind the others."""
+    listed = _LISTED.get(_name(call.target))
+    if listed is None:
+        return (*call.args, operand)
+    items: Any = call.args[listed]
+    return (*call.args[:listed], type(items)((*items, operand)), *call.args[listed + 1 :])
+
+
+def _new_placeholder(body: GraphModule, like: Node) -> Node:
+    """One more input of a body, behind the others."""
+    known = placeholders(body)
+    before = known[-1].next if known else next(iter(body.graph.nodes))
+    with body.graph.inserting_before(before):
+        node = body.graph.placeholder(like.name)
+    node.meta["example_value"] = like.meta["example_value"]
+    return node
 
 
 def _calls(graph: GraphModule) -> Iterator[Call]:

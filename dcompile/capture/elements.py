@@ -75,6 +75,15 @@ def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
     return tuple(size_of(size) for size in value.shape)
 
 
+def sizes_of(node: Any) -> tuple[Size, ...]:
+    """The sizes of a node's tensor, to be compared without guards; empty if it is none, or they have no form."""
+    value = value_of(node)
+    try:
+        return shape_of(value) if isinstance(value, torch.Tensor) else ()
+    except Unknown:
+        return ()
+
+
 def value_of(node: Any) -> Any:
     """What a node was traced to."""
     return node.meta.get("example_value") if isinstance(node, Node) else None

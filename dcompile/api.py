@@ -113,7 +113,10 @@ def compile(
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
-    shards = functools.partial(Shards, gathers=config.gathers)
+    saves_memory = config.recompute == "memory"
+    shards = functools.partial(
+        Shards, gathers=config.gathers, shard_copies=config.shard_copies, saves_memory=saves_memory
+    )
     return Toolbox(
         compiler,
         Buckets,

@@ -50,6 +50,12 @@ class Flat:
     def data(self) -> torch.Tensor:
         return compat.fsdp1.shard_data(self.handle)
 
+    def stored(self) -> torch.Tensor:
+        return compat.fsdp1.stored_shard(self.handle)
+
+    def changes(self) -> None:
+        """Optimizers write the original parameters, which count changes of their own."""
+
     def address(self) -> int:
         address: int = self.handle.flat_param.data_ptr()
         return address

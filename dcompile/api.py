@@ -18,7 +18,7 @@ from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.agree import agree, captured, said_by_any, same_as_first
+from dcompile.runtime.agree import agree, said_by_any
 from dcompile.runtime.buckets import Buckets, average
 from dcompile.runtime.calibrate import figures_for
 from dcompile.runtime.shards import Shards
@@ -125,10 +125,8 @@ def make_toolbox(config: Config) -> Toolbox:
         print_receipt,
         shards,
         compiler.meet,
-        captured,
         figures_for(config),
         said_by_any,
-        same_as_first,
         _all_idle,
     )
 

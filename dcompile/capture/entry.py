@@ -45,6 +45,7 @@ class Entry:
         self.root = root
         self._graph = graph
         self._hooks = None if root is None else compat.hooks.Hooks(root)
+        self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
@@ -99,10 +100,11 @@ class Entry:
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
-        hooked = compat.hooks.told(self._hooks)
+        regions = contextlib.nullcontext() if self._checkpointed is None else self._checkpointed.as_regions()
         call = self.model.begin(inside_ddp)
         try:
-            result = self._compiled(hooked, *args, **kwargs)
+            with regions:
+                result = self._compiled(compat.hooks.told(self._hooks), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
@@ -137,6 +139,9 @@ class Entry:
             return self(*args, **kwargs)
         if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
+        if compat.dynamo.is_watched():
+            adapter.note_eager("a mode that looks at operations is on, such as CommDebugMode")
+            return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
         between = self.model.between
         assert between is not None, "sharded parameters are taken over"

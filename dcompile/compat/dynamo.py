@@ -281,6 +281,14 @@ def is_traced_by_another() -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
+def is_watched() -> bool:
+    """Whether a mode is on that is to see each operation as eager runs it: Dynamo compiles nothing under such."""
+    from torch.utils import _python_dispatch as dispatch
+
+    asks: Any = getattr(dispatch, "is_in_any_mode_without_ignore_compile_internals", dispatch.is_in_torch_dispatch_mode)
+    return bool(asks())
+
+
 def fx_tracing_flag() -> tuple[Any, str]:
     """What has the attribute that says whether torch.fx traces, and its name: a thread's own since torch 2.14."""
     from torch.fx import _symbolic_trace

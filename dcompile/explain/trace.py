@@ -91,9 +91,9 @@ def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fs
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):
-        return Fsdp2Adapter(states, stock, serial=-1, parts=not config.triton_cudagraphs)
+        return Fsdp2Adapter(states, stock, parts=not config.triton_cudagraphs)
     instances = compat.fsdp1.instances_in(module)
-    return Fsdp1Adapter(module, instances, stock, serial=-1) if instances else None
+    return Fsdp1Adapter(module, instances, stock) if instances else None
 
 
 def _left_out(adapter: Any) -> Iterator[str]:
@@ -235,7 +235,7 @@ class _PlannedDdp(DdpAdapter):
     carries_sync = False
 
     def __init__(self, ddp: Any, stock: bool, module: Module | None = None) -> None:
-        super().__init__(ddp, stock, serial=-1, module=module)
+        super().__init__(ddp, stock, module=module)
         self.reasons = tuple(self.standing_objections())
         self.state = "stock" if self.reasons else "taken"
 

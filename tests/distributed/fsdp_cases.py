@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import dcompile
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
@@ -63,7 +65,38 @@ class Checkpointed(models.Mlp):
         return self.c(torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False))
 
 
+class Block(nn.Module):
+    """Two layers and what goes past them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 40), nn.Linear(40, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Blocks that are run again in the backward, by hooks of theirs."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.last, self.breaks = nn.Linear(12, 4), breaks
+        for layer in self.layers:
+            checkpoint_by_hooks(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(x)
+
+
 MAKE: dict[str, Callable[[], nn.Module]] = {
+    "composable": Blocks,
+    "composable_break": lambda: Blocks(breaks=True),
     "mlp": models.Mlp,
     "uneven": Uneven,
     "shared": models.SharedOverBreak,
@@ -272,6 +305,36 @@ def same_as_stock(
 
 def backward(call: Any, module: Any, step: int = 0) -> None:
     loss_of(call(**inputs(module, step))).backward()
+
+
+def counted(warm: bool) -> dict[str, Any]:
+    """Collectives that torch's mode counts in each of two steps, stock's first; a step without it comes last.
+
+    `warm`: a step without it comes before, too.
+    """
+    counts = []
+
+    def steps(call: Any, module: Any) -> None:
+        if warm:
+            backward(call, module)
+        for step in range(2):
+            with CommDebugMode() as mode:
+                backward(call, module, step)
+            counts.append({str(name): count for name, count in mode.get_comm_counts().items()})
+        backward(call, module, 2)
+
+    return same_as_stock(steps) | {"counts": counts}
+
+
+def counted_backward() -> int:
+    """The collectives of a compiled backward, of which the mode sees nothing else."""
+    module = make("mlp")
+    call = compiled(module)
+    for _ in range(2):
+        loss = loss_of(call(**inputs(module, 0)))
+        with CommDebugMode() as mode:
+            loss.backward()
+    return mode.get_total_counts()
 
 
 def forwards_of_all_kinds() -> dict[str, Any]:

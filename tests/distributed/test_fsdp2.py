@@ -50,6 +50,32 @@ def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
     assert len(collectives) == 1
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_mode_that_counts_collectives_counts_those_that_run(ranks, warm):
+    for found in values(ranks, "counted", warm=warm):
+        stock, own = found["counts"][:2], found["counts"][2:]
+        assert own == stock and sum(own[0].values()) > 0
+        assert (found["grad"], found["param"]) == (0, 0)
+        assert found["receipt"].eligible, "the step without it is compiled"
+        assert any("some calls run eagerly, with FSDP's own hooks" in note for note in found["receipt"].notes)
+
+
+def test_collectives_of_a_compiled_backward_are_counted(ranks):
+    assert all(count > 0 for count in values(ranks, "counted_backward"))
+
+
+@pytest.mark.parametrize(("name", "order"), [("composable", "compile"), ("composable", "torch.compile")])
+def test_layers_that_hooks_run_again_are_compiled_whole(ranks, name, order):
+    for found in values(ranks, "against_stock", name=name, order=order):
+        assert found["receipt"].eligible and found["receipt"].graph_breaks == 0
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+def test_layers_that_hooks_run_again_beside_a_graph_break(ranks):
+    for found in values(ranks, "against_stock", name="composable_break", fullgraph=False):
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
 @pytest.mark.parametrize("cases", ["fsdp", "fsdp1"])
 def test_a_model_that_nobody_holds_is_freed(ranks, cases):
     for found in ranks.run(f"tests.distributed.{cases}_cases:freed", 150):

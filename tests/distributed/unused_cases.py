@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile.runtime import buckets
-from tests.distributed.cases import ATEN, gradients, inputs, make, wrap
+from tests.distributed.cases import gradients, inputs, wrap
 from tests.distributed.models import Lora, loss_of
 from tests.distributed.training import across_ranks, largest_difference
 

@@ -8,7 +8,6 @@ first step is right whichever way the decision goes.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
@@ -18,9 +17,6 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.params import BucketRule, ParamInfo
-
-_SERIAL = itertools.count()
-"""Numbers adapters in the order of their creation, which is the same on every rank."""
 
 
 def _add(numbers: set[int], number: int, _parameter: Any) -> None:
@@ -37,7 +33,7 @@ class DdpAdapter(PlainAdapter):
     )
     carries_sync = True
 
-    def __init__(self, ddp: Any, stock: bool, serial: int | None = None, module: torch.nn.Module | None = None) -> None:
+    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
         """`module`: what the DDP keeps in step, if that is not what it wraps (`replicate`)."""
         self._ddp = weakref.ref(ddp)
         kept: Any = ddp.module if module is None else module
@@ -49,7 +45,6 @@ class DdpAdapter(PlainAdapter):
         self.notes = ()
         self._stock = stock
         self._held_static_graph = False
-        self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
         """Parameter -> its hook that notes gradients."""
@@ -204,7 +199,7 @@ class DdpAdapter(PlainAdapter):
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
         """See `new_subject`."""
-        return new_subject(self._compared, plan, f"collectives, model {self._serial}")
+        return new_subject(self._compared, plan, "collectives of a model,")
 
     def watch(self, reasons: Iterable[str]) -> None:
         """Calls that run beside the compiled graphs, for these reasons: from now on, note each gradient that is added.

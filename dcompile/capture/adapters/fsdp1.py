@@ -126,8 +126,8 @@ class Fsdp1Adapter(ShardedAdapter):
 
     name = "fsdp1"
 
-    def __init__(self, root: Any, instances: list[Any], stock: bool, serial: int | None = None) -> None:
-        super().__init__(serial)
+    def __init__(self, root: Any, instances: list[Any], stock: bool) -> None:
+        super().__init__()
         self._root, self._instances = weakref.ref(root), [weakref.ref(instance) for instance in instances]
         missing = compat.fsdp1.missing(instances)
         if missing:

@@ -151,11 +151,11 @@ class Fsdp2Adapter(ShardedAdapter):
 
     name = "fsdp2"
 
-    def __init__(self, states: list[Any], stock: bool, serial: int | None = None, parts: bool = True) -> None:
+    def __init__(self, states: list[Any], stock: bool, parts: bool = True) -> None:
         """`parts`: whether forwards may leave parameters spread over fewer ranks, where that is asked for, and may be
         captured in several graphs: not with CUDA graphs.
         """
-        super().__init__(serial)
+        super().__init__()
         self._parts = parts
         self._states = [weakref.ref(state) for state in states]
         missing = compat.fsdp2.missing(states)

@@ -34,7 +34,7 @@ from dcompile.capture.results import (
     to_be_told_apart,
 )
 from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for, zeros_of
-from dcompile.capture.toolbox import GradientBuckets
+from dcompile.capture.toolbox import GradientBuckets, Line
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
 from dcompile.figures import Group
 
@@ -81,7 +81,8 @@ class Programs:
         """Units whose gradients an earlier graph of a call has a share in: its backward, the later one, reduces all."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of the sharded parameter that it stands for."""
-        self._together = model.is_first_call()
+        self.captured: list[Line] = []
+        """What ranks compare of the graph before its first collective; empty once they have, or need not."""
         self._may_lack = False
         """Whether the backward may be left without gradients of results that nothing was computed with."""
         self._shapes_kept: tuple[int, ...] = ()
@@ -121,7 +122,6 @@ class Programs:
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
-            together=self._together and not whole,
             **self._machine(),
             **more,
         )
@@ -278,7 +278,7 @@ class Programs:
                         self.fallbacks[NEGATIVE_GRADIENTS] += 1
             if settled is not None:
                 return settled(args)
-            self.model.before_backward()
+            self.model.before_backward(self, sync)
             absent = frozenset(place for place in places if args[place] is None)
             kind = self._backward_for(gm, absent)
             lacks = self._lacks if self._lacks is not None and kind == "backward" else frozenset[int]()
@@ -363,8 +363,8 @@ class Programs:
         rule = self.adapter.bucket_rule() if self.grads else None
         if rule is None:
             return {}
-        numbers = {number for _, number in self.grads}
-        params = tuple(info for info in self.adapter.param_infos() if rule.every or info.number in numbers)
+        assert isinstance(self.adapter, DdpAdapter), "only DDP has buckets"
+        params = self.adapter.exchanged({number for _, number in self.grads})
         return {"grads": self.grads, "params": params, "rule": rule}
 
     def _run_backward(self, kind: str, args: list[Any], sync: bool) -> list[Any]:
@@ -374,7 +374,7 @@ class Programs:
         if buckets is None:
             return run(args)
         assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-        accumulates = adapter.accumulates(number for _, number in self.grads)
+        accumulates = self.accumulates()
         sync = sync and adapter.eligible and accumulates
         if sync:
             self._agree("backward")
@@ -386,11 +386,19 @@ class Programs:
     def _run_sharded_backward(self, run: Executable, adapter: ShardedAdapter, args: list[Any]) -> list[Any]:
         shards = self.shards
         assert shards is not None, "only sharded parameters are reduced to shards"
-        accumulates = any(compat.tensors.will_accumulate(adapter.virtual(number)) for _, number in self.grads)
+        accumulates = self.accumulates()
         self._agree("backward")
         if accumulates:
             self.model.flush_after_backward(shards)
         return run(args, buckets=shards.source(run.buckets, "backward", accumulates, self.later))
+
+    def accumulates(self) -> bool:
+        """Inside its backward: whether that adds to any parameter's .grad, which torch.autograd.grad does not."""
+        adapter, numbers = self.adapter, (number for _, number in self.grads)
+        if isinstance(adapter, DdpAdapter):
+            return adapter.accumulates(numbers)
+        assert isinstance(adapter, ShardedAdapter), "of others, nobody asks"
+        return any(compat.tensors.will_accumulate(adapter.virtual(number)) for number in numbers)
 
     def units(self) -> set[int]:
         """Of sharded parameters: those that a backward has gradients of."""
@@ -402,6 +410,8 @@ class Programs:
         if kind in self._agreed:
             return
         self._agreed.add(kind)
+        if self.captured and isinstance(self.adapter, ShardedAdapter):  # DDP's are compared before a backward
+            self.model.compare_captures([self])
         self.model.agree_on(self.plan(kind))
 
     def plan(self, kind: str = "backward") -> list[str]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,6 +56,15 @@ class Checkpointed(models.Mlp):
         return self.c(torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False))
 
 
+def checkpointed_llama() -> nn.Module:
+    """Each layer is computed again in the backward; the causal mask is made outside of them."""
+    model: Any = models.llama(layers=1)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
+    model.config.use_cache = False  # that would grow with each time that a layer is computed
+    return model  # type: ignore[no-any-return]
+
+
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "mlp": models.Mlp,
     "uneven": Uneven,
@@ -67,6 +77,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "decides": models.Decides,
     "between": models.Between,
     "checkpointed": Checkpointed,
+    "llama_checkpointed": checkpointed_llama,
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
     "llama": models.llama,

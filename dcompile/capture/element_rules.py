@@ -257,6 +257,8 @@ RULES: Mapping[str, Rule] = {
     "_add_batch_dim": _into_batch, "_remove_batch_dim": _out_of_batch,
 }  # fmt: skip
 """Operations by the names of functions and methods."""
+FROM_NUMBERS = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "empty", "empty_like")
+"""Functions that make a tensor which nothing else has."""
 LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"))
 """Those whose first argument tells no more than a shape, a dtype and a device."""
 AS_OTHER = frozenset(("expand_as", "view_as", "reshape_as", "type_as", "to"))

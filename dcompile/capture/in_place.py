@@ -84,5 +84,6 @@ def _is_change(node: Node) -> bool:
 def _write_anew(change: Node) -> None:
     if change.target in _AS_NEW:
         change.target = _AS_NEW[str(change.target)]
-    else:
-        change.op, change.target = "call_function", _FILLS[str(change.target)]
+        return
+    function: Any = _FILLS[str(change.target)]
+    change.op, change.target = "call_function", function

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_by_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -94,6 +95,15 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
+def checkpointed_llama() -> nn.Module:
+    """Each layer is computed again in the backward; the causal mask is made outside of them."""
+    model: Any = models.llama(layers=1)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
+    model.config.use_cache = False  # that would grow with each time that a layer is computed
+    return model  # type: ignore[no-any-return]
+
+
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "composable": Blocks,
     "composable_break": lambda: Blocks(breaks=True),
@@ -109,6 +119,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "between": models.Between,
     "checkpointed": Checkpointed,
     "nested": models.Nested,
+    "llama_checkpointed": checkpointed_llama,
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
     "llama": models.llama,

@@ -76,6 +76,14 @@ def test_layers_that_hooks_run_again_beside_a_graph_break(ranks):
         assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
 
 
+def test_checkpointed_attention_reads_no_mask(ranks):
+    for found in values(ranks, "against_stock", name="llama_checkpointed", options={}):
+        receipt = found["receipt"]
+        assert receipt.eligible and receipt.graphs == 1 and not receipt.fallbacks
+        assert any(note.startswith("1 attention calls were given a causal mask") for note in receipt.notes)
+        assert max(found["loss"], found["grad"]) <= 1e-6 and found["ranks"] == 0
+
+
 @pytest.mark.parametrize("cases", ["fsdp", "fsdp1"])
 def test_a_model_that_nobody_holds_is_freed(ranks, cases):
     for found in ranks.run(f"tests.distributed.{cases}_cases:freed", 150):

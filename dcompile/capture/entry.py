@@ -7,7 +7,7 @@ import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,10 +57,19 @@ class Entry:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._graph.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
+        state = compat.ddp.replicated(self.root)
+        if state is not None and not torch.compiler.is_compiling():
+            return compat.ddp.run_replicated(self.root, state, self._enter, args, kwargs)
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        """A call, inside a DDP's forward if there is one around the module."""
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and self._ddp() is not ddp:
             self._attach(ddp)
+        elif inside_ddp and self.model.is_outdated():
+            self._compiled = None
         if self._compiled is None:
             self._take_over_shards()
             self._compiled = self._compile()
@@ -155,13 +164,16 @@ class Entry:
 
     def _is_root_of(self, ddp: Any) -> bool:
         """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
-        return self.root is not None and unwrapped(ddp.module) is self.root
+        if self.root is None:
+            return False
+        return unwrapped(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """The module runs inside this DDP for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
-        self.model.adopt(DdpAdapter(ddp, stock))
+        replicated = self.root if compat.ddp.is_of_replicate(ddp, self.root) else None
+        self.model.adopt(DdpAdapter(ddp, stock, module=replicated))
         self._compiled = None
 
     def _compile(self) -> Callable[..., Any]:
@@ -177,6 +189,7 @@ class Entry:
         model, own = self.model, function.__code__
         self._frames.begin(function if type(model.adapter) is PlainAdapter else None)
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
+        spec = compat.shapes.for_entry(settings.limits, self.target)
 
         def compiled_frame(code: Any, guarded: Any) -> None:
             model.compiled(code, own, guarded is not None)
@@ -184,9 +197,16 @@ class Entry:
             if guarded is not None and frames is not None:
                 frames.add(code, guarded)
 
-        compat.dynamo.wrap_frame_callback(context, lambda code: model.compiling(code, own), compiled_frame)
+        compat.dynamo.wrap_frame_callback(context, lambda code: _compiling(model, code, own, spec), compiled_frame)
         compiled: Callable[..., Any] = context(function)
         return compiled
+
+
+@contextlib.contextmanager
+def _compiling(model: CompiledModel, code: Any, own: Any, spec: Any) -> Iterator[None]:
+    """Around Dynamo's work on a frame; `spec` is of the shapes of our outermost one, `own`."""
+    with model.compiling(code, own), compat.shapes.in_entry(spec if code is own else None):
+        yield
 
 
 def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:

@@ -17,6 +17,7 @@ from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
 from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
+from dcompile.capture.experts import group_experts
 from dcompile.capture.fingerprint import captured_calls
 from dcompile.capture.grouped import share_repeated_heads
 from dcompile.capture.joint import Cut, keep_drawn, looks_returned, partitioner, recompute_views
@@ -51,6 +52,7 @@ class Graph(Programs):
             compiler.expect_products()
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
+        self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)

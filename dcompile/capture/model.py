@@ -134,6 +134,13 @@ class CompiledModel:
             self.between = Between(adapter)
         self._reported, self._owes_report = set(), False
 
+    def is_outdated(self) -> bool:
+        """Whether all graphs are to be captured anew, for the same adapter: what gradients are reduced has changed."""
+        if not isinstance(self.adapter, DdpAdapter) or not self.adapter.outdated():
+            return False
+        self._all_idle = None
+        return bool(self.graphs)
+
     # --- forward ---
 
     @contextlib.contextmanager
@@ -356,7 +363,7 @@ class CompiledModel:
         if not isinstance(adapter, DdpAdapter) or not adapter.eligible or not adapter.unreduced:
             return
         if self._all_idle is None:
-            infos, rule = adapter.param_infos(), adapter.bucket_rule()
+            infos, rule = adapter.exchanged(()), adapter.bucket_rule()
             assert rule is not None, "what was taken over has buckets"
             buckets = self.toolbox.all_idle(infos, rule)
             self._all_idle = self.toolbox.make_buckets(buckets, adapter.refs, adapter.group, self.pool)

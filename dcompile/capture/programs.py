@@ -363,8 +363,8 @@ class Programs:
         rule = self.adapter.bucket_rule() if self.grads else None
         if rule is None:
             return {}
-        numbers = {number for _, number in self.grads}
-        params = tuple(info for info in self.adapter.param_infos() if rule.every or info.number in numbers)
+        assert isinstance(self.adapter, DdpAdapter), "only DDP has buckets"
+        params = self.adapter.exchanged({number for _, number in self.grads})
         return {"grads": self.grads, "params": params, "rule": rule}
 
     def _run_backward(self, kind: str, args: list[Any], sync: bool) -> list[Any]:

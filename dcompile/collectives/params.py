@@ -241,6 +241,15 @@ class ShardUnit(Protocol):
     def data(self) -> Any:
         """This rank's shard, padded, as a flat tensor of the dtype that computing uses."""
 
+    def stored(self) -> Any:
+        """The same as it is kept, where it is kept: in the parameter's own dtype."""
+
+    def changes(self) -> Any:
+        """Equal to what it was only if the shard was not changed since; None where nothing tells.
+
+        Writes through `.data` are told by nothing.
+        """
+
     def address(self) -> int:
         """Where this rank's shard lies."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from dcompile.compat.guards import short_guard_of_hooks
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.optimizers import optimizers_whole
+from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
 from dcompile.compat.unread import no_unread_latencies
 from dcompile.compat.views import views_as_asked
@@ -59,8 +60,8 @@ def limits(**given: Any) -> dict[str, Any]:
 
 
 def context_limits(context: Any) -> dict[str, Any]:
-    """recompile_limit and shapes_spec of a torch.compile call, where they were given."""
-    found = {"shapes_spec": getattr(context, "_shapes_spec", None)}
+    """recompile_limit and the spec of shapes of a torch.compile call, where they were given."""
+    found: dict[str, Any] = dict(of_context(context))
     callback = context.callback
     while callback is not None:
         found["recompile_limit"] = found.get("recompile_limit") or getattr(callback, "_recompile_limit", None)

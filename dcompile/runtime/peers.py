@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.artifacts import say
+from dcompile.artifacts import flush_streams, say
 from dcompile.errors import DcompileError, PlanMismatchError
 from dcompile.runtime.lookout import Abort, Lookout
 from dcompile.runtime.marks import Marks, stay_out_of_captures
@@ -334,9 +334,8 @@ def _end_at_exit() -> None:
     except PlanMismatchError as error:
         # an exit status of 0 would say that this rank has trained as it should have
         say(str(error).removeprefix("dcompile: "))
-        sys.stdout.flush()
+        flush_streams()
         os._exit(1)
     if any(line.aborting for line in _LINES.values()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(1)  # communicators that cannot be aborted would keep the process from ending

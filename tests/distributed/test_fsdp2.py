@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.harness import Ranks
-from tests.distributed.matrix import BF16, FP16, WIDE
+from tests.distributed.matrix import BF16, FP16, MIXED, WIDE
 
 CASES = "tests.distributed.fsdp_cases:"
 STOCK = {"kernels": "aten", "distributed": "stock"}
@@ -91,7 +91,17 @@ def test_a_model_that_nobody_holds_is_freed(ranks, cases):
         assert found["ours"] == found["stock"] == {"reached": True, "module": False, "parameter": False}
 
 
-@pytest.mark.parametrize("how", [{}, {"name": "llama_one"}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"name": "llama_one"},
+        {"reshard_after_forward": False},
+        {"mp_policy": BF16},
+        {"name": "llama_one", "mp_policy": MIXED},
+    ],
+    ids=str,
+)
 def test_recorded_steps_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "recorded", **how):
         receipt = found["receipt"]
@@ -125,6 +135,8 @@ def test_units_in_one_message_equal_stock_fsdp(ranks, how):
         {"of": "left_over"},
         {"of": "hooks_and_settings"},
         {"of": "moved"},
+        {"name": "llama_one", "mp_policy": MIXED},
+        {"of": "written"},
     ],
     ids=lambda how: ", ".join(map(str, how.values())),
 )
@@ -134,6 +146,28 @@ def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
         assert (found["grad"], found["param"]) == (0, 0)
         assert found.get("loss", 0) == found.get("after loading", 0) == found.get("result", 0) == 0
         assert found.get("left", 0) == 0
+
+
+@pytest.mark.parametrize("how", [{"mp_policy": MIXED}, {"mp_policy": WIDE, "wrap": "root"}], ids=str)
+def test_arguments_and_results_of_all_kinds_are_converted_as_by_stock_fsdp(ranks, how):
+    for found in values(ranks, "outputs", **how):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        assert found["receipt"].eligible and found["receipt"].graph_breaks == 0
+
+
+def test_shards_are_converted_again_when_parameters_were_changed(ranks):
+    for found in values(ranks, "written"):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        assert found["receipt"].eligible
+        assert found["unnoticed"] == {"data"}
+
+
+def test_shards_that_are_converted_for_each_gather_are_not_copied_and_it_is_said(ranks):
+    options = {"kernels": "aten", "shard_copies": "gather"}
+    for found in values(ranks, "copied", name="mlp", mp_policy=MIXED, options=options):
+        assert (found["loss"], found["grad"], found["param"], found["copied"]) == (0, 0, 0, 0)
+        said = "they are converted for each gather: option shard_copies='gather'"
+        assert any(said in note for note in found["receipt"].notes)
 
 
 def test_shards_that_one_rank_cannot_reach_are_gathered_by_collectives_on_all(ranks):

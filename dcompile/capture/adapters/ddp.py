@@ -33,8 +33,13 @@ class DdpAdapter(PlainAdapter):
     )
     carries_sync = True
 
-    def __init__(self, ddp: Any, stock: bool) -> None:
+    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
+        """`module`: what the DDP keeps in step, if that is not what it wraps (`replicate`)."""
         self._ddp = weakref.ref(ddp)
+        kept: Any = ddp.module if module is None else module
+        self._module: Callable[[], Any] = weakref.ref(kept)
+        if module is not None:
+            self.name = "replicate"
         self.state: Literal["undecided", "taken", "stock"] = "undecided"
         self.reasons = ()
         self.notes = ()
@@ -47,7 +52,7 @@ class DdpAdapter(PlainAdapter):
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
         missing = compat.ddp.missing(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
-        parameters = [] if missing else compat.ddp.parameters(ddp)
+        parameters = [] if missing else compat.ddp.parameters(ddp, kept)
         self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
         self._hooks = compat.hooks.GradientHooks(self.refs)
@@ -56,7 +61,9 @@ class DdpAdapter(PlainAdapter):
             for number, (name, p) in enumerate(parameters)
         )
         self.every = self.uneven
-        """Whether each graph reduces all parameters."""
+        """Whether each graph reduces all trainable parameters."""
+        self._trainable = self._trainable_now(self.refs)
+        """Parameters that have places in the buckets of each graph then: frozen ones have none, as under DDP."""
 
     @property
     def eligible(self) -> bool:  # type: ignore[override]
@@ -80,6 +87,26 @@ class DdpAdapter(PlainAdapter):
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
+
+    def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
+        """Parameters with a place in the buckets of a program that has gradients of those `used`."""
+        wanted = self._trainable.union(used) if self.every else used
+        return tuple(info for info in self._infos if info.number in wanted)
+
+    def outdated(self) -> bool:
+        """Whether parameters have become trainable that earlier programs have no places for: they know them now.
+
+        Others that are frozen keep their places, as DDP's reducer keeps them in its buckets.
+        """
+        if self.state == "stock" or not self.every or len(self._trainable) == len(self.refs):
+            return False
+        grown = self._trainable_now(self.refs.keys() - self._trainable)
+        self._trainable |= grown
+        return bool(grown)
+
+    def _trainable_now(self, numbers: Iterable[int]) -> frozenset[int]:
+        found = ((number, self.refs[number]()) for number in numbers)
+        return frozenset(number for number, parameter in found if parameter is not None and parameter.requires_grad)
 
     def communicators(self) -> dict[str, Any]:
         return {"ddp": self.group}
@@ -136,7 +163,7 @@ class DdpAdapter(PlainAdapter):
 
     def standing_objections(self) -> list[str]:
         """What speaks against taking over whatever the model does."""
-        reasons = [self._missing] if self._missing else compat.ddp.objections(self.ddp)
+        reasons = [self._missing] if self._missing else compat.ddp.objections(self.ddp, self._module())
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:
@@ -181,7 +208,8 @@ class DdpAdapter(PlainAdapter):
         """
         self.note_behind(reasons)
         for number, ref in self.refs.items():
-            if number not in self._watched and (parameter := ref()) is not None:
+            parameter = ref()
+            if number not in self._watched and parameter is not None and parameter.requires_grad:
                 self._watch(number, parameter)
 
     def note_behind(self, reasons: Iterable[str]) -> None:

@@ -27,6 +27,28 @@ def present(reference: Callable[[], Any]) -> Any:
     return found
 
 
+class Alone:
+    """The one rank that has all of an unsharded parameter, where a process group would be."""
+
+    def size(self) -> int:
+        return 1
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        return self._copied(outputs, inputs, options)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        return self._copied(outputs, inputs, options)
+
+    def _copied(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        del options
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given)
+        return self
+
+    def wait(self) -> None:
+        """It is done already."""
+
+
 class Virtual(Protocol):
     """A parameter, and what stands for it while it is traced."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +93,44 @@ def _objections(group: Any) -> Iterator[str]:
             yield "parameters bring all-gather extensions (fsdp_pre_all_gather)"
         if not param.orig_dtype.is_floating_point:
             yield f"a parameter has dtype {param.orig_dtype}"
+
+
+def keep_versions(states: list[Any]) -> None:
+    """Have all-gather extensions write to the parts of a gathered parameter uncounted, as FSDP writes to its own.
+
+    For the backward the same values are gathered anew. Of a tensor that is made of others, eager saves the whole, whose
+    counter stands still then; a compiled graph saves the parts, and autograd would take them for changed.
+    """
+    for param in (param for state in states for group in groups_of(state) for param in group.fsdp_params):
+        extended = hasattr(getattr(param, "_sharded_local_tensor", None), "fsdp_post_all_gather")
+        if extended and hasattr(param, "init_unsharded_param") and "init_unsharded_param" not in vars(param):
+            param.init_unsharded_param = _uncounted(weakref.ref(param))
+
+
+def _uncounted(reference: Callable[[], Any]) -> Callable[[], None]:
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    def init_unsharded_param() -> None:
+        param = reference()
+        parts = tuple(_parts(getattr(param, "_unsharded_param", None)))
+        with _unsafe_preserve_version_counter(parts) if parts else contextlib.nullcontext():
+            type(param).init_unsharded_param(param)
+
+    return init_unsharded_param
+
+
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor is made of, however deep; nothing of one that is not."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(value):
+        return
+    for name in value.__tensor_flatten__()[0]:
+        part = getattr(value, name)
+        if is_traceable_wrapper_subclass(part):
+            yield from _parts(part)
+        elif not part.is_inference():
+            yield part
 
 
 def reshards_partly(group: Any) -> bool:

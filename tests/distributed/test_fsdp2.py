@@ -60,6 +60,15 @@ def test_a_mode_that_counts_collectives_counts_those_that_run(ranks, warm):
         assert any("some calls run eagerly, with FSDP's own hooks" in note for note in found["receipt"].notes)
 
 
+@pytest.mark.parametrize("how", [{"mp_policy": BF16}, {}], ids=["cast", "as gathered"])
+def test_all_gather_extensions_stay_stock_and_right(ranks, how):
+    """What is gathered anew for the backward is not taken for a change of what the forward has saved."""
+    for found in values(ranks, "all_gather_extensions", **how):
+        assert found["loss"] == 0
+        assert not found["receipt"].eligible and found["receipt"].graphs > 0
+        assert found["receipt"].reasons == ("parameters bring all-gather extensions (fsdp_pre_all_gather)",)
+
+
 def test_collectives_of_a_compiled_backward_are_counted(ranks):
     assert all(count > 0 for count in values(ranks, "counted_backward"))
 

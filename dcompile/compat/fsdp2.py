@@ -91,6 +91,11 @@ def _asked_for(group: Any) -> Iterator[str]:
 
 
 def _objections(group: Any) -> Iterator[str]:
+    import torch.distributed as dist
+
+    ranks = gather_group(group) or replica_group(group)
+    if isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "threaded":
+        yield "ranks are threads of one process (torch.testing's threaded process group)"
     if len({reduce_dtype(param) for param in group.fsdp_params if param.sharded_param.requires_grad}) > 1:
         yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"
     for param in group.fsdp_params:

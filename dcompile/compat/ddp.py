@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -143,13 +144,54 @@ class _Logger:
         self._logger._set_comm_hook_name(name)
 
 
+class _Reducer:
+    """DDP's reducer, which has nothing to reduce any more.
+
+    It tells when a process group takes another one's place, which the compiled programs do not know of, and ends
+    backwards that the user ends by hand (`require_manual_backward_finalization`, since torch 2.15): gradients are
+    reduced once a backward returns.
+    """
+
+    def __init__(self, ddp: Any, wanted: Callable[[str], None]) -> None:
+        self._reducer = ddp.reducer
+        self._ddp = weakref.ref(ddp)
+        self._wanted = wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _reset_state(self) -> None:
+        self._wanted("the process group was changed")
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.reducer._reset_state()
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """DDP keeps the answer, too; a reducer that takes over again is told then (`rebuild_reducer`)."""
+
+    def _should_finalize_after_backward(self) -> bool:
+        return True
+
+    def _finalize_backward_manual(self) -> None:
+        import torch
+
+        ddp = self._ddp()
+        if ddp is None or not ddp.require_manual_backward_finalization:
+            raise RuntimeError("finalize_backward() needs require_manual_backward_finalization = True")
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "dcompile: finalize_backward() was called inside a backward; call it once that has returned, as "
+                "should_finalize_after_backward says, or give this model options={'distributed': 'stock'}"
+            )
+
+
 def silence_reducer(ddp: Any, wanted: Callable[[str], None]) -> None:
     """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
 
     `wanted` is called, with the reason, before something is done that needs the reducer.
     """
     ddp._remove_autograd_hooks()
-    ddp.logger = _Logger(ddp.logger, wanted)
+    ddp.logger, ddp.reducer = _Logger(ddp.logger, wanted), _Reducer(ddp, wanted)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
@@ -164,6 +206,8 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        ddp.require_manual_backward_finalization = True  # of the new reducer
     for hook, state in ddp._comm_hooks:
         _register_comm_hook(ddp.reducer, state, hook)
     if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:

@@ -216,6 +216,10 @@ class Fsdp2Adapter(ShardedAdapter):
         """Whether a setting that plans depend on has changed (set_reshard_after_forward)."""
         return self._settings != self._settings_now()
 
+    def wants_stock(self) -> str:
+        """What has been asked for since that only FSDP's own hooks do; empty if nothing."""
+        return "; ".join(compat.fsdp2.asked_for([present(state) for state in self._states]))
+
     def _settings_now(self) -> tuple[Any, ...]:
         return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
 

@@ -168,8 +168,8 @@ class _Graph(Graph):
         assert isinstance(self.adapter, _Adapter), "simulated graphs have simulated parameters"
         return self.adapter.spread
 
-    def _build(self, gm: Any, kind: Any, name: str = "", foreseen: Foreseen | None = None, **more: Any) -> Any:
-        del name, foreseen
+    def _build(self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any) -> Any:
+        del whole, foreseen
         if self._spread.kind == "fsdp":
             self._sharded = self.placeholders
             more |= self._shards(gm, kind)

@@ -405,8 +405,6 @@ class CompiledModel:
         adapter = self.adapter
         if isinstance(adapter, DdpAdapter):
             if adapter.state == "undecided":
-                if self._may_be_one_ranks(adapter) and not (sync and graph.accumulates()):
-                    return  # who reduces is for all ranks to say
                 self._decide(adapter)
             if sync and not self._compared and graph.accumulates():
                 self._compare_before_reducing(adapter, graph)
@@ -433,13 +431,6 @@ class CompiledModel:
         said = self.toolbox.said_by_any(adapter.group, GRADIENTS, mine)
         several = any(len(variant.graphs) > 1 for variant in self.variants.values())
         adapter.decide(objections if mine or not said else [said], several)
-
-    def _may_be_one_ranks(self, adapter: DdpAdapter) -> bool:
-        """Whether a backward that reduces nothing comes too early to decide, which takes all ranks.
-
-        Stock's reducer fails there with static_graph=True: then it is no rank's own.
-        """
-        return adapter.uneven and self._asks_others(adapter) and not adapter.ddp.static_graph
 
     def _asks_others(self, adapter: DdpAdapter) -> bool:
         return self.settings.config.distributed != "stock" and not adapter.may_be_alone

@@ -41,8 +41,6 @@ from dcompile.figures import Group
 Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
 """What the receipt counts, of all backwards so far: `y.backward(torch._neg_view(x))`."""
-LOCAL = "local_backward"
-"""The program of a backward of this rank alone, before it is known who reduces gradients."""
 WHOLE = "whole_backward"
 """The program of a backward that takes every gradient, where the first one could do without some."""
 
@@ -103,15 +101,16 @@ class Programs:
         """The backward as partitioning left it, until the forward is compiled."""
         model.graphs.append(self)
 
-    def _build(self, gm: Any, kind: Any, name: str = "", foreseen: Foreseen | None = None, **more: Any) -> Executable:
-        """Compile a program of this kind; it is kept under `name`, or else under its kind."""
-        self._own[name or kind] = list(own_collectives(gm))
-        request = self._request(gm, kind, name, **more)
+    def _build(
+        self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
+    ) -> Executable:
+        self._own[WHOLE if whole else kind] = list(own_collectives(gm))
+        request = self._request(gm, kind, whole, **more)
         executable = self.model.toolbox.compiler.compile_graph(gm, request, foreseen)
-        self.executables[name or kind] = executable
+        self.executables[WHOLE if whole else kind] = executable
         return executable
 
-    def _request(self, gm: Any, kind: Any, name: str = "", **more: Any) -> Request:
+    def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
         if self._sharded:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
@@ -119,7 +118,7 @@ class Programs:
         if self.model.settings.config.triton_cudagraphs and self.device.type != "cpu":
             donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
         return Request(
-            name=f"{name or kind}{self.number}",
+            name=f"{WHOLE if whole else kind}{self.number}",
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
@@ -327,11 +326,6 @@ class Programs:
         The first backward's absent ones are left out of its program, and most models never see others. Where one of
         them is there after all, a program that takes all serves this and every such call.
         """
-        if isinstance(self.adapter, DdpAdapter) and self.adapter.state == "undecided":
-            if LOCAL not in self.executables:
-                with self.model.peers.busy("compiling"):
-                    self._build(gm, "backward", LOCAL)
-            return LOCAL
         if self._lacks is None:
             lacks = fixed(gm, absent)
             with self.model.peers.busy("compiling"):
@@ -359,7 +353,7 @@ class Programs:
     def _build_whole_backward(self, gm: Any) -> None:
         """The backward that takes every gradient, of which the first one lacked some: its buckets are the same."""
         first = self.executables["backward"]
-        whole = self._build(gm, "backward", WHOLE, **self._reduces())
+        whole = self._build(gm, "backward", whole=True, **self._reduces())
         if self.buckets is not None and whole.buckets:  # none, if DDP reduces by now
             same = {b.name: b for b in whole.buckets} == {b.name: b for b in first.buckets}
             assert same, "buckets follow from parameters alone"
@@ -377,8 +371,6 @@ class Programs:
         run, buckets, adapter = self.executables[kind], self.buckets, self.adapter
         if isinstance(adapter, ShardedAdapter) and run.buckets:
             return self._run_sharded_backward(run, adapter, args)
-        if kind == LOCAL and isinstance(adapter, DdpAdapter) and self.accumulates():
-            adapter.unreduced.update(number for _, number in self.grads)
         if buckets is None:
             return run(args)
         assert isinstance(adapter, DdpAdapter), "only DDP has buckets"

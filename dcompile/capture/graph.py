@@ -50,6 +50,7 @@ class Graph(Programs):
         if multiplies(gm):
             compiler.expect_products()
         self._compare(gm)
+        self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)
@@ -148,7 +149,7 @@ class Graph(Programs):
 
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""
-        self._may_lack = can_be_absent(joint)
+        self._may_lack = can_be_absent(joint, alone=not self._goes_on)
         if self.model.settings.config.kernels != "aten":
             drop_copies(joint)
             shorten_positions(joint)

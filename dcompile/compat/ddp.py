@@ -128,28 +128,62 @@ class _Logger:
     """
 
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
-        self._logger = logger
+        self.logger = logger
         self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
+        return getattr(self.logger, name)
 
     def _set_uneven_input_join(self) -> None:
         self._wanted("the Join context manager was entered")
-        self._logger._set_uneven_input_join()
+        self.logger._set_uneven_input_join()
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._wanted("a communication hook was registered")
-        self._logger._set_comm_hook_name(name)
+        self.logger._set_comm_hook_name(name)
 
 
-def silence_reducer(ddp: Any, wanted: Callable[[str], None]) -> None:
-    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
+class _Reducer:
+    """DDP's reducer, which also tells when somebody prepares it for a backward: DDP's own forward does so as well.
 
-    `wanted` is called, with the reason, before something is done that needs the reducer.
+    By hand, after a forward under no_sync, that asks for its backward to reduce (Accelerate, Lightning).
     """
+
+    def __init__(self, reducer: Any, prepared: Callable[[], None]) -> None:
+        self.reducer = reducer
+        self._prepared = prepared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer, name)
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        if sys._getframe(1).f_globals.get("__name__") != "torch.nn.parallel.distributed":
+            self._prepared()
+        self.reducer.prepare_for_backward(outputs)
+
+
+def watch_reducer(ddp: Any, wanted: Callable[[str], None], prepared: Callable[[], None]) -> None:
+    """Have `wanted` called, with the reason, before something is done that needs the reducer itself.
+
+    And `prepared` when the user, not DDP, has prepared it for a backward.
+    """
+    if not isinstance(ddp.logger, _Logger):
+        ddp.logger = _Logger(ddp.logger, wanted)
+    if not isinstance(ddp.reducer, _Reducer):
+        ddp.reducer = _Reducer(ddp.reducer, prepared)
+
+
+def leave_reducer(ddp: Any) -> None:
+    """Undo `watch_reducer`."""
+    if isinstance(ddp.logger, _Logger):
+        ddp.logger = ddp.logger.logger
+    if isinstance(ddp.reducer, _Reducer):
+        ddp.reducer = ddp.reducer.reducer
+
+
+def silence_reducer(ddp: Any) -> None:
+    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are."""
     ddp._remove_autograd_hooks()
-    ddp.logger = _Logger(ddp.logger, wanted)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:

@@ -123,6 +123,22 @@ def reshards(group: Any) -> Any:
     return group._reshard_after_forward
 
 
+def reductions(group: Any) -> int:
+    """How many of its gradients' copies may be in flight (set_reduce_scatter_max_input_buffers)."""
+    return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
+
+
+def settings(group: Any) -> tuple[Any, ...]:
+    """What was asked for of a group that may be set anew between steps; what asks FSDP each time is not among it."""
+    return (
+        reshards(group),
+        type(getattr(group, "_all_gather_comm", None)),
+        type(getattr(group, "_reduce_scatter_comm", None)),
+        getattr(group, "_all_reduce_hook", None) is None,
+        getattr(group, "reduce_scatter_unused_params", False),
+    )
+
+
 def is_root(state: Any) -> bool:
     """Whether no other `fully_shard` module is around this one."""
     return bool(state._is_root)

@@ -178,6 +178,8 @@ class Fsdp2Adapter(ShardedAdapter):
         self._infos = tuple(infos)
         self.units = dict(enumerate(self._units))
         self.groups = {entry.name: entry for entry in self._groups}
+        # as FSDP does it: what was asked for of any group holds for all of them
+        self.reductions = max((compat.fsdp2.reductions(entry.group) for entry in self._groups), default=1)
 
     @staticmethod
     def _info(unit: Unit, entry: Group, number: int, together: int) -> ParamInfo:
@@ -195,11 +197,13 @@ class Fsdp2Adapter(ShardedAdapter):
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
 
     def outdated(self) -> bool:
-        """Whether a setting that plans depend on has changed (set_reshard_after_forward)."""
+        """Whether a setting has changed that plans depend on (set_reshard_after_forward), or that only FSDP's own hooks
+        follow (set_symm_mem_for_comm, set_all_reduce_hook).
+        """
         return self._settings != self._settings_now()
 
     def _settings_now(self) -> tuple[Any, ...]:
-        return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
+        return tuple(compat.fsdp2.settings(entry.group) for entry in self._groups)
 
     # --- calls ---
 

@@ -296,15 +296,16 @@ def takes_absent_tangents() -> bool:
 def own_results() -> tuple[int, ...]:
     """Inside a compiler of AOTAutograd: positions of results that its node of the autograd graph has made itself.
 
-    Views of what the graph computes are such, or behind them is what it has made.
+    Views of what the graph computes are such, too. Behind those that share memory, which come last, is what it made.
     """
     metadata = _metadata()
     if metadata is None:
         return ()
     own = ("non_alias", "unsafe_view_alias", "alias_of_intermediate", "alias_of_intermediate_save_as_output",
            "alias_of_intermediate_base_is_user_output")  # fmt: skip
-    kinds = enumerate(metadata.output_info)
-    return tuple(n for n, info in kinds if info.output_type.name in own and info.requires_grad)
+    kinds = [info.output_type.name if info.requires_grad else "" for info in metadata.output_info]
+    found = [n for n, kind in enumerate(kinds) if kind in own]
+    return tuple(sorted(found, key=lambda n: own.index(kinds[n]) > 1))
 
 
 def learning_results() -> frozenset[int]:

@@ -338,3 +338,44 @@ def symmetric_memory(before: int) -> dict[str, Any]:
                 _loss_of_some(each(inputs(step)), (0, 1, 2)).backward()
             worst.append(largest_difference(_whole(stock), _whole(modules[1])))
     return {"grad": max(worst), "reasons": find_model(call).adapter.reasons}  # type: ignore[union-attr]
+
+
+ALONE = {
+    "first no_sync": (("local", "sync", "sync"), ("sync", "sync", "local")),
+    "later no_sync": (("sync", "local", "sync"), ("sync", "sync", "local")),
+    "first without gradients": (("look", "sync", "sync"), ("sync", "sync")),
+    "first constant": (("constant", "sync", "sync"), ("sync", "sync")),
+}
+"""What each rank does, step by step: as often the same as the other, but not at the same time."""
+
+
+class Constant(nn.Module):
+    """Uses its parameters, or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, constant: bool = False) -> torch.Tensor:
+        return x * 2 if constant else self.b(torch.relu(self.a(x)))
+
+
+def apart_for_a_while(plan: str) -> dict[str, Any]:
+    """Ranks reduce as often, one of them later: each all-reduce pairs their steps as it does under stock DDP."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        made.append(Constant())
+    stock, (call, wrapped) = DDP(made[0], **_UNUSED), wrap(made[1], "compile(ddp)", None, **_UNUSED)
+    for each, module in ((stock, stock), (call, wrapped)):
+        for step, what in enumerate(ALONE[plan][torch.distributed.get_rank()]):
+            local = module.no_sync() if what == "local" else contextlib.nullcontext()
+            with local, torch.set_grad_enabled(what != "look"):
+                result = each(inputs(step), constant=what == "constant")
+            if result.requires_grad:
+                loss_of(result).backward()
+        torch.distributed.barrier()
+    return {"grad": largest_difference(gradients(stock), gradients(wrapped)), "receipt": dcompile.receipt(call)}
+
+
+_UNUSED = {"find_unused_parameters": True}

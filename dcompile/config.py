@@ -62,6 +62,11 @@ class Config:
         "Compute `cross_entropy` of a linear layer's result in so many parts of its classes, at least 2, which the "
         "backward computes again: the logits are never there as a whole. 0: off. Losses differ by rounding.",
     )
+    autocast_experts: bool = setting(
+        False,
+        "Under autocast, multiply Hugging Face's experts in autocast's dtype, as linear layers are. Eager multiplies "
+        "them in their weights' dtype: with float32 weights, several times slower on a GPU.",
+    )
     overlap_mb: int = setting(
         -1,
         "What starting all-gathers early and waiting late for reductions may add to a graph's peak memory, in MiB. "
@@ -78,6 +83,13 @@ class Config:
         "How sharded parameters are gathered on GPUs. auto: where the ranks of a group can reach each other's memory, "
         "as those of one machine, each copies the others' shards, which takes no processors; elsewhere by all-gathers. "
         "collective: always by all-gathers.",
+        in_key=False,  # what ranks came to is
+    )
+    shard_copies: Literal["auto", "step", "gather"] = setting(
+        "auto",
+        "Under mixed precision, when shards are converted to the dtype that computing uses. step: once for each "
+        "forward and its backward, into memory that other ranks may copy from; gather: anew for each all-gather, in "
+        "memory that lasts as long. auto: step, unless it takes a sixteenth of a GPU's memory or recompute is memory.",
         in_key=False,  # what ranks came to is
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")

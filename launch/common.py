@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -188,12 +188,17 @@ def stop_on_signals(seconds: float = 5.0) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def tell(text: str, stream: TextIO | None) -> None:
+    """Print a line. A stream that is absent, closed or full never ends the run that the line is about."""
+    with contextlib.suppress(Exception):
+        print(text, file=stream, flush=True)
+
+
 @contextlib.contextmanager
 def clear_errors() -> Any:
     """Print a UserError as one line on each rank that has it, and exit with status 2."""
     try:
         yield
     except UserError as error:
-        sys.stderr.write(f"error (rank {os.environ.get('RANK', '0')}): {error}\n")
-        sys.stderr.flush()
+        tell(f"error (rank {os.environ.get('RANK', '0')}): {error}", sys.stderr)
         raise SystemExit(2) from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from common import UserError, World
+from common import UserError, World, tell
 
 
 class Reporter:
@@ -18,6 +19,8 @@ class Reporter:
         self.steps, self.log_freq = steps, log_freq
         self.path = folder / "metrics.jsonl"
         self.bar: Any = None
+        self.lost = False
+        """Whether it was reported that metrics cannot be written."""
         if not self.on:
             return
         try:
@@ -28,20 +31,27 @@ class Reporter:
         self.file = self.path.open("w", buffering=1)  # line by line, so that a killed run leaves whole lines
         for line in kept:
             self._write(line)
-        if sys.stderr.isatty():
-            from tqdm import tqdm
+        with contextlib.suppress(Exception):  # no stream, or one that is closed: log lines in place of a bar
+            if sys.stderr.isatty():
+                from tqdm import tqdm
 
-            self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
+                self.bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
 
     def _write(self, fields: dict[str, Any]) -> None:
-        self.file.write(json.dumps(fields) + "\n")
+        try:
+            self.file.write(json.dumps(fields) + "\n")
+        except OSError as error:
+            if not self.lost:
+                self.lost = True
+                self.say(f"metrics cannot be written to {self.path}: {error.strerror}; training goes on without them")
 
     def say(self, text: str) -> None:
         """A line on rank 0, above the progress bar if there is one."""
         if self.on and self.bar is not None:
-            self.bar.write(text)
+            with contextlib.suppress(Exception):
+                self.bar.write(text)
         elif self.on:
-            print(text, flush=True)
+            tell(text, sys.stdout)
 
     def step(self, fields: dict[str, Any]) -> None:
         """One finished training step."""
@@ -49,8 +59,10 @@ class Reporter:
             return
         self._write(fields)
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {fields['loss']:.4f}, {fields['tokens_per_s']:.0f} tokens/s", refresh=False)
-            self.bar.update()
+            speed = f"{fields['tokens_per_s']:.0f} tokens/s"
+            with contextlib.suppress(Exception):  # the terminal may have gone
+                self.bar.set_postfix_str(f"loss {fields['loss']:.4f}, {speed}", refresh=False)
+                self.bar.update()
         elif fields["step"] % self.log_freq == 0 or fields["step"] == self.steps:
             self.say(
                 f"step {fields['step']:>4}/{self.steps}  loss {fields['loss']:.4f}  "
@@ -68,10 +80,14 @@ class Reporter:
         if not self.on:
             return
         if self.bar is not None:
-            self.bar.close()
+            with contextlib.suppress(Exception):
+                self.bar.close()
             self.bar = None
-        self.file.close()
-        draw_losses(self.path, self.path.with_name("loss.png"))
+        try:
+            self.file.close()
+            draw_losses(self.path, self.path.with_name("loss.png"))
+        except OSError as error:
+            self.say(f"the loss curve of {self.path} cannot be drawn: {error.strerror}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -97,6 +113,7 @@ def draw_losses(metrics: Path, image: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.has_data():
+        axes.legend()
     figure.savefig(image, dpi=120)
     pyplot.close(figure)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from common import (
     load_config,
     parse_options,
     stop_on_signals,
+    tell,
 )
 from data import END, Text, batch, load_text
 from report import Reporter
@@ -233,16 +235,16 @@ def finish(
     digests = gather(digest_of(model), world)
     equal = len(set(digests)) == 1
     if world.is_main:
-        print(f"parameters equal on all ranks: {'yes ' + digests[0] if equal else f'NO {digests}'}")
-        print(f"metrics, loss curve and checkpoints are in {args.output_dir}")
+        tell(f"parameters equal on all ranks: {'yes ' + digests[0] if equal else f'NO {digests}'}", sys.stdout)
+        tell(f"metrics, loss curve and checkpoints are in {args.output_dir}", sys.stdout)
         if len(seconds) > 1:
             typical = statistics.median(seconds[1:])
             speed = tokens_per_step * len(seconds[1:]) / sum(seconds[1:])
             compiling = f", {max(0.0, seconds[0] - typical):.1f} s of compiling in that one"
-            print(
+            tell(
                 f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, "
                 f"{speed:.0f} tokens/s after the first step{compiling if args.backend != 'eager' else ''}",
-                flush=True,
+                sys.stdout,
             )
     if not equal:
         raise SystemExit(1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Entry:
         self.root = root
         self._graph = graph
         self._hooks = None if root is None else compat.hooks.Hooks(root)
+        self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
@@ -55,6 +57,13 @@ class Entry:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._graph.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
+        state = compat.ddp.replicated(self.root)
+        if state is not None and not torch.compiler.is_compiling():
+            return compat.ddp.run_replicated(self.root, state, self._enter, args, kwargs)
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        """A call, inside a DDP's forward if there is one around the module."""
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and (self._ddp() is not ddp or self.model.has_moved()):
@@ -91,10 +100,11 @@ class Entry:
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
-        hooked = compat.hooks.told(self._hooks)
+        regions = contextlib.nullcontext() if self._checkpointed is None else self._checkpointed.as_regions()
         call = self.model.begin(inside_ddp)
         try:
-            result = self._compiled(hooked, *args, **kwargs)
+            with regions:
+                result = self._compiled(compat.hooks.told(self._hooks), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
@@ -129,6 +139,9 @@ class Entry:
             return self(*args, **kwargs)
         if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
+        if compat.dynamo.is_watched():
+            adapter.note_eager("a mode that looks at operations is on, such as CommDebugMode")
+            return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
         between = self.model.between
         assert between is not None, "sharded parameters are taken over"
@@ -151,13 +164,16 @@ class Entry:
 
     def _is_root_of(self, ddp: Any) -> bool:
         """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
-        return self.root is not None and unwrapped(ddp.module) is self.root
+        if self.root is None:
+            return False
+        return unwrapped(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """The module runs inside this DDP for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
-        self.model.adopt(DdpAdapter(ddp, stock))
+        replicated = self.root if compat.ddp.is_of_replicate(ddp, self.root) else None
+        self.model.adopt(DdpAdapter(ddp, stock, module=replicated))
         self._compiled = None
 
     def _compile(self) -> Callable[..., Any]:
@@ -173,6 +189,7 @@ class Entry:
         model, own = self.model, function.__code__
         self._frames.begin(function if type(model.adapter) is PlainAdapter else None)
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
+        spec = compat.shapes.for_entry(settings.limits, self.target)
 
         def compiled_frame(code: Any, guarded: Any) -> None:
             model.compiled(code, own, guarded is not None)
@@ -180,9 +197,16 @@ class Entry:
             if guarded is not None and frames is not None:
                 frames.add(code, guarded)
 
-        compat.dynamo.wrap_frame_callback(context, lambda code: model.compiling(code, own), compiled_frame)
+        compat.dynamo.wrap_frame_callback(context, lambda code: _compiling(model, code, own, spec), compiled_frame)
         compiled: Callable[..., Any] = context(function)
         return compiled
+
+
+@contextlib.contextmanager
+def _compiling(model: CompiledModel, code: Any, own: Any, spec: Any) -> Iterator[None]:
+    """Around Dynamo's work on a frame; `spec` is of the shapes of our outermost one, `own`."""
+    with model.compiling(code, own), compat.shapes.in_entry(spec if code is own else None):
+        yield
 
 
 def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:

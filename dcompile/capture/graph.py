@@ -17,7 +17,8 @@ from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
 from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
-from dcompile.capture.fingerprint import compare_capture, compare_surroundings
+from dcompile.capture.experts import group_experts
+from dcompile.capture.fingerprint import captured_calls
 from dcompile.capture.grouped import share_repeated_heads
 from dcompile.capture.joint import Cut, keep_drawn, looks_returned, partitioner, recompute_views
 from dcompile.capture.keys import hand_out_keys
@@ -49,8 +50,10 @@ class Graph(Programs):
         compiler = self.model.toolbox.compiler
         if multiplies(gm):
             compiler.expect_products()
-        self._compare(gm)
         self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
+        if self.model.compares_captures():
+            self.captured = captured_calls(self.model, gm, self.params)
+        self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)
@@ -134,18 +137,6 @@ class Graph(Programs):
         compiled = self._leaving_absent(self._checked(compiled))
         seen = seen_without_gradients(gm, self._learning)
         return compat.dynamo.no_dynamo(without_gradients(compiled, seen), "a compiled graph")
-
-    def _compare(self, gm: Any) -> None:
-        """Of the first call: see that every rank has captured the same, as far as it must."""
-        if not self._together:
-            return
-        if not isinstance(self.adapter, DdpAdapter) or not self.adapter.uneven:
-            self.notes += compare_capture(self.model, gm, self.number, self.params)
-        elif self.number == 0:
-            self._together, notes = compare_surroundings(self.model, gm, self.params)
-            self.notes += notes
-        else:  # rank 0 may have no such graph
-            self._together = False
 
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""

@@ -18,6 +18,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.between import Between
 from dcompile.capture.eligibility import outside_use, tensors_in
+from dcompile.capture.fingerprint import compare_captures, compare_surroundings
 from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import GradientBuckets, Peers, ShardedParameters, Toolbox
@@ -26,6 +27,10 @@ from dcompile.garbage import without_collecting
 
 if TYPE_CHECKING:
     from dcompile.capture.programs import Programs
+
+
+GRADIENTS = "gradients of a model"
+"""What ranks disagree on if some leave reducing to DDP."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,6 @@ class CompiledModel:
         self.toolbox = toolbox
         self.adapter: PlainAdapter = PlainAdapter()
         self.peers: Peers = toolbox.meet(None)
-        self.number = 0
-        """Of the models that run in the adapter's process group, the same on every rank."""
         self.graphs: list[Programs] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
@@ -114,6 +117,8 @@ class CompiledModel:
         self.pool: dict[Any, Any] = {}
         """Memory of gradient buckets, which the graphs share."""
         self._refusal: str | None = None
+        self._compared = False
+        """Whether ranks have compared what they captured, and who reduces gradients."""
         self._reported: set[bool | None] = set()
         """Kinds of steps that were reported: training or not. None: that nothing was compiled."""
         self._owes_report = False
@@ -124,7 +129,7 @@ class CompiledModel:
         if adapter.carries_sync:
             self._tokens = _token(reduces=False), _token(reduces=True)
         self.peers = self.toolbox.meet(adapter.group)
-        self.number = self.peers.number("model")
+        self._compared = False
         self.graphs, self.variants, self.newest = [], {}, None
         self.shards, self.between, self._refusal, self._all_idle, self.pool = None, None, None, None, {}
         if isinstance(adapter, ShardedAdapter) and adapter.eligible:
@@ -219,14 +224,26 @@ class CompiledModel:
         """Whether this thread is in a call of the model already."""
         return threading.get_ident() in self.calls
 
-    def is_first_call(self) -> bool:
-        """Whether a training call runs that every rank has to make: none did before."""
-        stack = self.calls.get(threading.get_ident())
-        if self.adapter.group is None or self.settings.config.distributed == "stock" or not stack:
+    def compares_captures(self) -> bool:
+        """Whether a graph that is captured now may be among those that ranks are to compare.
+
+        A rank may call a DDP model as often as it likes, alone, before the first backward that reduces: which graphs
+        are compared shows then. A call of sharded parameters is a call of every rank; those of the first one for
+        training are compared.
+        """
+        adapter, stack = self.adapter, self.calls.get(threading.get_ident())
+        if adapter.group is None or self.settings.config.distributed == "stock" or not stack:
             return False
-        adapter = self.adapter
-        inside = not isinstance(adapter, DdpAdapter) or (stack[-1].inside_ddp and not adapter.may_be_alone)
-        return inside and torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
+        if isinstance(adapter, DdpAdapter):
+            return not (self._compared or adapter.uneven)
+        return torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
+
+    def compare_captures(self, graphs: Iterable[Programs]) -> None:
+        """See that every rank has captured the same for these graphs: all come, and all raise if they have not."""
+        graphs = list(graphs)
+        compare_captures(self, [graph.captured for graph in graphs])
+        for graph in graphs:
+            graph.captured = []
 
     def ran(self, graph: Programs) -> torch.Tensor | None:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token.
@@ -261,7 +278,7 @@ class CompiledModel:
     def give_back(self, adapter: ShardedAdapter, reason: str) -> None:
         """FSDP's own hooks gather and reduce from here on: on every rank, or all raise."""
         for number, group in enumerate(adapter.process_groups()):
-            subject = f"use of FSDP's own hooks, model {self.number}.{number}"
+            subject = f"use of FSDP's own hooks, group {number}"
             self.toolbox.agree(group, subject, ["parameters and gradients are given back to FSDP"])
         if self.shards is not None:
             self.shards.give_back()
@@ -392,10 +409,17 @@ class CompiledModel:
         """Everything found so far that speaks against reducing gradients in the compiled graphs."""
         return [reason for variant in self.variants.values() for reason in variant.objections]
 
-    def before_backward(self) -> None:
-        """Inside a backward, before a graph's backward program runs (and before it is compiled)."""
-        if isinstance(self.adapter, DdpAdapter) and self.adapter.state == "undecided":
-            self._decide(self.adapter)
+    def before_backward(self, graph: Programs, sync: bool) -> None:
+        """Inside a backward, before a graph's backward program runs (and before it is compiled).
+
+        `sync`: whether it is one that every rank runs, if it adds to gradients. Others may be one rank's alone.
+        """
+        adapter = self.adapter
+        if isinstance(adapter, DdpAdapter):
+            if adapter.state == "undecided":
+                self._decide(adapter)
+            if sync and not self._compared and graph.accumulates():
+                self._compare_before_reducing(adapter, graph)
         if True not in self._reported:
             self._reported.add(True)
             compat.tensors.at_end_of_backward(self._backward_is_through)
@@ -409,22 +433,38 @@ class CompiledModel:
 
     def _decide(self, adapter: DdpAdapter) -> None:
         objections = self.objections()
-        asked = self.settings.config.distributed != "stock" and not adapter.may_be_alone
-        if asked and adapter.uneven:  # ranks may have run other graphs: if one leaves it to DDP, all do
-            objections += adapter.hooked()
-            mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
-            said = self.toolbox.said_by_any(adapter.group, f"gradients of model {self.number}", mine)
-            several = any(len(variant.graphs) > 1 for variant in self.variants.values())
-            adapter.decide(objections if mine or not said else [said], several)
+        if not self._asks_others(adapter) or not adapter.uneven:
+            adapter.decide(objections)
             return
-        adapter.decide(objections)
-        if asked:
-            self._agree_who_reduces(adapter)
+        self._compared = True  # ranks may have run other graphs: if one leaves it to DDP, all do
+        compare_surroundings(self)
+        objections += adapter.hooked()
+        mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
+        said = self.toolbox.said_by_any(adapter.group, GRADIENTS, mine)
+        several = any(len(variant.graphs) > 1 for variant in self.variants.values())
+        adapter.decide(objections if mine or not said else [said], several)
 
-    def _agree_who_reduces(self, adapter: DdpAdapter) -> None:
-        """Ranks that leave it to DDP would wait in other collectives than those that do not."""
-        who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
-        self.toolbox.agree(adapter.group, f"gradients of model {self.number}", [who])
+    def _asks_others(self, adapter: DdpAdapter) -> bool:
+        return self.settings.config.distributed != "stock" and not adapter.may_be_alone
+
+    def _compare_before_reducing(self, adapter: DdpAdapter, graph: Programs) -> None:
+        """The first backward that every rank runs: see that all have captured the same, and do the same with gradients.
+
+        Ranks that leave it to DDP would wait in other collectives than those that do not.
+        """
+        self._compared = True
+        if self._asks_others(adapter):
+            self.compare_captures(self.graphs[number] for number in self._call_of(graph))
+            who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
+            self.toolbox.agree(adapter.group, GRADIENTS, [who])
+        for other in self.graphs:
+            other.captured = []
+
+    def _call_of(self, graph: Programs) -> tuple[int, ...]:
+        """Numbers of the graphs that ran in the call that a graph's backward is of: one in progress, or the newest."""
+        running = [tuple(call.graphs) for stack in list(self.calls.values()) for call in reversed(stack)]
+        known = [variant.graphs for variant in (self.newest, *reversed(self.variants.values())) if variant is not None]
+        return next((graphs for graphs in (*running, *known) if graph.number in graphs), (graph.number,))
 
     def begin_sync(
         self, buckets: GradientBuckets, adapter: DdpAdapter, grads: Iterable[tuple[int, int]], absent: Collection[int]

@@ -45,7 +45,7 @@ from dcompile.capture.tangents import (
     zeros_for,
     zeros_of,
 )
-from dcompile.capture.toolbox import GradientBuckets
+from dcompile.capture.toolbox import GradientBuckets, Line
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
 from dcompile.figures import Group
 
@@ -92,9 +92,10 @@ class Programs:
         """Units whose gradients an earlier graph of a call has a share in: its backward, the later one, reduces all."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of the sharded parameter that it stands for."""
-        self._together = model.is_first_call()
         self._goes_on = False
         """Whether other graphs of a call may come behind, so that none of this one's results has a gradient."""
+        self.captured: list[Line] = []
+        """What ranks compare of the graph before its first collective; empty once they have, or need not."""
         self._may_lack = False
         """Whether the backward may be left without gradients of results that nothing was computed with."""
         self._shapes_kept: tuple[int, ...] = ()
@@ -136,7 +137,6 @@ class Programs:
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
-            together=self._together and not whole,
             **self._machine(),
             **more,
         )
@@ -296,7 +296,7 @@ class Programs:
                         self.fallbacks[NEGATIVE_GRADIENTS] += 1
             if settled is not None:
                 return settled(args)
-            self.model.before_backward()
+            self.model.before_backward(self, sync)
             absent = frozenset(place for place in places if args[place] is None)
             if absent and len(absent) == len(given) and not self.grads:
                 return self._nothing(gm, absent)
@@ -430,7 +430,7 @@ class Programs:
         if buckets is None:
             return run(args)
         assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-        accumulates = adapter.accumulates(number for _, number in self.grads)
+        accumulates = self.accumulates()
         sync = sync and adapter.eligible and accumulates
         if sync:
             self._agree("backward")
@@ -445,7 +445,7 @@ class Programs:
     ) -> list[Any]:
         shards = self.shards
         assert shards is not None, "only sharded parameters are reduced to shards"
-        accumulates = any(compat.tensors.will_accumulate(adapter.virtual(number)) for _, number in self.grads)
+        accumulates = self.accumulates()
         self._agree("backward")
         if accumulates:
             self.model.flush_after_backward(shards)
@@ -454,6 +454,14 @@ class Programs:
         if gone:
             absent = self.units() - self._units_of(number for place, number in self.grads if place not in gone)
         return run(args, buckets=shards.source(run.buckets, "backward", accumulates, self.later, absent))
+
+    def accumulates(self) -> bool:
+        """Inside its backward: whether that adds to any parameter's .grad, which torch.autograd.grad does not."""
+        adapter, numbers = self.adapter, (number for _, number in self.grads)
+        if isinstance(adapter, DdpAdapter):
+            return adapter.accumulates(numbers)
+        assert isinstance(adapter, ShardedAdapter), "of others, nobody asks"
+        return any(compat.tensors.will_accumulate(adapter.virtual(number)) for number in numbers)
 
     def units(self) -> set[int]:
         """Of sharded parameters: those that a backward has gradients of."""
@@ -468,6 +476,8 @@ class Programs:
         if kind in self._agreed:
             return
         self._agreed.add(kind)
+        if self.captured and isinstance(self.adapter, ShardedAdapter):  # DDP's are compared before a backward
+            self.model.compare_captures([self])
         self.model.agree_on(self.plan(kind))
 
     def plan(self, kind: str = "backward") -> list[str]:

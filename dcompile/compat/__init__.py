@@ -5,6 +5,7 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 
 from dcompile.compat import (
     aot,
+    composable,
     ddp,
     dtensor,
     dynamo,
@@ -17,6 +18,7 @@ from dcompile.compat import (
     indexed,
     lean,
     regions,
+    shapes,
     sizes,
     storages,
     tensors,
@@ -27,6 +29,7 @@ from dcompile.compat import (
 
 __all__ = [
     "aot",
+    "composable",
     "ddp",
     "dtensor",
     "dynamo",
@@ -39,6 +42,7 @@ __all__ = [
     "indexed",
     "lean",
     "regions",
+    "shapes",
     "sizes",
     "storages",
     "tensors",

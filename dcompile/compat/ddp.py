@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.tensors import at_end_of_backward
@@ -34,14 +35,14 @@ def missing(ddp: Any) -> list[str]:
     return missing + [f"torch._C.{name}" for name in engine if not hasattr(torch._C, name)]
 
 
-def parameters(ddp: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names (within the wrapped module) and parameters that this DDP module keeps in step, in its order."""
-    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+def parameters(ddp: Any, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names (within `module`, which it keeps in step) and parameters of this DDP, in its order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [(names[id(parameter)], parameter) for parameter in ddp._module_parameters if id(parameter) in names]
 
 
-def objections(ddp: Any) -> list[str]:
-    """What this DDP module was asked for that only its own reducer does."""
+def objections(ddp: Any, module: torch.nn.Module) -> list[str]:
+    """What this DDP, of `module`, was asked for that only its own reducer does."""
     import torch
 
     found = {
@@ -54,8 +55,7 @@ def objections(ddp: Any) -> list[str]:
         "DDP was built with the python reducer": bool(ddp._use_python_reducer),
         "parameters are on several devices": bool(ddp.is_multi_device_module),
         "a module asks for sparse gradients": any(
-            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-            for module in ddp.module.modules()
+            isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse for part in module.modules()
         ),
     }
     return [reason for reason, holds in found.items() if holds]
@@ -203,3 +203,65 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
     if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
         ddp.logger.set_runtime_stats_and_log()
         ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the reducer that was there before
+
+
+# --- torch.distributed._composable.replicate: a DDP of a module's parameters alone, called by the module's hooks -----
+
+
+def replicated(module: Any) -> Any:
+    """What `replicate` of torch.distributed._composable keeps of a module, or None."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(module, composable.DDP):
+        return None
+    return composable.replicate.state(module)
+
+
+def ddp_of_replicate(module: Any) -> Any:
+    """The DDP that `replicate` makes of a module's parameters in its first forward; None before, or of others."""
+    return getattr(replicated(module), "_ddp", None)
+
+
+def is_of_replicate(ddp: Any, module: Any) -> bool:
+    """Whether `replicate` has made this DDP for the module's parameters."""
+    return ddp_of_replicate(module) is ddp
+
+
+def _rest_before(module: Any, args: Any, kwargs: Any) -> None:
+    """In the place of replicate's hook before a forward: runs already."""
+
+
+def _rest_after(module: Any, args: Any, output: Any) -> None:
+    """In the place of replicate's hook behind a forward: will run."""
+
+
+@contextlib.contextmanager
+def hooks_of_replicate_resting(module: Any) -> Iterator[None]:
+    """While the module's forward is traced: replicate's hooks would end the graph. Other modules are left alone."""
+    state = replicated(module)
+    places = [
+        (table, key, hook, rest)
+        for table, rest in ((module._forward_pre_hooks, _rest_before), (module._forward_hooks, _rest_after))
+        for key, hook in table.items()
+        if state is not None and getattr(hook, "__self__", None) is state
+    ]
+    for table, key, _, rest in places:
+        table[key] = rest
+    try:
+        yield
+    finally:
+        for table, key, hook, _ in places:
+            table[key] = hook
+
+
+def run_replicated(
+    module: Any, state: Any, forward: Callable[[Any, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `forward(args, kwargs)` between what replicate's hooks do around it, as DDP's forward does."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    with hooks_of_replicate_resting(module):
+        try:
+            args, kwargs = state.forward_pre_hook(module, args, kwargs)
+            return state.forward_post_hook(module, args, forward(args, kwargs))
+        finally:
+            DistributedDataParallel._active_ddp_module = None

@@ -13,6 +13,7 @@ from typing import Any
 from dcompile.compat.guards import short_guard_of_hooks
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.optimizers import optimizers_whole
+from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
 from dcompile.compat.unread import no_unread_latencies
 from dcompile.compat.views import views_as_asked
@@ -59,8 +60,8 @@ def limits(**given: Any) -> dict[str, Any]:
 
 
 def context_limits(context: Any) -> dict[str, Any]:
-    """recompile_limit and shapes_spec of a torch.compile call, where they were given."""
-    found = {"shapes_spec": getattr(context, "_shapes_spec", None)}
+    """recompile_limit and the spec of shapes of a torch.compile call, where they were given."""
+    found: dict[str, Any] = dict(of_context(context))
     callback = context.callback
     while callback is not None:
         found["recompile_limit"] = found.get("recompile_limit") or getattr(callback, "_recompile_limit", None)
@@ -278,6 +279,14 @@ def is_traced_by_another() -> bool:
     if torch._C._is_tracing() or getattr(*fx_tracing_flag(), False):
         return True
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def is_watched() -> bool:
+    """Whether a mode is on that is to see each operation as eager runs it: Dynamo compiles nothing under such."""
+    from torch.utils import _python_dispatch as dispatch
+
+    asks: Any = getattr(dispatch, "is_in_any_mode_without_ignore_compile_internals", dispatch.is_in_torch_dispatch_mode)
+    return bool(asks())
 
 
 def fx_tracing_flag() -> tuple[Any, str]:

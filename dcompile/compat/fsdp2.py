@@ -69,11 +69,6 @@ def objections(states: list[Any]) -> list[str]:
 
 
 def _objections(group: Any) -> Iterator[str]:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-
-    if not isinstance(group.mesh_info, FSDPMeshInfo):
-        yield "parameters are replicated, not sharded"
-        return
     if type(getattr(group, "_all_gather_comm", None)).__name__ not in ("DefaultAllGather", "NoneType"):
         yield "all-gathers are the user's own, or use memory of their own"
     if type(getattr(group, "_reduce_scatter_comm", None)).__name__ not in ("DefaultReduceScatter", "NoneType"):
@@ -108,14 +103,21 @@ def part_group(group: Any) -> Any:
     return group.post_forward_mesh_info.shard_process_group if reshards_partly(group) else None
 
 
+def is_sharded(mesh_info: Any) -> bool:
+    """Whether parameters are spread over ranks; `replicate` of FSDP2's machinery leaves each rank all of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    return isinstance(mesh_info, FSDPMeshInfo)
+
+
 def gather_group(group: Any) -> Any:
-    """The process group that parameters are gathered over."""
-    return group._all_gather_process_group
+    """The process group that parameters are gathered over; None where each rank has all of them."""
+    return group._all_gather_process_group if is_sharded(group.mesh_info) else None
 
 
 def scatter_group(group: Any) -> Any:
-    """The process group that gradients are reduced over."""
-    return group._reduce_scatter_process_group
+    """The process group that gradients are reduced to shards over; None where each rank has all of them."""
+    return group._reduce_scatter_process_group if is_sharded(group.mesh_info) else None
 
 
 def reshards(group: Any) -> Any:
@@ -208,9 +210,14 @@ def is_stand_in(parameter: Any) -> bool:
     return hasattr(parameter, STANDS_IN)
 
 
+def _shard_count(param: Any) -> int:
+    """Over how many ranks the parameter is spread."""
+    return int(param.mesh_info.shard_mesh_size) if is_sharded(param.mesh_info) else 1
+
+
 def _shard_sizes(param: Any) -> tuple[int, tuple[int, ...]] | None:
     """Number and size of shards that gathering puts one behind the other, where that is not the parameter yet."""
-    shards: int = param.mesh_info.shard_mesh_size
+    shards = _shard_count(param)
     return None if param.fsdp_placement.dim == 0 or shards == 1 else (shards, tuple(param.padded_sharded_param_size))
 
 
@@ -268,7 +275,9 @@ def gathered(param: Any, like: Any) -> Any:
     from dcompile.compat.groups import start_gather_of_one
 
     shard = param._sharded_param_data.detach().to(like.device, like.dtype)
-    found = shard.new_empty(shard.numel() * param.mesh_info.shard_mesh_size)
+    if not is_sharded(param.mesh_info):
+        return shard[: like.numel()].view(like.shape)
+    found = shard.new_empty(shard.numel() * _shard_count(param))
     start_gather_of_one(param.mesh_info.shard_process_group, found, shard, None).wait()
     return found[: like.numel()].view(like.shape)
 
@@ -309,6 +318,25 @@ def shard_data(param: Any) -> torch.Tensor:
         data = data.to(param.device, non_blocking=True)
     dtype = compute_dtype(param)
     return data if data.dtype == dtype else data.to(dtype)
+
+
+def stored_shard(param: Any) -> torch.Tensor:
+    """The same where it is kept, in the dtype that it is kept in."""
+    data: torch.Tensor = param._sharded_param_data
+    return data
+
+
+def shard_changes(param: Any) -> Any:
+    """Equal to what it was only if the shard was not changed since, except through `.data`; None where nothing tells.
+
+    Optimizers change the sharded parameter, users its local tensor too; FSDP gathers a look at that one. A hook behind
+    a gradient may be an optimizer of any kind.
+    """
+    sharded = param.sharded_param
+    tensors = (param._sharded_param_data, sharded, sharded._local_tensor)
+    if getattr(sharded, "_post_accumulate_grad_hooks", None) or any(tensor.is_inference() for tensor in tensors):
+        return None
+    return tensors[0].data_ptr(), tensors[2].data_ptr(), *(tensor._version for tensor in tensors)
 
 
 def shard_address(param: Any) -> int:
@@ -364,7 +392,7 @@ def _gathered_leaf(param: Any) -> Any:
     """The gathered parameter, whose .grad FSDP adds up in since torch 2.15; made without its memory if it never was."""
     if not hasattr(param, "_unsharded_param"):
         data, dtype = param._sharded_param_data, compute_dtype(param)
-        param.init_all_gather_outputs([data.numel()], [dtype], param.mesh_info.shard_mesh_size, param.device)
+        param.init_all_gather_outputs([data.numel()], [dtype], _shard_count(param), param.device)
         param.init_unsharded_param()
         param.free_unsharded_param()
     return param._unsharded_param

@@ -60,7 +60,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
         planner.adapter = adapter
     before = len(compat.dynamo.graph_breaks())
-    with _as_it_was(module), compat.aot.backward_at_once():
+    with _as_it_was(module), compat.aot.backward_at_once(), compat.ddp.hooks_of_replicate_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -87,13 +87,13 @@ def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fs
     """What compiling would take over."""
     stock = config.distributed == "stock"
     if ddp is not None:
-        return _PlannedDdp(ddp, stock)
+        return _PlannedDdp(ddp, stock, module=module if compat.ddp.is_of_replicate(ddp, module) else None)
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):
-        return Fsdp2Adapter(states, stock, serial=-1, parts=not config.triton_cudagraphs)
+        return Fsdp2Adapter(states, stock, parts=not config.triton_cudagraphs)
     instances = compat.fsdp1.instances_in(module)
-    return Fsdp1Adapter(module, instances, stock, serial=-1) if instances else None
+    return Fsdp1Adapter(module, instances, stock) if instances else None
 
 
 def _left_out(adapter: Any) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _receipt(model: Any) -> Receipt | None:
 
 
 def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | None]:
-    """The module to call, and the DDP module around it."""
+    """The module to call, and the DDP module that keeps it in step."""
     if not isinstance(model, Module):
         if not callable(model):
             raise TypeError(f"dcompile: explain needs a module or a function, not {type(model).__name__}")
@@ -120,7 +120,7 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
     root = unwrapped(model)
     if isinstance(root, DistributedDataParallel):
         return unwrapped(root.module), root
-    return root, None
+    return root, compat.ddp.ddp_of_replicate(root)
 
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
@@ -234,8 +234,8 @@ class _PlannedDdp(DdpAdapter):
 
     carries_sync = False
 
-    def __init__(self, ddp: Any, stock: bool) -> None:
-        super().__init__(ddp, stock, serial=-1)
+    def __init__(self, ddp: Any, stock: bool, module: Module | None = None) -> None:
+        super().__init__(ddp, stock, module=module)
         self.reasons = tuple(self.standing_objections())
         self.state = "stock" if self.reasons else "taken"
 

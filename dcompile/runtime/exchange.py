@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile import compat
+from dcompile.artifacts import flush_streams
 from dcompile.errors import DcompileError
 from dcompile.runtime.peers import BEAT_S, Peers, peers_of
 from dcompile.runtime.waiting import PATIENCE_S, Others
@@ -212,6 +212,5 @@ def _give_up(work: Any) -> None:
 def _leave() -> None:
     """End the process while exchanges are stuck: the peers' then fail at once, where they would wait for this one."""
     if any(not work.is_completed() for work in _STUCK):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(1)

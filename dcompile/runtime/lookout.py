@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
 import threading
 import time
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dcompile import compat
-from dcompile.artifacts import say
+from dcompile.artifacts import flush_streams, say
 from dcompile.errors import PlanMismatchError
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class Abort:
         threading.Thread(target=self._abort, name="dcompile communicators", daemon=True).start()
         compat.groups.let_go()  # communicators end only behind the CUDA graphs that hold collectives of theirs
         if in_use and not peers.told.wait(LAST_S):
-            sys.stdout.flush()
+            flush_streams()
             os._exit(1)
 
     def _abort(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.collectives.params import Phase, ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
+from dcompile.runtime.converted import Converted
 from dcompile.runtime.exchange import Flight, count_replayed
 from dcompile.runtime.flying import Gathering, Reducing, named, together
 from dcompile.runtime.messages import start_gather, start_scatter
@@ -31,6 +32,10 @@ class Shards:
     groups: Mapping[str, ShardGroup]
     gathers: str = "auto"
     """The option of that name."""
+    shard_copies: Literal["auto", "step", "gather"] = "auto"
+    saves_memory: bool = False
+    """See `Converted`."""
+    converted: Converted = field(init=False)
     neighbours: Neighbours = field(init=False)
     unreduced: Unreduced = field(init=False)
     unsure: Unsure = field(init=False)
@@ -41,7 +46,8 @@ class Shards:
     """Unit -> this rank's part of it among fewer ranks, that the last forward has left for the backward."""
 
     def __post_init__(self) -> None:
-        self.neighbours = Neighbours(self.units, self.groups, self.gathers)
+        self.converted = Converted(self.units, self.shard_copies, self.saves_memory)
+        self.neighbours = Neighbours(self.units, self.groups, self.gathers, self.converted)
         self.unreduced = Unreduced(self.units)
         self.unsure = Unsure(self.units, self.groups)
 
@@ -233,6 +239,8 @@ class Exchange:
     """What gathers go through that are copies."""
     _waited: int = field(init=False, default=0)
     """How many collectives were waited for."""
+    _due: dict[int, None] | None = field(init=False, default=None)
+    """Units that are still to be converted before they are sent; None before the first of them is looked at."""
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
@@ -264,6 +272,7 @@ class Exchange:
             neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
             copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
+            self._convert(numbers)
             found = self._pulls[near] = Pulls(near, len(copied), numbers, self._meeting)
         return found
 
@@ -285,7 +294,27 @@ class Exchange:
         parts = self.shards.take_parts(bucket.units) if fewer is not None else None
         if parts is not None:
             return fewer, parts
-        return group.gather_group(), [self.shards.units[number].data() for number in bucket.units]
+        self._convert(bucket.units)
+        return group.gather_group(), [self.shards.converted.sent(number) for number in bucket.units]
+
+    def _outdated(self) -> dict[int, None]:
+        """Units that this call converts: a forward all that it gathers, a backward what was changed since then."""
+        if self._due is None:
+            gathers = (bucket for bucket in self.buckets.values() if bucket.kind == "all_gather")
+            numbers = dict.fromkeys(number for bucket in gathers for number in bucket.units)
+            self._due = dict.fromkeys(self.shards.converted.outdated(numbers, anyway=self.phase != "backward"))
+        return self._due
+
+    def _convert(self, numbers: Iterable[int]) -> None:
+        due = self._outdated()
+        now = [number for number in numbers if number in due]
+        self.shards.converted.convert(now)
+        self._has_converted(now)
+        for number in now:
+            del due[number]
+
+    def _has_converted(self, numbers: list[int]) -> None:
+        self.shards.converted.mark(numbers)
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for what `start_gather` began."""
@@ -367,7 +396,7 @@ class Exchange:
                 or not self.later.isdisjoint(bucket.units)
             ):
                 return "gradients are kept for a later reduction, or were"
-        return tuple(read)
+        return (*read, *self._outdated())
 
     def recorded(self) -> Recorded:
         """A source that exchanges as this one does, but hands no gradient on."""
@@ -375,6 +404,7 @@ class Exchange:
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
         """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""
+        self.shards.converted.mark(self._outdated())
         labels: dict[Any, list[str]] = {}
         for group, label in collectives:
             labels.setdefault(group, []).append(label)
@@ -418,6 +448,9 @@ class Recorded(Exchange):
 
     def _meeting(self, flight: Flight) -> None:
         self._log(flight)
+
+    def _has_converted(self, numbers: list[int]) -> None:
+        """Nothing is, before the recording is replayed."""
 
     def _log(self, flight: Flight) -> None:
         self.collectives.append((flight.group, flight.label))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -15,9 +16,9 @@ import pytest
 import torch
 import train
 from checkpoint import KEEP, find
-from common import UserError, compile_model, load_config, parse_options
+from common import UserError, World, clear_errors, compile_model, load_config, parse_options
 from data import END, batch, load_text
-from report import read_metrics
+from report import Reporter, read_metrics
 
 from benchmarks.common import worst_of
 from tests import nursery
@@ -250,3 +251,30 @@ def test_a_batch_depends_on_its_key_alone() -> None:
     assert first.equal(batch(text.train, 4, 16, (0, 1, 0, 0)))
     others = [(1, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1)]
     assert not any(first.equal(batch(text.train, 4, 16, key)) for key in others)
+
+
+@pytest.mark.parametrize("stream", [None, "closed", "full"])
+def test_a_run_goes_on_where_nobody_can_be_told_how_it_goes(stream, tmp_path, monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, {None: None, "full": Full(), "closed": closed()}[stream])
+    report = Reporter(tmp_path, 0, 2, 1, World(0, 0, 1, torch.device("cpu")))
+    if stream == "full":
+        report.file.close()
+        report.file = Full()
+    for step in (1, 2):
+        report.step({"step": step, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 3.0})
+    report.close()
+    with pytest.raises(SystemExit), clear_errors():
+        raise UserError("wrong")
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == (0 if stream == "full" else 2)
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream

@@ -8,7 +8,6 @@ first step is right whichever way the decision goes.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
@@ -18,9 +17,6 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.params import BucketRule, ParamInfo
-
-_SERIAL = itertools.count()
-"""Numbers adapters in the order of their creation, which is the same on every rank."""
 
 
 def _add(numbers: set[int], number: int, _parameter: Any) -> None:
@@ -37,14 +33,18 @@ class DdpAdapter(PlainAdapter):
     )
     carries_sync = True
 
-    def __init__(self, ddp: Any, stock: bool, serial: int | None = None) -> None:
+    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
+        """`module`: what the DDP keeps in step, if that is not what it wraps (`replicate`)."""
         self._ddp = weakref.ref(ddp)
+        kept: Any = ddp.module if module is None else module
+        self._module: Callable[[], Any] = weakref.ref(kept)
+        if module is not None:
+            self.name = "replicate"
         self.state: Literal["undecided", "taken", "stock"] = "undecided"
         self.reasons = ()
         self.notes = ()
         self._stock = stock
         self._held_static_graph = False
-        self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
         """Parameter -> its hook that notes gradients."""
@@ -56,7 +56,7 @@ class DdpAdapter(PlainAdapter):
         """Whether stock DDP would reduce the next backward: one for each time that its reducer was prepared."""
         missing = compat.ddp.missing(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
-        parameters = [] if missing else compat.ddp.parameters(ddp)
+        parameters = [] if missing else compat.ddp.parameters(ddp, kept)
         self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
         self._hooks = compat.hooks.GradientHooks(self.refs)
@@ -89,7 +89,7 @@ class DdpAdapter(PlainAdapter):
             return
         self._allows_unused, self._joins = compat.ddp.allows_unused(ddp), compat.ddp.is_joining(ddp)
         if self.state == "undecided":
-            self._objections = compat.ddp.objections(ddp)
+            self._objections = compat.ddp.objections(ddp, self._module())
             self._rule = compat.ddp.bucket_bytes(ddp), compat.ddp.wire(ddp) or ""
 
     @property
@@ -258,7 +258,7 @@ class DdpAdapter(PlainAdapter):
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
         """See `new_subject`."""
-        return new_subject(self._compared, plan, f"collectives, model {self._serial}")
+        return new_subject(self._compared, plan, "collectives of a model,")
 
     def watch(self, reasons: Iterable[str]) -> None:
         """Calls that run beside the compiled graphs, for these reasons: from now on, note each gradient that is added.

@@ -9,6 +9,7 @@ they need, shared or for each program, and the lengths of their cubins, and the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -82,8 +83,9 @@ def _fork(arch: int, options: dict[str, Any], folder: Path, replies: int) -> Non
         _work(arch, options, folder, replies)
         failed = False
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a full disk must not keep a fork from ending here
+                stream.flush()
         os._exit(int(failed))
 
 

@@ -60,7 +60,7 @@ LIBRARY = frozenset(
         # checks that raise
         "_assert_async", "_linalg_check_errors",
     )
-)  # fmt: skip
+) | {"dcompile_grouped.mm", "dcompile_grouped.outer", "dcompile_grouped.ends"}  # fmt: skip
 """Packets that are better left to the library: no loop of ours is wanted for them, and none counts as a fallback."""
 
 WITH_EFFECTS = "higher_order.with_effects"

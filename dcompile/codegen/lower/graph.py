@@ -119,8 +119,10 @@ class Lowering:
     def brought(self, tensor: T, device: str) -> T:
         """`tensor` where loops on `device` can read it: itself, or a copy that the library makes."""
         here = self.device_of(tensor)
-        if here is None or here == device or not tensor.reads:
+        if here is None or here == device:
             return tensor
+        if not tensor.reads:  # computed where it is used; a number of the CPU's remains one (`is_number`)
+            return replace(tensor, device=device) if tensor.shape else tensor
         stored = self.memory(tensor)
         assert stored.view is not None
         key = (stored.view, device)

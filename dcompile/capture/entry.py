@@ -134,6 +134,8 @@ class Entry:
         """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""
         adapter = self.model.adapter
         assert isinstance(adapter, ShardedAdapter), "only FSDP shards parameters"
+        if reason := adapter.wants_stock():
+            return self._call_given_back(adapter, reason, args, kwargs)
         if adapter.outdated():
             self._compiled = None
             return self(*args, **kwargs)
@@ -152,6 +154,10 @@ class Entry:
             return result
         except GivenBack as error:
             reason = str(error)
+        return self._call_given_back(adapter, reason, args, kwargs)
+
+    def _call_given_back(self, adapter: ShardedAdapter, reason: str, args: Any, kwargs: Any) -> Any:
+        """The call with FSDP's own hooks, as all calls from now on."""
         self.model.give_back(adapter, reason)
         self._compiled = self._compile()
         return self(*args, **kwargs)

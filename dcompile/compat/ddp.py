@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -150,16 +151,45 @@ class _Reducer:
     """
 
     def __init__(self, reducer: Any, prepared: Callable[[], None]) -> None:
-        self.reducer = reducer
-        self._prepared = prepared
+        self.reducer, self.prepared = reducer, prepared
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reducer, name)
 
     def prepare_for_backward(self, outputs: Any) -> None:
         if sys._getframe(1).f_globals.get("__name__") != "torch.nn.parallel.distributed":
-            self._prepared()
+            self.prepared()
         self.reducer.prepare_for_backward(outputs)
+
+
+class _SilentReducer(_Reducer):
+    """The same, with nothing to reduce any more.
+
+    It ends backwards that the user ends by hand (`require_manual_backward_finalization`, since torch 2.15): gradients
+    are reduced once a backward returns.
+    """
+
+    def __init__(self, ddp: Any, watched: _Reducer) -> None:
+        super().__init__(watched.reducer, watched.prepared)
+        self._ddp = weakref.ref(ddp)
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """DDP keeps the answer, too; a reducer that takes over again is told then (`rebuild_reducer`)."""
+
+    def _should_finalize_after_backward(self) -> bool:
+        return True
+
+    def _finalize_backward_manual(self) -> None:
+        import torch
+
+        ddp = self._ddp()
+        if ddp is None or not ddp.require_manual_backward_finalization:
+            raise RuntimeError("finalize_backward() needs require_manual_backward_finalization = True")
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "dcompile: finalize_backward() was called inside a backward; call it once that has returned, as "
+                "should_finalize_after_backward says, or give this model options={'distributed': 'stock'}"
+            )
 
 
 def watch_reducer(ddp: Any, wanted: Callable[[str], None], prepared: Callable[[], None]) -> None:
@@ -182,8 +212,12 @@ def leave_reducer(ddp: Any) -> None:
 
 
 def silence_reducer(ddp: Any) -> None:
-    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are."""
+    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
+
+    Relies on: the reducer is watched.
+    """
     ddp._remove_autograd_hooks()
+    ddp.reducer = _SilentReducer(ddp, ddp.reducer)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
@@ -198,6 +232,8 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        ddp.require_manual_backward_finalization = True  # of the new reducer
     for hook, state in ddp._comm_hooks:
         _register_comm_hook(ddp.reducer, state, hook)
     if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:

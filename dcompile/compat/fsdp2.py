@@ -11,7 +11,7 @@ from dcompile.compat.watching import STANDS_IN
 if TYPE_CHECKING:
     import torch
 
-_STATE = ("_is_root", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
+_STATE = ("_is_root", "_state_ctx", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
           "_post_forward_hook_handle")  # fmt: skip
 _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", "all_reduce_grads", "is_sharded",
           "_to_sharded", "_reshard_after_forward", "_all_gather_process_group", "_reduce_scatter_process_group",
@@ -61,14 +61,25 @@ def missing(states: list[Any]) -> list[str]:
 
 def objections(states: list[Any]) -> list[str]:
     """What these modules were asked for that only FSDP's own hooks do. They are initialized."""
-    found: dict[str, None] = {}
+    found = dict.fromkeys(asked_for(states))
     for state in states:
         for group in groups_of(state):
             found |= dict.fromkeys(_objections(group))
     return list(found)
 
 
-def _objections(group: Any) -> Iterator[str]:
+def asked_for(states: list[Any]) -> list[str]:
+    """Of `objections` those that a setting makes, at any time. They are looked at before each call."""
+    found: dict[str, None] = {}
+    for state in states:
+        if getattr(state._state_ctx, "manual_backward_finalization", False):  # since torch 2.15
+            found["backwards are ended by hand (set_manual_backward_finalization)"] = None
+        for group in groups_of(state):
+            found |= dict.fromkeys(_asked_for(group))
+    return list(found)
+
+
+def _asked_for(group: Any) -> Iterator[str]:
     if type(getattr(group, "_all_gather_comm", None)).__name__ not in ("DefaultAllGather", "NoneType"):
         yield "all-gathers are the user's own, or use memory of their own"
     if type(getattr(group, "_reduce_scatter_comm", None)).__name__ not in ("DefaultReduceScatter", "NoneType"):
@@ -77,6 +88,9 @@ def _objections(group: Any) -> Iterator[str]:
         yield "an all-reduce hook is set"
     if getattr(group, "reduce_scatter_unused_params", False):
         yield "unused parameters take part in reductions (set_reduce_scatter_unused_params)"
+
+
+def _objections(group: Any) -> Iterator[str]:
     if len({reduce_dtype(param) for param in group.fsdp_params if param.sharded_param.requires_grad}) > 1:
         yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"
     for param in group.fsdp_params:
@@ -128,17 +142,6 @@ def reshards(group: Any) -> Any:
 def reductions(group: Any) -> int:
     """How many of its gradients' copies may be in flight (set_reduce_scatter_max_input_buffers)."""
     return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
-
-
-def settings(group: Any) -> tuple[Any, ...]:
-    """What was asked for of a group that may be set anew between steps; what asks FSDP each time is not among it."""
-    return (
-        reshards(group),
-        type(getattr(group, "_all_gather_comm", None)),
-        type(getattr(group, "_reduce_scatter_comm", None)),
-        getattr(group, "_all_reduce_hook", None) is None,
-        getattr(group, "reduce_scatter_unused_params", False),
-    )
 
 
 def is_root(state: Any) -> bool:

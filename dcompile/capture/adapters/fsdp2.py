@@ -214,13 +214,15 @@ class Fsdp2Adapter(ShardedAdapter):
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
 
     def outdated(self) -> bool:
-        """Whether a setting has changed that plans depend on (set_reshard_after_forward), or that only FSDP's own hooks
-        follow (set_symm_mem_for_comm, set_all_reduce_hook).
-        """
+        """Whether a setting that plans depend on has changed (set_reshard_after_forward)."""
         return self._settings != self._settings_now()
 
+    def wants_stock(self) -> str:
+        """What has been asked for since that only FSDP's own hooks do; empty if nothing."""
+        return "; ".join(compat.fsdp2.asked_for([present(state) for state in self._states]))
+
     def _settings_now(self) -> tuple[Any, ...]:
-        return tuple(compat.fsdp2.settings(entry.group) for entry in self._groups)
+        return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
 
     # --- calls ---
 

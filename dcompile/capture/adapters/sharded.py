@@ -113,6 +113,10 @@ class ShardedAdapter(PlainAdapter):
         """Whether a setting that plans depend on has changed."""
         return False
 
+    def wants_stock(self) -> str:
+        """What has been asked for since that only FSDP itself does; empty if nothing."""
+        return ""
+
     # --- calls of several graphs, with eager code in between
 
     device = torch.device("cpu")

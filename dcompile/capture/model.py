@@ -416,10 +416,14 @@ class CompiledModel:
         """
         adapter = self.adapter
         if isinstance(adapter, DdpAdapter):
-            if adapter.state == "undecided":
+            reduces = sync and (adapter.state == "undecided" or not self._compared) and graph.accumulates()
+            # where ranks decide together, one may run backwards that reduce nothing alone
+            if adapter.state == "undecided" and (reduces or not (adapter.uneven and self._asks_others(adapter))):
                 self._decide(adapter)
-            if sync and not self._compared and graph.accumulates():
+            if reduces and not self._compared:
                 self._compare_before_reducing(adapter, graph)
+            if adapter.state == "undecided":
+                return
         if True not in self._reported:
             self._reported.add(True)
             compat.tensors.at_end_of_backward(self._backward_is_through)

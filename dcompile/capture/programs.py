@@ -103,6 +103,8 @@ class Programs:
         self._own_results: tuple[int, ...] = ()
         self._learning: frozenset[int] = frozenset()
         """Results that AOTAutograd gives a gradient."""
+        self._every: bool | None = None
+        """Whether the backward's program has places for all parameters, once it is compiled."""
         self._lacks: frozenset[int] | None = None
         """Positions of the gradients that the backward's program does without, once it is compiled."""
         self._follows: dict[frozenset[int], tuple[int, ...]] = {}
@@ -306,9 +308,9 @@ class Programs:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
             gone, zeros = self._what_follows(gm, absent) if absent else ((), ())
-            results = apart.of((kind, sync), self._run_backward(kind, args, sync, gone))
+            results = apart.of((kind, sync, self._every), self._run_backward(kind, args, sync, gone))
             if alone:  # all that is asked above has been answered for good
-                settled = apart.around((kind, sync), self.executables[kind])
+                settled = apart.around((kind, sync, self._every), self.executables[kind])
             for place in zeros:
                 known = results[place] is not None
                 results[place] = torch.zeros_like(results[place]) if known else zeros_of(gm, place)
@@ -380,6 +382,9 @@ class Programs:
         The first backward's absent ones are left out of its program, and most models never see others. Where one of
         them is there after all, a program that takes all serves this and every such call.
         """
+        if self.buckets is not None and isinstance(self.adapter, DdpAdapter) and self._every != self.adapter.every:
+            self._lacks = self.buckets = None  # compiled for a backward that reduced nothing, before ranks had decided
+            self.executables.pop(WHOLE, None)
         if self._lacks is None:
             lacks = fixed(gm, absent) if len(absent) < len(tangents(gm)) else frozenset[int]()
             with self.model.peers.busy("compiling"):
@@ -400,7 +405,7 @@ class Programs:
         executable = self._build(gm, "backward", **self._reduces())
         if self.grads and adapter.bucket_rule() is not None:
             assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-            model = self.model
+            model, self._every = self.model, adapter.every
             self.buckets = model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group, model.pool)
         self.model.compile_seconds += time.perf_counter() - began
 

@@ -140,8 +140,9 @@ def unsure(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
 
     That follows from the graph's structure, which is the same on ranks with other sizes.
     """
-    given: dict[Any, int] = {}
-    every = 0
+    places, given, every = tuple(places), dict[Any, int](), 0
+    if not places:
+        return ()
     for node in backward.graph.nodes:
         if compat.aot.is_tangent(node):
             given[node] = 1 << every.bit_length()

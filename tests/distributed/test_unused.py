@@ -115,7 +115,9 @@ def test_fsdp2_with_symmetric_memory_is_left_to_fsdp(ranks, before):
         assert found["reasons"] == ("all-gathers are the user's own, or use memory of their own",)
 
 
-@pytest.mark.parametrize("plan", ["first no_sync", "later no_sync", "first without gradients", "first constant"])
+@pytest.mark.parametrize(
+    "plan", ["first no_sync", "later no_sync", "first without gradients", "first constant", "alone"]
+)
 def test_a_rank_that_reduces_later_than_the_other_pairs_with_it_as_under_stock_ddp(ranks, plan):
     """Where ranks may use other parameters: nobody waits for what does not come."""
     for found in values(ranks, "apart_for_a_while", plan=plan):

@@ -345,8 +345,10 @@ ALONE = {
     "later no_sync": (("sync", "local", "sync"), ("sync", "sync", "local")),
     "first without gradients": (("look", "sync", "sync"), ("sync", "sync")),
     "first constant": (("constant", "sync", "sync"), ("sync", "sync")),
+    "alone": (("local", "met", "sync", "sync"), ("met", "sync", "sync")),
 }
-"""What each rank does, step by step: as often the same as the other, but not at the same time."""
+"""What each rank does, step by step: as often the same as the other, but not at the same time. Where they have met, the
+other one has done nothing before that."""
 
 
 class Constant(nn.Module):
@@ -369,6 +371,9 @@ def apart_for_a_while(plan: str) -> dict[str, Any]:
     stock, (call, wrapped) = DDP(made[0], **_UNUSED), wrap(made[1], "compile(ddp)", None, **_UNUSED)
     for each, module in ((stock, stock), (call, wrapped)):
         for step, what in enumerate(ALONE[plan][torch.distributed.get_rank()]):
+            if what == "met":
+                torch.distributed.barrier()
+                continue
             local = module.no_sync() if what == "local" else contextlib.nullcontext()
             with local, torch.set_grad_enabled(what != "look"):
                 result = each(inputs(step), constant=what == "constant")

@@ -141,7 +141,7 @@ class DdpAdapter(PlainAdapter):
         return {"ddp": self.group}
 
     def bucket_rule(self) -> BucketRule | None:
-        if self.state != "taken":
+        if self.state == "stock":
             return None
         (first, second, *more), wire = self._rule
         return BucketRule(first, second, tuple(more), wire, self.every)

@@ -66,7 +66,7 @@ class Entry:
         """A call, inside a DDP's forward if there is one around the module."""
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
-        if inside_ddp and self._ddp() is not ddp:
+        if inside_ddp and (self._ddp() is not ddp or self.model.has_moved()):
             self._attach(ddp)
         elif inside_ddp and self.model.is_outdated():
             self._compiled = None

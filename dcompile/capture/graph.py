@@ -51,6 +51,7 @@ class Graph(Programs):
         compiler = self.model.toolbox.compiler
         if multiplies(gm):
             compiler.expect_products()
+        self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
         self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
@@ -140,7 +141,7 @@ class Graph(Programs):
 
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""
-        self._may_lack = can_be_absent(joint)
+        self._may_lack = can_be_absent(joint, alone=not self._goes_on)
         if self.model.settings.config.kernels != "aten":
             drop_copies(joint)
             gather_in_opposite_order(joint)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,9 @@ class Invocation:
     inside_ddp: bool = False
     sync: bool = False
     token: torch.Tensor | None = None
-    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients. None: 0."""
+    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients; 0 if only where that
+    is asked for by hand; -1 if never, as it is done behind them. None: 0.
+    """
     graphs: list[int] = field(default_factory=list)
     """Numbers of the graphs that ran in this call, in order."""
     units: set[int] = field(default_factory=set)
@@ -135,6 +138,17 @@ class CompiledModel:
             self.between = Between(adapter)
         self._reported, self._owes_report = set(), False
 
+    def has_moved(self) -> bool:
+        """Whether gradients are to be reduced over other ranks from now on: DDP has its own reducer back for that.
+
+        Whoever takes it over next starts as at first, and all of these ranks with it.
+        """
+        adapter = self.adapter
+        if not isinstance(adapter, DdpAdapter) or not adapter.has_moved():
+            return False
+        adapter.leave("it has another process group")
+        return True
+
     def is_outdated(self) -> bool:
         """Whether all graphs are to be captured anew, for the same adapter: what gradients are reduced has changed."""
         if not isinstance(self.adapter, DdpAdapter) or not self.adapter.outdated():
@@ -199,8 +213,10 @@ class CompiledModel:
         if inside_ddp and isinstance(adapter, DdpAdapter):
             adapter.before_forward()
             call.sync = adapter.wants_sync()
-            if call.sync:  # of its own, where it may turn out that another way is taken
-                call.token = _token(reduces=True) if adapter.uneven else self._tokens[1]
+            if adapter.uneven:  # of its own, where it may turn out that another way is taken
+                call.token = _token(call.sync)
+            elif call.sync:
+                call.token = self._tokens[1]
         self.calls.setdefault(threading.get_ident(), []).append(call)
         return call
 
@@ -350,15 +366,15 @@ class CompiledModel:
             adapter.restore("; ".join(reasons), call.inside_ddp)
             return
         adapter.watch(reasons)
-        if not call.sync:
-            return
         if call.token is not None:
-            call.token.data.fill_(0)  # .data: the graphs have saved it, and nothing is to notice
+            call.token.data.fill_(-1)  # .data: the graphs have saved it, and nothing is to notice
         for tensor in tensors:
-            compat.tensors.on_gradient(tensor, self._reduce_behind)
+            compat.tensors.on_gradient(tensor, functools.partial(self._reduce_behind, call.sync))
 
-    def _reduce_behind(self) -> None:
+    def _reduce_behind(self, sync: bool) -> None:
         """Inside a backward: when it is through, reduce every gradient."""
+        if not sync and not self.adapter.prepared:
+            return
         task = compat.tensors.backward_task()
         if task not in self._behind:
             self._behind.add(task)
@@ -367,7 +383,10 @@ class CompiledModel:
     def _reduce_all(self, task: int) -> None:
         self._behind.discard(task)
         adapter = self.adapter
-        if not isinstance(adapter, DdpAdapter) or not adapter.eligible or not adapter.unreduced:
+        if not isinstance(adapter, DdpAdapter) or not adapter.eligible:
+            return
+        adapter.has_synced()
+        if not adapter.unreduced:
             return
         if self._all_idle is None:
             infos, rule = adapter.exchanged(()), adapter.bucket_rule()
@@ -404,10 +423,14 @@ class CompiledModel:
         """
         adapter = self.adapter
         if isinstance(adapter, DdpAdapter):
-            if adapter.state == "undecided":
+            reduces = sync and (adapter.state == "undecided" or not self._compared) and graph.accumulates()
+            # where ranks decide together, one may run backwards that reduce nothing alone
+            if adapter.state == "undecided" and (reduces or not (adapter.uneven and self._asks_others(adapter))):
                 self._decide(adapter)
-            if sync and not self._compared and graph.accumulates():
+            if reduces and not self._compared:
                 self._compare_before_reducing(adapter, graph)
+            if adapter.state == "undecided":
+                return
         if True not in self._reported:
             self._reported.add(True)
             compat.tensors.at_end_of_backward(self._backward_is_through)
@@ -454,12 +477,15 @@ class CompiledModel:
         known = [variant.graphs for variant in (self.newest, *reversed(self.variants.values())) if variant is not None]
         return next((graphs for graphs in (*running, *known) if graph.number in graphs), (graph.number,))
 
-    def begin_sync(self, buckets: GradientBuckets, adapter: DdpAdapter, grads: Iterable[tuple[int, int]]) -> bool:
+    def begin_sync(
+        self, buckets: GradientBuckets, adapter: DdpAdapter, grads: Iterable[tuple[int, int]], absent: Collection[int]
+    ) -> bool:
         """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through.
 
         Returns whether its program is to do it. If a parameter has a hook, that is to get the gradient of this rank:
         then all buckets, of this graph with the gradients `grads`, are reduced behind the backward, in the order in
-        which other ranks, which may have no hooks, reduce them in their programs.
+        which other ranks, which may have no hooks, reduce them in their programs. `absent`: parameters that it has no
+        gradient of in this call.
         """
         task = compat.tensors.backward_task()
         first = task not in self._synced
@@ -470,10 +496,10 @@ class CompiledModel:
                 adapter.note_behind(hooked)
             compat.tensors.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
         synced = self._synced[task]
-        buckets.begin(adapter.unreduced if first and adapter.every else (), task, first)
+        buckets.begin(adapter.unreduced if first and adapter.every else (), task, first, absent)
         synced.buckets.append(buckets)
         if synced.behind:
-            synced.numbers.append(adapter.accumulating(number for _, number in grads))
+            synced.numbers.append(adapter.accumulating(number for _, number in grads if number not in absent))
         return not synced.behind
 
     def flush_after_backward(self, shards: ShardedParameters) -> None:
@@ -489,6 +515,8 @@ class CompiledModel:
             compat.tensors.at_end_of_backward(flush)
 
     def _end_sync(self, synced: Synced) -> None:
+        if isinstance(self.adapter, DdpAdapter):
+            self.adapter.has_synced()
         if synced.behind:
             done: set[int] = set()
             for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):

@@ -26,10 +26,13 @@ from dcompile.ir.nodes import Bucket
 class GradientBuckets(BucketSource, Protocol):
     """The bucket memory of one backward program, and what capture/ asks of it."""
 
-    def begin(self, used: Iterable[int] = (), task: object = None, first: bool = True) -> None:
+    def begin(
+        self, used: Iterable[int] = (), task: object = None, first: bool = True, absent: Iterable[int] = ()
+    ) -> None:
         """A synced backward starts: forget the last one. `used`: parameters that earlier ones left gradients for.
 
         `task`: the backward that this is a part of, and whether it is the `first` part of it that reduces gradients.
+        `absent`: parameters that the program has no gradient of in this call.
         """
 
     def reduce_all(self) -> None:
@@ -97,12 +100,21 @@ class ShardedParameters(Protocol):
     """The sharded parameters of one model, and what capture/ asks of them."""
 
     def source(
-        self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False, later: Collection[int] = ()
+        self,
+        buckets: tuple[Bucket, ...],
+        phase: Phase,
+        accumulates: bool = False,
+        later: Collection[int] = (),
+        absent: Collection[int] = (),
     ) -> ShardSource:
         """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad.
 
         `later`: units whose gradients are kept for another program of the same backward to add its own to.
+        `absent`: units that the program has no gradient of in this call.
         """
+
+    def may_lack(self, units: Iterable[int]) -> None:
+        """A backward runs that may have no gradient of these units: ranks say which there are, when it is through."""
 
     def forget_parts(self) -> None:
         """The first graph of a call with gradients is going to run."""

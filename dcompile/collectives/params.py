@@ -64,6 +64,10 @@ class BucketRule:
     are divided by the world size there, as DDP's hooks do; where this is empty, they are multiplied by its inverse."""
     every: bool = False
     """Whether every parameter has a place in each program, used or not: ranks may use different ones."""
+    unsure: tuple[int, ...] = ()
+    """Parameters that a backward may have no gradient of: what they lead to is not used by every loss. Ranks then say
+    in the bucket which of them have one.
+    """
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -84,6 +88,8 @@ class Request:
     """Bucket boundaries; None puts no all-reduces into the graph."""
     gathers: tuple[tuple[int, int], ...] = ()
     """(position among the inputs, parameter number) of each sharded parameter that the graph gathers."""
+    reductions: int = 1
+    """How many reductions of sharded gradients may be in flight at once, each of which holds memory."""
     results: int = 0
     """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
     donated: tuple[int, ...] = ()

@@ -129,42 +129,49 @@ class _Logger:
     """
 
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
-        self._logger = logger
+        self.logger = logger
         self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
+        return getattr(self.logger, name)
 
     def _set_uneven_input_join(self) -> None:
         self._wanted("the Join context manager was entered")
-        self._logger._set_uneven_input_join()
+        self.logger._set_uneven_input_join()
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._wanted("a communication hook was registered")
-        self._logger._set_comm_hook_name(name)
+        self.logger._set_comm_hook_name(name)
 
 
 class _Reducer:
-    """DDP's reducer, which has nothing to reduce any more.
+    """DDP's reducer, which also tells when somebody prepares it for a backward: DDP's own forward does so as well.
 
-    It tells when a process group takes another one's place, which the compiled programs do not know of, and ends
-    backwards that the user ends by hand (`require_manual_backward_finalization`, since torch 2.15): gradients are
-    reduced once a backward returns.
+    By hand, after a forward under no_sync, that asks for its backward to reduce (Accelerate, Lightning).
     """
 
-    def __init__(self, ddp: Any, wanted: Callable[[str], None]) -> None:
-        self._reducer = ddp.reducer
-        self._ddp = weakref.ref(ddp)
-        self._wanted = wanted
+    def __init__(self, reducer: Any, prepared: Callable[[], None]) -> None:
+        self.reducer, self.prepared = reducer, prepared
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
+        return getattr(self.reducer, name)
 
-    def _reset_state(self) -> None:
-        self._wanted("the process group was changed")
-        ddp = self._ddp()
-        if ddp is not None:
-            ddp.reducer._reset_state()
+    def prepare_for_backward(self, outputs: Any) -> None:
+        if sys._getframe(1).f_globals.get("__name__") != "torch.nn.parallel.distributed":
+            self.prepared()
+        self.reducer.prepare_for_backward(outputs)
+
+
+class _SilentReducer(_Reducer):
+    """The same, with nothing to reduce any more.
+
+    It ends backwards that the user ends by hand (`require_manual_backward_finalization`, since torch 2.15): gradients
+    are reduced once a backward returns.
+    """
+
+    def __init__(self, ddp: Any, watched: _Reducer) -> None:
+        super().__init__(watched.reducer, watched.prepared)
+        self._ddp = weakref.ref(ddp)
 
     def _set_manual_finalization_required(self, required: bool) -> None:
         """DDP keeps the answer, too; a reducer that takes over again is told then (`rebuild_reducer`)."""
@@ -185,13 +192,32 @@ class _Reducer:
             )
 
 
-def silence_reducer(ddp: Any, wanted: Callable[[str], None]) -> None:
+def watch_reducer(ddp: Any, wanted: Callable[[str], None], prepared: Callable[[], None]) -> None:
+    """Have `wanted` called, with the reason, before something is done that needs the reducer itself.
+
+    And `prepared` when the user, not DDP, has prepared it for a backward.
+    """
+    if not isinstance(ddp.logger, _Logger):
+        ddp.logger = _Logger(ddp.logger, wanted)
+    if not isinstance(ddp.reducer, _Reducer):
+        ddp.reducer = _Reducer(ddp.reducer, prepared)
+
+
+def leave_reducer(ddp: Any) -> None:
+    """Undo `watch_reducer`."""
+    if isinstance(ddp.logger, _Logger):
+        ddp.logger = ddp.logger.logger
+    if isinstance(ddp.reducer, _Reducer):
+        ddp.reducer = ddp.reducer.reducer
+
+
+def silence_reducer(ddp: Any) -> None:
     """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
 
-    `wanted` is called, with the reason, before something is done that needs the reducer.
+    Relies on: the reducer is watched.
     """
     ddp._remove_autograd_hooks()
-    ddp.logger, ddp.reducer = _Logger(ddp.logger, wanted), _Reducer(ddp, wanted)
+    ddp.reducer = _SilentReducer(ddp, ddp.reducer)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:

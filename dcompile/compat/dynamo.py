@@ -363,6 +363,11 @@ def have_no_data(inputs: Sequence[Any]) -> bool:
     return any(isinstance(value, FakeTensor) for value in inputs)
 
 
+def goes_on(gm: Any) -> bool:
+    """Whether other code of the same call comes behind this graph of Dynamo's, by a graph break."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:
     """Graph breaks of this process from the `begin`-th on: the reason, and the user's frames (innermost last)."""
     import torch._dynamo.output_graph as output_graph

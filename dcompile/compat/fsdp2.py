@@ -184,6 +184,11 @@ def reshards(group: Any) -> Any:
     return group._reshard_after_forward
 
 
+def reductions(group: Any) -> int:
+    """How many of its gradients' copies may be in flight (set_reduce_scatter_max_input_buffers)."""
+    return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
+
+
 def is_root(state: Any) -> bool:
     """Whether no other `fully_shard` module is around this one."""
     return bool(state._is_root)

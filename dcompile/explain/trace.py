@@ -245,8 +245,10 @@ class _NoExchange:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = ()) -> Any:
-        del buckets, phase, accumulates, later
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()) -> Any:
+        del buckets, phase, accumulates, later, absent
+
+    def may_lack(self, units: Any) -> None: ...
 
     def forget_parts(self) -> None: ...
 

@@ -291,7 +291,10 @@ def retained_graph() -> dict[str, Any]:
     loss.backward(retain_graph=True)
     loss.backward()
     expected = {n: 2 * g for n, g in average(by_hand(make("mlp"), 0)).items()}
-    return {"grad": largest_difference(expected, gradients(ddp)), "ranks": across_ranks(gradients(ddp))}
+    return {
+        "grad": largest_difference(expected, gradients(ddp)), "ranks": across_ranks(gradients(ddp)),
+        "receipt": dcompile.receipt(call),
+    }  # fmt: skip
 
 
 def autograd_grad() -> dict[str, Any]:

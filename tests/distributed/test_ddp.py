@@ -127,6 +127,8 @@ def test_interleaved_forwards_reduce_as_each_one_said(ranks):
 def test_a_second_backward_of_one_forward_reduces_too(ranks):
     for found in values(ranks, "retained_graph"):
         assert found["grad"] <= SHARED and found["ranks"] == 0
+        (note,) = found["receipt"].notes
+        assert note.startswith("several backwards behind forwards that synchronise: each one's gradients are averaged")
 
 
 def test_autograd_grad_reduces_nothing(ranks):

@@ -50,6 +50,10 @@ class DdpAdapter(PlainAdapter):
         """Parameter -> its hook that notes gradients."""
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
+        self.prepared = False
+        """Whether the reducer was prepared by hand, behind a forward under no_sync: the next backward reduces."""
+        self._expects = False
+        """Whether stock DDP would reduce the next backward: one for each time that its reducer was prepared."""
         missing = compat.ddp.missing(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
         parameters = [] if missing else compat.ddp.parameters(ddp, kept)
@@ -60,6 +64,12 @@ class DdpAdapter(PlainAdapter):
             ParamInfo(number, name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type)
             for number, (name, p) in enumerate(parameters)
         )
+        self._group: Any = None
+        self._allows_unused = self._joins = False
+        self._rule: tuple[tuple[int, ...], str] = (), ""
+        """Sizes of buckets, and what gradients are cast to for the exchange."""
+        self._objections: list[str] = []
+        self._look(ddp)
         self.every = self.uneven
         """Whether each graph reduces all trainable parameters."""
         self._trainable = self._trainable_now(self.refs)
@@ -69,13 +79,27 @@ class DdpAdapter(PlainAdapter):
     def eligible(self) -> bool:  # type: ignore[override]
         return self.state == "taken"
 
+    def _look(self, ddp: Any) -> None:
+        """Note what was asked for: the wrapper may be gone before a backward runs, on some ranks sooner than on others.
+
+        Whether gradients are reduced must not depend on that.
+        """
+        self._group = ddp.process_group
+        if self._missing:
+            return
+        self._allows_unused, self._joins = compat.ddp.allows_unused(ddp), compat.ddp.is_joining(ddp)
+        if self.state == "undecided":
+            self._objections = compat.ddp.objections(ddp, self._module())
+            self._rule = compat.ddp.bucket_bytes(ddp), compat.ddp.wire(ddp) or ""
+
     @property
     def ddp(self) -> Any:
+        """The wrapper; while its forward runs, it is there."""
         return self._ddp()
 
     @property
     def group(self) -> Any:
-        return self.ddp.process_group
+        return self._group
 
     def process_groups(self) -> list[Any]:
         """All process groups that gradients are reduced over."""
@@ -104,6 +128,11 @@ class DdpAdapter(PlainAdapter):
         self._trainable |= grown
         return bool(grown)
 
+    def has_moved(self) -> bool:
+        """Whether the wrapper has been given another process group (_update_process_group)."""
+        ddp = self.ddp
+        return ddp is not None and ddp.process_group is not self._group
+
     def _trainable_now(self, numbers: Iterable[int]) -> frozenset[int]:
         found = ((number, self.refs[number]()) for number in numbers)
         return frozenset(number for number, parameter in found if parameter is not None and parameter.requires_grad)
@@ -112,20 +141,20 @@ class DdpAdapter(PlainAdapter):
         return {"ddp": self.group}
 
     def bucket_rule(self) -> BucketRule | None:
-        if self.state != "taken":
+        if self.state == "stock":
             return None
-        first, second, *more = compat.ddp.bucket_bytes(self.ddp)
-        return BucketRule(first, second, tuple(more), compat.ddp.wire(self.ddp) or "", self.every)
+        (first, second, *more), wire = self._rule
+        return BucketRule(first, second, tuple(more), wire, self.every)
 
     @property
     def uneven(self) -> bool:
         """Whether ranks may use different parameters in a step: then every parameter is reduced in each."""
-        return not self._missing and compat.ddp.allows_unused(self.ddp)
+        return self._allows_unused
 
     @property
     def may_be_alone(self) -> bool:
         """Whether other ranks may not run this step, so that nobody can wait for them (Join): all know of it."""
-        return not self._missing and compat.ddp.is_joining(self.ddp)
+        return self._joins
 
     def hooked(self) -> list[str]:
         """Parameters with hooks on their gradients, which are to get those of this rank, as under DDP."""
@@ -139,8 +168,11 @@ class DdpAdapter(PlainAdapter):
     def before_forward(self) -> None:
         """Inside DDP.forward, before the module runs."""
         ddp = self.ddp
+        self._look(ddp)
+        self._expects |= torch.is_grad_enabled() and self.wants_sync()
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
+            compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
 
     def decide(self, objections: list[str], several: bool = False) -> None:
         """Inside the first compiled backward: take reduction over, or leave it to DDP and say why.
@@ -151,19 +183,25 @@ class DdpAdapter(PlainAdapter):
         if self.state != "undecided":
             return
         ddp = self.ddp
+        if ddp is not None:
+            self._look(ddp)
         reasons = self.standing_objections() + objections
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
-            if self._held_static_graph:
-                compat.ddp.release_static_graph(ddp)
+            if ddp is not None:
+                compat.ddp.leave_reducer(ddp)
+                if self._held_static_graph:
+                    compat.ddp.release_static_graph(ddp)
             return
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
-        compat.ddp.silence_reducer(ddp, self._wanted)
+        if ddp is not None:  # its reducer is gone with it
+            compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
+            compat.ddp.silence_reducer(ddp)
         self.state, self.every = "taken", self.every and not several
 
     def standing_objections(self) -> list[str]:
         """What speaks against taking over whatever the model does."""
-        reasons = [self._missing] if self._missing else compat.ddp.objections(self.ddp, self._module())
+        reasons = [self._missing] if self._missing else self._objections
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:
@@ -178,10 +216,31 @@ class DdpAdapter(PlainAdapter):
         self.state, self.reasons = "stock", (reason,)
         self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
 
+    def leave(self, reason: str) -> None:
+        """Inside DDP.forward, before the module runs: give everything back, for another adapter to start anew."""
+        if self.state == "taken":
+            self.restore(reason, inside_forward=True)
+        compat.ddp.leave_reducer(self.ddp)
+
     def _wanted(self, reason: str) -> None:
         """Something is about to happen, on every rank, that only DDP's reducer can do."""
         if self.state == "taken":
             self.restore(f"{reason} after the first step", inside_forward=False)
+        elif self.ddp is not None:
+            compat.ddp.leave_reducer(self.ddp)
+
+    def _was_prepared(self) -> None:
+        self.prepared = self._expects = True
+
+    def has_synced(self) -> None:
+        """A backward has reduced gradients."""
+        note = (
+            "several backwards behind forwards that synchronise: each one's gradients are averaged, where stock DDP "
+            "averages the first one's alone, and ranks drift apart"
+        )
+        if not self._expects and note not in self.notes:
+            self.notes = (*self.notes, note)
+        self._expects = self.prepared = False
 
     def name_of(self, tensor: Any) -> str | None:
         """Name of a parameter that is kept in step."""
@@ -272,7 +331,7 @@ class DdpAdapter(PlainAdapter):
         self.unreduced.clear()
         if not outside and not left:
             return
-        average(self.group, [*(rest for *_, rest in outside), *left.values()], compat.ddp.wire(self.ddp) or "")
+        average(self.group, [*(rest for *_, rest in outside), *left.values()], self._rule[1])
         for _, param, view, rest in outside:
             param.grad.copy_(view + rest)
         self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])

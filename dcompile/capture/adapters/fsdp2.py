@@ -194,6 +194,8 @@ class Fsdp2Adapter(ShardedAdapter):
         self._infos = tuple(infos)
         self.units = dict(enumerate(self._units))
         self.groups = {entry.name: entry for entry in self._groups}
+        # as FSDP does it: what was asked for of any group holds for all of them
+        self.reductions = max((compat.fsdp2.reductions(entry.group) for entry in self._groups), default=1)
         if self._groups and all(entry.alone for entry in self._groups):
             self.name = "replicate"
 

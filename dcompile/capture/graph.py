@@ -30,6 +30,7 @@ from dcompile.capture.permutations import gather_in_opposite_order
 from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
+from dcompile.capture.resizes import resize_inputs_alone
 from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
@@ -103,6 +104,7 @@ class Graph(Programs):
         def inference(module: Any, _inputs: Any) -> Any:
             check()
             complete(module)
+            resize_inputs_alone(module)
             hand_out_keys(module)
             self._find_shards(module)
             if self._needs_parameters():

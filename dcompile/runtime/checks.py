@@ -57,9 +57,27 @@ def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], o
     )
 
 
+def check_number(found: int, wanted: int, origin: str) -> None:
+    """Raise RuntimeError unless a number out of a tensor is what `torch._check` says: kernels were made for that."""
+    if found != wanted:
+        raise RuntimeError(
+            f"Runtime assertion failed: {origin} gave {found}, where the program says, by torch._check or a guard, "
+            f"that it is {wanted}. Correct the check, or the input"
+        )
+
+
+def unlike(tensor: torch.Tensor, wanted: tuple[int, ...], origin: str) -> NoReturn:
+    """Raise RuntimeError, for a size that depends on values is not what `torch._check` says."""
+    raise RuntimeError(
+        f"Runtime assertion failed: {origin} returned shape {tuple(tensor.shape)}, where the program says, by "
+        f"torch._check or a guard, that it is {wanted}. Correct the check, or the input"
+    )
+
+
 _OWN: Mapping[str, Callable[..., Any]] = {
     "dcompile.check_bounds": check_bounds,
     "dcompile.call": call,
+    "dcompile.check_number": check_number,
     "dcompile.set_data": set_data,
 }
 _MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -464,6 +465,10 @@ class CompiledModel:
         adapter.reduce_rest(elsewhere, sources.keys(), self.toolbox.average)
         for buckets in reduced:
             buckets.forget()
+
+    def release(self) -> None:
+        """Nobody calls the model any more: keep its graphs no longer than backwards that are still to come do."""
+        self.graphs[:] = [weakref.proxy(graph) for graph in self.graphs]
 
     # --- reports ---
 

@@ -95,6 +95,8 @@ class Programs:
         """Absent gradients -> positions of the backward's results that are absent, too."""
         self._numbers: tuple[int, ...] = ()
         """Positions of the forward's inputs that are numbers."""
+        self.changed: frozenset[int] | None = None
+        """Positions of the inputs that the graph writes to, as far as that is known."""
         self._cut = Cut(())
         self._parted: Any = None
         """The backward as partitioning left it, until the forward is compiled."""

@@ -10,9 +10,10 @@ from typing import Any
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.ahead import make_gradients_ahead
-from dcompile.capture.border import COPIED, COPIES_IN, with_plain_border, with_plain_tensors
+from dcompile.capture.border import COPIED, COPIES_IN, with_flat_inputs, with_plain_border, with_plain_tensors
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
 from dcompile.capture.copies import drop_copies
@@ -25,6 +26,7 @@ from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layers import repeated_layers, shortened
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
+from dcompile.capture.overlaps import as_traced, watched_inputs
 from dcompile.capture.padding import pad_products
 from dcompile.capture.permutations import gather_in_opposite_order
 from dcompile.capture.pooling import save_no_images, shorten_positions
@@ -90,6 +92,7 @@ class Graph(Programs):
 
         def forward(module: Any, _inputs: Any) -> Any:
             check()
+            self.changed = compat.aot.changed_inputs(len(example_inputs))
             if self._needs_parameters():
                 return boxed(_never)
             self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
@@ -107,6 +110,7 @@ class Graph(Programs):
             resize_inputs_alone(module)
             hand_out_keys(module)
             self._find_shards(module)
+            self.changed = compat.aot.changed_inputs(len(example_inputs))
             if self._needs_parameters():
                 return boxed(_never)
             self._lay_out(module)
@@ -235,13 +239,17 @@ class Backend:
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
         if self._graph.needs_data and compat.dynamo.have_no_data(example_inputs):
             return gm  # type: ignore[no-any-return]
-        inputs, relabelled = with_plain_tensors(gm, example_inputs)
-        gm, inputs, border = with_plain_border(gm, inputs, model.adapter)
+        captured, flat_inputs, flat = with_flat_inputs(gm, example_inputs)
+        inputs, relabelled = with_plain_tensors(captured, flat_inputs)
+        gm, inputs, border = with_plain_border(captured, inputs, model.adapter)
         graph = self._graph(model, inputs)
         if relabelled.copies:
             graph.notes.append(COPIED)
             graph.fallbacks[COPIES_IN] = len(relabelled.copies)
         compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
+        watched = watched_inputs(captured, flat_inputs, graph.changed)
+        exchanges = type(model.adapter) is not PlainAdapter
+        compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
         return compiled if model.between is None else model.between.around(compiled, example_inputs)
 
 

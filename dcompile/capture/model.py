@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -546,6 +547,10 @@ class CompiledModel:
         adapter.reduce_rest(elsewhere, sources.keys(), self.toolbox.average)
         for buckets in reduced:
             buckets.forget()
+
+    def release(self) -> None:
+        """Nobody calls the model any more: keep its graphs no longer than backwards that are still to come do."""
+        self.graphs[:] = [weakref.proxy(graph) for graph in self.graphs]
 
     # --- reports ---
 

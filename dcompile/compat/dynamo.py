@@ -10,7 +10,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dcompile.compat.guards import short_guard_of_hooks
+from dcompile.compat.guards import guard_methods, short_guard_of_hooks
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.optimizers import optimizers_whole
 from dcompile.compat.shapes import of_context
@@ -38,6 +38,22 @@ def optimize(
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
         backend=backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **more, **limits
     )
+
+
+def forget_backend(backend: Any) -> None:
+    """Take a backend, which serves no compiled code any more, out of Dynamo's table of all backends."""
+    from torch._dynamo import eval_frame
+
+    known: dict[int, Any] = getattr(eval_frame, "cached_backends", {})
+    for key, value in list(known.items()):
+        if value is backend or innermost(value) is backend:
+            known.pop(key, None)
+
+
+def innermost(backend: Any) -> Any:
+    """What the wrappers that Dynamo puts around a backend are around."""
+    inside = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "_compiler_fn", None)
+    return backend if inside is None else innermost(inside)
 
 
 def isolates_recompiles() -> bool:
@@ -176,6 +192,7 @@ def tracing_settings(
         strides_of_indices(),
         no_unread_latencies(),
         short_guard_of_hooks(told_of_hooks),
+        guard_methods(),
         _writes_to_scalars_kept(),
         optimizers_whole(),
     ):
@@ -356,6 +373,14 @@ def fx_tracing_flag() -> tuple[Any, str]:
     return (_symbolic_trace, "_is_fx_tracing_flag") if own is None else (own, "flag")
 
 
+def is_static_input(node: Any, value: Any) -> bool:
+    """Whether a graph's input is a parameter, a buffer or an optimizer's state, which no caller chooses."""
+    import torch
+
+    told = node.meta.get("tensor_dict") or {}
+    return isinstance(value, torch.nn.Parameter) or "_dynamo_static_input_type" in told
+
+
 def have_no_data(inputs: Sequence[Any]) -> bool:
     """Whether a graph was called with fake tensors of the user's own: Dynamo hands a backend what is real as it is."""
     from torch._subclasses import FakeTensor
@@ -418,6 +443,23 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
 
     __call__._dcompile = True  # type: ignore[attr-defined]
     _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+def graph_module_of(function: Any) -> Any:
+    """The torch.fx.GraphModule whose `__call__` this bound method is; None for all other functions.
+
+    torch gives each such class a `__call__` of its own, which tells of the line where a call fails. Dynamo skips it.
+    """
+    from torch.fx import GraphModule
+    from torch.nn import Module
+
+    owner, name = getattr(function, "__self__", None), getattr(getattr(function, "__func__", None), "__name__", "")
+    if not isinstance(owner, GraphModule) or name != "call_wrapped":
+        return None
+    own = getattr(getattr(type(owner), "_wrapped_call", None), "cls_call", None)
+    inherited = getattr(super(type(owner), owner).__call__, "__func__", None)
+    # a subclass that has another `__call__` is called by it
+    return owner if own is None and inherited is Module.__call__ else None
 
 
 def raised_by_backend(error: BaseException) -> BaseException | None:

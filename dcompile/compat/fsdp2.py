@@ -315,21 +315,6 @@ def _side_by_side(param: Any) -> Callable[[Any], Any] | None:
     return beside
 
 
-def gathered(param: Any, like: Any) -> Any:
-    """What FSDP gathers of a parameter, in the shape, on the device and in the dtype of `like`: every rank asks for it.
-
-    Of a parameter that is spread over parallel ranks as well, this rank's part. The last shards are padded.
-    """
-    from dcompile.compat.groups import start_gather_of_one
-
-    shard = param._sharded_param_data.detach().to(like.device, like.dtype)
-    if not is_sharded(param.mesh_info):
-        return shard[: like.numel()].view(like.shape)
-    found = shard.new_empty(shard.numel() * _shard_count(param))
-    start_gather_of_one(param.mesh_info.shard_process_group, found, shard, None).wait()
-    return found[: like.numel()].view(like.shape)
-
-
 def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Parameter:
     """What modules show while they are traced: `virtual`, or what stands for what is made of it."""
     import torch

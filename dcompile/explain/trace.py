@@ -84,8 +84,8 @@ def _alone(model: CompiledModel) -> contextlib.AbstractContextManager[None]:
     alone, own = compat.alone.Alone(), model.compiling
 
     @contextlib.contextmanager
-    def compiling(code: Any, entry: Any) -> Iterator[None]:
-        with alone.resting(), own(code, entry):
+    def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
+        with alone.resting(), own(code, entry, late_sizes):
             yield
 
     model.compiling = compiling  # type: ignore[method-assign]

@@ -74,10 +74,16 @@ def unlike(tensor: torch.Tensor, wanted: tuple[int, ...], origin: str) -> NoRetu
     )
 
 
+def lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of a tensor with these strides; raises RuntimeError where two elements would share a place."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 _OWN: Mapping[str, Callable[..., Any]] = {
     "dcompile.check_bounds": check_bounds,
     "dcompile.call": call,
     "dcompile.check_number": check_number,
+    "dcompile.lay_out": lay_out,
     "dcompile.set_data": set_data,
 }
 _MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}

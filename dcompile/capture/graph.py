@@ -30,6 +30,7 @@ from dcompile.capture.padding import pad_products
 from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
+from dcompile.capture.recurrent import keep_recurrent_whole
 from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
@@ -52,6 +53,7 @@ class Graph(Programs):
         if multiplies(gm):
             compiler.expect_products()
         self._compare(gm)
+        self.notes += keep_recurrent_whole(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)

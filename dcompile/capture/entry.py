@@ -317,7 +317,7 @@ def unwrapped(module: Any) -> Any:
 def module_call(root: Module, settings: Settings, toolbox: Toolbox, *, in_place: bool = False) -> Callable[..., Any]:
     """A compiled stand-in for `root._call_impl`. `in_place`: it will belong to the module, and does not keep it."""
     entry = Entry(root._call_impl, root, settings, toolbox, in_place=in_place)
-    module = weakref.ref(root)
+    module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -356,13 +356,13 @@ def compile_function(function: Callable[..., Any], settings: Settings, toolbox: 
     function = original_function(function)
     inner = Entry(function, None, settings, toolbox).entrance(function)
     # another object than what `__func__` calls: a circle would keep all of it until garbage is collected
-    call = _twin(inner)
+    call: Any = _twin(inner)
     # torch.compile and torch._dynamo.disable look through these two to the function itself
-    call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
-    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    call._torchdynamo_orig_callable = function
+    call._torchdynamo_wrapper_id = id(call)
     if isinstance(function, types.MethodType):
         # a learning rate scheduler calls an optimizer's `step.__func__`, also of a compiled one put in its place
-        call.__self__, call.__func__ = function.__self__, _with_owner(inner)  # type: ignore[attr-defined]
+        call.__self__, call.__func__ = function.__self__, _with_owner(inner)
     return call
 
 
@@ -377,7 +377,9 @@ def _with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _twin(function: Any) -> Any:
     """The same function as another object."""
-    twin = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
+    twin: Any = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, function.__closure__
+    )
     functools.update_wrapper(twin, function)
     twin.__dict__["__wrapped__"] = function.__wrapped__
     return twin

@@ -32,6 +32,7 @@ from dcompile.capture.permutations import gather_in_opposite_order
 from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
+from dcompile.capture.recurrent import keep_recurrent_whole
 from dcompile.capture.resizes import resize_inputs_alone
 from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
@@ -58,6 +59,7 @@ class Graph(Programs):
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
         self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
+        self.notes += keep_recurrent_whole(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)

@@ -105,6 +105,8 @@ class CompiledModel:
         self.graph_breaks = 0
         self.breaks: list[tuple[str, list[Any]]] = []
         """What they are, with those that end our own outermost frame: the reason, and the user's frames."""
+        self._left_alone = False
+        """Whether Dynamo has left our own outermost frame to eager, with a reason or without."""
         self.compile_seconds = 0.0
         self.calls: dict[int, list[Invocation]] = {}
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
@@ -199,6 +201,7 @@ class CompiledModel:
 
         If the outermost frame is whole, all of the model is in it; what else comes by is torch's own.
         """
+        self._left_alone |= code is entry and not whole
         if self.between is None:
             return
         if self._refusal is not None:
@@ -352,7 +355,7 @@ class CompiledModel:
                 self._go_around(adapter, call, result, ("a forward ran without any compiled graph",))
             else:
                 adapter.let_go_of_static_graph()
-        if self.breaks and not self.graphs and None not in self._reported:
+        if (self.breaks or self._left_alone) and not self.graphs and None not in self._reported:
             self._reported.add(None)
             self.toolbox.first_step(self)
 

@@ -150,6 +150,7 @@ def tracing_settings(
     """
     import logging
 
+    import torch
     import torch._dynamo.config as config
 
     # DDPOptimizer would cut the graph at bucket boundaries and hide the parameters' identity.
@@ -176,6 +177,9 @@ def tracing_settings(
     # (torch.__future__.set_swap_module_params_on_conversion). Dynamo forgets them for backends that it knows.
     if hasattr(config, "invalidate_compile_context_weakrefs"):
         settings["invalidate_compile_context_weakrefs"] = True
+    # Recurrent layers become operators of ours, but under autocast, which knows torch's own alone.
+    if hasattr(config, "allow_rnn") and not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
+        settings["allow_rnn"] = True
     if keeps_static_graphs():
         settings["automatic_dynamic_exclusion_guard"] = True
     # A mark in profiles, whether one is taken or not: 16 of 60 Python calls of a compiled call (17 to 15 us). After a

@@ -199,6 +199,20 @@ def to_sharded(group: Any) -> None:
     group._to_sharded()
 
 
+def gathered_groups(module: Any) -> frozenset[int]:
+    """Identities of the groups inside a module (or None) whose parameters it shows gathered."""
+    groups = [] if module is None else [group for state in states_in(module) for group in groups_of(state)]
+    return frozenset(id(group) for group in groups if not group.is_sharded)
+
+
+def shard_others(module: Any, gathered: frozenset[int]) -> None:
+    """Show all parameters inside a module (or None) sharded again, but those of the groups that are `gathered`."""
+    groups = [] if module is None else [group for state in states_in(module) for group in groups_of(state)]
+    for group in groups:
+        if not group.is_sharded and id(group) not in gathered:
+            to_sharded(group)
+
+
 def gather_under_way(group: Any) -> tuple[bool, int]:
     """Whether modules show gathered parameters, and which gather is under way."""
     return bool(group.is_sharded), id(getattr(group, "_all_gather_result", None))

@@ -18,6 +18,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.entry import Entry, find_model, original_function, unwrapped
 from dcompile.capture.graph import Graph
 from dcompile.capture.model import CompiledModel, Settings
@@ -44,7 +45,8 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     its own settings. Backwards are planned too where gradients are wanted, but none runs. Parameters, buffers,
     gradients and random generators are afterwards what they were; for that, a copy of all parameters and buffers is
     held meanwhile. What else the model's own Python code does when it is called, it does here as well. Any rank may
-    call this by itself: no collective runs. In place of what other ranks hold it computes with this rank's own part.
+    call this by itself: no collective runs, but for FSDP1 that stays stock. In place of what other ranks hold it
+    computes with this rank's own part.
     """
     settings, receipt, timeline = _settings(model), _receipt(model), newest_timeline(model)
     module, ddp = _module_of(model)
@@ -60,7 +62,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
         planner.adapter = adapter
     before = len(compat.dynamo.graph_breaks())
-    alone = _alone(entry.model)
+    alone = _alone(entry.model, adapter)
     with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.ddp.hooks_of_replicate_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
@@ -77,8 +79,13 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     )
 
 
-def _alone(model: CompiledModel) -> contextlib.AbstractContextManager[None]:
-    """Let code that runs eagerly exchange nothing, if there are other ranks; Dynamo traces torch's own functions."""
+def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.AbstractContextManager[None]:
+    """Let code that runs eagerly exchange nothing, if there are other ranks; Dynamo traces torch's own functions.
+
+    FSDP1 that stays stock does exchange: it keeps what it has gathered, and must not keep what one rank made up.
+    """
+    if isinstance(adapter, Fsdp1Adapter) and not adapter.eligible:
+        return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
     alone, own = compat.alone.Alone(), model.compiling
@@ -292,7 +299,7 @@ def _as_it_was(module: Module | None) -> Iterator[None]:
     """Put back what a forward changed: parameters, buffers, random generators; BatchNorm counts its calls."""
     tensors = [*module.parameters(), *module.buffers()] if module is not None else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    places = _places(module)
+    places, gathered = _places(module), compat.fsdp2.gathered_groups(module)
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
@@ -302,6 +309,7 @@ def _as_it_was(module: Module | None) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+        compat.fsdp2.shard_others(module, gathered)
         for holder, name, value in places:
             holder[name] = value
         for tensor, before in kept:

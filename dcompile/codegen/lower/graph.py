@@ -21,7 +21,6 @@ from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
 
-
 LAY_OUT = "dcompile.lay_out"
 """lay_out(tensor, strides): a copy of a tensor with these strides."""
 

@@ -73,7 +73,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         breaks=_breaks(before),
         guards=tuple(guards),
         reasons=() if adapter is None else tuple(adapter.reasons),
-        notes=(*dict.fromkeys(notes), *_left_out(adapter), *settings.config.idle()),
+        notes=(*dict.fromkeys(notes), *_left_out(adapter, module), *settings.config.idle()),
         receipt=receipt,
         timeline=timeline,
     )
@@ -119,8 +119,10 @@ def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fs
     return Fsdp1Adapter(module, instances, stock) if instances else None
 
 
-def _left_out(adapter: Any) -> Iterator[str]:
+def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """What the report does not show."""
+    if adapter is None and compat.ddp.replicated(module) is not None:
+        yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
         yield (
             "FullyShardedDataParallel, which stays stock here and runs eagerly, is explained with breaks at its hooks"

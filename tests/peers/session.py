@@ -63,6 +63,7 @@ class Session:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
             "TEMP_DIR": str(self.folder),
+            "INIT_METHOD": f"file://{self.folder}/shared_init_file",  # ranks name the class by it
             "PEERS_BACKEND": self.backend,
             "PEERS_ROOTS": " ".join(self.suite.roots),
             "PEERS_RECORDS": str(records),

@@ -351,7 +351,7 @@ def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Calla
     return module_call(module, settings, toolbox)
 
 
-def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Any:
     """A compiled stand-in for a function; the function itself stays as it is."""
     function = original_function(function)
     inner = Entry(function, None, settings, toolbox).entrance(function)

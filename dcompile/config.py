@@ -85,11 +85,11 @@ class Config:
         "collective: always by all-gathers.",
         in_key=False,  # what ranks came to is
     )
-    shard_copies: Literal["auto", "step", "gather"] = setting(
+    shard_copies: Literal["auto", "kept", "gather"] = setting(
         "auto",
-        "Under mixed precision, when shards are converted to the dtype that computing uses. step: once for each "
-        "forward and its backward, into memory that other ranks may copy from; gather: anew for each all-gather, in "
-        "memory that lasts as long. auto: step, unless it takes a sixteenth of a GPU's memory or recompute is memory.",
+        "Under mixed precision, where shards are converted to the dtype that computing uses. kept: in memory of ours, "
+        "which other ranks may copy from; gather: in new memory for each all-gather. auto: kept, unless it takes a "
+        "sixteenth of a GPU's memory or recompute is memory.",
         in_key=False,  # what ranks came to is
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")

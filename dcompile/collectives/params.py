@@ -250,12 +250,6 @@ class ShardUnit(Protocol):
     def stored(self) -> Any:
         """The same as it is kept, where it is kept: in the parameter's own dtype."""
 
-    def changes(self) -> Any:
-        """Equal to what it was only if the shard was not changed since; None where nothing tells.
-
-        Writes through `.data` are told by nothing.
-        """
-
     def address(self) -> int:
         """Where this rank's shard lies."""
 

@@ -373,19 +373,6 @@ def stored_shard(param: Any) -> torch.Tensor:
     return data
 
 
-def shard_changes(param: Any) -> Any:
-    """Equal to what it was only if the shard was not changed since, except through `.data`; None where nothing tells.
-
-    Optimizers change the sharded parameter, users its local tensor too; FSDP gathers a look at that one. A hook behind
-    a gradient may be an optimizer of any kind.
-    """
-    sharded = param.sharded_param
-    tensors = (param._sharded_param_data, sharded, sharded._local_tensor)
-    if getattr(sharded, "_post_accumulate_grad_hooks", None) or any(tensor.is_inference() for tensor in tensors):
-        return None
-    return tensors[0].data_ptr(), tensors[2].data_ptr(), *(tensor._version for tensor in tensors)
-
-
 def shard_address(param: Any) -> int:
     """Where this rank's shard lies."""
     return int(param._sharded_param_data.data_ptr())

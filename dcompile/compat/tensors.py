@@ -380,3 +380,10 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     import torch
 
     torch._foreach_mul_(tensors, factor)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, converting it: on GPUs in one kernel. Targets have one dtype, sources another."""
+    import torch
+
+    torch._foreach_copy_(targets, sources)

@@ -1,15 +1,14 @@
 """Shards in the dtype that computing uses, where parameters are kept in another one (mixed precision).
 
-Converting each shard for each gather takes a kernel a parameter, twice a step, and memory that is somewhere else each
-time, which other ranks cannot read. So a model has one buffer of its own for them. Each forward converts what it
-gathers, whatever has happened since the last one: optimizers and checkpoints write parameters in ways that nothing
-tells of (`p.data.mul_()` counts no change). Its backward takes the same values, unless a parameter was changed since
-then: by its version counters, or because it lies elsewhere.
+Converting each shard for each gather takes a kernel a parameter, and memory that is somewhere else each time, which
+other ranks cannot read. So a model has one buffer of its own for them, and each program writes in it what it gathers,
+in a kernel or two. A backward does so, too, as FSDP2 does: nothing tells for sure that parameters are what they were in
+the forward. Fused optimizers and `p.data.mul_()` count no change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -27,12 +26,10 @@ class Converted:
     """The converted shards of one model. `way` is the option `shard_copies`; `saves_memory`: what auto then means."""
 
     def __init__(
-        self, units: Mapping[int, ShardUnit], way: Literal["auto", "step", "gather"], saves_memory: bool
+        self, units: Mapping[int, ShardUnit], way: Literal["auto", "kept", "gather"], saves_memory: bool
     ) -> None:
         self._units, self._way, self._saves_memory = units, way, saves_memory
         self._memory: dict[int, torch.Tensor] | None = None
-        self._marks: dict[int, Any] = {}
-        """Unit -> what its parameter looked like when it was converted last."""
         self.reason = ""
         """Why there is no buffer, where there is something to convert."""
 
@@ -50,26 +47,21 @@ class Converted:
         kept = self.memory(number)
         return self._units[number].data() if kept is None else kept
 
-    def outdated(self, numbers: Iterable[int], anyway: bool) -> list[int]:
-        """Units among these that are to be converted before they are sent; `anyway`: changed or not."""
-        kept = (number for number in numbers if self.memory(number) is not None)
-        return [number for number in kept if anyway or not self._is_known(number)]
-
     def convert(self, numbers: Collection[int]) -> None:
-        """Write the converted shards of these units, all in one kernel."""
-        pairs = [(self.memory(number), self._units[number].stored()) for number in numbers]
-        filled = [(kept, stored) for kept, stored in pairs if kept is not None and kept.numel()]
-        if filled:
-            with torch.no_grad():
-                torch._foreach_copy_([kept for kept, _ in filled], [stored for _, stored in filled])
+        """Write the converted shards of these units, all of a dtype in one kernel.
 
-    def mark(self, numbers: Iterable[int]) -> None:
-        """These were converted from what their parameters hold now."""
-        self._marks |= {number: self._units[number].changes() for number in numbers}
-
-    def _is_known(self, number: int) -> bool:
-        mark = self._units[number].changes()
-        return mark is not None and self._marks.get(number) == mark
+        Dtypes apart: on GPUs some versions of torch copy a list as if all of it had the first one's.
+        """
+        kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for number in numbers:
+            kept, stored = self.memory(number), self._units[number].stored()
+            if kept is not None and kept.numel():
+                targets, sources = kinds.setdefault((kept.device, kept.dtype, stored.dtype), ([], []))
+                targets.append(kept)
+                sources.append(stored)
+        with torch.no_grad():
+            for targets, sources in kinds.values():
+                compat.tensors.copy_all(targets, sources)
 
     def _allocate(self) -> dict[int, torch.Tensor]:
         """One storage for each device and dtype, a part of it for each unit that is converted."""
@@ -87,7 +79,7 @@ class Converted:
             return found
 
     def _objection(self, converted: Mapping[int, torch.Tensor]) -> str:
-        if not converted or self._way == "step":
+        if not converted or self._way == "kept":
             return ""
         if self._way == "gather":
             return "option shard_copies='gather'"

@@ -33,6 +33,15 @@ class Lanes:
         """What is started meanwhile, or waited for, concerns copies from other ranks."""
         return torch.cuda.stream(self._streams[0]) if self._streams else contextlib.nullcontext()
 
+    def on_near(self) -> contextlib.AbstractContextManager[Any]:
+        """What is started meanwhile comes behind copies of this rank's own."""
+        return torch.cuda.stream(self._streams[1]) if self._streams else contextlib.nullcontext()
+
+    def far_behind_near(self) -> None:
+        """Copies from other ranks that start from now on come behind those of this rank's own so far."""
+        if self._streams:
+            self._streams[0].wait_event(_event(self._streams[1]))
+
     def fork(self) -> None:
         """Copies that start from now on come behind what the current stream has to do so far."""
         if self._streams:

@@ -2,8 +2,10 @@
 
 Two rules keep that right, each with one meeting of the ranks (an all-reduce of one element) in a program: nobody copies
 before all ranks have come to the program, so that optimizers are done with the shards; and nobody leaves it before all
-have copied, so that no optimizer begins. Both are collectives like others: counted, compared between ranks, watched
-over, recorded in CUDA graphs; a copy itself waits for no other rank.
+have copied, so that no optimizer begins. Where shards are converted first, ranks meet once more: those of the
+first gather are converted before the first meeting, all others beside its copies, and before a second one. All are
+collectives like others: counted, compared between ranks, watched over, recorded in CUDA graphs; a copy itself waits for
+no other rank.
 """
 
 from __future__ import annotations
@@ -45,11 +47,23 @@ class Pull:
 class Pulls:
     """The gathers of one call of a program from one process group's ranks: `buckets` of them, over these units."""
 
-    def __init__(self, near: Nearby, buckets: int, units: Sequence[int], begun: Callable[[Flight], None]) -> None:
+    def __init__(
+        self,
+        near: Nearby,
+        buckets: int,
+        units: Sequence[int],
+        begun: Callable[[Flight], None],
+        convert: Callable[[Sequence[int]], None],
+        beside: bool,
+    ) -> None:
+        """`convert` writes what these units' shards are sent as; `beside`: all ranks are to do most of that beside the
+        first gather.
+        """
         self._near, self._lanes, self._left = near, near.lanes, buckets
         self._units = units
         self._begun = begun
         """Told of each meeting that begins."""
+        self._convert, self._beside = convert, beside and buckets > 1
         self._opened = False
         self._closing: Flight | None = None
 
@@ -58,6 +72,7 @@ class Pulls:
         near, lanes = self._near, self._lanes
         if not self._opened:
             self._opened = True
+            self._convert(units if self._beside else self._units)
             near.refresh(self._units)
             opening = self._meet(f"meeting before {bucket} is copied")
             lanes.fork()
@@ -65,6 +80,11 @@ class Pulls:
                 opening.wait()
         else:
             lanes.fork()
+            if self._beside:
+                self._beside = False
+                with lanes.on_far():
+                    lanes.far_behind_near()
+                    self._meet(f"meeting behind the conversion of {bucket} and others").wait()
         own, others = [], []
         for number, whole in zip(units, full, strict=True):
             nbytes = whole.numel() // near.ranks * whole.element_size()
@@ -76,6 +96,9 @@ class Pulls:
         near.reach.copy(others, lanes.far)
         near.reach.copy(own, lanes.near)
         pull = Pull(lanes.events())
+        if self._beside:
+            with lanes.on_near():
+                self._convert(self._units)
         self._left -= 1
         if not self._left:
             with lanes.on_far():

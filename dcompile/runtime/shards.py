@@ -32,7 +32,7 @@ class Shards:
     groups: Mapping[str, ShardGroup]
     gathers: str = "auto"
     """The option of that name."""
-    shard_copies: Literal["auto", "step", "gather"] = "auto"
+    shard_copies: Literal["auto", "kept", "gather"] = "auto"
     saves_memory: bool = False
     """See `Converted`."""
     converted: Converted = field(init=False)
@@ -240,7 +240,7 @@ class Exchange:
     _waited: int = field(init=False, default=0)
     """How many collectives were waited for."""
     _due: dict[int, None] | None = field(init=False, default=None)
-    """Units that are still to be converted before they are sent; None before the first of them is looked at."""
+    """Kept units that are still to be converted before they are sent; None before the first of them is looked at."""
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
@@ -272,8 +272,8 @@ class Exchange:
             neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
             copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
-            self._convert(numbers)
-            found = self._pulls[near] = Pulls(near, len(copied), numbers, self._meeting)
+            beside = any(self.shards.converted.memory(number) is not None for number in numbers)
+            found = self._pulls[near] = Pulls(near, len(copied), numbers, self._meeting, self._convert, beside)
         return found
 
     def _meeting(self, flight: Flight) -> None:
@@ -297,24 +297,16 @@ class Exchange:
         self._convert(bucket.units)
         return group.gather_group(), [self.shards.converted.sent(number) for number in bucket.units]
 
-    def _outdated(self) -> dict[int, None]:
-        """Units that this call converts: a forward all that it gathers, a backward what was changed since then."""
+    def _convert(self, numbers: Iterable[int]) -> None:
+        """Write what these units are sent as, unless this call has."""
         if self._due is None:
             gathers = (bucket for bucket in self.buckets.values() if bucket.kind == "all_gather")
-            numbers = dict.fromkeys(number for bucket in gathers for number in bucket.units)
-            self._due = dict.fromkeys(self.shards.converted.outdated(numbers, anyway=self.phase != "backward"))
-        return self._due
-
-    def _convert(self, numbers: Iterable[int]) -> None:
-        due = self._outdated()
-        now = [number for number in numbers if number in due]
+            units = (number for bucket in gathers for number in bucket.units)
+            self._due = {number: None for number in units if self.shards.converted.memory(number) is not None}
+        now = [number for number in numbers if number in self._due]
         self.shards.converted.convert(now)
-        self._has_converted(now)
         for number in now:
-            del due[number]
-
-    def _has_converted(self, numbers: list[int]) -> None:
-        self.shards.converted.mark(numbers)
+            del self._due[number]
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for what `start_gather` began."""
@@ -396,7 +388,7 @@ class Exchange:
                 or not self.later.isdisjoint(bucket.units)
             ):
                 return "gradients are kept for a later reduction, or were"
-        return (*read, *self._outdated())
+        return tuple(read)
 
     def recorded(self) -> Recorded:
         """A source that exchanges as this one does, but hands no gradient on."""
@@ -404,7 +396,6 @@ class Exchange:
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
         """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""
-        self.shards.converted.mark(self._outdated())
         labels: dict[Any, list[str]] = {}
         for group, label in collectives:
             labels.setdefault(group, []).append(label)
@@ -448,9 +439,6 @@ class Recorded(Exchange):
 
     def _meeting(self, flight: Flight) -> None:
         self._log(flight)
-
-    def _has_converted(self, numbers: list[int]) -> None:
-        """Nothing is, before the recording is replayed."""
 
     def _log(self, flight: Flight) -> None:
         self.collectives.append((flight.group, flight.label))

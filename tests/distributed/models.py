@@ -38,6 +38,10 @@ class Answer:
     names: tuple[Any, ...]
 
 
+for _result in (Hidden, Answer):  # FSDP2 of torch 2.11 finds no tensors in others, and gathers nothing for the backward
+    torch.utils._pytree.register_dataclass(_result)
+
+
 class NestedLayer(nn.Module):
     """Arguments that are None, by position and by name, of any kind; a result with others inside."""
 

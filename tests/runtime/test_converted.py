@@ -1,4 +1,4 @@
-"""Shards kept in the dtype of computing: converted once, and again whenever they may have been changed."""
+"""Shards kept in the dtype of computing: where they are stored, and what converting writes."""
 
 from typing import Any
 
@@ -13,17 +13,14 @@ class Unit:
 
     offloaded = False
 
-    def __init__(self, numel: int, dtype: torch.dtype = torch.bfloat16, told: bool = True) -> None:
-        self.tensor, self.dtype, self.told = torch.rand(numel), dtype, told
+    def __init__(self, numel: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.tensor, self.dtype = torch.rand(numel), dtype
 
     def stored(self) -> torch.Tensor:
         return self.tensor
 
     def data(self) -> torch.Tensor:
         return self.tensor.to(self.dtype)
-
-    def changes(self) -> Any:
-        return (self.tensor.data_ptr(), self.tensor._version) if self.told else None
 
 
 def made(units: list[Unit], way: Any = "auto", saves_memory: bool = False) -> Converted:
@@ -33,7 +30,6 @@ def made(units: list[Unit], way: Any = "auto", saves_memory: bool = False) -> Co
 def test_shards_lie_in_one_storage_and_hold_what_was_converted():
     units = [Unit(5), Unit(0), Unit(300), Unit(7, torch.float32)]
     copies = made(units)
-    assert copies.outdated(range(4), anyway=False) == [0, 1, 2]
     copies.convert([0, 1, 2])
     for number in (0, 2):
         assert torch.equal(copies.sent(number), units[number].tensor.bfloat16())
@@ -44,18 +40,12 @@ def test_shards_lie_in_one_storage_and_hold_what_was_converted():
     assert (third.data_ptr() - first.data_ptr()) % ALIGN_BYTES == 0
 
 
-def test_what_was_changed_is_converted_again():
-    units = [Unit(4), Unit(4), Unit(4, told=False)]
+def test_units_of_several_dtypes_are_converted_each_to_its_own():
+    units = [Unit(4), Unit(4, torch.float16), Unit(3), Unit(4, torch.float64)]
     copies = made(units)
-    copies.convert([0, 1, 2])
-    copies.mark([0, 1, 2])
-    assert copies.outdated(range(3), anyway=False) == [2], "nothing tells of the last one's changes"
-    units[0].tensor.mul_(2)
-    units[1].tensor = units[1].tensor.clone()
-    assert copies.outdated(range(3), anyway=False) == [0, 1, 2]
-    copies.mark([0, 1])
-    assert copies.outdated(range(2), anyway=False) == []
-    assert copies.outdated(range(2), anyway=True) == [0, 1], "a forward trusts no mark"
+    copies.convert(range(4))
+    for number, unit in enumerate(units):
+        assert torch.equal(copies.sent(number), unit.tensor.to(unit.dtype))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +54,7 @@ def test_what_was_changed_is_converted_again():
 def test_memory_can_be_saved(way, saves_memory, reason):
     units = [Unit(4)]
     copies = made(units, way, saves_memory)
-    assert copies.outdated([0], anyway=True) == [] and copies.memory(0) is None
+    assert copies.memory(0) is None
     assert reason in copies.reason
     assert torch.equal(copies.sent(0), units[0].data())
-    assert made(units, "step", saves_memory).memory(0) is not None
+    assert made(units, "kept", saves_memory).memory(0) is not None

@@ -51,9 +51,6 @@ class Flat:
     def stored(self) -> torch.Tensor:
         return compat.fsdp1.stored_shard(self.handle)
 
-    def changes(self) -> None:
-        """Optimizers write the original parameters, which count changes of their own."""
-
     def address(self) -> int:
         address: int = self.handle.flat_param.data_ptr()
         return address

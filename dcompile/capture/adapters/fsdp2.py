@@ -53,9 +53,6 @@ class Unit:
     def stored(self) -> torch.Tensor:
         return compat.fsdp2.stored_shard(self.param)
 
-    def changes(self) -> Any:
-        return compat.fsdp2.shard_changes(self.param)
-
     def address(self) -> int:
         return compat.fsdp2.shard_address(self.param)
 

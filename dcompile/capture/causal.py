@@ -20,7 +20,7 @@ from dcompile import compat
 from dcompile.capture.bodies import Call, Nest, placeholders
 from dcompile.capture.element_analysis import ElementsOf
 from dcompile.capture.element_rules import FROM_NUMBERS, RULES
-from dcompile.capture.elements import Elements, Unknown, axis, name_of, size_of, value_of
+from dcompile.capture.elements import Elements, Unknown, axis, is_of_torch, name_of, size_of, value_of
 from dcompile.capture.in_place import change_constants_anew
 from dcompile.ir.index import Index, as_index, var
 from dcompile.ir.piecewise import TooManyPieces, Tree, combine, leaves, negated
@@ -123,7 +123,7 @@ def shape_of(node: Any) -> tuple[Any, ...]:
 def _is_constant(node: Node) -> bool:
     """Whether a node only makes a tensor."""
     made = name_of(node) in RULES or name_of(node) in FROM_NUMBERS
-    return node.op in ("call_function", "call_method") and made and "out" not in node.kwargs
+    return is_of_torch(node) and made and "out" not in node.kwargs
 
 
 class _Changed:
@@ -166,7 +166,8 @@ def changes(node: Node) -> bool:
     if node.kwargs.get("inplace") or (str(getattr(node.target, "__module__", "")) == _LAYERS and True in node.args):
         return True
     overloads = getattr(node.target, "overloads", None)
-    ops = [getattr(node.target, o) for o in overloads()] if callable(overloads) else [node.target]
+    names = [name for name in overloads() if not name.endswith("out")] if callable(overloads) else []
+    ops = [getattr(node.target, name) for name in names] if callable(overloads) else [node.target]
     return any(schema.is_mutable for op in ops if (schema := getattr(op, "_schema", None)) is not None)
 
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from dcompile.capture.bodies import Nest
 from dcompile.capture.element_rules import AS_OTHER, LIKE, RULES
-from dcompile.capture.elements import Elements, Operation, Unknown, name_of, shape_of, value_of
+from dcompile.capture.elements import Elements, Operation, Unknown, is_of_torch, name_of, shape_of, value_of
 from dcompile.ir.piecewise import TooManyPieces
 
 
@@ -44,7 +44,7 @@ class ElementsOf:
             return None
         if node.op == "placeholder":
             return self._nest.sources(node)
-        if node.op not in ("call_function", "call_method") or "out" in node.kwargs or name_of(node) not in RULES:
+        if not is_of_torch(node) or "out" in node.kwargs or name_of(node) not in RULES:
             return None
         inputs = [other for other in node.all_input_nodes if isinstance(value_of(other), torch.Tensor)]
         if name_of(node) in LIKE:

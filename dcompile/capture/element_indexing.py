@@ -12,7 +12,7 @@ from dcompile.capture.element_values import (
     same_dtype,
     whole,
 )
-from dcompile.capture.elements import Elements, Operation, Unknown, axis, size_of, value_of
+from dcompile.capture.elements import Elements, Operation, Unknown, axis, name_of, size_of, value_of
 from dcompile.ir.index import Index, Ranges, Size, as_index, is_nonnegative, var
 from dcompile.ir.piecewise import Leaf, Tree, combine, negated, variables
 
@@ -20,6 +20,8 @@ from dcompile.ir.piecewise import Leaf, Tree, combine, negated, variables
 def indexed(operation: Operation) -> Elements:
     source, index = same_dtype(operation), operation.node.args[1]
     parts: list[Any] = list(index) if isinstance(index, tuple | list) else [index]
+    if name_of(operation.node) == "index":  # ATen's operator has None for a dimension that is taken whole
+        parts = [slice(None) if part is None else part for part in parts]
     tensors = [part for part in parts if isinstance(value_of(part), torch.Tensor)]
     if any(part not in operation.known for part in tensors):
         raise Unknown

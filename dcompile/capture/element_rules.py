@@ -253,7 +253,7 @@ RULES: Mapping[str, Rule] = {
     "tril": _triangle(lower=True), "triu": _triangle(lower=False),
     "cat": _joined, "concat": _joined, "hstack": _side_by_side, "repeat": _repeated,
     "cumsum": _sums_so_far, "diff": _differences,
-    "getitem": indexed,
+    "getitem": indexed, "index": indexed,
     "_add_batch_dim": _into_batch, "_remove_batch_dim": _out_of_batch,
 }  # fmt: skip
 """Operations by the names of functions and methods."""

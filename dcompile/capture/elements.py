@@ -95,6 +95,16 @@ def name_of(node: Node) -> str:
     return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name
 
 
+def is_of_torch(node: Node) -> bool:
+    """Whether a node calls a tensor's method, an operator of Python's or a function of torch's: no one's namesake."""
+    if node.op != "call_function":
+        return node.op == "call_method"
+    module = str(getattr(node.target, "__module__", None) or "torch")  # some functions in C++ have none
+    if module.startswith(("torch.ops.", "torch._ops.")):
+        return module.endswith(".aten")
+    return module in ("_operator", "torch") or module.startswith("torch.")
+
+
 @dataclass(frozen=True)
 class Operation:
     """A node with the elements of the tensors that it is given."""

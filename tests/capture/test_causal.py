@@ -169,6 +169,19 @@ def by_vmap(q, k, v):
     return attention(q, k, v, attn_mask=torch.vmap(inner, in_dims=(0, None))(rows, columns))
 
 
+def by_vmap_of_packed_rows(q, k, v):
+    """As they do for masks of a user's own, which compute with one position at a time."""
+    packed = (torch.arange(S)[None].expand(2, -1) * 0).cumsum(-1)
+
+    def allowed(at, row, column):
+        same = torch.ops.aten.index(packed, [at, row]).__eq__(torch.ops.aten.index(packed, [at, column]))
+        return row.new_ones((), dtype=torch.bool) & same & (column <= row)
+
+    for dims in ((None, None, 0), (None, 0, None), (0, None, None)):
+        allowed = torch.vmap(allowed, in_dims=dims)
+    return attention(q, k, v, attn_mask=allowed(torch.arange(2), torch.arange(S), torch.arange(S))[:, None])
+
+
 def by_a_part_of_a_square(q, k, v):
     square = torch.full((2 * k.shape[-2], 2 * k.shape[-2]), -torch.inf).triu(1)
     return attention(q, k, v, attn_mask=square[None, None, : q.shape[-2], : k.shape[-2]])
@@ -206,6 +219,7 @@ def by_changing_several_times(q, k, v):
         by_packing,
         by_the_inputs_sizes,
         by_vmap,
+        by_vmap_of_packed_rows,
         by_a_part_of_a_square,
         by_all_that_is_attended,
     ],
@@ -254,6 +268,20 @@ def documents(q, k, v):
 def test_what_is_nearly_causal_stays(function, dynamic):
     ((mask, causal),), _, notes = rewritten(function, *qkv(S + 4), dynamic=dynamic)
     assert mask is not None and not causal and notes == []
+
+
+@torch.compiler.allow_in_graph
+def tril(mask):
+    """Not torch's."""
+    return mask.triu()
+
+
+def test_a_namesake_of_an_operation_is_not_known():
+    def function(q, k, v):
+        return attention(q, k, v, attn_mask=tril(torch.ones(S, S, dtype=torch.bool)))
+
+    ((mask, _),), _, notes = rewritten(function, *qkv())
+    assert mask is not None and notes == []
 
 
 def test_a_mask_of_the_end_is_causal_where_as_many_keys_as_queries_are_known_to_be():

@@ -150,7 +150,8 @@ def print_receipt(model: CompiledModel) -> None:
 def receipt(compiled: Any) -> Receipt:
     """What compiling came to. Takes what compile or torch.compile returned, the module inside it, or its DDP wrapper.
 
-    Raises NotCompiledError before the first compiled step.
+    Raises NotCompiledError before the first step. Of a step of which nothing was compiled it has no graphs, but the
+    reason.
     """
     return make_receipt(find_model(compiled))
 

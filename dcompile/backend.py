@@ -58,6 +58,9 @@ def _module_of(fn: Any) -> Module | None:
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, Module) and fn.__func__.__name__ in _MODULE_CALLS:
         return owner
+    graph_module = compat.dynamo.graph_module_of(fn)
+    if isinstance(graph_module, Module):
+        return graph_module
     wrapped = getattr(fn, "__wrapped__", None)  # torch wraps bare torch.nn classes in a function first
     return wrapped if isinstance(wrapped, Module) else None
 

@@ -12,7 +12,7 @@ import torch
 from dcompile.artifacts import log
 from dcompile.collectives.params import Executable, Foreseen, Request
 from dcompile.compat import storages
-from dcompile.compat.sizes import guard_count, known_facts
+from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.garbage import without_collecting
@@ -131,10 +131,14 @@ class CachingCompiler:
             why = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
         elif program.late_sizes:
             why = f"{program.late_sizes} of its sizes depend on values"
+        elif reads_values(gm):
+            why = "it reads numbers out of tensors, to compare them with what is said of them"
         elif program.on_host:
             why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
         elif storages.gives_data(gm):
             why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
+        elif any(storages.resizes(node.target) for node in gm.graph.nodes):
+            why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program

@@ -98,6 +98,12 @@ class Config:
         "Trace a few of the layers that repeat, and copy what comes of them for the others. Off, each is traced.",
         in_key=False,  # the graph is the same
     )
+    late_sizes: bool = setting(
+        True,
+        "Capture operations whose results' sizes depend on values (`nonzero`, masks), where torch.compile breaks the "
+        "graph unless its own setting says otherwise. Off with CUDA graphs.",
+        in_key=False,  # the graph is another
+    )
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
     )

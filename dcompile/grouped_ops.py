@@ -10,7 +10,8 @@ offsets[g - 1] to offsets[g].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -99,31 +100,32 @@ def _by_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 def _mm_each(input: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     result = input.new_empty(input.shape[0], weight.shape[2])
-    last = 0
-    for group, start, end in _groups(ends):
-        if start < end:
-            torch.mm(input[start:end], weight[group], out=result[start:end])
-        last = end
-    result[last:].zero_()
+    sizes = _sizes(ends, input.shape[0])
+    parts = (torch.split_with_sizes(tensor, sizes) for tensor in (input, result))
+    for rows, out, matrix in zip(*parts, (*weight.unbind(), None), strict=True):
+        if matrix is None:
+            out.zero_()
+        elif out.shape[0]:
+            torch.mm(rows, matrix, out=out)
     return result
 
 
 def _outer_each(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     result = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-    for group, start, end in _groups(ends):
-        if start < end:
-            torch.mm(left[start:end].t(), right[start:end], out=result[group])
+    sizes = _sizes(ends, left.shape[0])
+    parts = torch.split_with_sizes(left.t(), sizes, 1), torch.split_with_sizes(right, sizes)
+    for rows, others, out in zip(*parts, result.unbind(), strict=False):
+        if others.shape[0]:
+            torch.mm(rows, others, out=out)
         else:
-            result[group].zero_()
+            out.zero_()
     return result
 
 
-def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(group, first row, row behind the last) of each."""
-    start = 0
-    for group, end in enumerate(ends.tolist()):
-        yield group, start, end
-        start = end
+def _sizes(ends: torch.Tensor, rows: int) -> list[int]:
+    """Rows of each group, and of none."""
+    marks = [0, *ends.tolist(), rows]
+    return [end - start for start, end in pairwise(marks)]
 
 
 # --- what tracing and autograd know of them ---------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def _backward(mm: str, outer: str) -> Any:
 
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call, unused-ignore]
-    functions = {
+    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "ends": (_ends, _empty_ends), "mm": (_mm, _empty_mm), "outer": (_outer, _empty_outer),
         "mm_each": (_mm_each, _empty_mm), "outer_each": (_outer_each, _empty_outer),
     }  # fmt: skip

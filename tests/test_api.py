@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import re
 import subprocess
 import sys
 
@@ -156,8 +157,7 @@ def test_with_dynamo_off_by_its_variable_everything_runs_eagerly(monkeypatch):
     expected = module(x)
     assert torch.equal(dcompile.compile(module)(x), expected)
     assert torch.equal(torch.compile(module, backend="dcompile")(x), expected)
-    with pytest.raises(NotCompiledError, match="nothing of it was compiled"):
-        dcompile.receipt(module)
+    assert "nothing of it was compiled" in dcompile.receipt(module).reasons[0]
 
 
 class InALoop(torch.nn.Module):
@@ -182,8 +182,8 @@ def test_of_which_nothing_is_compiled_says_so_once_and_where_it_ended(capsys, mo
         assert torch.equal(model(x), eager(x))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dcompile: ")]
     assert len(said) == 1 and "nothing of it was compiled" in said[0] and "test_api.py" in said[0]
-    with pytest.raises(NotCompiledError, match=r"nothing of it was compiled \(calls so far: 2\).*test_api\.py"):
-        dcompile.receipt(model)
+    (reason,) = dcompile.receipt(model).reasons
+    assert re.search(r"nothing of it was compiled \(calls so far: 2\).*test_api\.py", reason)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -198,8 +198,7 @@ def test_torchscript_runs_as_it_is_and_says_so_once(capsys, monkeypatch, script)
     assert all(torch.equal(module(x), expected) for _ in range(2))
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dcompile: ")]
     assert len(said) == 1 and "nothing of it was compiled (calls so far: 1)" in said[0] and "None" not in said[0]
-    with pytest.raises(NotCompiledError, match=r"nothing of it was compiled \(calls so far: 2\)"):
-        dcompile.receipt(module)
+    assert "nothing of it was compiled (calls so far: 2)" in dcompile.receipt(module).reasons[0]
 
 
 def test_of_a_class_says_to_compile_a_module_of_it():
@@ -251,8 +250,7 @@ def test_what_torch_compiler_says_holds():
     x = torch.randn(3, 4)
     with torch.compiler.set_stance("force_eager"):
         expected = module(x)
-        with pytest.raises(NotCompiledError):
-            dcompile.receipt(module)
+        assert dcompile.receipt(module).graphs == 0
     torch.testing.assert_close(module(x), expected)
     assert dcompile.receipt(module).graphs == 1
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):

@@ -10,8 +10,9 @@ inside, and put together by the caller; device meshes do not come in at all.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,68 @@ class Border:
             if not outputs:
                 return results
             return [outputs[n](result) if n in outputs else result for n, result in enumerate(results)]
+
+        return compat.dynamo.no_dynamo(call, "a compiled graph")
+
+
+def with_flat_inputs(gm: Any, inputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Flat]:
+    """A graph that takes each tensor of a list of tensors as an input, its inputs, and the way from lists to these.
+
+    Compiled autograd keeps what a backward has saved in one list, to be emptied when the graph starts.
+    """
+    lists = {position: len(value) for position, value in enumerate(inputs) if isinstance(value, list)}
+    if not lists:
+        return gm, inputs, Flat()
+    gm = _copied(gm)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if position in lists:
+            _unpack(gm, node, inputs[position])
+    gm.recompile()
+    return gm, _flattened(inputs), Flat(tuple(lists))
+
+
+def _unpack(gm: Any, node: Any, values: Sequence[Any]) -> None:
+    """Replace the placeholder of a list by one for each of its elements."""
+    with gm.graph.inserting_before(node):
+        elements = [gm.graph.placeholder(f"{node.name}_{number}") for number in range(len(values))]
+    for element, value in zip(elements, values, strict=True):
+        element.meta["example_value"] = value
+    for user in list(node.users):
+        if user.target is operator.getitem and isinstance(user.args[1], int):
+            element = elements[user.args[1]]
+            element.meta.update(user.meta)
+            user.replace_all_uses_with(element)
+            gm.graph.erase_node(user)
+        else:
+            user.args = torch.fx.map_arg(user.args, lambda arg: elements if arg is node else arg)
+            user.kwargs = torch.fx.map_arg(user.kwargs, lambda arg: elements if arg is node else arg)
+    gm.graph.erase_node(node)
+
+
+def _flattened(values: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value) if isinstance(value, list) else flat.append(value)
+    return flat
+
+
+@dataclass(frozen=True)
+class Flat:
+    """How to call what takes the elements of lists, as Dynamo calls the graph that takes lists."""
+
+    lists: tuple[int, ...] = ()
+    """Positions of the lists: they are emptied, so that what was saved goes once it has been used."""
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """What Dynamo is to call."""
+        if not self.lists:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            flat = _flattened(args)
+            for position in self.lists:
+                args[position].clear()
+            return compiled(*flat)
 
         return compat.dynamo.no_dynamo(call, "a compiled graph")
 

@@ -19,8 +19,9 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.capture.bodies import Call, Nest, placeholders
 from dcompile.capture.element_analysis import ElementsOf
-from dcompile.capture.element_rules import RULES
+from dcompile.capture.element_rules import FROM_NUMBERS, RULES
 from dcompile.capture.elements import Elements, Unknown, axis, name_of, size_of, value_of
+from dcompile.capture.in_place import change_constants_anew
 from dcompile.ir.index import Index, as_index, var
 from dcompile.ir.piecewise import TooManyPieces, Tree, combine, leaves, negated
 
@@ -41,6 +42,7 @@ def replace_constant_masks(gm: GraphModule) -> list[str]:
     only made it, also from the operands of bodies.
     """
     nest = Nest(gm)
+    changed = change_constants_anew(nest, FROM_NUMBERS)
     elements = ElementsOf(nest, _Changed(nest))
     done: dict[str, int] = {}
     masks: dict[Node, None] = {}
@@ -52,7 +54,7 @@ def replace_constant_masks(gm: GraphModule) -> list[str]:
             masks[mask] = None
             done[verdict] = done.get(verdict, 0) + 1
     nest.erase_unused(masks, _is_constant)
-    if done:
+    if done or changed:
         nest.recompile()
     return [
         f"{count} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, count in done.items()
@@ -120,7 +122,8 @@ def shape_of(node: Any) -> tuple[Any, ...]:
 
 def _is_constant(node: Node) -> bool:
     """Whether a node only makes a tensor."""
-    return node.op in ("call_function", "call_method") and name_of(node) in RULES and "out" not in node.kwargs
+    made = name_of(node) in RULES or name_of(node) in FROM_NUMBERS
+    return node.op in ("call_function", "call_method") and made and "out" not in node.kwargs
 
 
 class _Changed:

@@ -141,7 +141,7 @@ class Operation:
         `ranges` are those of the variables, if these are no positions in the result.
         Raises Unknown where the element depends on a dimension whose position is not given.
         """
-        given = positions | {n: as_index(0) for n, size in enumerate(source.shape) if size == 1}
+        given = {**positions, **{n: as_index(0) for n, size in enumerate(source.shape) if size == 1}}
         values = {axis(n): index for n, index in given.items()}
         if not variables(source.tree) <= values.keys() | dict(source.batches).keys():
             raise Unknown

@@ -8,6 +8,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,15 +24,38 @@ from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.graph import Backend, Graph
 from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
-from dcompile.errors import PlanMismatchError
+from dcompile.errors import DcompileError, PlanMismatchError
 
 _SERIAL = itertools.count()
 _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKeyDictionary()
 """Module -> its newest entry, which holds the module: so both references are weak."""
 
 
+@dataclass(eq=False)
+class Made:
+    """What Dynamo keeps of an entry, in tables that outlive it."""
+
+    codes: list[types.CodeType] = field(default_factory=list)
+    finalizers: list[Any] = field(default_factory=list)
+    backends: list[Any] = field(default_factory=list)
+
+    def forget(self, model: CompiledModel) -> None:
+        """The entry has gone: so does what was compiled for it, and what that holds."""
+        for finalizer in self.finalizers:
+            finalizer.detach()
+        for code in self.codes:
+            compat.frames.forget_code(code)
+        for backend in self.backends:
+            compat.dynamo.forget_backend(backend)
+        model.release()
+
+
 class Entry:
-    """A compiled callable: what to call, its state, and the function that Dynamo has compiled."""
+    """A compiled callable: what to call, its state, and the function that Dynamo has compiled.
+
+    What a module is called by belongs to the module, if it was compiled in place: such an entry holds it weakly, so
+    that the module goes with its last name. With an entry goes what Dynamo has compiled for it.
+    """
 
     def __init__(
         self,
@@ -40,9 +64,11 @@ class Entry:
         settings: Settings,
         toolbox: Toolbox,
         graph: type[Graph] = Graph,
+        *,
+        in_place: bool = False,
     ) -> None:
-        self.target = target
-        self.root = root
+        self._held = compat.frames.Held(target if root is None else root, weakly=in_place)
+        self._is_module = root is not None
         self._graph = graph
         self._hooks = None if root is None else compat.hooks.Hooks(root)
         self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
@@ -51,8 +77,28 @@ class Entry:
         self._compiled: Callable[..., Any] | None = None
         self._frames = compat.frames.Frames()
         """Compiled code that calls may go to at once: only of models with nothing to keep in step around a call."""
+        self._made = Made()
+        weakref.finalize(self, self._made.forget, self.model).atexit = False
         if root is not None:
             _NEWEST[root] = weakref.ref(self)
+
+    @property
+    def root(self) -> Module | None:
+        """The module that is compiled; None of a function. Raises DcompileError if the module has gone."""
+        return self._thing() if self._is_module else None
+
+    @property
+    def target(self) -> Callable[..., Any]:
+        """What calls come to, uncompiled."""
+        thing = self._thing()
+        target: Callable[..., Any] = thing._call_impl if self._is_module else thing
+        return target
+
+    def _thing(self) -> Any:
+        thing = self._held.thing()
+        if thing is None:
+            raise DcompileError("dcompile: a module that was compiled in place is gone; call the module, and keep it")
+        return thing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._graph.needs_data and compat.dynamo.is_traced_by_another():
@@ -71,6 +117,9 @@ class Entry:
         elif inside_ddp and self.model.is_outdated():
             self._compiled = None
         if self._compiled is None:
+            root = self.root
+            if root is not None and _belongs_to(root, self):
+                self._held.weaken()
             self._take_over_shards()
             self._compiled = self._compile()
         if self.model.adapter.eager:
@@ -91,8 +140,8 @@ class Entry:
         def whole(*args: Any, **kwargs: Any) -> Any:
             return traced(*args, **kwargs) if torch.compiler.is_compiling() else self(*args, **kwargs)
 
-        call = compat.frames.entrance(self._frames, self.target, whole, self.model.calls, self._hooks)
-        if self.root is None:
+        call = compat.frames.entrance(self._frames, self._held, whole, self.model.calls, self._hooks)
+        if not self._is_module:
             functools.update_wrapper(call, self.target)
         call._dcompile_entry = self  # type: ignore[attr-defined]
         call._torchdynamo_inline = traced  # type: ignore[attr-defined]
@@ -104,7 +153,7 @@ class Entry:
         call = self.model.begin(inside_ddp)
         try:
             with regions:
-                result = self._compiled(compat.hooks.told(self._hooks), *args, **kwargs)
+                result = self._compiled(compat.hooks.told(self._hooks), self._thing(), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
@@ -119,16 +168,17 @@ class Entry:
     def _take_over_shards(self) -> None:
         """Before anything is traced: take over sharded parameters, if the module has some."""
         known = self.model.adapter
-        if self.root is None or (isinstance(known, ShardedAdapter) and not known.eligible):
+        root = self.root
+        if root is None or (isinstance(known, ShardedAdapter) and not known.eligible):
             return
         stock = self.model.settings.config.distributed == "stock"
         with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
-            if states := compat.fsdp2.states_in(self.root):
+            if states := compat.fsdp2.states_in(root):
                 # a replay keeps nothing for the next call: with CUDA graphs, backwards gather from all
                 parts = not self.model.settings.config.triton_cudagraphs
                 self.model.adopt(Fsdp2Adapter(states, stock, parts=parts))
-            elif instances := compat.fsdp1.instances_in(self.root):
-                self.model.adopt(Fsdp1Adapter(self.root, instances, stock))
+            elif instances := compat.fsdp1.instances_in(root):
+                self.model.adopt(Fsdp1Adapter(root, instances, stock))
 
     def _call_sharded(self, args: Any, kwargs: Any) -> Any:
         """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""
@@ -185,14 +235,17 @@ class Entry:
     def _compile(self) -> Callable[..., Any]:
         """A new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
         settings = self.model.settings
+        backend = Backend(self.model, self._graph)
         context = compat.dynamo.optimize(
-            Backend(self.model, self._graph),
+            backend,
             fullgraph=settings.fullgraph,
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )
-        function = _fresh_function(self.target)
-        model, own = self.model, function.__code__
+        function = _fresh_function(self._is_module)
+        model, own, made = self.model, function.__code__, self._made
+        made.codes.append(own)
+        made.backends.append(backend)
         self._frames.begin(function if type(model.adapter) is PlainAdapter else None)
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
         spec = compat.shapes.for_entry(settings.limits, self.target)
@@ -203,34 +256,55 @@ class Entry:
             if guarded is not None and frames is not None:
                 frames.add(code, guarded)
 
-        compat.dynamo.wrap_frame_callback(context, lambda code: _compiling(model, code, own, spec), compiled_frame)
+        @contextlib.contextmanager
+        def compiling(code: types.CodeType, late: bool) -> Iterator[None]:
+            finalizers = made.finalizers if code is own else []  # others serve code that lives on
+            with compat.guards.collect_finalizers(finalizers), _compiling(model, code, own, spec, late):
+                yield
+
+        config = model.settings.config
+        # what a CUDA graph records has one size
+        late_sizes = config.late_sizes and not config.triton_cudagraphs
+        compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes=late_sizes)
         compiled: Callable[..., Any] = context(function)
         return compiled
 
 
 @contextlib.contextmanager
-def _compiling(model: CompiledModel, code: Any, own: Any, spec: Any) -> Iterator[None]:
+def _compiling(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
     """Around Dynamo's work on a frame; `spec` is of the shapes of our outermost one, `own`."""
-    with model.compiling(code, own), compat.shapes.in_entry(spec if code is own else None):
+    with model.compiling(code, own, late_sizes), compat.shapes.in_entry(spec if code is own else None):
         yield
 
 
-def _fresh_function(target: Callable[..., Any]) -> types.FunctionType:
-    """A function with a code object of its own that calls `target`; its first argument says which hooks there are.
+def _belongs_to(root: Module, entry: Entry) -> bool:
+    """Whether it is by this entry that the module itself is called."""
+    return getattr(vars(root).get("_compiled_call_impl"), "_dcompile_entry", None) is entry
+
+
+def _fresh_function(of_module: bool) -> types.FunctionType:
+    """A function with a code object of its own that calls what it is given; `hooked` says which hooks there are.
 
     Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
     function is traced whole, with the module's hooks; a bound `_call_impl`, which Module.compile() uses, is not, and
     for bare torch.nn classes would not be traced at all.
     """
 
-    def entry(hooked: str, /, *args: Any, **kwargs: Any) -> Any:
-        if hooked:  # a guard on it: of hooks, Dynamo guards on each that it has traced, and never on there being none
+    # a guard on `hooked`: of hooks, Dynamo guards on each that it has traced, and never on there being none
+
+    def call_module(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if hooked:
+            return target._call_impl(*args, **kwargs)
+        return target._call_impl(*args, **kwargs)
+
+    def call(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if hooked:
             return target(*args, **kwargs)
         return target(*args, **kwargs)
 
+    entry = call_module if of_module else call
     name = f"dcompile_entry_{next(_SERIAL)}"
-    code = entry.__code__.replace(co_name=name)
-    return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
+    return types.FunctionType(entry.__code__.replace(co_name=name), entry.__globals__, name)
 
 
 def unwrapped(module: Any) -> Any:
@@ -240,15 +314,15 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def module_call(root: Module, settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
-    """A compiled stand-in for `root._call_impl`."""
-    eager: Callable[..., Any] = root._call_impl
-    entry = Entry(eager, root, settings, toolbox)
+def module_call(root: Module, settings: Settings, toolbox: Toolbox, *, in_place: bool = False) -> Callable[..., Any]:
+    """A compiled stand-in for `root._call_impl`. `in_place`: it will belong to the module, and does not keep it."""
+    entry = Entry(root._call_impl, root, settings, toolbox, in_place=in_place)
+    module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         """Part of a larger compiled function: traced with it, if nobody would miss what is done around a call."""
-        return apart(*args, **kwargs) if entry.has_taken_over else eager(*args, **kwargs)
+        return apart(*args, **kwargs) if entry.has_taken_over else module()._call_impl(*args, **kwargs)
 
     return entry.entrance(traced)
 
@@ -260,7 +334,7 @@ def compile_module(module: Module, settings: Settings, toolbox: Toolbox) -> None
         root = unwrapped(root.module)
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
     # of a traced TorchScript module sets attributes of another object, which nobody calls
-    vars(root)["_compiled_call_impl"] = module_call(root, settings, toolbox)
+    vars(root)["_compiled_call_impl"] = module_call(root, settings, toolbox, in_place=True)
 
 
 def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
@@ -277,16 +351,18 @@ def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Calla
     return module_call(module, settings, toolbox)
 
 
-def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Any:
     """A compiled stand-in for a function; the function itself stays as it is."""
     function = original_function(function)
-    call = Entry(function, None, settings, toolbox).entrance(function)
+    inner = Entry(function, None, settings, toolbox).entrance(function)
+    # another object than what `__func__` calls: a circle would keep all of it until garbage is collected
+    call: Any = _twin(inner)
     # torch.compile and torch._dynamo.disable look through these two to the function itself
-    call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
-    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    call._torchdynamo_orig_callable = function
+    call._torchdynamo_wrapper_id = id(call)
     if isinstance(function, types.MethodType):
         # a learning rate scheduler calls an optimizer's `step.__func__`, also of a compiled one put in its place
-        call.__self__, call.__func__ = function.__self__, _with_owner(call)  # type: ignore[attr-defined]
+        call.__self__, call.__func__ = function.__self__, _with_owner(inner)
     return call
 
 
@@ -297,6 +373,16 @@ def _with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return functools.update_wrapper(method, call, updated=())
+
+
+def _twin(function: Any) -> Any:
+    """The same function as another object."""
+    twin: Any = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, function.__closure__
+    )
+    functools.update_wrapper(twin, function)
+    twin.__dict__["__wrapped__"] = function.__wrapped__
+    return twin
 
 
 def original_function(function: Any) -> Any:

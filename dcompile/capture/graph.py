@@ -10,9 +10,10 @@ from typing import Any
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.ahead import make_gradients_ahead
-from dcompile.capture.border import COPIED, COPIES_IN, with_plain_border, with_plain_tensors
+from dcompile.capture.border import COPIED, COPIES_IN, with_flat_inputs, with_plain_border, with_plain_tensors
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
 from dcompile.capture.copies import drop_copies
@@ -25,10 +26,14 @@ from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layers import repeated_layers, shortened
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
+from dcompile.capture.overlaps import as_traced, watched_inputs
 from dcompile.capture.padding import pad_products
+from dcompile.capture.permutations import gather_in_opposite_order
 from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
+from dcompile.capture.recurrent import keep_recurrent_whole
+from dcompile.capture.resizes import resize_inputs_alone
 from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
@@ -54,6 +59,7 @@ class Graph(Programs):
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
         self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
+        self.notes += keep_recurrent_whole(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)
@@ -88,6 +94,7 @@ class Graph(Programs):
 
         def forward(module: Any, _inputs: Any) -> Any:
             check()
+            self.changed = compat.aot.changed_inputs(len(example_inputs))
             if self._needs_parameters():
                 return boxed(_never)
             self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
@@ -102,8 +109,10 @@ class Graph(Programs):
         def inference(module: Any, _inputs: Any) -> Any:
             check()
             complete(module)
+            resize_inputs_alone(module)
             hand_out_keys(module)
             self._find_shards(module)
+            self.changed = compat.aot.changed_inputs(len(example_inputs))
             if self._needs_parameters():
                 return boxed(_never)
             self._lay_out(module)
@@ -143,6 +152,7 @@ class Graph(Programs):
         self._may_lack = can_be_absent(joint, alone=not self._goes_on)
         if self.model.settings.config.kernels != "aten":
             drop_copies(joint)
+            gather_in_opposite_order(joint)
             shorten_positions(joint)
         self._lay_out(joint)
         if self.model.settings.config.kernels != "aten":
@@ -231,13 +241,17 @@ class Backend:
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
         if self._graph.needs_data and compat.dynamo.have_no_data(example_inputs):
             return gm  # type: ignore[no-any-return]
-        inputs, relabelled = with_plain_tensors(gm, example_inputs)
-        gm, inputs, border = with_plain_border(gm, inputs, model.adapter)
+        captured, flat_inputs, flat = with_flat_inputs(gm, example_inputs)
+        inputs, relabelled = with_plain_tensors(captured, flat_inputs)
+        gm, inputs, border = with_plain_border(captured, inputs, model.adapter)
         graph = self._graph(model, inputs)
         if relabelled.copies:
             graph.notes.append(COPIED)
             graph.fallbacks[COPIES_IN] = len(relabelled.copies)
         compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
+        watched = watched_inputs(captured, flat_inputs, graph.changed)
+        exchanges = type(model.adapter) is not PlainAdapter
+        compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
         return compiled if model.between is None else model.between.around(compiled, example_inputs)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.between import Between
 from dcompile.capture.eligibility import outside_use, tensors_in
+from dcompile.capture.experts import group_loop
 from dcompile.capture.fingerprint import compare_captures, compare_surroundings
 from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
@@ -103,6 +105,8 @@ class CompiledModel:
         self.graph_breaks = 0
         self.breaks: list[tuple[str, list[Any]]] = []
         """What they are, with those that end our own outermost frame: the reason, and the user's frames."""
+        self._left_alone = False
+        """Whether Dynamo has left our own outermost frame to eager, with a reason or without."""
         self.compile_seconds = 0.0
         self.calls: dict[int, list[Invocation]] = {}
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
@@ -158,12 +162,18 @@ class CompiledModel:
     # --- forward ---
 
     @contextlib.contextmanager
-    def compiling(self, code: Any, entry: Any) -> Iterator[None]:
-        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
+    def compiling(self, code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
+        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one.
+
+        With `late_sizes`, operations whose results' sizes depend on values are captured.
+        """
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         known = len(compat.dynamo.graph_breaks())
         try:
-            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm, code is entry)
+            grouping = None if self.settings.config.kernels == "aten" else group_loop
+            settings = compat.dynamo.tracing_settings(
+                self.settings.dynamic, sync_batch_norm, code is entry, grouping, late_sizes
+            )
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._serving_one(code is entry)
             with looking, busy, settings, one, without_collecting():
@@ -191,6 +201,7 @@ class CompiledModel:
 
         If the outermost frame is whole, all of the model is in it; what else comes by is torch's own.
         """
+        self._left_alone |= code is entry and not whole
         if self.between is None:
             return
         if self._refusal is not None:
@@ -344,7 +355,7 @@ class CompiledModel:
                 self._go_around(adapter, call, result, ("a forward ran without any compiled graph",))
             else:
                 adapter.let_go_of_static_graph()
-        if self.breaks and not self.graphs and None not in self._reported:
+        if (self.breaks or self._left_alone) and not self.graphs and None not in self._reported:
             self._reported.add(None)
             self.toolbox.first_step(self)
 
@@ -539,6 +550,10 @@ class CompiledModel:
         adapter.reduce_rest(elsewhere, sources.keys(), self.toolbox.average)
         for buckets in reduced:
             buckets.forget()
+
+    def release(self) -> None:
+        """Nobody calls the model any more: keep its graphs no longer than backwards that are still to come do."""
+        self.graphs[:] = [weakref.proxy(graph) for graph in self.graphs]
 
     # --- reports ---
 

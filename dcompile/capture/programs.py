@@ -113,6 +113,8 @@ class Programs:
         """Parameters that a backward may have no gradient of."""
         self._numbers: tuple[int, ...] = ()
         """Positions of the forward's inputs that are numbers."""
+        self.changed: frozenset[int] | None = None
+        """Positions of the inputs that the graph writes to, as far as that is known."""
         self._cut = Cut(())
         self._parted: Any = None
         """The backward as partitioning left it, until the forward is compiled."""

@@ -4,6 +4,7 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 """
 
 from dcompile.compat import (
+    alone,
     aot,
     composable,
     ddp,
@@ -28,6 +29,7 @@ from dcompile.compat import (
 )
 
 __all__ = [
+    "alone",
     "aot",
     "composable",
     "ddp",

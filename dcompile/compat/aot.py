@@ -125,6 +125,17 @@ def no_donation() -> None:
         metadata.bw_donated_idxs = []
 
 
+def changed_inputs(count: int) -> frozenset[int] | None:
+    """Inside a compiler of AOTAutograd: positions of inputs, of `count`, that the graph writes to; None if unknown.
+
+    It is not known where one input stands for several that share memory.
+    """
+    metadata = _metadata()
+    if metadata is None or len(metadata.input_info) != count:
+        return None
+    return frozenset(n for n, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+
+
 def not_only_read() -> frozenset[int]:
     """Inside a compiler of AOTAutograd: positions of inputs that the graph changes, or returns as they are or as views.
 

@@ -8,6 +8,7 @@ backward runs eagerly: it saves other tensors than the pieces did. In compiled c
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class CheckpointedLayers:
         """While a compiled call runs: regions in place of the hooks."""
         if self._counter.next_id != self._counted:
             self._counted = self._counter.next_id
-            self._found = list(_regions(self._root))
+            self._found = list(_regions(self._root)) if _HOME in sys.modules else []
         return self._scope() if self._found else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -87,7 +88,7 @@ def _settings(hook: Any) -> dict[str, Any]:
         for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
         if name != "module"
     }
-    usual = {"preserve_rng_state": True, "user_context_fns": None, "debug": False, "early_stop": True}
+    usual: dict[str, Any] = {"preserve_rng_state": True, "user_context_fns": None, "debug": False, "early_stop": True}
     usual["determinism_check"] = "default"
     named = {"user_context_fns": "context_fn"}
     return {named.get(name, name): known[name] for name in usual if known.get(name, usual[name]) != usual[name]}

@@ -10,7 +10,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dcompile.compat.guards import short_guard_of_hooks
+from dcompile.compat.guards import guard_methods, short_guard_of_hooks
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.optimizers import optimizers_whole
 from dcompile.compat.shapes import of_context
@@ -38,6 +38,22 @@ def optimize(
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
         backend=backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **more, **limits
     )
+
+
+def forget_backend(backend: Any) -> None:
+    """Take a backend, which serves no compiled code any more, out of Dynamo's table of all backends."""
+    from torch._dynamo import eval_frame
+
+    known: dict[int, Any] = getattr(eval_frame, "cached_backends", {})
+    for key, value in list(known.items()):
+        if value is backend or innermost(value) is backend:
+            known.pop(key, None)
+
+
+def innermost(backend: Any) -> Any:
+    """What the wrappers that Dynamo puts around a backend are around."""
+    inside = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "_compiler_fn", None)
+    return backend if inside is None else innermost(inside)
 
 
 def isolates_recompiles() -> bool:
@@ -71,10 +87,14 @@ def context_limits(context: Any) -> dict[str, Any]:
 
 def wrap_frame_callback(
     context: Any,
-    around: Callable[[Any], contextlib.AbstractContextManager[Any]],
+    around: Callable[[Any, bool], contextlib.AbstractContextManager[Any]],
     compiled: Callable[[Any, Any], None] = lambda code, guarded: None,
+    late_sizes: bool = False,
 ) -> None:
-    """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here.
+    """Enter `around(code, late)` whenever this context compiles a frame; cached frames do not come by here.
+
+    With `late_sizes`, `late` is True: sizes that depend on values are to be captured. Where a frame cannot be compiled
+    with such sizes, it is compiled again with `late` False.
 
     `compiled` is then given the code, with its guards, if it is there for all of the frame: it has no graph break, and
     is not left to eager; otherwise None. It may raise: the frame does not run then.
@@ -85,8 +105,15 @@ def wrap_frame_callback(
 
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         breaks = graph_break_count()
-        with around(frame.f_code):
-            result = inner(frame, *args, **kwargs)
+        try:
+            with around(frame.f_code, late_sizes):
+                result = inner(frame, *args, **kwargs)
+        except Exception as error:
+            if not (late_sizes and _is_about_late_sizes(error)):
+                raise
+            breaks = graph_break_count()
+            with around(frame.f_code, False):
+                result = inner(frame, *args, **kwargs)
         compiled(frame.f_code, getattr(result, "guarded_code", None) if graph_break_count() == breaks else None)
         return result
 
@@ -95,18 +122,35 @@ def wrap_frame_callback(
     context.callback = callback
 
 
+def _is_about_late_sizes(error: BaseException | None) -> bool:
+    """Whether something could not be captured since a size depends on values: torch has many words for that."""
+    while error is not None:
+        text = f"{type(error).__name__} {error}".lower()
+        if any(word in text for word in ("data-dependent", "datadependent", "data dependent", "unbacked")):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False
+
+
 @contextlib.contextmanager
 def tracing_settings(
-    dynamic: bool | None = None, sync_batch_norm: Callable[..., Any] | None = None, told_of_hooks: bool = False
+    dynamic: bool | None = None,
+    sync_batch_norm: Callable[..., Any] | None = None,
+    told_of_hooks: bool = False,
+    group_experts: Callable[..., Any] | None = None,
+    late_sizes: bool = False,
 ) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
     `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
     `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied.
     `told_of_hooks`: an argument of the frame says whether hooks for saved tensors are to be traced with it.
+    `group_experts(loop, grouped)` gives what is traced in place of a loop over transformers' experts.
+    `late_sizes`: operations whose results' sizes depend on values (nonzero, masks) break no graph.
     """
     import logging
 
+    import torch
     import torch._dynamo.config as config
 
     # DDPOptimizer would cut the graph at bucket boundaries and hide the parameters' identity.
@@ -115,6 +159,8 @@ def tracing_settings(
     ignored |= {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
     ignored |= _transformers_logging()
     settings: dict[str, Any] = {"optimize_ddp": False, "ignore_logging_functions": ignored}
+    if late_sizes:
+        settings["capture_dynamic_output_shape_ops"] = True
     if dynamic is not None:
         settings["assume_static_by_default"] = not dynamic
     if dynamic:
@@ -131,6 +177,9 @@ def tracing_settings(
     # (torch.__future__.set_swap_module_params_on_conversion). Dynamo forgets them for backends that it knows.
     if hasattr(config, "invalidate_compile_context_weakrefs"):
         settings["invalidate_compile_context_weakrefs"] = True
+    # Recurrent layers become operators of ours, but under autocast, which knows torch's own alone.
+    if hasattr(config, "allow_rnn") and not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
+        settings["allow_rnn"] = True
     if keeps_static_graphs():
         settings["automatic_dynamic_exclusion_guard"] = True
     # A mark in profiles, whether one is taken or not: 16 of 60 Python calls of a compiled call (17 to 15 us). After a
@@ -141,11 +190,13 @@ def tracing_settings(
         config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
         _quiet_metrics(),
         _traced_instead(sync_batch_norm),
+        _experts_grouped(group_experts),
         simplifying_once(),
         views_as_asked(),
         strides_of_indices(),
         no_unread_latencies(),
         short_guard_of_hooks(told_of_hooks),
+        guard_methods(),
         _writes_to_scalars_kept(),
         optimizers_whole(),
     ):
@@ -177,6 +228,35 @@ def _traced_instead(sync_batch_norm: Callable[..., Any] | None) -> Iterator[None
         return UserFunctionVariable(sync_batch_norm).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
 
     with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
+        yield
+
+
+@contextlib.contextmanager
+def _experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
+    """Where transformers chooses its loop over experts ("eager"), trace `group_experts(loop, grouped)`.
+
+    The loop runs as often as experts are hit, and on as many rows as each has: TorchDynamo captures neither.
+    """
+    experts = sys.modules.get("transformers.integrations.moe")
+    choose = getattr(getattr(experts, "ExpertsInterface", None), "get_interface", None)
+    grouped = getattr(experts, "grouped_mm_experts_forward", None)
+    if group_experts is None or choose is None or grouped is None:
+        yield
+        return
+    from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
+
+    original = UserMethodVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is not choose or len(args) != 2 or not args[0].is_python_constant():
+            return original(self, tx, args, kwargs)
+        if args[0].as_python_constant() != "eager":
+            return original(self, tx, args, kwargs)
+        return UserFunctionVariable(group_experts).call_function(  # type: ignore[arg-type, unused-ignore]
+            tx, [args[1], UserFunctionVariable(grouped)], {}
+        )
+
+    with unittest.mock.patch.object(UserMethodVariable, "call_function", call_function):
         yield
 
 
@@ -297,6 +377,14 @@ def fx_tracing_flag() -> tuple[Any, str]:
     return (_symbolic_trace, "_is_fx_tracing_flag") if own is None else (own, "flag")
 
 
+def is_static_input(node: Any, value: Any) -> bool:
+    """Whether a graph's input is a parameter, a buffer or an optimizer's state, which no caller chooses."""
+    import torch
+
+    told = node.meta.get("tensor_dict") or {}
+    return isinstance(value, torch.nn.Parameter) or "_dynamo_static_input_type" in told
+
+
 def have_no_data(inputs: Sequence[Any]) -> bool:
     """Whether a graph was called with fake tensors of the user's own: Dynamo hands a backend what is real as it is."""
     from torch._subclasses import FakeTensor
@@ -359,6 +447,23 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
 
     __call__._dcompile = True  # type: ignore[attr-defined]
     _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+def graph_module_of(function: Any) -> Any:
+    """The torch.fx.GraphModule whose `__call__` this bound method is; None for all other functions.
+
+    torch gives each such class a `__call__` of its own, which tells of the line where a call fails. Dynamo skips it.
+    """
+    from torch.fx import GraphModule
+    from torch.nn import Module
+
+    owner, name = getattr(function, "__self__", None), getattr(getattr(function, "__func__", None), "__name__", "")
+    if not isinstance(owner, GraphModule) or name != "call_wrapped":
+        return None
+    own = getattr(getattr(type(owner), "_wrapped_call", None), "cls_call", None)
+    inherited = getattr(super(type(owner), owner).__call__, "__func__", None)
+    # a subclass that has another `__call__` is called by it
+    return owner if own is None and inherited is Module.__call__ else None
 
 
 def raised_by_backend(error: BaseException) -> BaseException | None:

@@ -8,6 +8,7 @@ The guards are all asked, by the same tree of Dynamo's. torch's own `aot_compile
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,35 @@ class _Way:
     holds: Callable[[Mapping[str, Any]], bool]
     guards: Any
     """Dynamo takes its entry in the cache out of here when it drops that: at a reset, or since what it guards died."""
+
+
+class Held:
+    """What compiled calls are of: a function, or a module; weakly, if what is to be called belongs to the module."""
+
+    __slots__ = ("kept", "ref")
+
+    def __init__(self, thing: Any, *, weakly: bool = False) -> None:
+        self.kept = None if weakly else thing
+        self.ref: Callable[[], Any] = weakref.ref(thing) if weakly else lambda: None
+
+    def weaken(self) -> None:
+        """Hold it weakly from now on."""
+        if self.kept is not None:
+            self.ref, self.kept = weakref.ref(self.kept), None
+
+    def thing(self) -> Any:
+        """The function or module; None if that has gone."""
+        return self.ref() if self.kept is None else self.kept
+
+
+def forget_code(code: types.CodeType) -> None:
+    """Drop all that Dynamo has compiled for this code, which nobody runs any more.
+
+    Its table of original code, by compiled code, otherwise keeps the one alive for the other, and so both for ever.
+    """
+    from torch._C._dynamo.eval_frame import reset_code
+
+    reset_code(code)
 
 
 class Frames:
@@ -76,12 +106,12 @@ class Frames:
 
 def entrance(
     frames: Frames,
-    target: Callable[..., Any],
+    held: Held,
     whole: Callable[..., Any],
     calls: Collection[Any],
     hooks: Hooks | None,
 ) -> Callable[..., Any]:
-    """A stand-in for `target`, with the `hooks` of the module that it is of: compiled code once its guards hold.
+    """A stand-in for what is `held`, with the `hooks` of a module: compiled code once its guards hold.
 
     `whole` is called where Dynamo has to see the call itself: while something else traces (its modes see what runs, or
     the evaluation of frames is another's), after `torch.compiler.set_stance`, while some thread is in one of `calls`
@@ -103,10 +133,10 @@ def entrance(
 
     # in one tuple: each variable of this function's would be read from memory of its own, where caches were swept
     looks = modes, is_jit_tracing, saving, tracer, traces
-    asked = dynamo, frames, callback, calls, guarded, looks, compiler, hooks, target
+    asked = dynamo, frames, callback, calls, guarded, looks, compiler, hooks, held
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dynamo, frames, callback, calls, guarded, looks, compiler, hooks, target = asked
+        dynamo, frames, callback, calls, guarded, looks, compiler, hooks, held = asked
         modes, is_jit_tracing, saving, tracer, traces = looks
         if (
             dynamo._stance is frames.stance
@@ -122,13 +152,16 @@ def entrance(
             and (hooks is None or Ddp._active_ddp_module is None)
         ):
             hooked = ("" if hooks is None else hooks.kinds()) if saving(True) is None else told(hooks)
-            scope = {"hooked": hooked, "args": args, "kwargs": kwargs, "target": target}
+            target = held.kept
+            if target is None:
+                target = held.ref()
+            scope = {"hooked": hooked, "target": target, "args": args, "kwargs": kwargs}
             for way in frames.ways:
                 if way.guards.cache_entry is not None and way.holds(scope):
                     if way is frames.last:
-                        return way.again(hooked, *args, **kwargs)
+                        return way.again(hooked, target, *args, **kwargs)
                     frames.prefer(way)
-                    return way.run(hooked, *args, **kwargs)
+                    return way.run(hooked, target, *args, **kwargs)
         return whole(*args, **kwargs)
 
     _pass_over(call.__code__)

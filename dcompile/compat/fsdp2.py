@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +93,11 @@ def _asked_for(group: Any) -> Iterator[str]:
 
 
 def _objections(group: Any) -> Iterator[str]:
+    import torch.distributed as dist
+
+    ranks = gather_group(group) or replica_group(group)
+    if isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "threaded":
+        yield "ranks are threads of one process (torch.testing's threaded process group)"
     if len({reduce_dtype(param) for param in group.fsdp_params if param.sharded_param.requires_grad}) > 1:
         yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"
     for param in group.fsdp_params:
@@ -105,6 +112,44 @@ def _objections(group: Any) -> Iterator[str]:
             yield "parameters bring all-gather extensions (fsdp_pre_all_gather)"
         if not param.orig_dtype.is_floating_point:
             yield f"a parameter has dtype {param.orig_dtype}"
+
+
+def keep_versions(states: list[Any]) -> None:
+    """Have all-gather extensions write to the parts of a gathered parameter uncounted, as FSDP writes to its own.
+
+    For the backward the same values are gathered anew. Of a tensor that is made of others, eager saves the whole, whose
+    counter stands still then; a compiled graph saves the parts, and autograd would take them for changed.
+    """
+    for param in (param for state in states for group in groups_of(state) for param in group.fsdp_params):
+        extended = hasattr(getattr(param, "_sharded_local_tensor", None), "fsdp_post_all_gather")
+        if extended and hasattr(param, "init_unsharded_param") and "init_unsharded_param" not in vars(param):
+            param.init_unsharded_param = _uncounted(weakref.ref(param))
+
+
+def _uncounted(reference: Callable[[], Any]) -> Callable[[], None]:
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    def init_unsharded_param() -> None:
+        param = reference()
+        parts = tuple(_parts(getattr(param, "_unsharded_param", None)))
+        with _unsafe_preserve_version_counter(parts) if parts else contextlib.nullcontext():
+            type(param).init_unsharded_param(param)
+
+    return init_unsharded_param
+
+
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor is made of, however deep; nothing of one that is not."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(value):
+        return
+    for name in value.__tensor_flatten__()[0]:
+        part = getattr(value, name)
+        if is_traceable_wrapper_subclass(part):
+            yield from _parts(part)
+        elif not part.is_inference():
+            yield part
 
 
 def reshards_partly(group: Any) -> bool:
@@ -152,6 +197,20 @@ def is_root(state: Any) -> bool:
 def to_sharded(group: Any) -> None:
     """Have modules show the sharded parameters again."""
     group._to_sharded()
+
+
+def gathered_groups(module: Any) -> frozenset[int]:
+    """Identities of the groups inside a module (or None) whose parameters it shows gathered."""
+    groups = [] if module is None else [group for state in states_in(module) for group in groups_of(state)]
+    return frozenset(id(group) for group in groups if not group.is_sharded)
+
+
+def shard_others(module: Any, gathered: frozenset[int]) -> None:
+    """Show all parameters inside a module (or None) sharded again, but those of the groups that are `gathered`."""
+    groups = [] if module is None else [group for state in states_in(module) for group in groups_of(state)]
+    for group in groups:
+        if not group.is_sharded and id(group) not in gathered:
+            to_sharded(group)
 
 
 def gather_under_way(group: Any) -> tuple[bool, int]:
@@ -268,21 +327,6 @@ def _side_by_side(param: Any) -> Callable[[Any], Any] | None:
         return gathered.view(shards, *shard).movedim(0, dim).reshape(whole)
 
     return beside
-
-
-def gathered(param: Any, like: Any) -> Any:
-    """What FSDP gathers of a parameter, in the shape, on the device and in the dtype of `like`: every rank asks for it.
-
-    Of a parameter that is spread over parallel ranks as well, this rank's part. The last shards are padded.
-    """
-    from dcompile.compat.groups import start_gather_of_one
-
-    shard = param._sharded_param_data.detach().to(like.device, like.dtype)
-    if not is_sharded(param.mesh_info):
-        return shard[: like.numel()].view(like.shape)
-    found = shard.new_empty(shard.numel() * _shard_count(param))
-    start_gather_of_one(param.mesh_info.shard_process_group, found, shard, None).wait()
-    return found[: like.numel()].view(like.shape)
 
 
 def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,29 @@ def short_guard_of_hooks(told: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def collect_finalizers(found: list[Any]) -> Iterator[None]:
+    """Add the finalizers of guards made meanwhile to `found`: detach them once nobody asks these guards any more.
+
+    They wait for the death of what is compared by identity, often a function that never dies, and keep the guards.
+    """
+    import weakref
+
+    from torch._dynamo import guards
+
+    class Weakref:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(weakref, name)
+
+        def finalize(self, *args: Any, **kwargs: Any) -> Any:
+            finalizer = weakref.finalize(*args, **kwargs)
+            found.append(finalizer)
+            return finalizer
+
+    with unittest.mock.patch.object(guards, "weakref", Weakref()):
+        yield
+
+
+@contextlib.contextmanager
 def told_apart(is_kept: Callable[[Any], bool]) -> Iterator[None]:
     """Have what is compiled with a parameter that `is_kept` serve the module alone that has this parameter.
 
@@ -145,6 +169,79 @@ def told_apart(is_kept: Callable[[Any], bool]) -> Iterator[None]:
 
     with unittest.mock.patch.object(GuardBuilder, "TENSOR_MATCH", guard_owner):
         yield
+
+
+@contextlib.contextmanager
+def guard_methods() -> Iterator[None]:
+    """Have every frame guard on the methods that it traces being what their classes have, or inherit.
+
+    Dynamo compiles a module's `forward` as a frame of its own, and so meets a new one as new code; of methods that it
+    traces inside a frame it asks nothing. Kernel and adapter libraries put another `forward` in a class. One
+    comparison of identities, 50 ns, for each class and method.
+    """
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator as Inlining
+
+    own: Any = Inlining.inline_call
+
+    def inline_call(parent: Any, func: Any, args: Any, *more: Any, **keywords: Any) -> Any:
+        _guard_method(parent, getattr(func, "fn", None), args)
+        return own(parent, func, args, *more, **keywords)
+
+    with unittest.mock.patch.object(Inlining, "inline_call", inline_call):
+        yield
+
+
+def _guard_method(translator: Any, function: Any, args: Sequence[Any]) -> None:
+    """If `function` is a method of its first argument's class: guard on the class still having it."""
+    import torch
+
+    if not args or not isinstance(function, types.FunctionType):
+        return
+    value, source = _traced(args[0])
+    name = None if source is None else _method_name(type(value), function)
+    if name is None:
+        return
+    _install(translator, type(value), name, source)
+    if name == "forward" and isinstance(value, torch.nn.Module):
+        _install(translator, type(value), "__call__", source)  # Dynamo goes past it, where it is Module's own
+
+
+def _install(translator: Any, owner: type, name: str, source: Any) -> None:
+    """Guard on what a class has by a name, once for all its objects."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, TypeSource
+
+    known: dict[tuple[type, str], Any] = translator.output.__dict__.setdefault("_dcompile_methods", {})
+    guard = known.get((owner, name))  # of the first such object, but guards go where tracing begins anew
+    if guard is None:
+        method = AttrSource(TypeSource(source), name)
+        known[owner, name] = guard = method.make_guard(GuardBuilder.ID_MATCH)
+    install_guard(guard)
+
+
+def _traced(variable: Any) -> tuple[Any, Any]:
+    """What Dynamo knows an argument to be, and where a guard finds it: nowhere, if it was made while tracing."""
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    if isinstance(variable, LazyVariableTracker):
+        if not variable.is_realized():  # looked at without that: it would be guarded on
+            found = getattr(variable, "_cache", None)
+            return getattr(found, "value", None), getattr(found, "source", None)
+        variable = variable.realize()
+    if not isinstance(variable, UserDefinedObjectVariable):  # modules are such, too
+        return None, None
+    return variable.value, variable.source
+
+
+def _method_name(owner: type, function: types.FunctionType) -> str | None:
+    """By what name a class has this function as a method, or as the getter of a property."""
+    for parent in owner.__mro__:
+        for name in (function.__name__, *vars(parent)):
+            found = vars(parent).get(name)
+            if found is function or (isinstance(found, property) and found.fget is function):
+                return name if getattr(owner, name, None) is found else None
+    return None
 
 
 def _once(builder: Any, guard: Any) -> None:

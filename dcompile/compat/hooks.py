@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ class Hooks:
     def __init__(self, root: Module) -> None:
         from torch.utils.hooks import RemovableHandle
 
-        self._root = root
+        self._root = weakref.ref(root)
         self._counter = RemovableHandle
         self._counted = -1
         self._held: list[tuple[str, Any]] = []
@@ -33,7 +34,8 @@ class Hooks:
         """Text to guard on; "" where there are no hooks at all."""
         if self._counter.next_id != self._counted:
             self._counted = self._counter.next_id
-            self._held = [*_held_for_all(), *_held(self._root)]
+            root = self._root()
+            self._held = [*_held_for_all(), *(() if root is None else _held(root))]
         if not self._held:
             return ""
         return " ".join(name for name, table in self._held if table)

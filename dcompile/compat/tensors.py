@@ -20,6 +20,19 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """Record what autograd needs, also inside an operator, where it has been left behind."""
+    import torch
+
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    kinds = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+    for kind in kinds:
+        exclude = exclude.remove(kind)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether hooks may change its gradient."""
     return bool(tensor._backward_hooks)

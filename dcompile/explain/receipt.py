@@ -70,7 +70,10 @@ def _text(value: object) -> str:
 
 
 def make_receipt(model: CompiledModel | None) -> Receipt:
-    """The receipt of a compiled model; NotCompiledError before its first compiled step."""
+    """The receipt of a compiled model; NotCompiledError before its first step.
+
+    Of a step of which nothing was compiled it has no graphs, and the reason.
+    """
     if model is None:
         raise NotCompiledError(
             "dcompile: this was not compiled by dcompile; pass what dcompile.compile or "
@@ -78,14 +81,13 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         )
     variant = model.newest
     reports = _reports(model, variant) if variant is not None else []
-    if variant is not None and not variant.graphs and not model.adapter.eager:
-        raise NotCompiledError(f"dcompile: {nothing_compiled(model)}")
-    if variant is None or not (reports or model.adapter.eager):
+    runs_eagerly = variant is not None and not variant.graphs and not model.adapter.eager
+    if variant is None or not (reports or runs_eagerly or model.adapter.eager):
         raise NotCompiledError("dcompile: no compiled step has run yet; run one step first, then ask for the receipt")
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
     return Receipt(
         adapter=model.adapter.name,
-        eligible=model.adapter.eligible,
+        eligible=model.adapter.eligible and not runs_eagerly,
         graphs=len(variant.graphs),
         graph_breaks=model.graph_breaks,
         kernels=sum(report.kernels for report in reports),
@@ -104,7 +106,7 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         replays=sum(report.replays for report in every),
         bytes_copied=sum(report.bytes_copied for report in reports),
         predicted_exposed_us=sum(report.exposed_us for report in reports),
-        reasons=tuple(model.adapter.reasons),
+        reasons=(*model.adapter.reasons, *((nothing_compiled(model),) if runs_eagerly else ())),
         fallbacks=_fallbacks(model, variant, reports),
         notes=tuple(
             dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports), *model.settings.config.idle()))

@@ -18,9 +18,10 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.entry import Entry, find_model, original_function, unwrapped
 from dcompile.capture.graph import Graph
-from dcompile.capture.model import Settings
+from dcompile.capture.model import CompiledModel, Settings
 from dcompile.capture.toolbox import Toolbox
 from dcompile.codegen.lower.origin import origin_of
 from dcompile.collectives.params import AnySource, Foreseen, Request
@@ -43,8 +44,9 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     `model` is a module (DDP or not, compiled or not) or a function; one that dcompile has compiled is explained under
     its own settings. Backwards are planned too where gradients are wanted, but none runs. Parameters, buffers,
     gradients and random generators are afterwards what they were; for that, a copy of all parameters and buffers is
-    held meanwhile. What else the model's own Python code does when it is called, it does here as well. Where parameters
-    are sharded (`fully_shard`), all ranks call this together, as they would call the model.
+    held meanwhile. What else the model's own Python code does when it is called, it does here as well. Any rank may
+    call this by itself: no collective runs, but for FSDP1 that stays stock. In place of what other ranks hold it
+    computes with this rank's own part.
     """
     settings, receipt, timeline = _settings(model), _receipt(model), newest_timeline(model)
     module, ddp = _module_of(model)
@@ -60,7 +62,8 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
         planner.adapter = adapter
     before = len(compat.dynamo.graph_breaks())
-    with _as_it_was(module), compat.aot.backward_at_once(), compat.ddp.hooks_of_replicate_resting(module):
+    alone = _alone(entry.model, adapter)
+    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.ddp.hooks_of_replicate_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -70,10 +73,30 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         breaks=_breaks(before),
         guards=tuple(guards),
         reasons=() if adapter is None else tuple(adapter.reasons),
-        notes=(*dict.fromkeys(notes), *_left_out(adapter), *settings.config.idle()),
+        notes=(*dict.fromkeys(notes), *_left_out(adapter, module), *settings.config.idle()),
         receipt=receipt,
         timeline=timeline,
     )
+
+
+def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.AbstractContextManager[None]:
+    """Let code that runs eagerly exchange nothing, if there are other ranks; Dynamo traces torch's own functions.
+
+    FSDP1 that stays stock does exchange: it keeps what it has gathered, and must not keep what one rank made up.
+    """
+    if isinstance(adapter, Fsdp1Adapter) and not adapter.eligible:
+        return contextlib.nullcontext()
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return contextlib.nullcontext()
+    alone, own = compat.alone.Alone(), model.compiling
+
+    @contextlib.contextmanager
+    def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
+        with alone.resting(), own(code, entry, late_sizes):
+            yield
+
+    model.compiling = compiling  # type: ignore[method-assign]
+    return alone.active()
 
 
 def _settings(model: Any) -> Settings:
@@ -96,8 +119,10 @@ def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fs
     return Fsdp1Adapter(module, instances, stock) if instances else None
 
 
-def _left_out(adapter: Any) -> Iterator[str]:
+def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """What the report does not show."""
+    if adapter is None and compat.ddp.replicated(module) is not None:
+        yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
         yield (
             "FullyShardedDataParallel, which stays stock here and runs eagerly, is explained with breaks at its hooks"
@@ -185,13 +210,12 @@ class _Planner(CachingCompiler):
         return _Eager(gm, plan.program, request.gathers, self._whole)
 
     def _whole(self, number: int) -> torch.Tensor:
-        """A sharded parameter with all its elements: every rank asks for it."""
-        if isinstance(self.adapter, Fsdp1Adapter):
-            return self.adapter.whole(number)
-        assert isinstance(self.adapter, Fsdp2Adapter), "only sharded parameters are gathered"
-        unit: Any = self.adapter.units[number]
-        found: torch.Tensor = compat.fsdp2.gathered(unit.param, self.adapter.virtual(number))
-        return found
+        """A sharded parameter with as many elements as it has, all of them this rank's: nobody is asked for others."""
+        adapter = self.adapter
+        assert isinstance(adapter, Fsdp1Adapter | Fsdp2Adapter), "only sharded parameters are gathered"
+        shard = adapter.param_infos()[number].shard
+        assert shard is not None, "parameters of FSDP are sharded"
+        return compat.alone.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
 
 
 class _Eager:
@@ -217,7 +241,7 @@ class _Eager:
         for position, number in self._gathers:
             values[position] = self._whole(number)
         with torch.no_grad():
-            return list(self.gm(*values))
+            return list(compat.alone.run(self.gm, values))
 
 
 class _PlannedGraph(Graph):
@@ -277,7 +301,7 @@ def _as_it_was(module: Module | None) -> Iterator[None]:
     """Put back what a forward changed: parameters, buffers, random generators; BatchNorm counts its calls."""
     tensors = [*module.parameters(), *module.buffers()] if module is not None else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    places = _places(module)
+    places, gathered = _places(module), compat.fsdp2.gathered_groups(module)
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
@@ -287,6 +311,7 @@ def _as_it_was(module: Module | None) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+        compat.fsdp2.shard_others(module, gathered)
         for holder, name, value in places:
             holder[name] = value
         for tensor, before in kept:

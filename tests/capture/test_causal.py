@@ -112,13 +112,35 @@ def filled_in_place(q, k, v):
     return attention(q, k, v, attn_mask=mask)
 
 
+def seen_before_it_is_filled(q, k, v):
+    mask = torch.ones(S, S, dtype=torch.bool)
+    view = mask[:, 3:]
+    mask.tril_()
+    return attention(q, k, v, attn_mask=mask) * view.any()
+
+
+def filled_where_it_is_no_longer_read(q, k, v):
+    mask = torch.ones(S, S, dtype=torch.bool).tril(3)
+    result = attention(q, k, v, attn_mask=mask)
+    mask.tril_()
+    return result * mask[0, 2]
+
+
 def a_bias_beside(q, k, v):
     return attention(q, k, v, attn_mask=torch.zeros(S, S).masked_fill(torch.ones(S, S).triu(1) == 1, -1e4))
 
 
 @pytest.mark.parametrize(
     ("function", "keys"),
-    [(lower_right, S + 4), (window, S), (one_element_off, S), (filled_in_place, S), (a_bias_beside, S)],
+    [
+        (lower_right, S + 4),
+        (window, S),
+        (one_element_off, S),
+        (filled_in_place, S),
+        (seen_before_it_is_filled, S),
+        (filled_where_it_is_no_longer_read, S),
+        (a_bias_beside, S),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_everything_else_stays(function, keys):
@@ -160,10 +182,33 @@ def by_all_that_is_attended(q, k, v):
     return attention(q, k, v, attn_mask=mask & padding[:, None, None, :].bool())
 
 
+def by_filling_in_place(q, k, v):
+    """As PyTorch's documentation does it, and Hugging Face's models did for years."""
+    mask = torch.full((q.shape[-2], k.shape[-2]), torch.finfo(q.dtype).min)
+    position = torch.arange(mask.size(-1))
+    mask.masked_fill_(position < (position + 1).view(mask.size(-1), 1), 0)
+    return attention(q, k, v, attn_mask=mask[None, None].to(q.dtype))
+
+
+def by_changing_several_times(q, k, v):
+    mask = torch.empty(q.shape[-2], k.shape[-2]).fill_(-torch.inf)
+    mask.triu_(1)
+    return attention(q, k, v, attn_mask=mask)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     "function",
-    [by_comparison, by_packing, by_the_inputs_sizes, by_vmap, by_a_part_of_a_square, by_all_that_is_attended],
+    [
+        by_filling_in_place,
+        by_changing_several_times,
+        by_comparison,
+        by_packing,
+        by_the_inputs_sizes,
+        by_vmap,
+        by_a_part_of_a_square,
+        by_all_that_is_attended,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_sizes_may_be_symbols(function, dynamic):

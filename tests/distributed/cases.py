@@ -475,20 +475,21 @@ def joined(before: int) -> dict[str, Any]:
     return same_as_stock(steps)
 
 
-def alone_first(who: int, how: str, folder: str) -> dict[str, Any]:
+def alone_first(who: int, how: str, folder: str, **ddp: Any) -> dict[str, Any]:
     """One rank runs the model alone before all train; nothing is in a cache yet, and each rank has its own."""
 
     def steps(call: Any, ddp: Any) -> None:
         if dist.get_rank() == who:
             alone(call, ddp, how)
-            ddp.zero_grad()
+            if how != "under no_sync":  # which may be kept for a reduction to come
+                ddp.zero_grad()
         dist.barrier()
         for step in range(2):
             backward(call, step)
 
     cache = str(Path(folder) / f"rank{dist.get_rank()}")
     began = time.monotonic()
-    found = same_as_stock(steps, options={**ATEN, "verify": False, "cache_dir": cache})
+    found = same_as_stock(steps, options={**ATEN, "verify": False, "cache_dir": cache}, **ddp)
     return found | {"took": time.monotonic() - began}
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_by_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -41,6 +42,7 @@ from tests.distributed import models
 from tests.distributed.cases import ATEN, device, largest_difference
 from tests.distributed.matrix import MIXED
 from tests.distributed.models import batch, loss_of
+from tests.distributed.parts import Parts
 from tests.distributed.training import Training, apart, compare
 
 
@@ -76,6 +78,20 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Halves(nn.Module):
+    """Two layers whose weights are gathered as two tensors each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((12, 40), (40, 12)))
+        for layer in (self.up, self.down):
+            weight = layer.weight.detach()
+            layer.weight = nn.Parameter(Parts(weight.clone(), weight.clone()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)) * 1.5)
+
+
 class Blocks(nn.Module):
     """Blocks that are run again in the backward, by hooks of theirs."""
 
@@ -94,6 +110,15 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
+def checkpointed_llama() -> nn.Module:
+    """Each layer is computed again in the backward; the causal mask is made outside of them."""
+    model: Any = models.llama(layers=1)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
+    model.config.use_cache = False  # that would grow with each time that a layer is computed
+    return model  # type: ignore[no-any-return]
+
+
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "composable": Blocks,
     "composable_break": lambda: Blocks(breaks=True),
@@ -109,6 +134,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "between": models.Between,
     "checkpointed": Checkpointed,
     "nested": models.Nested,
+    "llama_checkpointed": checkpointed_llama,
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
     "llama": models.llama,
@@ -305,6 +331,27 @@ def same_as_stock(
 
 def backward(call: Any, module: Any, step: int = 0) -> None:
     loss_of(call(**inputs(module, step))).backward()
+
+
+def all_gather_extensions(**how: Any) -> dict[str, Any]:
+    """Losses of three steps, stock's and ours, of a model whose weights are tensors made of others."""
+    losses: list[list[float]] = []
+    for compiles in (False, True):
+        torch.manual_seed(7)
+        module = nn.Sequential(*(Halves() for _ in range(2)))
+        for layer in module:
+            fully_shard(layer, **how)
+        fully_shard(module, **how)
+        call = compiled(module) if compiles else module
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        losses.append([])
+        for step in range(3):
+            loss = call(inputs(models.Mlp(), step)["x"]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.first.item())
+    return {"loss": max(abs(a - b) for a, b in zip(*losses, strict=True)), "receipt": dcompile.receipt(module)}
 
 
 def counted(warm: bool) -> dict[str, Any]:

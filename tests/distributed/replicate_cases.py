@@ -111,7 +111,9 @@ def explained() -> dict[str, Any]:
     x = torch.ones(2, 12, device=device())
     for kind in ("ddp", "fsdp"):
         module = make(kind)
+        first = dcompile.explain(module, x)
         backward(module, module, 0)
         report = dcompile.explain(module, x)
+        found[f"{kind} before"] = (first.adapter, any("replicate() gets its DDP" in note for note in first.notes))
         found[kind] = (report.adapter, len(report.breaks), "reduced inside the compiled backward" in str(report))
     return found

@@ -294,6 +294,13 @@ def test_what_one_rank_runs_alone_keeps_nobody_waiting(ranks, tmp_path, who, how
         assert found["took"] < 45, "no limit of any wait has passed"
 
 
+def test_nor_where_ranks_may_use_other_parameters(ranks, tmp_path):
+    how = {"who": 1, "how": "under no_sync", "find_unused_parameters": True}
+    for found in values(ranks, "alone_first", folder=str(tmp_path), **how):
+        assert found["grad"] <= 2 * EPSILON and found["ranks"] == 0
+        assert found["receipt"].eligible and found["took"] < 45
+
+
 def test_models_may_be_called_in_other_orders_at_first(ranks):
     for found in values(ranks, "two_models_in_other_orders"):
         assert found["grad"] == 0 and found["eligible"] == [True, True]

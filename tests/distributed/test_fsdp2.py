@@ -60,6 +60,15 @@ def test_a_mode_that_counts_collectives_counts_those_that_run(ranks, warm):
         assert any("some calls run eagerly, with FSDP's own hooks" in note for note in found["receipt"].notes)
 
 
+@pytest.mark.parametrize("how", [{"mp_policy": BF16}, {}], ids=["cast", "as gathered"])
+def test_all_gather_extensions_stay_stock_and_right(ranks, how):
+    """What is gathered anew for the backward is not taken for a change of what the forward has saved."""
+    for found in values(ranks, "all_gather_extensions", **how):
+        assert found["loss"] == 0
+        assert not found["receipt"].eligible and found["receipt"].graphs > 0
+        assert found["receipt"].reasons == ("parameters bring all-gather extensions (fsdp_pre_all_gather)",)
+
+
 def test_collectives_of_a_compiled_backward_are_counted(ranks):
     assert all(count > 0 for count in values(ranks, "counted_backward"))
 
@@ -74,6 +83,14 @@ def test_layers_that_hooks_run_again_are_compiled_whole(ranks, name, order):
 def test_layers_that_hooks_run_again_beside_a_graph_break(ranks):
     for found in values(ranks, "against_stock", name="composable_break", fullgraph=False):
         assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+def test_checkpointed_attention_reads_no_mask(ranks):
+    for found in values(ranks, "against_stock", name="llama_checkpointed", options={}):
+        receipt = found["receipt"]
+        assert receipt.eligible and receipt.graphs == 1 and not receipt.fallbacks
+        assert any(note.startswith("1 attention calls were given a causal mask") for note in receipt.notes)
+        assert max(found["loss"], found["grad"]) <= 1e-6 and found["ranks"] == 0
 
 
 @pytest.mark.parametrize("cases", ["fsdp", "fsdp1"])

@@ -61,7 +61,8 @@ def test_a_forward_that_raises_leaves_the_hooks_as_they_were(ranks):
 
 def test_explain_shows_what_is_taken_over(ranks):
     for found in values(ranks, "explained"):
-        assert found == {"ddp": ("replicate", 0, True), "fsdp": ("replicate", 0, True)}
+        assert found["ddp"] == found["fsdp"] == ("replicate", 0, True)
+        assert (found["ddp before"], found["fsdp before"]) == (("plain", True), ("replicate", False))
 
 
 def test_shards_of_one_rank_are_divided_as_fsdp2_does_without_a_reduce_scatter(ranks):

@@ -171,3 +171,56 @@ def explained_fsdp1() -> dict[str, Any]:
         "eligible": dcompile.receipt(module).eligible,
         "collectives": dcompile.receipt(module).collectives,
     }
+
+
+class Logs(nn.Module):
+    """Exchanges by itself, in code that runs eagerly and in its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def forward(self, x):
+        mean = x.mean()
+        torch._dynamo.graph_break()
+        torch._dynamo.disable(dist.all_reduce)(mean)
+        x = self.part(x)
+        dist.all_reduce(x)
+        return x + mean
+
+
+def explained_alone():
+    """Rank 0 explains models that exchange in every way, while rank 1 does something else."""
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.distributed import tp_cases
+
+    options, found = {"receipt": False}, {}
+    models = {"fsdp2": sharded_layers(fully_shard), "stock": sharded_layers(fully_shard), "logs": Logs()}
+    models |= {"fsdp1": fsdp1_cases.make("mlp"), "parallel": tp_cases.make("sequence", (1, 2))}
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+    inputs = {"fsdp1": torch.randn(8, 12), "parallel": tokens}
+    for name, model in models.items():
+        dcompile.compile(model, options=options | ({"distributed": "stock"} if name == "stock" else {}))
+    x = torch.randn(4, 8)
+    for when in ("before", "after"):
+        if dist.get_rank() == 0:
+            for name, model in models.items():
+                report = dcompile.explain(model, inputs.get(name, x))
+                found[name, when] = [exchange.kind for graph in report.graphs for exchange in graph.exchanges]
+        met = torch.ones(1)
+        dist.all_reduce(met)
+        assert met.item() == 2
+        for name, model in models.items():
+            model(inputs.get(name, x)).square().mean().backward()
+            if dist.get_rank() == 0:
+                str(dcompile.receipt(model))
+    return found
+
+
+def sharded_layers(fully_shard):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)

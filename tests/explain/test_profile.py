@@ -81,6 +81,17 @@ def test_fsdp1_is_explained_as_it_will_be_compiled(ranks):
         assert not any("closure" in name for name in found["modules"])
 
 
+@pytest.mark.timeout(240)
+def test_one_rank_explains_by_itself(ranks):
+    """If it exchanged anything, it would meet the other rank's all-reduce, or nobody."""
+    found, nothing = ranks.run(CASES + "explained_alone", 200)
+    assert nothing == {}
+    for when in ("before", "after"):
+        assert {*found["fsdp2", when]} == {*found["fsdp1", when]} == {"all_gather", "reduce_scatter"}
+        assert {*found["parallel", when]} == {"all_gather", "reduce_scatter"}
+        assert found["logs", when] == ["all_reduce"] and found["stock", when] == []
+
+
 def test_clocks_of_different_machines(ranks):
     for now, (latest, note) in ranks.run(CASES + "machines"):
         ((at, rank),) = latest

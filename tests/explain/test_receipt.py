@@ -77,5 +77,10 @@ def test_nothing_to_tell():
         make_receipt(None)
     with pytest.raises(NotCompiledError, match="no compiled step"):
         make_receipt(model(Variant((0,), False), graph(0)))
-    with pytest.raises(NotCompiledError, match=r"nothing of it was compiled \(calls so far: 2\)"):
-        make_receipt(model(Variant((), False)))
+
+
+def test_of_a_step_of_which_nothing_was_compiled_it_says_why():
+    found = make_receipt(model(Variant((), False)))
+    assert (found.graphs, found.kernels, found.eligible) == (0, 0, False)
+    assert found.fallbacks == {"call of the model, run eagerly": 2}
+    assert "not eligible: a step has run, but nothing of it was compiled (calls so far: 2)" in str(found)

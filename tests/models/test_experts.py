@@ -36,10 +36,15 @@ def steps(model: torch.nn.Module, call: Any, batches: list[Any], autocast: bool 
     return found
 
 
-def both(name: str, autocast: bool = False, **options: Any) -> tuple[Any, list[Any], list[Any]]:
-    """(receipt, what eager found, what a model compiled as one graph found) for batches that are routed differently."""
+def both(name: str, autocast: bool = False, loop: bool = False, **options: Any) -> tuple[Any, list[Any], list[Any]]:
+    """(receipt, what eager found, what a model compiled as one graph found) for batches that are routed differently.
+
+    With `loop`, the model takes its experts one after another.
+    """
     with anew():
         theirs = there(MODELS[name].make().train())
+        if loop:
+            theirs.set_experts_implementation("eager")
         model = copy.deepcopy(theirs)
         batches = [MODELS[name].batch(2, 8) for _ in range(2)]
         batches.append({key: value[:, :1].expand(2, 8).contiguous() for key, value in batches[0].items()})
@@ -79,6 +84,20 @@ def test_experts_under_autocast_keep_eagers_dtype():
 
 def test_experts_take_autocasts_dtype_if_asked():
     receipt, wanted, found = both("olmoe", autocast=True, autocast_experts=True)
+    assert receipt.graphs == 1 and not receipt.fallbacks
+    assert_same(wanted, found, rtol=1e-1, atol=3e-2)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_loop_over_the_experts_that_are_hit_is_one_graph(name):
+    receipt, wanted, found = both(name, loop=True)
+    assert receipt.graphs == 1 and receipt.graph_breaks == 0 and not receipt.fallbacks
+    assert_same(wanted, found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_loop_has_autocasts_dtype():
+    receipt, wanted, found = both("olmoe", autocast=True, loop=True)
     assert receipt.graphs == 1 and not receipt.fallbacks
     assert_same(wanted, found, rtol=1e-1, atol=3e-2)
 

@@ -12,11 +12,9 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from dcompile import compat
@@ -182,18 +180,6 @@ class Fsdp1Adapter(ShardedAdapter):
             shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True)
             size, where = tuple(shape), device.type
             yield ParamInfo(first + index, fqn, size, _name(dtype), where, "sharded", flat.group, shard)
-
-    def whole(self, number: int) -> torch.Tensor:
-        """A parameter with all its elements, in the dtype that computing uses: every rank asks for it."""
-        info = self._infos[number]
-        assert info.shard is not None, "parameters of FSDP are sharded"
-        flat = self.units[info.shard.unit]
-        assert isinstance(flat, Flat)
-        own, group = flat.data(), flat.gather_group()
-        every = own if group.size() == 1 else own.new_empty(own.numel() * group.size())
-        if every is not own:
-            dist.all_gather_into_tensor(every, own, group=group)
-        return every[info.shard.offset :][: prod(info.shape)].view(info.shape)
 
     # --- calls ---
 

@@ -163,6 +163,7 @@ class Fsdp2Adapter(ShardedAdapter):
         if not missing:
             compat.fsdp2.initialize(states)
             reasons = compat.fsdp2.objections(states)
+            compat.fsdp2.keep_versions(states)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._units: list[Unit] = []
         self._groups: list[Group] = []

@@ -1,0 +1,37 @@
+"""Recurrent layers stay whole: AOTAutograd would take them apart, one time step after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dcompile import rnn_ops
+
+
+def keep_recurrent_whole(gm: Any) -> list[str]:
+    """Have a graph call operators of ours in the place of torch's recurrent functions; returns notes."""
+    found = 0
+    for node in list(gm.graph.nodes):
+        name = getattr(node.target, "__name__", "")
+        if node.op != "call_function" or name not in rnn_ops.KINDS or len(node.args) != 9 or node.kwargs:
+            continue
+        value, hidden, weights, has_biases, layers, dropout, train, bidirectional, batch_first = node.args
+        device = node.args[0].meta["example_value"].device.type
+        if isinstance(hidden, torch.fx.Node) and name == "lstm":  # a packed sequence, or states in one object
+            continue
+        if dropout and train and device != "cpu":  # the state of a GPU's generator is no tensor of a program's
+            continue
+        states = list(hidden) if name == "lstm" else [hidden]
+        how = has_biases, layers, dropout, train, bidirectional, batch_first
+        with gm.graph.inserting_before(node):
+            arguments = (name, value, states, list(weights), *how)
+            whole = gm.graph.call_function(torch.ops.dcompile_rnn.forward.default, arguments)
+        whole.meta.update(node.meta)
+        node.replace_all_uses_with(whole)
+        gm.graph.erase_node(node)
+        found += 1
+    if not found:
+        return []
+    gm.recompile()
+    return [f"recurrent layers are library calls, whose backward runs the forward again: {found}"]

@@ -1,0 +1,180 @@
+"""Collectives answered by this rank alone, for a model that is looked at and not trained: nobody else takes part.
+
+Each gives what it would give if all ranks held what this one does. A gather puts this rank's part in every place, so
+that values are of the usual size; sums are of equal terms, and so only scaled: they stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+FUNCTIONAL = "_c10d_functional"
+
+
+class Alone:
+    """Functions of torch.distributed that answer at once, in the place of torch's own, while `active`.
+
+    Not while Dynamo traces: it knows the functions that it can trace by identity.
+    """
+
+    def __init__(self) -> None:
+        self._patches = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Answer collectives that Python code starts meanwhile."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._patches.close()
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside `active`: torch's own functions again."""
+        self._patches.close()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        for name, answer in _ANSWERS.items():
+            for place in (dist, c10d):
+                if hasattr(place, name):
+                    self._patches.enter_context(unittest.mock.patch.object(place, name, answer))
+
+
+class _Done:
+    """A collective that is through; as the Work of one."""
+
+    def wait(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        import torch
+
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def _work(async_op: bool) -> Any:
+    return _Done() if async_op else None
+
+
+def _all_gather(output: torch.Tensor, value: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    output.view(-1).copy_(_repeated(value.reshape(-1), output.numel()))
+    return _work(async_op)
+
+
+def _all_gather_list(outputs: Any, value: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    for output in outputs:
+        output.copy_(value)
+    return _work(async_op)
+
+
+def _reduce_scatter(
+    output: torch.Tensor, value: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
+) -> Any:
+    output.view(-1).copy_(value.reshape(-1)[: output.numel()])
+    return _work(async_op)
+
+
+def _all_to_all(
+    output: torch.Tensor,
+    value: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    output.view(-1).copy_(_repeated(value.reshape(-1), output.numel()))
+    return _work(async_op)
+
+
+def _unchanged(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    return _work(async_op)
+
+
+def _nothing(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    return _work(async_op)
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "all_gather_single": _all_gather,  # since torch 2.13; the next is what it was called before
+    "all_gather_into_tensor": _all_gather,
+    "all_gather": _all_gather_list,
+    "reduce_scatter_single": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
+    "all_reduce": _unchanged,
+    "broadcast": _unchanged,
+    "reduce": _unchanged,
+    "barrier": _nothing,
+}
+
+
+def _repeated(part: torch.Tensor, count: int) -> torch.Tensor:
+    """As many elements, of `part` over and over; of zeros, if that is empty."""
+    if not part.numel():
+        return part.new_zeros(count)
+    return part.repeat(-(-count // part.numel()))[:count]
+
+
+def whole(shard: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A parameter in the shape, on the device and in the dtype of `like`, made of this rank's shard alone.
+
+    `offset`: where it begins among all elements that are gathered together. With one rank it is the parameter.
+    """
+    flat = shard.detach().reshape(-1).to(like.device, like.dtype)
+    return _repeated(flat, offset + like.numel())[offset:].view(like.shape)
+
+
+def run(gm: Any, values: list[Any]) -> Any:
+    """What a graph returns; its own collectives are answered alone. Gradients are not asked for."""
+    from torch.fx import Interpreter
+
+    exchanges = [node for node in gm.graph.nodes if node.op == "call_function" and _functional(node.target)]
+    if not exchanges:
+        return gm(*values)
+
+    class Answering(Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            name = _functional(target)
+            return _answer(name, args, kwargs) if name else super().call_function(target, args, kwargs)
+
+    return Answering(gm).run(*values)
+
+
+def _functional(target: Any) -> str:
+    """The name of a functional collective; empty for all other operators."""
+    return target._schema.name.partition("::")[2] if getattr(target, "namespace", "") == FUNCTIONAL else ""
+
+
+def _answer(name: str, args: Any, kwargs: Any) -> Any:
+    """The result of a functional collective, of a tensor or of a list of them."""
+    if isinstance(args[0], list | tuple):
+        return [_answer(name, (value, *args[1:]), kwargs) for value in args[0]]
+    value, out, made = args[0], kwargs.get("out"), args[0]
+    if name.startswith("all_gather"):
+        made = value.repeat(args[1], *[1] * (value.dim() - 1))
+    elif name.startswith("reduce_scatter"):
+        made = value[: value.shape[0] // args[2]].clone()
+    elif name == "all_to_all_single":
+        made = _repeated(value.reshape(-1), sum(args[1]) * value[:1].numel()).view(sum(args[1]), *value.shape[1:])
+    elif not name.endswith("_") and name != "wait_tensor":
+        made = value.clone()
+    return made if out is None else out.copy_(made)

@@ -1,0 +1,157 @@
+"""Compiled models that come and go: what was compiled goes with them, and they go with their last name."""
+
+import gc
+import os
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import dcompile
+from dcompile.capture.entry import Entry
+from dcompile.capture.graph import Graph
+from dcompile.capture.model import CompiledModel
+
+pytestmark = [
+    pytest.mark.usefixtures("compiled_anew"),
+    # Dynamo itself looks at .grad of a non-leaf when it goes on after a graph break
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.part = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.part(x).relu()
+
+    def score(self, x):
+        return self.part(x).sum(-1)
+
+
+def by_method(module):
+    module.compile(backend="dcompile")
+    return module
+
+
+def around(module):
+    return torch.compile(module, backend="dcompile")
+
+
+DOORS = {
+    "in place": dcompile.compile,
+    "in place by torch": by_method,
+    "around": around,
+    "bound method": lambda module: torch.compile(module.score, backend="dcompile"),
+    "own bound method": lambda module: dcompile.compile(module.score),
+    "function": lambda module: torch.compile(lambda x: module(x).relu(), backend="dcompile"),
+    "its call": lambda module: torch.compile(module.__call__, backend="dcompile"),
+}
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_model_goes_with_its_last_name(door, trains, no_collector):
+    module = Net()
+    gone = [weakref.ref(thing) for thing in (module, module.part, module.part.weight)]
+    call = door(module)
+    for rows in (2, 2, 3, 5):
+        result = call(torch.ones(rows, 4)).sum()
+        if trains:
+            result.backward()
+    del module, call, result
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def alive(*kinds):
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_what_was_compiled_goes_as_well(door):
+    gc.collect()
+    before = {id(thing) for thing in alive(Entry, CompiledModel, Graph)}
+    call = door(Net())
+    call(torch.ones(2, 4)).sum().backward()
+    del call
+    gc.collect()
+    assert not [thing for thing in alive(Entry, CompiledModel, Graph) if id(thing) not in before]
+    functions = [thing for thing in alive(types.FunctionType) if thing.__name__.startswith("dcompile_entry_")]
+    assert not [function for function in functions if gc.get_referrers(function) == [functions]]
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_model_after_model_leaves_neither_memory_nor_objects(kind):
+    width = 600
+
+    def one():
+        module = Net(width)
+        call = around(module) if kind == "module" else around(lambda x: module(x).relu())
+        call(torch.ones(2, width)).sum().backward()
+
+    for _ in range(4):
+        one()
+    gc.collect()
+    objects, memory = len(gc.get_objects()), resident()
+    for _ in range(12):
+        one()
+        gc.collect()
+    assert (len(gc.get_objects()) - objects) / 12 < 150
+    assert (resident() - memory) / 12 < width**2 * 4 / 2  # bytes: a parameter of each would be twice this
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_backward_may_come_when_the_model_has_gone():
+    torch.manual_seed(0)
+    module = Net()
+    x, stock = torch.ones(2, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+    module(stock).sum().backward()
+    result = around(module)(x).sum()
+    del module
+    gc.collect()
+    result.backward()
+    torch.testing.assert_close(x.grad, stock.grad)
+
+
+def test_another_model_of_the_class_goes_on():
+    """Compiled code of parts behind a graph break belongs to code that all models of a class share."""
+
+    class Broken(Net):
+        def forward(self, x):
+            x = self.part(x)
+            torch._dynamo.graph_break()
+            return self.part(x)
+
+    stays, goes = dcompile.compile(Broken()), dcompile.compile(Broken())
+    x = torch.ones(2, 4)
+    expected = stays(x)
+    goes(x)
+    del goes
+    gc.collect()
+    assert torch.equal(stays(x), expected) and dcompile.receipt(stays).graphs == 2
+
+
+def test_what_a_module_is_called_by_does_not_keep_it():
+    module = dcompile.compile(Net())
+    module(torch.ones(2, 4))
+    call = module._compiled_call_impl
+    del module
+    with pytest.raises(dcompile.errors.DcompileError, match="is gone; call the module, and keep it"):
+        call(torch.ones(2, 4))
+    assert around(Net()).forward(torch.ones(2, 4)).shape == (2, 4)  # what torch.compile returned is kept by its parts

@@ -107,7 +107,7 @@ def test_fsdp2_reductions_go_over_their_own_group_and_as_many_at_once_as_asked_f
         assert all(groups["reduce-scatter"] != groups["all-gather"] == first["all-gather"] for groups in others)
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_symm_mem_for_comm"), reason="since torch 2.11")
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_symm_mem_for_comm"), reason="since torch 2.13")
 @pytest.mark.parametrize("before", [0, 1])
 def test_fsdp2_with_symmetric_memory_is_left_to_fsdp(ranks, before):
     for found in values(ranks, "symmetric_memory", before=before):

@@ -134,8 +134,8 @@ class Config:
     cache_dir: str = setting("", "Kernel cache; default: dcompile under XDG_CACHE_HOME or ~/.cache.", in_key=False)
     share_artifacts: bool = setting(
         True,
-        "Rank 0 compiles for all ranks of a process group and sends them the code through the job's store; off, each "
-        "rank compiles what its cache lacks.",
+        "The first rank to come to a graph compiles it and sends the code to the others of its process group through "
+        "the job's store; off, each rank compiles what its cache lacks.",
         in_key=False,
     )
     compile_timeout_s: int = setting(300, "Longest time one compiler process may take, in seconds.", in_key=False)

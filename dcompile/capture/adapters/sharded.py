@@ -155,7 +155,7 @@ class ShardedAdapter(PlainAdapter):
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
         """See `new_subject`."""
-        return new_subject(self._compared, plan, "collectives of a sharded model,")
+        return new_subject(self._compared, plan, "sharded collectives of a model,")
 
     def communicators(self) -> dict[str, Any]:
         """Name of each group in plans -> what it gathers over; what is not sharded, only copied, has its replicas."""

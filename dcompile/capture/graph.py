@@ -33,6 +33,7 @@ from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
 from dcompile.capture.vocabulary import keep_only_sums
+from dcompile.capture.windows import see_windows_by_slices
 
 
 class Graph(Programs):
@@ -51,6 +52,7 @@ class Graph(Programs):
         if multiplies(gm):
             compiler.expect_products()
         self._compare(gm)
+        see_windows_by_slices(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)

@@ -21,7 +21,6 @@ from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
 
-
 LAY_OUT = "dcompile.lay_out"
 """lay_out(tensor, strides): a copy of a tensor with these strides."""
 
@@ -192,7 +191,7 @@ class Lowering:
         return tuple(told if size == 1 and self.has((told,)) else own for size, own, told in each)
 
     def _store_by_library(self, stored: T, strides: Shape) -> View:
-        """A copy with strides of which only the run shows whether they tell elements apart; eager refuses others, too."""
+        """A copy with strides of which only the run shows whether they tell elements apart."""
         view = self.buffer(stored.shape, stored.dtype, strides, device=self.device_of(stored))
         self.extern(LAY_OUT, [stored.view, strides], [view.buffer], fallback=True)
         return view

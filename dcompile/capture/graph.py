@@ -38,6 +38,7 @@ from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
 from dcompile.capture.vocabulary import keep_only_sums
+from dcompile.capture.windows import see_windows_by_slices
 
 
 class Graph(Programs):
@@ -60,6 +61,7 @@ class Graph(Programs):
             self.captured = captured_calls(self.model, gm, self.params)
         self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
         self.notes += keep_recurrent_whole(gm)
+        see_windows_by_slices(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
             self.notes += write_out_single_queries(gm)

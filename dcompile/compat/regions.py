@@ -59,7 +59,7 @@ def number_regions(graph: Any) -> None:
     """Note with each node how many changes there are up to it."""
     number = 0
     for node in graph.nodes:
-        number += _changes(node)
+        number += changes(node)
         node.meta["mutation_region_id"] = number
 
 
@@ -67,7 +67,8 @@ def in_same_region(one: Any, other: Any) -> bool:
     return bool(one.meta["mutation_region_id"] == other.meta["mutation_region_id"])
 
 
-def _changes(node: Any) -> bool:
+def changes(node: Any) -> bool:
+    """Whether a node changes something, its arguments or a state."""
     import torch
     from torch._higher_order_ops.auto_functionalize import AutoFunctionalized
 

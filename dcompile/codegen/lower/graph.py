@@ -193,7 +193,7 @@ class Lowering:
         return tuple(told if size == 1 and self.has((told,)) else own for size, own, told in each)
 
     def _store_by_library(self, stored: T, strides: Shape) -> View:
-        """A copy with strides of which only the run shows whether they tell elements apart, as eager asks, too."""
+        """A copy with strides of which only the run shows whether they tell elements apart."""
         view = self.buffer(stored.shape, stored.dtype, strides, device=self.device_of(stored))
         self.extern(LAY_OUT, [stored.view, strides], [view.buffer], fallback=True)
         return view

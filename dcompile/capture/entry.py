@@ -363,7 +363,8 @@ def compile_function(function: Callable[..., Any], settings: Settings, toolbox: 
     if isinstance(function, types.MethodType):
         # a learning rate scheduler calls an optimizer's `step.__func__`, also of a compiled one put in its place
         call.__self__, call.__func__ = function.__self__, _with_owner(inner)
-    return call
+    compiled: Callable[..., Any] = call
+    return compiled
 
 
 def _with_owner(call: Callable[..., Any]) -> Callable[..., Any]:

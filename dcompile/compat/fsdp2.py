@@ -199,18 +199,33 @@ def to_sharded(group: Any) -> None:
     group._to_sharded()
 
 
-def gathered_groups(module: Any) -> frozenset[int]:
-    """Identities of the groups inside a module (or None) whose parameters it shows gathered."""
+@contextlib.contextmanager
+def forward_undone(module: Any) -> Iterator[None]:
+    """Undo what forwards meanwhile leave in FSDP for a backward: gathered parameters, and the order of the modules.
+
+    `module` may be None. A backward on this rank would otherwise gather other groups, or gather in another order.
+    """
     groups = [] if module is None else [group for state in states_in(module) for group in groups_of(state)]
-    return frozenset(id(group) for group in groups if not group.is_sharded)
+    kept = [(group, group.is_sharded, [(order, list(order)) for order in _orders(group)]) for group in groups]
+    try:
+        yield
+    finally:
+        for group, was_sharded, orders in kept:
+            if was_sharded and not group.is_sharded:
+                to_sharded(group)
+            known = {id(order) for order, _ in orders}
+            for order in _orders(group):
+                if id(order) not in known:  # made meanwhile
+                    order.clear()
+            for order, before in orders:
+                order[:] = before
 
 
-def shard_others(module: Any, gathered: frozenset[int]) -> None:
-    """Show all parameters inside a module (or None) sharded again, but those of the groups that are `gathered`."""
-    groups = [] if module is None else [group for state in states_in(module) for group in groups_of(state)]
-    for group in groups:
-        if not group.is_sharded and id(group) not in gathered:
-            to_sharded(group)
+def _orders(group: Any) -> list[list[Any]]:
+    """Lists that forwards append to: where a group stands among all, and all groups of its root."""
+    found = (getattr(group, "_post_forward_indices", None),
+             getattr(getattr(group, "comm_ctx", None), "post_forward_order", None))  # fmt: skip
+    return [order for order in found if isinstance(order, list)]
 
 
 def gather_under_way(group: Any) -> tuple[bool, int]:

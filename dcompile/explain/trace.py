@@ -301,17 +301,16 @@ def _as_it_was(module: Module | None) -> Iterator[None]:
     """Put back what a forward changed: parameters, buffers, random generators; BatchNorm counts its calls."""
     tensors = [*module.parameters(), *module.buffers()] if module is not None else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    places, gathered = _places(module), compat.fsdp2.gathered_groups(module)
+    places = _places(module)
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), compat.fsdp2.forward_undone(module):
             yield
     finally:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-        compat.fsdp2.shard_others(module, gathered)
         for holder, name, value in places:
             holder[name] = value
         for tensor, before in kept:

@@ -195,26 +195,27 @@ def explained_alone():
 
     from tests.distributed import tp_cases
 
-    options, found = {"receipt": False}, {}
-    models = {"fsdp2": sharded_layers(fully_shard), "stock": sharded_layers(fully_shard), "logs": Logs()}
-    models |= {"fsdp1": fsdp1_cases.make("mlp"), "parallel": tp_cases.make("sequence", (1, 2))}
+    options, found, x = {"receipt": False}, {}, torch.randn(4, 8)
     tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
-    inputs = {"fsdp1": torch.randn(8, 12), "parallel": tokens}
-    for name, model in models.items():
+    others = {"fsdp1": (fsdp1_cases.make("mlp"), torch.randn(8, 12)),
+              "parallel": (tp_cases.make("sequence", (1, 2)), tokens)}  # fmt: skip
+    trained = {"fsdp2": sharded_layers(fully_shard), "stock": sharded_layers(fully_shard), "logs": Logs()}
+    for name, model in trained.items():
         dcompile.compile(model, options=options | ({"distributed": "stock"} if name == "stock" else {}))
-    x = torch.randn(4, 8)
+    explained = others | {name: (model, x) for name, model in trained.items()}
     for when in ("before", "after"):
         if dist.get_rank() == 0:
-            for name, model in models.items():
-                report = dcompile.explain(model, inputs.get(name, x))
-                found[name, when] = [exchange.kind for graph in report.graphs for exchange in graph.exchanges]
+            for name, (model, given) in explained.items():
+                report = dcompile.explain(model, given)
+                found[name, when] = {exchange.kind for graph in report.graphs for exchange in graph.exchanges}
         met = torch.ones(1)
         dist.all_reduce(met)
         assert met.item() == 2
-        for name, model in models.items():
-            model(inputs.get(name, x)).square().mean().backward()
+        for model in trained.values():
+            model(x).square().mean().backward()
             if dist.get_rank() == 0:
                 str(dcompile.receipt(model))
+        explained = {name: entry for name, entry in explained.items() if name in trained}
     return found
 
 

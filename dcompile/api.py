@@ -113,7 +113,7 @@ def compile(
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
-    saves_memory = config.recompute == "memory"
+    saves_memory = "option recompute is memory" if config.recompute == "memory" else ""
     shards = functools.partial(
         Shards, gathers=config.gathers, shard_copies=config.shard_copies, saves_memory=saves_memory
     )

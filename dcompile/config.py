@@ -89,7 +89,7 @@ class Config:
         "auto",
         "Under mixed precision, where shards are converted to the dtype that computing uses. kept: in memory of ours, "
         "which other ranks may copy from; gather: in new memory for each all-gather. auto: kept, unless it takes a "
-        "sixteenth of a GPU's memory or recompute is memory.",
+        "sixteenth of a GPU's memory, recompute is memory, or the model checkpoints activations.",
         in_key=False,  # what ranks came to is
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")

@@ -41,7 +41,8 @@ _VARYING = {
     "map_impl": (1,),
 }
 """Lists whose elements, or what is made of them in each run, bodies of these are given before their operands."""
-_INLINED = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap")
+_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+_INLINED = (*_CHECKPOINTS, "wrap")
 """Operators whose bodies AOTAutograd traces as a part of the graph that calls them."""
 _FIXED = frozenset(("local_map_hop",))
 """Operators that note elsewhere how many operands they have."""
@@ -90,6 +91,11 @@ class Call:
         for step in place:
             argument = argument[step]
         return argument
+
+
+def is_checkpointed(gm: GraphModule) -> bool:
+    """Whether a captured graph has regions that its backward computes again (`torch.utils.checkpoint`)."""
+    return any(_name(node.target) in _CHECKPOINTS for node in Nest(gm).nodes() if node.op == "call_function")
 
 
 def placeholders(body: GraphModule) -> list[Node]:

@@ -13,6 +13,7 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import ShardedAdapter
 from dcompile.capture.ahead import make_gradients_ahead
+from dcompile.capture.bodies import is_checkpointed
 from dcompile.capture.border import COPIED, COPIES_IN, with_flat_inputs, with_plain_border, with_plain_tensors
 from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
@@ -56,6 +57,8 @@ class Graph(Programs):
         compiler = self.model.toolbox.compiler
         if multiplies(gm):
             compiler.expect_products()
+        if self.model.shards is not None and is_checkpointed(gm):
+            self.model.shards.save_memory("activations are checkpointed")
         self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)

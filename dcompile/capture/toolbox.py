@@ -116,6 +116,9 @@ class ShardedParameters(Protocol):
     def may_lack(self, units: Iterable[int]) -> None:
         """A backward runs that may have no gradient of these units: ranks say which there are, when it is through."""
 
+    def save_memory(self, reason: str) -> None:
+        """Keep nothing that could be made again, where no option says otherwise. `reason` is for the receipt."""
+
     def forget_parts(self) -> None:
         """The first graph of a call with gradients is going to run."""
 

@@ -274,11 +274,12 @@ def _rest_after(module: Any, args: Any, output: Any) -> None:
 def hooks_of_replicate_resting(module: Any) -> Iterator[None]:
     """While the module's forward is traced: replicate's hooks would end the graph. Other modules are left alone."""
     state = replicated(module)
+    tables = () if state is None else ((module._forward_pre_hooks, _rest_before), (module._forward_hooks, _rest_after))
     places = [
         (table, key, hook, rest)
-        for table, rest in ((module._forward_pre_hooks, _rest_before), (module._forward_hooks, _rest_after))
+        for table, rest in tables
         for key, hook in table.items()
-        if state is not None and getattr(hook, "__self__", None) is state
+        if getattr(hook, "__self__", None) is state
     ]
     for table, key, _, rest in places:
         table[key] = rest

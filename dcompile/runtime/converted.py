@@ -23,15 +23,19 @@ ALIGN_BYTES = 256
 
 
 class Converted:
-    """The converted shards of one model. `way` is the option `shard_copies`; `saves_memory`: what auto then means."""
+    """The converted shards of one model. `way` is the option `shard_copies`; `saves_memory`: why auto keeps none."""
 
     def __init__(
-        self, units: Mapping[int, ShardUnit], way: Literal["auto", "kept", "gather"], saves_memory: bool
+        self, units: Mapping[int, ShardUnit], way: Literal["auto", "kept", "gather"], saves_memory: str
     ) -> None:
         self._units, self._way, self._saves_memory = units, way, saves_memory
         self._memory: dict[int, torch.Tensor] | None = None
         self.reason = ""
         """Why there is no buffer, where there is something to convert."""
+
+    def save_memory(self, reason: str) -> None:
+        """Let auto keep none, if none is kept yet."""
+        self._saves_memory = self._saves_memory or reason
 
     def memory(self, number: int) -> torch.Tensor | None:
         """Where a unit's converted shard is kept; None where it is stored as it is sent, or converted for each gather.
@@ -86,7 +90,7 @@ class Converted:
         nbytes = sum(shard.numel() * self._units[number].dtype.itemsize for number, shard in converted.items())
         device = next(iter(converted.values())).device
         if self._saves_memory:
-            return f"to save memory, {nbytes >> 20} MiB (option recompute)"
+            return f"to save {nbytes >> 20} MiB, since {self._saves_memory} (option shard_copies)"
         if device.type == "cuda" and nbytes > torch.cuda.get_device_properties(device).total_memory * MOST_OF_MEMORY:
             return f"{nbytes >> 20} MiB would be more than a sixteenth of the GPU's memory (option shard_copies)"
         return ""

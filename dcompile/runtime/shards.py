@@ -33,7 +33,7 @@ class Shards:
     gathers: str = "auto"
     """The option of that name."""
     shard_copies: Literal["auto", "kept", "gather"] = "auto"
-    saves_memory: bool = False
+    saves_memory: str = ""
     """See `Converted`."""
     converted: Converted = field(init=False)
     neighbours: Neighbours = field(init=False)
@@ -57,6 +57,10 @@ class Shards:
         The first time, ranks meet over the store.
         """
         return self.neighbours.of(group) is not None, self.neighbours.reason(group)
+
+    def save_memory(self, reason: str) -> None:
+        """Keep no converted shards, unless an option asks for them or they are there already."""
+        self.converted.save_memory(reason)
 
     def source(
         self,

@@ -23,7 +23,7 @@ class Unit:
         return self.tensor.to(self.dtype)
 
 
-def made(units: list[Unit], way: Any = "auto", saves_memory: bool = False) -> Converted:
+def made(units: list[Unit], way: Any = "auto", saves_memory: str = "") -> Converted:
     return Converted(dict(enumerate(units)), way, saves_memory)  # type: ignore[arg-type]
 
 
@@ -49,7 +49,8 @@ def test_units_of_several_dtypes_are_converted_each_to_its_own():
 
 
 @pytest.mark.parametrize(
-    ("way", "saves_memory", "reason"), [("gather", False, "shard_copies='gather'"), ("auto", True, "option recompute")]
+    ("way", "saves_memory", "reason"),
+    [("gather", "", "shard_copies='gather'"), ("auto", "layers run twice", "since layers run twice")],
 )
 def test_memory_can_be_saved(way, saves_memory, reason):
     units = [Unit(4)]
@@ -58,3 +59,13 @@ def test_memory_can_be_saved(way, saves_memory, reason):
     assert reason in copies.reason
     assert torch.equal(copies.sent(0), units[0].data())
     assert made(units, "kept", saves_memory).memory(0) is not None
+
+
+def test_what_is_kept_already_stays():
+    copies = made([Unit(6)])
+    kept = copies.memory(0)
+    copies.save_memory("layers are checkpointed")
+    assert copies.memory(0) is kept
+    later = made([Unit(6)])
+    later.save_memory("layers are checkpointed")
+    assert later.memory(0) is None and "layers are checkpointed" in later.reason

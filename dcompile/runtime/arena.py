@@ -113,6 +113,21 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def like_storage(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """A copy of a tensor and of all that its storage holds beside it, in which its first element is aligned.
+
+    Its storage begins as many bytes before that element as the tensor's own: an offset counts to the same element.
+    """
+    storage = tensor.untyped_storage()
+    own = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    room = torch.empty(own.nbytes + 2 * alignment, dtype=torch.uint8, device=tensor.device)
+    skipped = -(room.data_ptr() + tensor.storage_offset() * tensor.itemsize) % alignment
+    part = room.untyped_storage()[skipped : skipped + own.nbytes]  # shares memory, and keeps it
+    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(part).copy_(own)
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(part, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy, where both have the same strides; expanded dimensions (stride 0) hold one element and are copied once."""
     for dim, stride in enumerate(target.stride()):
@@ -121,11 +136,21 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def seen_in(moved: Mapping[int, torch.Tensor], result: Any) -> Any:
-    """A result; what looks at a copy, as a look at what was copied. `moved`: a copy's address -> what it is of."""
-    given = moved.get(result.untyped_storage().data_ptr()) if isinstance(result, torch.Tensor) else None
+def like_span(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with its strides, and of what lies between its elements."""
+    copy, extent = like(tensor), _extent(tuple(tensor.shape), tensor.stride())
+    copy.as_strided((extent,), (1,)).copy_(tensor.as_strided((extent,), (1,)))
+    return copy
+
+
+def seen_in(moved: Mapping[int, tuple[torch.Tensor, int]], result: Any) -> Any:
+    """A result; what looks at a copy, as a look at what was copied.
+
+    `moved`: the address of a copy's storage -> what it is of, and where in that storage the copy begins.
+    """
+    given, start = moved.get(result.untyped_storage().data_ptr() if isinstance(result, torch.Tensor) else 0, (None, 0))
     if given is None or given.dtype != result.dtype:
         return result
-    if result.storage_offset() == 0 and result.shape == given.shape and result.stride() == given.stride():
+    if result.storage_offset() == start and result.shape == given.shape and result.stride() == given.stride():
         return given
-    return given.as_strided(result.shape, result.stride(), given.storage_offset() + result.storage_offset())
+    return given.as_strided(result.shape, result.stride(), given.storage_offset() + result.storage_offset() - start)

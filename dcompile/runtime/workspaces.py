@@ -13,7 +13,7 @@ from dcompile.collectives.params import AnySource, Report
 from dcompile.compat.tensors import is_only_reference
 from dcompile.ir.geometry import Geometry
 from dcompile.runtime import checks, gpu, narrow
-from dcompile.runtime.arena import Arena, Fresh, Recycled, copy_elements, like, over, seen_in
+from dcompile.runtime.arena import Arena, Fresh, Recycled, copy_elements, like, like_span, like_storage, over, seen_in
 from dcompile.runtime.blas import Product, Products
 from dcompile.runtime.calls import calls
 from dcompile.runtime.libraries import library
@@ -165,8 +165,13 @@ class Run:
         return now
 
     @staticmethod
-    def realigned(call: Call, args: list[Any], written: tuple[int, ...], buckets: Any, sync: bool) -> list[Any]:
+    def realigned(
+        call: Call, args: list[Any], written: tuple[int, ...], buckets: Any, sync: bool, whole: tuple[int, ...] = ()
+    ) -> list[Any]:
         """Call again with copies of those arguments that do not start at whole 16 bytes, as kernels expect.
+
+        A copy holds what lies between the elements, too, and at the positions `whole` all of the argument's storage:
+        the program looks at it by offsets from where that begins.
 
         Arguments at the positions `written` get what the program wrote back. Results that look at a copy are looks at
         the argument: AOTAutograd, which hands out views of what it was given, reads off where they begin.
@@ -176,11 +181,14 @@ class Run:
         for place, arg in enumerate(given):
             has_memory = isinstance(arg, torch.Tensor) and arg.is_cuda and arg.untyped_storage().nbytes()
             if has_memory and arg.data_ptr() % 16:
-                args[place] = copies[place] = like(arg).copy_(arg)
+                args[place] = copies[place] = like_storage(arg, 16) if place in whole else like_span(arg)
         results = call(args, buckets, sync)
         for place in copies.keys() & {*written}:
             given[place].copy_(copies[place])
-        moved = {copy.untyped_storage().data_ptr(): given[place] for place, copy in copies.items()}
+        moved = {
+            copy.untyped_storage().data_ptr(): (given[place], int(copy.storage_offset()))
+            for place, copy in copies.items()
+        }
         return [seen_in(moved, result) for result in results]
 
     def saved(self, *layouts: Layout) -> Saved:

@@ -124,7 +124,7 @@ def test_the_arena_takes_no_more_than_it_needs(monkeypatch):
 def test_what_looks_at_a_copy_is_seen_in_what_it_is_a_copy_of():
     given = torch.arange(24.0).view(3, 8)[:, 1:5]
     copy = like(given).copy_(given)
-    moved = {copy.untyped_storage().data_ptr(): given}
+    moved = {copy.untyped_storage().data_ptr(): (given, 0)}
     assert seen_in(moved, copy) is given
     part = seen_in(moved, copy[1:].t())
     assert torch.equal(part, given[1:].t()) and part.data_ptr() == given[1:].data_ptr()
@@ -148,3 +148,46 @@ def test_copies_of_misaligned_arguments_are_held_through_the_call():
 
     (result,) = Run.realigned(call, [given], (), None, False)
     assert result.data_ptr() == given[2:].data_ptr()
+
+
+def _on_gpu(tensor):
+    """As a misaligned tensor of a GPU is."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    return tensor.as_subclass(OnGpu)
+
+
+@pytest.mark.parametrize(
+    "part", [lambda b: b[1:], lambda b: b[3:20:2], lambda b: b.view(5, 8)[1:, 3:6], lambda b: b[5:6]]
+)
+def test_a_misaligned_argument_is_copied_with_what_lies_around_it(part):
+    """`as_strided` of it counts from where its storage begins, and sees what is no element."""
+    base = torch.arange(40.0)
+    given, seen = _on_gpu(part(base)), []
+
+    def call(args, buckets, sync):
+        (copy,) = args
+        assert copy.data_ptr() % 16 == 0 and torch.equal(copy, given) and copy.stride() == given.stride()
+        seen.append(copy.as_strided((40,), (1,), 0).clone())
+        copy.mul_(2)
+        return [copy, copy.as_strided((2,), (3,), 1)]
+
+    everything, look = Run.realigned(call, [given], (0,), None, False, (0,))
+    assert torch.equal(seen[0], torch.arange(40.0))
+    assert everything.data_ptr() == given.data_ptr() and look.data_ptr() == base[1:].data_ptr()
+    want = torch.arange(40.0)
+    part(want).mul_(2)
+    assert torch.equal(base, want)
+
+
+def test_a_misaligned_argument_is_copied_with_what_lies_between_its_elements():
+    given = _on_gpu(torch.arange(40.0).view(5, 8)[1:, 3:6])
+
+    def call(args, buckets, sync):
+        (copy,) = args
+        return [copy.as_strided((27,), (1,), copy.storage_offset()).clone()]
+
+    (result,) = Run.realigned(call, [given], (), None, False)
+    assert torch.equal(result, torch.arange(11.0, 38.0))

@@ -379,3 +379,21 @@ def test_a_batch_norm_is_shared_by_a_graph_and_eager_code(training):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3, msg=name)
     for mine, theirs in zip(other.buffers(), model.buffers(), strict=True):
         same(theirs, mine, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("part", [lambda b: b[1:41], lambda b: b[3:83:2], lambda b: b[:96].view(12, 8)[1:, 3:6]])
+@pytest.mark.parametrize("written", [False, True])
+def test_what_lies_around_a_misaligned_input_is_seen(part, written):
+    """`as_strided` counts from where the storage begins; kernels get an aligned copy, of all of it."""
+
+    def looked_around(x):
+        seen = x.as_strided((4, 3), (7, 2), 1) * 2, x.as_strided((5,), (3,)) + 1
+        if written:
+            x.mul_(3)
+        return *seen, (x.exp() + x.sum(-1, keepdim=True)).sin()
+
+    bases = [torch.arange(100.0, device="cuda") / 50 for _ in range(2)]
+    want, got = looked_around(part(bases[0])), compiled(looked_around)(part(bases[1]))
+    for a, b in zip(want, got, strict=True):
+        same(a, b)
+    same(*bases)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
+from dcompile import compat
 from dcompile.codegen.emit.blas import factors_of, geometry
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.codegen.emit.launches import Launches
@@ -229,9 +230,11 @@ class _Host(Launches):
         if pointers:
             written = {name for step in self.program.steps for name in step.writes}
             places = tuple(place for place, name in enumerate(self.program.inputs) if name in written)
+            around = {view.buffer for step in self.program.steps for view in _looked_around(step)}
+            whole = tuple(place for place, name in enumerate(self.program.inputs) if name in around)
             self.lines += [
                 f"if ({' | '.join(pointers)}) & 15:",
-                f"    return run.realigned(call, args, {places!r}, buckets, sync)",
+                f"    return run.realigned(call, args, {places!r}, buckets, sync{f', {whole!r}' if whole else ''})",
             ]
 
     def _step(self, step: Step, calls: Any) -> None:
@@ -437,3 +440,10 @@ class _Host(Launches):
                 strides = self._prepared(strides, "strides", buffer.strides)
             self.lines.append(f"if {self.name(name)}.stride() != {strides}:")
             self.lines.append(f"    {self.name(name)} = run.fit({self.name(name)}, {strides})")
+
+
+def _looked_around(step: Step) -> list[View]:
+    """Arguments that a call sees by an offset from where their storage begins."""
+    if not isinstance(step, Extern) or step.op not in compat.storages.FROM_STORAGE:
+        return []
+    return [arg for arg in step.args[:1] if isinstance(arg, View)]

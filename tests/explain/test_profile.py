@@ -87,7 +87,7 @@ def test_one_rank_explains_by_itself(ranks):
     found, nothing = ranks.run(CASES + "explained_alone", 200)
     assert nothing == {}
     both = {"all_gather", "reduce_scatter"}
-    assert found["fsdp1", "before"] == found["parallel", "before"] == both
+    assert found["fsdp1", "before"] == both and found["parallel", "before"] >= both
     for when in ("before", "after"):
         assert found["fsdp2", when] == both and not found["stock", when]
         assert found["logs", when] == {"all_reduce"}

@@ -68,7 +68,7 @@ def windows(x: torch.Tensor, dimension: Any, size: Any, step: Any) -> torch.Tens
     at = dimension % x.dim()
     count = seen.shape[at]
     if x.shape[at] >= count * step:
-        steps = x.narrow(at, 0, count * step).unflatten(at, (count, step))
+        steps: torch.Tensor = torch.unflatten(x.narrow(at, 0, count * step), at, (count, step))
         return steps.narrow(at + 1, 0, size).movedim(at + 1, -1)
     # Behind the last window there is less than a step: no slice of whole steps shows all windows. Functionalization
     # takes no as_strided of a view, so it is of what `x` is a view of.

@@ -83,7 +83,9 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
         return _put_few(low, target, indices, values)
     low.keep_before_overwrite(view.buffer, low.position)
     if all(index is None or index.numel == 1 for index in indices) and 0 not in (*target.shape, *values.shape):
-        _put_at(low, target, indices, values)
+        # a kernel reads no memory of the CPU, where a number that is put, or its place, may be
+        seen = [None if index is None else low.brought(index, low.device) for index in indices]
+        _put_at(low, target, seen, low.brought(values, low.device))
         return target
     low.extern("aten.index_put_.default", [view, list(indices), values], [view.buffer], mode="mutate", effect=True)
     return target

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
@@ -227,3 +228,22 @@ def test_a_buffer_that_training_changes_counts_it():
         result.sum().backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             before.sum().backward()
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_a_gpus_kernel_reads_no_memory_of_the_cpu(place):
+    """A number that is put at one position, and the position, may be tensors of the CPU."""
+    aten = torch.ops.aten
+
+    def put(x, index, value):
+        changed = aten.index_put(x, [index], value)
+        aten.copy_(x, changed)
+        return (changed + 1,)
+
+    with FakeTensorMode() as mode:
+        index, value = torch.empty(1, dtype=torch.int64, device=place), torch.empty((), device=place)
+        gm = make_fx(put)(torch.empty(3, 4, device="cuda"), index, value)
+    with mode:
+        program = lower(gm, "graph").program
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    assert loops and all(program.table[name].device == "cuda" for step in loops for name in step.reads | step.writes)

@@ -1,5 +1,6 @@
 # `make train` sets everything up and trains; `make test` sets everything up and tests.
-# Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS, SECONDS.
+# Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS,
+# SECONDS; TORCH for `make test-torch`.
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); if [ "$$gpus" -gt 0 ]; then echo $$gpus; else echo 2; fi)
@@ -16,7 +17,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test test-full models dist-matrix ops-sweep fuzz lint format clean
+.PHONY: train test test-torch test-full models dist-matrix ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -55,6 +56,13 @@ ops-sweep: $(if $(VENV),$(VENV)/.has-test)
 fuzz: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
+# The whole suite on another torch, in an environment of its own: make test-torch TORCH=2.15.0. Run by hand, since its
+# wheels are large; results are in docs/versions.md.
+test-torch:
+	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.11.0: which version?"; exit 2; }
+	tools/install.sh $(PYTHON) .venv-torch-$(TORCH) test $(CPU_INDEX) $(TORCH)
+	$(MAKE) test VENV= PYTHON=.venv-torch-$(TORCH)/bin/python
+
 lint: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff check .
 	$(py) -m ruff format --check .
@@ -66,7 +74,7 @@ format: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff format .
 
 clean:
-	rm -rf .venv build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-torch-* build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # One stamp for each extra: a second `make` asks pip nothing. The test extra includes what training needs.
 ifneq ($(VENV),)

@@ -60,6 +60,11 @@ def _language(kind: str, config: str, head: str, small: Mapping[str, Any], **ful
     return make
 
 
+def _in_bfloat16(make: Callable[[bool], nn.Module]) -> Callable[[bool], nn.Module]:
+    """The same model with bfloat16 parameters."""
+    return lambda is_small: make(is_small).bfloat16()
+
+
 def _tokens(rows: int, length: int, vocabulary: int) -> Callable[[bool], Batch]:
     def make(is_small: bool) -> Batch:
         found = torch.randint(5, 500 if is_small else vocabulary, (2, 32) if is_small else (rows, length))
@@ -77,6 +82,17 @@ _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "bos_token_
 _OPT = {**_encoder("ffn_dim"), "word_embed_proj_dim": 64}
 _T5 = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 512}
 _DECODER = {**_encoder(), "num_key_value_heads": 1}
+_EXPERTS = {**_DECODER, "moe_intermediate_size": 64, "head_dim": 32, "num_experts": 4,
+            "num_experts_per_tok": 2}  # fmt: skip
+_DEEPSEEK = {**_EXPERTS, "num_hidden_layers": 1, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32,
+             "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4, "n_group": 2,
+             "topk_group": 1, "num_experts_per_tok": 2}  # fmt: skip
+del _DEEPSEEK["head_dim"], _DEEPSEEK["num_experts"]
+_OLMOE = _language(
+    "Olmoe", "Config", "ForCausalLM", {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2}, hidden_size=1024,
+    intermediate_size=1024, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=16, num_experts=16,
+    num_experts_per_tok=4, use_cache=False,
+)  # fmt: skip
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -135,6 +151,25 @@ MODELS: Mapping[str, Model] = {
                   num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
                   use_cache=False),
         _tokens(4, 1024, 151936),
+    ),
+    "olmoe": Model(_OLMOE, _tokens(4, 1024, 50304)),
+    "olmoe_bfloat16": Model(_in_bfloat16(_OLMOE), _tokens(4, 1024, 50304)),
+    "mixtral": Model(
+        _language("Mixtral", "Config", "ForCausalLM", {**_DECODER, "num_local_experts": 4}, hidden_size=1024,
+                  intermediate_size=3584, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
+                  num_local_experts=8, use_cache=False),
+        _tokens(4, 1024, 32000),
+    ),
+    "qwen3_moe": Model(
+        _language("Qwen3Moe", "Config", "ForCausalLM", _EXPERTS, hidden_size=1024, moe_intermediate_size=384,
+                  num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=128, num_experts=64,
+                  num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936, use_cache=False),
+        _tokens(4, 1024, 151936),
+    ),
+    "deepseek_v3": Model(  # one layer, with fewer experts and words, or it would not fit beside its peers
+        _language("DeepseekV3", "Config", "ForCausalLM", _DEEPSEEK, num_hidden_layers=1, first_k_dense_replace=0,
+                  n_routed_experts=16, vocab_size=32000, use_cache=False),
+        _tokens(2, 1024, 32000),
     ),
     "vit": Model(_vit, _images(64, "pixel_values")),
     "resnet50": Model(_torchvision("resnet50"), _images(128)),

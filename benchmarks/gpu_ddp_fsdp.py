@@ -1,27 +1,34 @@
 """Training steps on several GPUs: DDP and FSDP2 under torch.compile and under dcompile, on the same Llama in one job.
 
     python -m benchmarks.gpu_ddp_fsdp --ranks 2 --only 160M-ddp,160M-fsdp2 --json --save
+    python -m benchmarks.gpu_ddp_fsdp --ranks 2 --only 1B-fsdp2-mixed --profile
     torchrun --standalone --nproc-per-node 4 -m benchmarks.gpu_ddp_fsdp --only 1B-ddp
     python -m benchmarks.gpu_ddp_fsdp --merge one.json two.json --save
 
-A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. All peers of a line live in one
-job and are timed in turn, round after round, by CUDA events; the slowest rank counts. FSDP2 is fully_shard on each
-block and on the root; torch.compile gets each block, as its users do, dcompile the model. Memory is what a peer adds to
-the job's: parameters, optimizer, and the peak of a step. Kernels are torch.profiler's: communication is NCCL's, and
-copies between and inside GPUs; exposed is the part of it in which no other kernel runs, idle the part of the step in
-which none runs at all.
+A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Lines named `mixed`
+have float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan; `amp`:
+float32 parameters under autocast; `checkpointed`: gradient_checkpointing_enable; `accumulate`: float32 parameters, four
+batches a step, of which the last reduces, and clip_grad_norm_.
+
+All peers of a line live in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
+FSDP2 is fully_shard on each block and on the root; torch.compile gets each block, as its users do, dcompile the model.
+Memory is what a peer adds to the job's: parameters, optimizer, and the peak of a step. Kernels are torch.profiler's:
+communication is NCCL's, and copies between and inside GPUs; exposed is the part of it in which no other kernel runs,
+idle the part of the step in which none runs at all. Tokens a second and MFU are of one GPU (the formula is in
+`benchmarks.utilization`). --profile prints the kernels' time by kinds, of each peer, in place of timing rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +36,14 @@ from typing import Any
 from benchmarks.common import environment, finish, gpu_time, last_peers, stored, table
 from benchmarks.gpu_train import SHAPES, Shape, make
 from benchmarks.ranks import Job, is_rank, joined, run_job
+from benchmarks.utilization import by_kind, kinds_table, utilization
 
 MODULE = "benchmarks.gpu_ddp_fsdp"
 WARM_UP = 4
 """Steps before the first timing: they compile, and record CUDA graphs."""
 DCOMPILE = {"receipt": False}
+CLIP = 1.0
+"""Norm that gradients are clipped to, of lines with several batches a step."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +56,39 @@ class Line:
     """Targets: dcompile's step over the base's, exposed part of its step, its peak memory over the base's."""
     exposed: float | None = None
     memory: float | None = None
+    precision: str = "bf16"
+    """Of parameters ("bf16"); or float32 ones are computed with by FSDP2's policy ("mixed") or autocast ("amp")."""
+    checkpointed: bool = False
+    batches: int = 1
+    """Of a step; the gradients of several are added up, and clipped."""
+    peers: tuple[str, ...] = ()
+    """Whom to time unless asked otherwise; none: `DEFAULT_PEERS`."""
 
 
+BASE = "torch.compile"
+BOTH = (BASE, "dcompile")
+RECORDED = (*BOTH, "dcompile reduce-overhead")
+TINY = SHAPES["tiny"]
 LINES = {
     "160M-ddp": Line(SHAPES["160M"], "ddp", ratio=0.6),
     "160M-fsdp2": Line(SHAPES["160M"], "fsdp2", ratio=0.3),
     "1B-ddp": Line(SHAPES["1B"], "ddp", ratio=0.85, exposed=0.01),
     "1B-fsdp2": Line(SHAPES["1B"], "fsdp2", ratio=0.85, exposed=0.03, memory=0.9),
-    "tiny-ddp": Line(SHAPES["tiny"], "ddp"),
-    "tiny-fsdp2": Line(SHAPES["tiny"], "fsdp2"),
+    "160M-fsdp2-mixed": Line(SHAPES["160M"], "fsdp2", ratio=0.2, precision="mixed", peers=RECORDED),
+    "1B-fsdp2-mixed": Line(SHAPES["1B"], "fsdp2", ratio=0.82, precision="mixed", peers=RECORDED),
+    "1B-fsdp2-mixed-checkpointed": Line(
+        SHAPES["1B"], "fsdp2", ratio=0.85, memory=1.0, precision="mixed", checkpointed=True, peers=BOTH
+    ),
+    "160M-ddp-amp": Line(SHAPES["160M"], "ddp", precision="amp", peers=RECORDED),
+    "1B-ddp-amp": Line(SHAPES["1B"], "ddp", precision="amp", peers=BOTH),
+    "160M-fsdp2-accumulate": Line(SHAPES["160M"], "fsdp2", precision="mixed", batches=4, peers=BOTH),
+    "160M-ddp-accumulate": Line(SHAPES["160M"], "ddp", precision="amp", batches=4, peers=BOTH),
+    "tiny-ddp": Line(TINY, "ddp"),
+    "tiny-fsdp2": Line(TINY, "fsdp2"),
+    "tiny-fsdp2-mixed": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, batches=2),
+    "tiny-ddp-amp": Line(TINY, "ddp", precision="amp", batches=2),
 }
 """The tiny ones are there to try the benchmark itself, also on CPU."""
-BASE = "torch.compile"
 PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
@@ -71,9 +102,12 @@ DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead"
 # --- one peer ---------------------------------------------------------------------------------------------------------
 
 
-def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float | None = None) -> Any:
+def spread(
+    model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float | None = None, mixed: bool = False
+) -> Any:
     """What a peer's user writes: wrap or shard the model, and compile it; with any other name it stays eager."""
-    from torch.distributed.fsdp import fully_shard
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     compiled = compiler(name)
@@ -81,12 +115,13 @@ def spread(model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float |
         ids = [device] if device.type == "cuda" else None
         return compiled(DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb))
     by_block = name.startswith("torch.compile")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     layers = model.model.layers
     for number, layer in enumerate(layers):
         if by_block:
             layers[number] = compiled(layer)
-        fully_shard(layers[number])
-    fully_shard(model)
+        fully_shard(layers[number], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     return model if by_block else compiled(model)
 
 
@@ -115,9 +150,13 @@ class Training:
     def __init__(self, name: str, line: Line, job: Job) -> None:
         import torch
 
-        self.name, self.job, self.gpu = name, job, job.device.type == "cuda"
+        self.name, self.line, self.job, self.gpu = name, line, job, job.device.type == "cuda"
         self._before = _memory(job.device)
-        self.call = spread(make(line.shape, job.device), line.kind, name, job.device)
+        model = make(line.shape, job.device, torch.bfloat16 if line.precision == "bf16" else torch.float32)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        if line.checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.call = spread(model, line.kind, name, job.device, mixed=line.precision == "mixed")
         whole = name.endswith("+ optimizer")
         kind = {"foreach": True} if whole and name.startswith("torch.compile") else {"fused": True}
         self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, **kind)
@@ -135,11 +174,35 @@ class Training:
 
     def step(self) -> Any:
         """One step; the loss."""
-        loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
-        loss.backward()
+        import torch
+
+        for batch in range(self.line.batches):
+            with self._reducing(batch + 1 == self.line.batches):
+                with torch.autocast(self.job.device.type, torch.bfloat16, enabled=self.line.precision == "amp"):
+                    loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
+                (loss / self.line.batches).backward() if self.line.batches > 1 else loss.backward()
+        if self.line.batches > 1:
+            torch.nn.utils.clip_grad_norm_(self.call.parameters(), CLIP)
         self.update()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    @contextlib.contextmanager
+    def _reducing(self, reduces: bool) -> Iterator[None]:
+        """Around one of several batches: whether its backward reduces gradients."""
+        if reduces:
+            yield
+        elif self.line.kind == "ddp":
+            with self.call.no_sync():
+                yield
+        else:
+            self.call.set_requires_gradient_sync(False)
+            yield
+            self.call.set_requires_gradient_sync(True)
+
+    def rate(self, ms: float, device: str) -> dict[str, float]:
+        """Tokens a second of a GPU whose step takes so long, and MFU."""
+        return utilization(self.line.shape, self.parameters, self.line.batches * self.tokens.numel(), ms, device)
 
     def time(self, steps: int) -> float:
         """Milliseconds a step, over `steps` of them, on the slowest rank."""
@@ -190,7 +253,7 @@ class Training:
             for event in profile.events()
             if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         ]
-        return lanes(events, steps) | {"longest": beside_communication(events, steps)}
+        return lanes(events, steps) | {"longest": beside_communication(events, steps), "kinds": by_kind(events, steps)}
 
     def _explained(self, timelines: str) -> dict[str, Any]:
         """The receipt, and each collective as dcompile.profile measures it, its pictures named so."""
@@ -311,7 +374,8 @@ def measure(
     torch._dynamo.config.accumulated_recompile_limit = 1024
     line, found = LINES[label], dict[str, Any]()
     peers = []
-    for name in arguments.peers:
+    device = torch.cuda.get_device_name() if job.device.type == "cuda" else "cpu"
+    for name in arguments.peers or line.peers or DEFAULT_PEERS:
         try:
             peer, error = Training(name, line, job), ""
         except Exception as raised:  # a peer that fails is a result, and no reason to lose the others
@@ -326,7 +390,7 @@ def measure(
             peers.append(peer)
         keep(found)
     samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for turn in range(arguments.rounds):
+    for turn in range(0 if arguments.profile else arguments.rounds):
         for place in range(len(peers)):
             peer = peers[(turn + place) % len(peers)]
             samples[peer.name].append(peer.time(arguments.steps))
@@ -334,6 +398,7 @@ def measure(
             taken = sorted(samples[peer.name])
             middle = statistics.median(taken)
             found[peer.name] |= {"ms": middle, "spread": (taken[-1] - taken[0]) / middle, "rounds": len(taken)}
+            found[peer.name] |= peer.rate(middle, device)
         keep(found)
     for peer in peers:
         values = (
@@ -380,7 +445,11 @@ def _result(lines: dict[str, Any], arguments: argparse.Namespace, ranks: int) ->
         "ranks": ranks,
         "environment": {**environment(torch.get_num_threads()), "cuda": torch.version.cuda},
         "lines": lines,
-        "complete": all("ms" in found for line in lines.values() for found in line.values()),
+        "complete": all(
+            "ms" in found or (arguments.profile and "error" not in found)
+            for line in lines.values()
+            for found in line.values()
+        ),
     }
 
 
@@ -428,6 +497,8 @@ def show(result: dict[str, Any], longest: bool = False) -> None:
         "reserved",
         "kernels",
         "warm-up s",
+        "tokens/s",
+        "MFU",
     ]
     for label, line in result["lines"].items():
         base = line.get(BASE, {}).get("ms")
@@ -440,11 +511,15 @@ def show(result: dict[str, Any], longest: bool = False) -> None:
             cells.append(_cell(found["ms"] / base, 3) if base and "ms" in found else "")
             cells += [_cell(found.get(key), 2) for key in ("compute_ms", "comm_ms", "exposed_ms", "idle_ms")]
             cells += [_cell(found.get(key), 0) for key in ("peak_mib", "reserved_mib", "kernels", "warm_up_s")]
+            cells += [_cell(found.get("tokens_per_s"), 0), _cell(found.get("mfu"), 3)]
             rows.append([name, *cells])
         print(table([f"{label} x{result['ranks']}", *head], rows))
         for name, found in line.items():
             for note in found.get("profile", ()):
                 print(f"  {name}: {note}")
+        kinds = {name: found["kinds"] for name, found in line.items() if found.get("kinds")}
+        if kinds and (longest or "ms" not in next(iter(line.values()))):
+            print("\n" + table([f"{label}: ms a step (launches)", *kinds], kinds_table(kinds)))
         if longest:
             for name, found in line.items():
                 cells = [
@@ -479,6 +554,7 @@ def launch(arguments: argparse.Namespace) -> dict[str, Any]:
         part.unlink(missing_ok=True)
         given = ["--only", label, "--out", str(part), "--quiet", "--device", arguments.device]
         given += ["--timelines", arguments.timelines]
+        given += ["--profile"] if arguments.profile else []
         given += [
             "--peers",
             ",".join(arguments.peers),
@@ -511,7 +587,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     default = ",".join(label for label in LINES if not label.startswith("tiny"))
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, where no launcher has started the ranks")
     parser.add_argument("--only", default=default, help=f"lines, of {', '.join(LINES)}")
-    parser.add_argument("--peers", default=",".join(DEFAULT_PEERS), help=f"what to time, of {', '.join(PEERS)}")
+    parser.add_argument("--peers", default="", help=f"what to time in place of a line's own, of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: Gloo, to try the benchmark")
@@ -520,11 +596,13 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timelines", default="", metavar="FOLDER", help="save dcompile's timelines there")
     parser.add_argument("--merge", nargs="+", metavar="FILE", help="join results in place of measuring")
     parser.add_argument("--longest", action="store_true", help="list kernels, alone and with a collective beside them")
+    parser.add_argument("--profile", action="store_true", help="time by kinds of kernels in place of timing rounds")
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     arguments = parser.parse_args(given)
-    arguments.only, arguments.peers = arguments.only.split(","), arguments.peers.split(",")
+    arguments.only = arguments.only.split(",")
+    arguments.peers = arguments.peers.split(",") if arguments.peers else []
     for asked, known in ((arguments.only, LINES), (arguments.peers, PEERS)):
         if unknown := [name for name in asked if name not in known]:
             parser.error(f"{unknown[0]}: not one of {', '.join(known)}")

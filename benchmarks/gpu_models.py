@@ -40,6 +40,9 @@ PEERS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
     "torch.compile": torch.compile,
     "dcompile": lambda model: dcompile.compile(model, options={"receipt": False}),
+    "dcompile autocast_experts": lambda model: dcompile.compile(
+        model, options={"receipt": False, "autocast_experts": True}
+    ),
     "dcompile reduce-overhead": lambda model: dcompile.compile(
         model, options={"receipt": False, "triton.cudagraphs": True}
     ),
@@ -222,7 +225,8 @@ def measure(peers: list[Training], line: dict[str, Any], rounds: int, steps: int
         if peer.peer.startswith(OURS):
             receipt = dcompile.receipt(peer.call)
             line[peer.peer] |= {
-                "notes": list(receipt.notes), "own_kernels": receipt.kernel_calls, "fallbacks": dict(receipt.fallbacks)
+                "notes": list(receipt.notes), "own_kernels": receipt.kernel_calls, "fallbacks": dict(receipt.fallbacks),
+                "graphs": receipt.graphs, "graph_breaks": receipt.graph_breaks,
             }  # fmt: skip
     return line
 

@@ -84,8 +84,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 """Peers that compile the step of their optimizer as well, as they do the model."""
 
 
-def make(shape: Shape, device: Any = "cuda") -> Any:
-    """The model, in bfloat16, with the same parameters each time."""
+def make(shape: Shape, device: Any = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model, with the same parameters each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def make(shape: Shape, device: Any = "cuda") -> Any:
         use_cache=False,
     )
     with torch.device(device):
-        return LlamaForCausalLM(config).to(torch.bfloat16).train()
+        return LlamaForCausalLM(config).to(dtype).train()
 
 
 class Training:

@@ -18,7 +18,7 @@ from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.agree import agree, captured, said_by_any, same_as_first
+from dcompile.runtime.agree import agree, said_by_any
 from dcompile.runtime.buckets import Buckets, average
 from dcompile.runtime.calibrate import figures_for
 from dcompile.runtime.shards import Shards
@@ -38,6 +38,7 @@ def compile(
     disable: bool = ...,
     recompile_limit: int | None = ...,
     isolate_recompiles: bool = ...,
+    dynamic_shapes: Any = ...,
     shapes_spec: Any = ...,
 ) -> Model: ...
 @overload
@@ -52,6 +53,7 @@ def compile(
     disable: bool = ...,
     recompile_limit: int | None = ...,
     isolate_recompiles: bool = ...,
+    dynamic_shapes: Any = ...,
     shapes_spec: Any = ...,
 ) -> Callable[[Model], Model]: ...
 def compile(
@@ -65,6 +67,7 @@ def compile(
     disable: bool = False,
     recompile_limit: int | None = None,
     isolate_recompiles: bool = False,
+    dynamic_shapes: Any = None,
     shapes_spec: Any = None,
 ) -> Any:
     """Compile a module in place (DDP-wrapped or not) and return the same object; for a function, return a wrapper.
@@ -72,7 +75,8 @@ def compile(
     The arguments mean what they mean in torch.compile. Without a model this is a decorator. Calling it again replaces
     the earlier setting. A bad mode or option raises OptionError (a ValueError, and a RuntimeError as in torch), naming
     the valid ones, at the call. Each call's recompiles are counted apart anyway, `isolate_recompiles` or not, and
-    nothing here shows `name`; `recompile_limit` and `shapes_spec` raise TypeError with a torch that lacks them.
+    nothing here shows `name`; `recompile_limit` and `dynamic_shapes` raise TypeError with a torch that lacks them.
+    `shapes_spec` is what torch called `dynamic_shapes` before 2.15; either name works with any torch that has one.
     """
     if mode is not None and options is not None:
         raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
@@ -83,7 +87,8 @@ def compile(
         fullgraph,
         dynamic,
         guard_filter_fn,
-        compat.dynamo.limits(recompile_limit=recompile_limit, shapes_spec=shapes_spec),
+        compat.dynamo.limits(recompile_limit=recompile_limit)
+        | compat.shapes.asked({"dynamic_shapes": dynamic_shapes, "shapes_spec": shapes_spec}),
     )
 
     def apply(target: Any) -> Any:
@@ -95,7 +100,8 @@ def compile(
         if isinstance(target, type) and issubclass(target, Module):
             instead = f"model = dcompile.compile({target.__name__}(...))"
             raise TypeError(f"dcompile: {target.__name__} is a class; compile a module of it: {instead}")
-        own = replace(settings, config=artifacts.own_dump(settings.config))
+        limits = compat.shapes.with_attached(target, settings.limits)
+        own = replace(settings, config=artifacts.own_dump(settings.config), limits=limits)
         if isinstance(target, Module):
             compile_module(target, own, make_toolbox(own.config))
             return target
@@ -107,7 +113,10 @@ def compile(
 def make_toolbox(config: Config) -> Toolbox:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
-    shards = functools.partial(Shards, gathers=config.gathers)
+    saves_memory = config.recompute == "memory"
+    shards = functools.partial(
+        Shards, gathers=config.gathers, shard_copies=config.shard_copies, saves_memory=saves_memory
+    )
     return Toolbox(
         compiler,
         Buckets,
@@ -116,10 +125,8 @@ def make_toolbox(config: Config) -> Toolbox:
         print_receipt,
         shards,
         compiler.meet,
-        captured,
         figures_for(config),
         said_by_any,
-        same_as_first,
         _all_idle,
     )
 

@@ -44,8 +44,10 @@ def handle_compile(context: Any, fn: Any) -> Any:
     if isinstance(fn, Module) or inspect.isclass(fn):
         return NotImplemented  # torch makes its OptimizedModule, and comes back with what that is to call
     config = own_dump(config)
-    settings = Settings(config, *compat.dynamo.context_settings(context), compat.dynamo.context_limits(context))
-    module = _module_of(fn)
+    module, limits = _module_of(fn), compat.dynamo.context_limits(context)
+    if module is not None and compat.shapes.argument() not in limits:  # Module.compile() gives torch no module
+        limits = dict(compat.shapes.with_attached(module, limits))
+    settings = Settings(config, *compat.dynamo.context_settings(context), limits)
     if module is not None:
         return compiled_call(module, settings, make_toolbox(config))
     return compile_function(fn, settings, make_toolbox(config))

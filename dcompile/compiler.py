@@ -12,7 +12,7 @@ import torch
 from dcompile.artifacts import log
 from dcompile.collectives.params import Executable, Foreseen, Request
 from dcompile.compat import storages
-from dcompile.compat.sizes import guard_count, known_facts
+from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.garbage import without_collecting
@@ -51,7 +51,9 @@ class CachingCompiler:
         self._peers = Alone()
         self._sharing: Sharing | None = None
         self._reasons: dict[str, str] = {}
-        """Name of a graph -> why it was compiled here, though rank 0 compiles for all."""
+        """Name of a graph -> why it was compiled here, though another rank had claimed it."""
+        self._begun_elsewhere = ""
+        """Key of the kernel of matrix products, where another rank has begun it."""
         self._workspaces = Workspaces()
         self._made: Pipeline | None = None
         self._begun: dict[tuple[str, str | None], Begun] = {}
@@ -95,11 +97,14 @@ class CachingCompiler:
 
         It takes g++ 0.7 s with AVX-512, once a machine: as long as a small model is traced, which is when this runs.
         """
-        gives = self._sharing is None or self._sharing.gives
-        if not gives or self.config.kernels == "aten" or not own_products(self.config.matmul):
+        if self.config.kernels == "aten" or not own_products(self.config.matmul):
             return
-        cache = KernelCache.open(self.config)
-        if cache.find(products_key()) is None:
+        cache, key = KernelCache.open(self.config), products_key()
+        if cache.find(key) is not None:
+            return
+        if self._sharing is not None and not self._sharing.claim(key):
+            self._begun_elsewhere = key
+        else:
             with contextlib.suppress(BuildError):  # what needs it says so
                 self._pipeline().begin_products(cache)
 
@@ -112,7 +117,7 @@ class CachingCompiler:
             program = self._found(cache, key, gm, request)
             if program is None:
                 program = self._compile_for_all(cache, key, objection, gm, request, foreseen)
-            if key is not None and self._sharing is not None and self._sharing.gives:
+            if key is not None and self._sharing is not None:
                 self._sharing.give(key, cache)
         program.report.compile_seconds = time.perf_counter() - began
         log(self.config, "kernels", f"{request.name}: {program.report}")
@@ -126,10 +131,14 @@ class CachingCompiler:
             why = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
         elif program.late_sizes:
             why = f"{program.late_sizes} of its sizes depend on values"
+        elif reads_values(gm):
+            why = "it reads numbers out of tensors, to compare them with what is said of them"
         elif program.on_host:
             why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
         elif storages.gives_data(gm):
             why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
+        elif any(storages.resizes(node.target) for node in gm.graph.nodes):
+            why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program
@@ -158,24 +167,25 @@ class CachingCompiler:
         try:
             return self._compile(cache, key, objection, gm, request, foreseen)
         except BaseException:
-            if key is not None and self._sharing is not None and self._sharing.gives:
+            if key is not None and self._sharing is not None:
                 with contextlib.suppress(RuntimeError):  # the store may be gone
                     self._sharing.fail(key)
             raise
 
     def _found(self, cache: KernelCache, key: str | None, gm: Any, request: Request) -> HostProgram | None:
-        """The graph as it was compiled before, here or by rank 0 just now."""
+        """The graph as it was compiled before, here or by another rank just now."""
         if key is None or self._compiles_anew():
             return None
-        if self._sharing is not None and self._sharing.gives and request.together:
-            self._sharing.announce(request.name, key)
         found = self._load(cache, key, gm, request)
-        if found is not None or self._sharing is None or self._sharing.gives:
+        if self._sharing is None:
             return found
-        kernels, reason = self._sharing.receive(key, request.name, request.together, cache)
+        if found is None and self._begun_elsewhere and cache.find(self._begun_elsewhere) is None:
+            self._sharing.let_pass(self._begun_elsewhere, key)  # or this rank would build products once more
+        if self._sharing.claim(key) or found is not None:
+            return found
+        kernels, reason = self._sharing.receive(key, cache)
         if kernels is None:
-            if reason:
-                self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"
+            self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"
             return None
         found = self._load(cache, key, gm, request)
         if found is not None:

@@ -62,6 +62,11 @@ class Config:
         "Compute `cross_entropy` of a linear layer's result in so many parts of its classes, at least 2, which the "
         "backward computes again: the logits are never there as a whole. 0: off. Losses differ by rounding.",
     )
+    autocast_experts: bool = setting(
+        False,
+        "Under autocast, multiply Hugging Face's experts in autocast's dtype, as linear layers are. Eager multiplies "
+        "them in their weights' dtype: with float32 weights, several times slower on a GPU.",
+    )
     overlap_mb: int = setting(
         -1,
         "What starting all-gathers early and waiting late for reductions may add to a graph's peak memory, in MiB. "
@@ -80,11 +85,24 @@ class Config:
         "collective: always by all-gathers.",
         in_key=False,  # what ranks came to is
     )
+    shard_copies: Literal["auto", "step", "gather"] = setting(
+        "auto",
+        "Under mixed precision, when shards are converted to the dtype that computing uses. step: once for each "
+        "forward and its backward, into memory that other ranks may copy from; gather: anew for each all-gather, in "
+        "memory that lasts as long. auto: step, unless it takes a sixteenth of a GPU's memory or recompute is memory.",
+        in_key=False,  # what ranks came to is
+    )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")
     layers_once: bool = setting(
         True,
         "Trace a few of the layers that repeat, and copy what comes of them for the others. Off, each is traced.",
         in_key=False,  # the graph is the same
+    )
+    late_sizes: bool = setting(
+        True,
+        "Capture operations whose results' sizes depend on values (`nonzero`, masks), where torch.compile breaks the "
+        "graph unless its own setting says otherwise. Off with CUDA graphs.",
+        in_key=False,  # the graph is another
     )
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."

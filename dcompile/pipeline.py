@@ -84,7 +84,11 @@ PASSES: tuple[Pass, ...] = (
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
     Pass(lambda program, request: _bucketed(program, request), "insert_buckets", required=True),
     Pass(lambda program, _: scale_products(program), "scale_products"),
-    Pass(lambda program, request: insert_scatters(program, request.params), "insert_scatters", required=True),
+    Pass(
+        lambda program, request: insert_scatters(program, request.params, request.reductions),
+        "insert_scatters",
+        required=True,
+    ),
     Pass(
         lambda program, request: insert_gathers(program, request.params, request.gathers, request.results),
         "insert_gathers",

@@ -39,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
     )
     parser.addoption("--poison", action="store_true", help="fill memory that no result may depend on (tests/poison.py)")
+    parser.addoption(
+        "--matmul", choices=("own", "aten"), help="float32 products on CPU as on other processors than this one"
+    )
     parser.addoption("--device", default="cpu", help="where tests/ops and tests/models run: cpu or cuda")
 
 
@@ -120,6 +123,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("DCOMPILE_")]:
         del os.environ[name]
     os.environ["DCOMPILE_VERIFY"] = "1"
+    if matmul := config.getoption("--matmul"):
+        os.environ["DCOMPILE_MATMUL"] = matmul
     if workers := getattr(config, "workerinput", {}).get("workercount"):  # others test beside this process
         os.environ["MAX_JOBS"] = str(max((os.cpu_count() or 1) // workers, 1))
     os.environ["TEST_DEVICE"] = config.getoption("--device")

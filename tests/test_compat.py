@@ -35,7 +35,8 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
     seen = []
 
     @contextlib.contextmanager
-    def around(code):
+    def around(code, late):
+        assert not late
         seen.append(code.co_name)
         yield
 
@@ -49,6 +50,41 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
     assert seen.count("function") == 1  # beside frames of torch itself, which Dynamo then skips
     count = len(seen)
     assert compiled(torch.zeros(1)).item() == 1 and len(seen) == count
+
+
+@pytest.mark.parametrize(
+    ("message", "again"), [("Could not guard on data-dependent expression u0 > 3", True), ("out of memory", False)]
+)
+def test_a_frame_that_late_sizes_stop_is_compiled_without(message, again):
+    import contextlib
+
+    seen, asked = [], []
+
+    @contextlib.contextmanager
+    def around(code, late):
+        if code.co_name == "function":
+            seen.append(late)
+        with compat.dynamo.tracing_settings(late_sizes=late):
+            asked.append(torch._dynamo.config.capture_dynamic_output_shape_ops)
+            yield
+
+    def backend(gm, _):
+        if seen == [True]:
+            raise RuntimeError(message)
+        return gm
+
+    def function(x):
+        return x + 1
+
+    context = compat.dynamo.optimize(backend, fullgraph=True, guard_filter_fn=None, limits={})
+    compat.dynamo.wrap_frame_callback(context, around, late_sizes=True)
+    if again:
+        assert context(function)(torch.zeros(1)).item() == 1 and seen == [True, False]
+        assert {True, False} == set(asked)
+    else:
+        with pytest.raises(Exception, match=message):
+            context(function)(torch.zeros(1))
+        assert seen == [True]
 
 
 def test_storage_use_count():

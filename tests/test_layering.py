@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("errors",),  # names only; imports nothing, so that the verifier in ir/ can raise one
     ("ir",),
-    ("config", "artifacts", "compat", "figures", "garbage", "machine", "random_ops", "rnn_ops"),
+    ("config", "artifacts", "compat", "figures", "garbage", "grouped_ops", "machine", "random_ops", "rnn_ops"),
     ("capture", "collectives", "codegen", "runtime"),
     ("tuning",),
     ("pipeline",),

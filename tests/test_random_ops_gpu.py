@@ -142,3 +142,32 @@ def test_eagers_own_numbers_on_request(graphs):
         want = model(x)
         torch.manual_seed(step)
         torch.testing.assert_close(call(x), want)
+
+
+class Labelled(nn.Module):
+    """What a diffusion transformer draws in training: labels that are dropped, times, noise, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.labels, self.out = nn.Embedding(11, 32), nn.Linear(32, 32)
+
+    def forward(self, x, labels):
+        labels = torch.where(torch.rand(len(labels), device=labels.device) < 0.3, 10, labels)
+        times = torch.randint(0, 1000, (len(x), 1), device=x.device) / 1000
+        noisy = (1 - times) * x + times * torch.randn_like(x)
+        return F.dropout(self.out(noisy + self.labels(labels)), 0.1)
+
+
+def test_a_diffusion_step_draws_eagers_numbers_on_request_alone():
+    model = Labelled().to(DEVICE)
+    x, labels = randn(64, 32), torch.arange(64, device=DEVICE) % 10
+    asked = torch.compile(model, backend="dcompile", options={"receipt": False, "fallback_random": True})
+    found = []
+    for call in (model, asked, compiled(model)):
+        torch.manual_seed(3)
+        model.zero_grad()
+        result = call(x, labels)
+        result.square().mean().backward()
+        found.append((result.detach(), model.labels.weight.grad.clone()))
+    torch.testing.assert_close(found[1], found[0])
+    assert not torch.allclose(found[2][0], found[0][0])

@@ -190,10 +190,10 @@ def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple
 
 
 def _copied(gm: Any) -> Any:
-    """Dynamo reads from its own graph what to call the compiled function with."""
-    copy = torch.fx.GraphModule(gm, torch.fx.Graph())
-    nodes: dict[Any, Any] = {}
-    copy.graph.output(copy.graph.graph_copy(gm.graph, nodes))
+    """Dynamo reads from its own graph what to call the compiled function with. Bodies of operators are shared."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = torch.fx.GraphModule(gm, graph)  # takes over what the graph refers to, and so has to see all of it
     copy.meta = gm.meta
     return copy
 

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.capture.bodies import Nest
 from dcompile.capture.causal import argument, changes, shape_of
 from dcompile.capture.vocabulary import chunked_cross_entropy, spans
 from dcompile.compat.user_line import user_line
@@ -52,15 +53,18 @@ class Head:
 
 
 def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
-    """Have each cross-entropy of a linear layer's result in a Dynamo graph computed by parts of the classes.
+    """Have each cross-entropy of a linear layer's result computed by parts of the classes, in bodies too.
 
     Returns a line for people about each loss, and how many stay whole. The graph is changed in place.
     """
-    losses = list(gm.graph.find_nodes(op="call_function", target=LOSS))
+    nest = Nest(gm)
+    losses = [loss for graph in nest.graphs for loss in graph.graph.find_nodes(op="call_function", target=LOSS)]
     notes, begun, whole = list[str](), 0, 0
     for loss in losses:
         where = user_line(loss) or loss.name
         try:
+            if not nest.is_inlined(nest.owner(loss)):
+                raise NotChunked("they are in a part of the model that may run several times (a loop, a condition)")
             head = _head_of(loss)
             hidden = _rows(head, loss)
         except NotChunked as reason:
@@ -72,7 +76,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
         _replace(loss, head, hidden, {"chunks": chunks, "begun": begun})
         begun += len(parts)
     if losses:
-        gm.recompile()
+        nest.recompile()
         return notes, whole
     return ["chunked_loss: a graph computes no cross_entropy; where the loss is outside, its logits are results"], 0
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from dcompile.capture.bodies import Nest
 from dcompile.capture.causal import ATTENTION
 
 DEVICES = ("cuda",)
@@ -26,15 +27,16 @@ _ALL = slice(None)
 
 
 def write_out_single_queries(gm: GraphModule) -> list[str]:
-    """Rewrite attention calls of a Dynamo graph with one query a head, in inference.
+    """Rewrite attention calls with one query a head, in inference, of a Dynamo graph and of bodies that it holds.
 
     Returns a line for people. The graph is changed in place. Scores and weights are float32, as in the library, and
     weights are not rounded before they meet the values.
     """
-    count = sum(_rewritten(gm, node) for node in list(gm.graph.nodes) if node.target is ATTENTION)
+    nest = Nest(gm)
+    count = sum(_rewritten(nest.owner(node), node) for node in nest.nodes() if node.target is ATTENTION)
     if not count:
         return []
-    gm.recompile()
+    nest.recompile()
     return [f"{count} attention calls of one query a head are written out, as kernels of ours"]
 
 

@@ -71,6 +71,7 @@ class Entry:
         self._is_module = root is not None
         self._graph = graph
         self._hooks = None if root is None else compat.hooks.Hooks(root)
+        self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
@@ -102,10 +103,19 @@ class Entry:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._graph.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
+        state = compat.ddp.replicated(self.root)
+        if state is not None and not torch.compiler.is_compiling():
+            return compat.ddp.run_replicated(self.root, state, self._enter, args, kwargs)
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: Any, kwargs: Any) -> Any:
+        """A call, inside a DDP's forward if there is one around the module."""
         ddp = compat.ddp.active_ddp()
         inside_ddp = ddp is not None and self._is_root_of(ddp)
-        if inside_ddp and self._ddp() is not ddp:
+        if inside_ddp and (self._ddp() is not ddp or self.model.has_moved()):
             self._attach(ddp)
+        elif inside_ddp and self.model.is_outdated():
+            self._compiled = None
         if self._compiled is None:
             root = self.root
             if root is not None and _belongs_to(root, self):
@@ -139,10 +149,11 @@ class Entry:
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
-        hooked = compat.hooks.told(self._hooks)
+        regions = contextlib.nullcontext() if self._checkpointed is None else self._checkpointed.as_regions()
         call = self.model.begin(inside_ddp)
         try:
-            result = self._compiled(hooked, self._thing(), *args, **kwargs)
+            with regions:
+                result = self._compiled(compat.hooks.told(self._hooks), self._thing(), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
@@ -173,11 +184,16 @@ class Entry:
         """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""
         adapter = self.model.adapter
         assert isinstance(adapter, ShardedAdapter), "only FSDP shards parameters"
+        if reason := adapter.wants_stock():
+            return self._call_given_back(adapter, reason, args, kwargs)
         if adapter.outdated():
             self._compiled = None
             return self(*args, **kwargs)
         if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
+        if compat.dynamo.is_watched():
+            adapter.note_eager("a mode that looks at operations is on, such as CommDebugMode")
+            return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
         between = self.model.between
         assert between is not None, "sharded parameters are taken over"
@@ -188,6 +204,10 @@ class Entry:
             return result
         except GivenBack as error:
             reason = str(error)
+        return self._call_given_back(adapter, reason, args, kwargs)
+
+    def _call_given_back(self, adapter: ShardedAdapter, reason: str, args: Any, kwargs: Any) -> Any:
+        """The call with FSDP's own hooks, as all calls from now on."""
         self.model.give_back(adapter, reason)
         self._compiled = self._compile()
         return self(*args, **kwargs)
@@ -200,13 +220,16 @@ class Entry:
 
     def _is_root_of(self, ddp: Any) -> bool:
         """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
-        return self.root is not None and unwrapped(ddp.module) is self.root
+        if self.root is None:
+            return False
+        return unwrapped(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """The module runs inside this DDP for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
-        self.model.adopt(DdpAdapter(ddp, stock))
+        replicated = self.root if compat.ddp.is_of_replicate(ddp, self.root) else None
+        self.model.adopt(DdpAdapter(ddp, stock, module=replicated))
         self._compiled = None
 
     def _compile(self) -> Callable[..., Any]:
@@ -225,6 +248,7 @@ class Entry:
         made.backends.append(backend)
         self._frames.begin(function if type(model.adapter) is PlainAdapter else None)
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
+        spec = compat.shapes.for_entry(settings.limits, self.target)
 
         def compiled_frame(code: Any, guarded: Any) -> None:
             model.compiled(code, own, guarded is not None)
@@ -233,14 +257,24 @@ class Entry:
                 frames.add(code, guarded)
 
         @contextlib.contextmanager
-        def compiling(code: types.CodeType) -> Iterator[None]:
+        def compiling(code: types.CodeType, late: bool) -> Iterator[None]:
             finalizers = made.finalizers if code is own else []  # others serve code that lives on
-            with compat.guards.collect_finalizers(finalizers), model.compiling(code, own):
+            with compat.guards.collect_finalizers(finalizers), _compiling(model, code, own, spec, late):
                 yield
 
-        compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame)
+        config = model.settings.config
+        # what a CUDA graph records has one size
+        late_sizes = config.late_sizes and not config.triton_cudagraphs
+        compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes=late_sizes)
         compiled: Callable[..., Any] = context(function)
         return compiled
+
+
+@contextlib.contextmanager
+def _compiling(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
+    """Around Dynamo's work on a frame; `spec` is of the shapes of our outermost one, `own`."""
+    with model.compiling(code, own, late_sizes), compat.shapes.in_entry(spec if code is own else None):
+        yield
 
 
 def _belongs_to(root: Module, entry: Entry) -> bool:
@@ -317,7 +351,7 @@ def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Calla
     return module_call(module, settings, toolbox)
 
 
-def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Any:
     """A compiled stand-in for a function; the function itself stays as it is."""
     function = original_function(function)
     inner = Entry(function, None, settings, toolbox).entrance(function)

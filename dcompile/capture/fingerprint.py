@@ -1,4 +1,4 @@
-"""What a rank has captured, as lines that ranks compare before they compile.
+"""What a rank has captured, as lines that ranks compare before the first collective of a model.
 
 In the lines: versions, settings, parameters in their order, and each call of the captured graph that makes a tensor.
 Not in them: shapes of inputs, and numbers in calls, which may differ between ranks (a ragged batch, a rank's own scale)
@@ -8,38 +8,41 @@ in one that has a graph break: parameters have those of the model there, and oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dcompile.capture.toolbox import Line
 from dcompile.compat.user_line import user_line
 from dcompile.machine import own_source, own_version
 
 if TYPE_CHECKING:
     from dcompile.capture.model import CompiledModel
 
+CAPTURES = "captured graphs"
+"""What ranks disagree on, if they do."""
 _OF_A_PART = "torch.ops.higher_order."
 
-Line = tuple[str, str]
-"""(what is compared, the line of the user's model, for people)."""
+
+def captured_calls(model: CompiledModel, gm: Any, params: Mapping[int, int]) -> list[Line]:
+    """What ranks compare of a graph, once a call of the model is to exchange something between them."""
+    return [*calls_of(gm, _names(model, params))]
 
 
-def compare_capture(model: CompiledModel, gm: Any, number: int, params: Mapping[int, int]) -> list[str]:
-    """Compare a graph of the first call between ranks; notes. Raises PlanMismatchError, on all ranks."""
-    subject = f"graph {number} of model {model.number}"
-    lines = [(subject, ""), *_surroundings(model), *calls_of(gm, _names(model, params))]
-    note = model.toolbox.captured(model.peers, subject, lines, model.adapter.way_to_differ)
-    return [note] if note else []
+def compare_captures(model: CompiledModel, captures: Sequence[Sequence[Line]]) -> None:
+    """Compare the graphs of a call, in their order, between ranks: all come. Raises PlanMismatchError, on all ranks.
+
+    Graphs are told apart by their place in the call: how many a rank has made before, alone, is its own affair.
+    """
+    graphs = [line for n, calls in enumerate(captures) for line in ((f"graph {n} of the call", ""), *calls)]
+    lines = [*_surroundings(model), *graphs]
+    model.toolbox.agree(model.adapter.group, CAPTURES, lines, model.adapter.way_to_differ)
 
 
-def compare_surroundings(model: CompiledModel, gm: Any, params: Mapping[int, int]) -> tuple[bool, list[str]]:
-    """The same where ranks may run other graphs: compare all but its calls. Whether these are rank 0's too; notes."""
-    subject = f"settings of model {model.number}"
-    note = model.toolbox.captured(model.peers, subject, [(subject, ""), *_surroundings(model)], "")
-    calls = [*calls_of(gm, _names(model, params))]
-    same = not note and model.toolbox.same_as_first(model.peers, f"graph 0 of model {model.number}", calls)
-    return same, [note] if note else []
+def compare_surroundings(model: CompiledModel) -> None:
+    """The same where ranks may run other graphs: compare all but these."""
+    model.toolbox.agree(model.adapter.group, "settings", [*_surroundings(model)])
 
 
 def _surroundings(model: CompiledModel) -> Iterator[Line]:

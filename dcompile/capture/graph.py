@@ -18,7 +18,8 @@ from dcompile.capture.causal import replace_constant_masks
 from dcompile.capture.chunked import LEFT_WHOLE, chunk_losses
 from dcompile.capture.copies import drop_copies
 from dcompile.capture.decoding import write_out_single_queries
-from dcompile.capture.fingerprint import compare_capture, compare_surroundings
+from dcompile.capture.experts import group_experts
+from dcompile.capture.fingerprint import captured_calls
 from dcompile.capture.grouped import share_repeated_heads
 from dcompile.capture.joint import Cut, keep_drawn, looks_returned, partitioner, recompute_views
 from dcompile.capture.keys import hand_out_keys
@@ -27,10 +28,12 @@ from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
 from dcompile.capture.overlaps import as_traced, watched_inputs
 from dcompile.capture.padding import pad_products
+from dcompile.capture.permutations import gather_in_opposite_order
 from dcompile.capture.pooling import save_no_images, shorten_positions
 from dcompile.capture.products import multiplies
 from dcompile.capture.programs import Programs, boxed
 from dcompile.capture.recurrent import keep_recurrent_whole
+from dcompile.capture.resizes import resize_inputs_alone
 from dcompile.capture.results import seen_without_gradients, without_gradients
 from dcompile.capture.tangents import can_be_absent, shapes_of, tangents
 from dcompile.capture.unfold import NotTheSame, check_inputs, unfold
@@ -52,7 +55,10 @@ class Graph(Programs):
         compiler = self.model.toolbox.compiler
         if multiplies(gm):
             compiler.expect_products()
-        self._compare(gm)
+        self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
+        if self.model.compares_captures():
+            self.captured = captured_calls(self.model, gm, self.params)
+        self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
         self.notes += keep_recurrent_whole(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
@@ -103,6 +109,7 @@ class Graph(Programs):
         def inference(module: Any, _inputs: Any) -> Any:
             check()
             complete(module)
+            resize_inputs_alone(module)
             hand_out_keys(module)
             self._find_shards(module)
             self.changed = compat.aot.changed_inputs(len(example_inputs))
@@ -140,23 +147,12 @@ class Graph(Programs):
         seen = seen_without_gradients(gm, self._learning)
         return compat.dynamo.no_dynamo(without_gradients(compiled, seen), "a compiled graph")
 
-    def _compare(self, gm: Any) -> None:
-        """Of the first call: see that every rank has captured the same, as far as it must."""
-        if not self._together:
-            return
-        if not isinstance(self.adapter, DdpAdapter) or not self.adapter.uneven:
-            self.notes += compare_capture(self.model, gm, self.number, self.params)
-        elif self.number == 0:
-            self._together, notes = compare_surroundings(self.model, gm, self.params)
-            self.notes += notes
-        else:  # rank 0 may have no such graph
-            self._together = False
-
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""
-        self._may_lack = can_be_absent(joint)
+        self._may_lack = can_be_absent(joint, alone=not self._goes_on)
         if self.model.settings.config.kernels != "aten":
             drop_copies(joint)
+            gather_in_opposite_order(joint)
             shorten_positions(joint)
         self._lay_out(joint)
         if self.model.settings.config.kernels != "aten":

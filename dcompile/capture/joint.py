@@ -13,6 +13,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.cut import minimum_cut
 from dcompile.capture.keys import hand_out_keys
+from dcompile.capture.resizes import CHANGES, resize_inputs_alone
 
 TOKEN = "dcompile_sync"
 """Name of the value that carries `sync` from a forward to its own backward.
@@ -55,6 +56,7 @@ def partitioner(
         found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         compat.sizes.multiply_two_by_two(joint)
         hand_out_keys(joint)
+        resize_inputs_alone(joint)
         keep_old_values(joint)
         keep_looks_by_strides(joint)
         prepare(joint)
@@ -117,17 +119,13 @@ def take_outputs(forward: Any, first: int, count: int) -> None:
     forward.recompile()
 
 
-CHANGES = "aten.copy_.default"
-"""How a graph changes an input: AOTAutograd leaves no other operation in place."""
-
-
 def keep_old_values(joint: Any) -> None:
-    """Have the forward copy what it changes and what the backward computes with: an input, as it was before.
+    """Have the forward copy what it changes or frees and what the backward computes with: an input, as it was before.
 
     torch's partitioners save such an input itself, which the backward then finds changed (torch 2.11 to 2.13: a counter
     in a buffer, `self.n += 1; return x * self.n`, has its gradients off by one step, with aot_eager as with inductor).
     """
-    changed = {node.args[0] for node in joint.graph.nodes if str(node.target) == CHANGES}
+    changed = {node.args[0] for node in joint.graph.nodes if _changes(node)}
     changed |= compat.aot.changed_behind(joint)
     if not changed:
         return
@@ -139,6 +137,11 @@ def keep_old_values(joint: Any) -> None:
     for old in placeholders:
         if old in changed and _is_read_in(old, backward):
             compat.aot.never_recompute(_only_copy(old) or _read_a_copy(joint, old, placeholders[-1]))
+
+
+def _changes(node: Any) -> bool:
+    """Whether a node changes an input, or frees it."""
+    return str(node.target) == CHANGES or compat.storages.resizes(node.target)
 
 
 def keep_looks_by_strides(joint: Any) -> None:
@@ -183,7 +186,7 @@ def _is_read_in(node: Any, backward: set[Any]) -> bool:
 
 def _only_copy(old: Any) -> Any | None:
     """The copy of an input through which all else reads it; AOTAutograd makes one of some."""
-    readers = [user for user in old.users if user.op == "call_function" and str(user.target) != CHANGES]
+    readers = [user for user in old.users if user.op == "call_function" and not _changes(user)]
     return readers[0] if [str(reader.target) for reader in readers] == ["aten.clone.default"] else None
 
 
@@ -197,7 +200,7 @@ def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
         copy.meta["val"] = value.clone()
 
     def reads(user: Any) -> bool:
-        return user is not copy and user.op != "output" and str(user.target) != CHANGES
+        return user is not copy and user.op != "output" and not _changes(user)
 
     old.replace_all_uses_with(copy, delete_user_cb=reads)
     return copy

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
 from dcompile.capture.between import Between
 from dcompile.capture.eligibility import outside_use, tensors_in
+from dcompile.capture.experts import group_loop
+from dcompile.capture.fingerprint import compare_captures, compare_surroundings
 from dcompile.capture.plans import plan_of
 from dcompile.capture.sync_norm import sync_batch_norm
 from dcompile.capture.toolbox import GradientBuckets, Peers, ShardedParameters, Toolbox
@@ -26,6 +29,10 @@ from dcompile.garbage import without_collecting
 
 if TYPE_CHECKING:
     from dcompile.capture.programs import Programs
+
+
+GRADIENTS = "gradients of a model"
+"""What ranks disagree on if some leave reducing to DDP."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class Invocation:
     inside_ddp: bool = False
     sync: bool = False
     token: torch.Tensor | None = None
-    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients. None: 0."""
+    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients; 0 if only where that
+    is asked for by hand; -1 if never, as it is done behind them. None: 0.
+    """
     graphs: list[int] = field(default_factory=list)
     """Numbers of the graphs that ran in this call, in order."""
     units: set[int] = field(default_factory=set)
@@ -84,8 +93,6 @@ class CompiledModel:
         self.toolbox = toolbox
         self.adapter: PlainAdapter = PlainAdapter()
         self.peers: Peers = toolbox.meet(None)
-        self.number = 0
-        """Of the models that run in the adapter's process group, the same on every rank."""
         self.graphs: list[Programs] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
@@ -114,6 +121,8 @@ class CompiledModel:
         self.pool: dict[Any, Any] = {}
         """Memory of gradient buckets, which the graphs share."""
         self._refusal: str | None = None
+        self._compared = False
+        """Whether ranks have compared what they captured, and who reduces gradients."""
         self._reported: set[bool | None] = set()
         """Kinds of steps that were reported: training or not. None: that nothing was compiled."""
         self._owes_report = False
@@ -124,7 +133,7 @@ class CompiledModel:
         if adapter.carries_sync:
             self._tokens = _token(reduces=False), _token(reduces=True)
         self.peers = self.toolbox.meet(adapter.group)
-        self.number = self.peers.number("model")
+        self._compared = False
         self.graphs, self.variants, self.newest = [], {}, None
         self.shards, self.between, self._refusal, self._all_idle, self.pool = None, None, None, None, {}
         if isinstance(adapter, ShardedAdapter) and adapter.eligible:
@@ -132,15 +141,39 @@ class CompiledModel:
             self.between = Between(adapter)
         self._reported, self._owes_report = set(), False
 
+    def has_moved(self) -> bool:
+        """Whether gradients are to be reduced over other ranks from now on: DDP has its own reducer back for that.
+
+        Whoever takes it over next starts as at first, and all of these ranks with it.
+        """
+        adapter = self.adapter
+        if not isinstance(adapter, DdpAdapter) or not adapter.has_moved():
+            return False
+        adapter.leave("it has another process group")
+        return True
+
+    def is_outdated(self) -> bool:
+        """Whether all graphs are to be captured anew, for the same adapter: what gradients are reduced has changed."""
+        if not isinstance(self.adapter, DdpAdapter) or not self.adapter.outdated():
+            return False
+        self._all_idle = None
+        return bool(self.graphs)
+
     # --- forward ---
 
     @contextlib.contextmanager
-    def compiling(self, code: Any, entry: Any) -> Iterator[None]:
-        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one."""
+    def compiling(self, code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
+        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one.
+
+        With `late_sizes`, operations whose results' sizes depend on values are captured.
+        """
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         known = len(compat.dynamo.graph_breaks())
         try:
-            settings = compat.dynamo.tracing_settings(self.settings.dynamic, sync_batch_norm, code is entry)
+            grouping = None if self.settings.config.kernels == "aten" else group_loop
+            settings = compat.dynamo.tracing_settings(
+                self.settings.dynamic, sync_batch_norm, code is entry, grouping, late_sizes
+            )
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._serving_one(code is entry)
             with looking, busy, settings, one, without_collecting():
@@ -184,8 +217,10 @@ class CompiledModel:
         if inside_ddp and isinstance(adapter, DdpAdapter):
             adapter.before_forward()
             call.sync = adapter.wants_sync()
-            if call.sync:  # of its own, where it may turn out that another way is taken
-                call.token = _token(reduces=True) if adapter.uneven else self._tokens[1]
+            if adapter.uneven:  # of its own, where it may turn out that another way is taken
+                call.token = _token(call.sync)
+            elif call.sync:
+                call.token = self._tokens[1]
         self.calls.setdefault(threading.get_ident(), []).append(call)
         return call
 
@@ -200,14 +235,26 @@ class CompiledModel:
         """Whether this thread is in a call of the model already."""
         return threading.get_ident() in self.calls
 
-    def is_first_call(self) -> bool:
-        """Whether a training call runs that every rank has to make: none did before."""
-        stack = self.calls.get(threading.get_ident())
-        if self.adapter.group is None or self.settings.config.distributed == "stock" or not stack:
+    def compares_captures(self) -> bool:
+        """Whether a graph that is captured now may be among those that ranks are to compare.
+
+        A rank may call a DDP model as often as it likes, alone, before the first backward that reduces: which graphs
+        are compared shows then. A call of sharded parameters is a call of every rank; those of the first one for
+        training are compared.
+        """
+        adapter, stack = self.adapter, self.calls.get(threading.get_ident())
+        if adapter.group is None or self.settings.config.distributed == "stock" or not stack:
             return False
-        adapter = self.adapter
-        inside = not isinstance(adapter, DdpAdapter) or (stack[-1].inside_ddp and not adapter.may_be_alone)
-        return inside and torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
+        if isinstance(adapter, DdpAdapter):
+            return not (self._compared or adapter.uneven)
+        return torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
+
+    def compare_captures(self, graphs: Iterable[Programs]) -> None:
+        """See that every rank has captured the same for these graphs: all come, and all raise if they have not."""
+        graphs = list(graphs)
+        compare_captures(self, [graph.captured for graph in graphs])
+        for graph in graphs:
+            graph.captured = []
 
     def ran(self, graph: Programs) -> torch.Tensor | None:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token.
@@ -242,7 +289,7 @@ class CompiledModel:
     def give_back(self, adapter: ShardedAdapter, reason: str) -> None:
         """FSDP's own hooks gather and reduce from here on: on every rank, or all raise."""
         for number, group in enumerate(adapter.process_groups()):
-            subject = f"use of FSDP's own hooks, model {self.number}.{number}"
+            subject = f"use of FSDP's own hooks, group {number}"
             self.toolbox.agree(group, subject, ["parameters and gradients are given back to FSDP"])
         if self.shards is not None:
             self.shards.give_back()
@@ -323,15 +370,15 @@ class CompiledModel:
             adapter.restore("; ".join(reasons), call.inside_ddp)
             return
         adapter.watch(reasons)
-        if not call.sync:
-            return
         if call.token is not None:
-            call.token.data.fill_(0)  # .data: the graphs have saved it, and nothing is to notice
+            call.token.data.fill_(-1)  # .data: the graphs have saved it, and nothing is to notice
         for tensor in tensors:
-            compat.tensors.on_gradient(tensor, self._reduce_behind)
+            compat.tensors.on_gradient(tensor, functools.partial(self._reduce_behind, call.sync))
 
-    def _reduce_behind(self) -> None:
+    def _reduce_behind(self, sync: bool) -> None:
         """Inside a backward: when it is through, reduce every gradient."""
+        if not sync and not self.adapter.prepared:
+            return
         task = compat.tensors.backward_task()
         if task not in self._behind:
             self._behind.add(task)
@@ -340,10 +387,13 @@ class CompiledModel:
     def _reduce_all(self, task: int) -> None:
         self._behind.discard(task)
         adapter = self.adapter
-        if not isinstance(adapter, DdpAdapter) or not adapter.eligible or not adapter.unreduced:
+        if not isinstance(adapter, DdpAdapter) or not adapter.eligible:
+            return
+        adapter.has_synced()
+        if not adapter.unreduced:
             return
         if self._all_idle is None:
-            infos, rule = adapter.param_infos(), adapter.bucket_rule()
+            infos, rule = adapter.exchanged(()), adapter.bucket_rule()
             assert rule is not None, "what was taken over has buckets"
             buckets = self.toolbox.all_idle(infos, rule)
             self._all_idle = self.toolbox.make_buckets(buckets, adapter.refs, adapter.group, self.pool)
@@ -370,10 +420,21 @@ class CompiledModel:
         """Everything found so far that speaks against reducing gradients in the compiled graphs."""
         return [reason for variant in self.variants.values() for reason in variant.objections]
 
-    def before_backward(self) -> None:
-        """Inside a backward, before a graph's backward program runs (and before it is compiled)."""
-        if isinstance(self.adapter, DdpAdapter) and self.adapter.state == "undecided":
-            self._decide(self.adapter)
+    def before_backward(self, graph: Programs, sync: bool) -> None:
+        """Inside a backward, before a graph's backward program runs (and before it is compiled).
+
+        `sync`: whether it is one that every rank runs, if it adds to gradients. Others may be one rank's alone.
+        """
+        adapter = self.adapter
+        if isinstance(adapter, DdpAdapter):
+            reduces = sync and (adapter.state == "undecided" or not self._compared) and graph.accumulates()
+            # where ranks decide together, one may run backwards that reduce nothing alone
+            if adapter.state == "undecided" and (reduces or not (adapter.uneven and self._asks_others(adapter))):
+                self._decide(adapter)
+            if reduces and not self._compared:
+                self._compare_before_reducing(adapter, graph)
+            if adapter.state == "undecided":
+                return
         if True not in self._reported:
             self._reported.add(True)
             compat.tensors.at_end_of_backward(self._backward_is_through)
@@ -387,29 +448,48 @@ class CompiledModel:
 
     def _decide(self, adapter: DdpAdapter) -> None:
         objections = self.objections()
-        asked = self.settings.config.distributed != "stock" and not adapter.may_be_alone
-        if asked and adapter.uneven:  # ranks may have run other graphs: if one leaves it to DDP, all do
-            objections += adapter.hooked()
-            mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
-            said = self.toolbox.said_by_any(adapter.group, f"gradients of model {self.number}", mine)
-            several = any(len(variant.graphs) > 1 for variant in self.variants.values())
-            adapter.decide(objections if mine or not said else [said], several)
+        if not self._asks_others(adapter) or not adapter.uneven:
+            adapter.decide(objections)
             return
-        adapter.decide(objections)
-        if asked:
-            self._agree_who_reduces(adapter)
+        self._compared = True  # ranks may have run other graphs: if one leaves it to DDP, all do
+        compare_surroundings(self)
+        objections += adapter.hooked()
+        mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
+        said = self.toolbox.said_by_any(adapter.group, GRADIENTS, mine)
+        several = any(len(variant.graphs) > 1 for variant in self.variants.values())
+        adapter.decide(objections if mine or not said else [said], several)
 
-    def _agree_who_reduces(self, adapter: DdpAdapter) -> None:
-        """Ranks that leave it to DDP would wait in other collectives than those that do not."""
-        who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
-        self.toolbox.agree(adapter.group, f"gradients of model {self.number}", [who])
+    def _asks_others(self, adapter: DdpAdapter) -> bool:
+        return self.settings.config.distributed != "stock" and not adapter.may_be_alone
 
-    def begin_sync(self, buckets: GradientBuckets, adapter: DdpAdapter, grads: Iterable[tuple[int, int]]) -> bool:
+    def _compare_before_reducing(self, adapter: DdpAdapter, graph: Programs) -> None:
+        """The first backward that every rank runs: see that all have captured the same, and do the same with gradients.
+
+        Ranks that leave it to DDP would wait in other collectives than those that do not.
+        """
+        self._compared = True
+        if self._asks_others(adapter):
+            self.compare_captures(self.graphs[number] for number in self._call_of(graph))
+            who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
+            self.toolbox.agree(adapter.group, GRADIENTS, [who])
+        for other in self.graphs:
+            other.captured = []
+
+    def _call_of(self, graph: Programs) -> tuple[int, ...]:
+        """Numbers of the graphs that ran in the call that a graph's backward is of: one in progress, or the newest."""
+        running = [tuple(call.graphs) for stack in list(self.calls.values()) for call in reversed(stack)]
+        known = [variant.graphs for variant in (self.newest, *reversed(self.variants.values())) if variant is not None]
+        return next((graphs for graphs in (*running, *known) if graph.number in graphs), (graph.number,))
+
+    def begin_sync(
+        self, buckets: GradientBuckets, adapter: DdpAdapter, grads: Iterable[tuple[int, int]], absent: Collection[int]
+    ) -> bool:
         """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through.
 
         Returns whether its program is to do it. If a parameter has a hook, that is to get the gradient of this rank:
         then all buckets, of this graph with the gradients `grads`, are reduced behind the backward, in the order in
-        which other ranks, which may have no hooks, reduce them in their programs.
+        which other ranks, which may have no hooks, reduce them in their programs. `absent`: parameters that it has no
+        gradient of in this call.
         """
         task = compat.tensors.backward_task()
         first = task not in self._synced
@@ -420,10 +500,10 @@ class CompiledModel:
                 adapter.note_behind(hooked)
             compat.tensors.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
         synced = self._synced[task]
-        buckets.begin(adapter.unreduced if first and adapter.every else (), task, first)
+        buckets.begin(adapter.unreduced if first and adapter.every else (), task, first, absent)
         synced.buckets.append(buckets)
         if synced.behind:
-            synced.numbers.append(adapter.accumulating(number for _, number in grads))
+            synced.numbers.append(adapter.accumulating(number for _, number in grads if number not in absent))
         return not synced.behind
 
     def flush_after_backward(self, shards: ShardedParameters) -> None:
@@ -439,6 +519,8 @@ class CompiledModel:
             compat.tensors.at_end_of_backward(flush)
 
     def _end_sync(self, synced: Synced) -> None:
+        if isinstance(self.adapter, DdpAdapter):
+            self.adapter.has_synced()
         if synced.behind:
             done: set[int] = set()
             for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,18 @@ from dcompile.capture.results import (
     to_be_detached,
     to_be_told_apart,
 )
-from dcompile.capture.tangents import fixed, following, take_out, tangents, unlikely, without, zeros_for, zeros_of
-from dcompile.capture.toolbox import GradientBuckets
+from dcompile.capture.tangents import (
+    fixed,
+    following,
+    take_out,
+    tangents,
+    unlikely,
+    unsure,
+    without,
+    zeros_for,
+    zeros_of,
+)
+from dcompile.capture.toolbox import GradientBuckets, Line
 from dcompile.collectives.params import Executable, Foreseen, ParamInfo, Phase, Request
 from dcompile.figures import Group
 
@@ -81,7 +92,10 @@ class Programs:
         """Units whose gradients an earlier graph of a call has a share in: its backward, the later one, reduces all."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of the sharded parameter that it stands for."""
-        self._together = model.is_first_call()
+        self._goes_on = False
+        """Whether other graphs of a call may come behind, so that none of this one's results has a gradient."""
+        self.captured: list[Line] = []
+        """What ranks compare of the graph before its first collective; empty once they have, or need not."""
         self._may_lack = False
         """Whether the backward may be left without gradients of results that nothing was computed with."""
         self._shapes_kept: tuple[int, ...] = ()
@@ -89,10 +103,14 @@ class Programs:
         self._own_results: tuple[int, ...] = ()
         self._learning: frozenset[int] = frozenset()
         """Results that AOTAutograd gives a gradient."""
+        self._every: bool | None = None
+        """Whether the backward's program has places for all parameters, once it is compiled."""
         self._lacks: frozenset[int] | None = None
         """Positions of the gradients that the backward's program does without, once it is compiled."""
         self._follows: dict[frozenset[int], tuple[int, ...]] = {}
         """Absent gradients -> positions of the backward's results that are absent, too."""
+        self._unsure: tuple[int, ...] = ()
+        """Parameters that a backward may have no gradient of."""
         self._numbers: tuple[int, ...] = ()
         """Positions of the forward's inputs that are numbers."""
         self.changed: frozenset[int] | None = None
@@ -123,7 +141,6 @@ class Programs:
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
-            together=self._together and not whole,
             **self._machine(),
             **more,
         )
@@ -148,7 +165,8 @@ class Programs:
         gathers = tuple(entry for entry in held if kind != "backward" or _reshards(infos[entry[1]]))
         grads = self.grads if kind == "backward" else ()
         used = sorted({number for _, number in (*gathers, *grads)})
-        return {"gathers": gathers, "grads": grads, "params": tuple(infos[number] for number in used)}
+        params = tuple(infos[number] for number in used)
+        return {"gathers": gathers, "grads": grads, "params": params, "reductions": self.adapter.reductions}
 
     def _gathering(self, run: Executable) -> Boxed:
         """A forward or inference program, with what it gathers through."""
@@ -264,13 +282,15 @@ class Programs:
         position = take_token(gm)
         given = tangents(gm)
         places = given if self._may_lack else ()
+        numbers = dict(self.grads)
+        self._unsure = tuple(sorted({numbers[place] for place in unsure(gm, numbers)}))
         alone = position is None and not places and type(self.adapter) is PlainAdapter
         settled: Boxed | None = None
         is_batch, apart = compat.aot.batch_test(), Apart()
 
         def backward(args: list[Any]) -> list[Any]:
             nonlocal settled
-            sync = bool(args.pop(position)) if position is not None else False
+            sync = position is not None and self._syncs(int(args.pop(position)))
             for place in given:
                 if args[place] is not None:
                     if is_batch(args[place]):
@@ -280,19 +300,31 @@ class Programs:
                         self.fallbacks[NEGATIVE_GRADIENTS] += 1
             if settled is not None:
                 return settled(args)
-            self.model.before_backward()
+            self.model.before_backward(self, sync)
             absent = frozenset(place for place in places if args[place] is None)
+            if absent and len(absent) == len(given) and not self.grads:
+                return self._nothing(gm, absent)
             kind = self._backward_for(gm, absent)
             lacks = self._lacks if self._lacks is not None and kind == "backward" else frozenset[int]()
             for place in absent - lacks:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
-            results = apart.of((kind, sync), self._run_backward(kind, args, sync))
+            gone, zeros = self._what_follows(gm, absent) if absent else ((), ())
+            results = apart.of((kind, sync, self._every), self._run_backward(kind, args, sync, gone))
             if alone:  # all that is asked above has been answered for good
-                settled = apart.around((kind, sync), self.executables[kind])
-            return self._without_what_follows(results, gm, absent) if absent else results
+                settled = apart.around((kind, sync, self._every), self.executables[kind])
+            for place in zeros:
+                known = results[place] is not None
+                results[place] = torch.zeros_like(results[place]) if known else zeros_of(gm, place)
+            for place in gone:
+                results[place] = None
+            return results
 
         return backward
+
+    def _syncs(self, token: int) -> bool:
+        """Whether a backward is to reduce gradients, by what its forward has left (see `Invocation.token`)."""
+        return token > 0 or (token == 0 and self.adapter.prepared)
 
     def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
         """A backward of several gradients at once, which are for the caller alone: none is reduced."""
@@ -300,21 +332,45 @@ class Programs:
         self.fallbacks[batched.COUNTED] += 1
         return batched.run_batched(gm, args, bool(self._sharded))
 
-    def _without_what_follows(self, results: list[Any], gm: Any, absent: frozenset[int]) -> list[Any]:
-        """None for gradients that are zeros because what they follow from is absent; what ranks exchange stays.
+    def _what_follows(self, gm: Any, absent: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Positions of results that are absent because what they follow from is; and of those to be zeros all the same.
 
-        So do those of leaves with hooks.
+        The latter are gradients of leaves with hooks. What DDP's own reducer waits for is in neither.
         """
         if absent not in self._follows:
-            exchanged = self._exchanged
-            self._follows[absent] = tuple(place for place in following(gm, absent) if place not in exchanged)
+            self._follows[absent] = following(gm, absent)
         follows = self._follows[absent]
         hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
+        if not hooked and not self.grads:
+            return follows, ()
+        expected, gone, zeros = self._expected(), list[int](), list[int]()
         for place in follows:
             # eager calls no hook where there is no gradient; the edge is there now, and a hook would get None
             stays = hooked and place - sum(number < place for number in self._numbers) in hooked
-            known = results[place] is not None
-            results[place] = (torch.zeros_like(results[place]) if known else zeros_of(gm, place)) if stays else None
+            if stays and place not in self._exchanged:  # what is exchanged are zeros already
+                zeros.append(place)
+            elif not stays and place not in expected:
+                gone.append(place)
+        return gone, zeros
+
+    def _expected(self) -> frozenset[int]:
+        """Positions of the backward's results that somebody waits for, whatever it lacks.
+
+        DDP's own reducer, unless told otherwise, waits for all of them. Where programs exchange gradients, ranks can
+        say of some alone that they have none.
+        """
+        adapter = self.adapter
+        if isinstance(adapter, DdpAdapter) and (adapter.every or (adapter.uneven and not adapter.eligible)):
+            return frozenset()
+        waits = isinstance(adapter, DdpAdapter) and not adapter.eligible
+        return frozenset(place for place, number in self.grads if waits or number not in self._unsure)
+
+    def _nothing(self, gm: Any, absent: frozenset[int]) -> list[Any]:
+        """The results of a backward that no gradient has come to: none either."""
+        _, zeros = self._what_follows(gm, absent)
+        results: list[Any] = [None] * len(gm.graph.output_node().args[0])
+        for place in zeros:
+            results[place] = zeros_of(gm, place)
         return results
 
     @property
@@ -328,8 +384,11 @@ class Programs:
         The first backward's absent ones are left out of its program, and most models never see others. Where one of
         them is there after all, a program that takes all serves this and every such call.
         """
+        if self.buckets is not None and isinstance(self.adapter, DdpAdapter) and self._every != self.adapter.every:
+            self._lacks = self.buckets = None  # compiled for a backward that reduced nothing, before ranks had decided
+            self.executables.pop(WHOLE, None)
         if self._lacks is None:
-            lacks = fixed(gm, absent)
+            lacks = fixed(gm, absent) if len(absent) < len(tangents(gm)) else frozenset[int]()
             with self.model.peers.busy("compiling"):
                 self._build_backward(without(gm, lacks, self._exchanged))
             self._lacks = lacks
@@ -348,7 +407,7 @@ class Programs:
         executable = self._build(gm, "backward", **self._reduces())
         if self.grads and adapter.bucket_rule() is not None:
             assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-            model = self.model
+            model, self._every = self.model, adapter.every
             self.buckets = model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group, model.pool)
         self.model.compile_seconds += time.perf_counter() - began
 
@@ -365,45 +424,67 @@ class Programs:
         rule = self.adapter.bucket_rule() if self.grads else None
         if rule is None:
             return {}
-        numbers = {number for _, number in self.grads}
-        params = tuple(info for info in self.adapter.param_infos() if rule.every or info.number in numbers)
+        assert isinstance(self.adapter, DdpAdapter), "only DDP has buckets"
+        params = self.adapter.exchanged({number for _, number in self.grads})
+        rule = dataclasses.replace(rule, unsure=self._unsure)
         return {"grads": self.grads, "params": params, "rule": rule}
 
-    def _run_backward(self, kind: str, args: list[Any], sync: bool) -> list[Any]:
+    def _run_backward(self, kind: str, args: list[Any], sync: bool, gone: Collection[int]) -> list[Any]:
+        """`gone`: positions of results that there are none of in this call."""
         run, buckets, adapter = self.executables[kind], self.buckets, self.adapter
         if isinstance(adapter, ShardedAdapter) and run.buckets:
-            return self._run_sharded_backward(run, adapter, args)
+            return self._run_sharded_backward(run, adapter, args, gone)
         if buckets is None:
             return run(args)
         assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-        accumulates = adapter.accumulates(number for _, number in self.grads)
+        accumulates = self.accumulates()
         sync = sync and adapter.eligible and accumulates
         if sync:
             self._agree("backward")
-            sync = self.model.begin_sync(buckets, adapter, self.grads)
+            absent = frozenset(number for place, number in self.grads if place in gone)
+            sync = self.model.begin_sync(buckets, adapter, self.grads, absent)
         elif accumulates:
-            adapter.unreduced.update(number for _, number in self.grads)
+            adapter.unreduced.update(number for place, number in self.grads if place not in gone)
         return run(args, buckets=buckets, sync=sync)
 
-    def _run_sharded_backward(self, run: Executable, adapter: ShardedAdapter, args: list[Any]) -> list[Any]:
+    def _run_sharded_backward(
+        self, run: Executable, adapter: ShardedAdapter, args: list[Any], gone: Collection[int]
+    ) -> list[Any]:
         shards = self.shards
         assert shards is not None, "only sharded parameters are reduced to shards"
-        accumulates = any(compat.tensors.will_accumulate(adapter.virtual(number)) for _, number in self.grads)
+        accumulates = self.accumulates()
         self._agree("backward")
         if accumulates:
             self.model.flush_after_backward(shards)
-        return run(args, buckets=shards.source(run.buckets, "backward", accumulates, self.later))
+            shards.may_lack(self._units_of(self._unsure))
+        absent = set[int]()
+        if gone:
+            absent = self.units() - self._units_of(number for place, number in self.grads if place not in gone)
+        return run(args, buckets=shards.source(run.buckets, "backward", accumulates, self.later, absent))
+
+    def accumulates(self) -> bool:
+        """Inside its backward: whether that adds to any parameter's .grad, which torch.autograd.grad does not."""
+        adapter, numbers = self.adapter, (number for _, number in self.grads)
+        if isinstance(adapter, DdpAdapter):
+            return adapter.accumulates(numbers)
+        assert isinstance(adapter, ShardedAdapter), "of others, nobody asks"
+        return any(compat.tensors.will_accumulate(adapter.virtual(number)) for number in numbers)
 
     def units(self) -> set[int]:
         """Of sharded parameters: those that a backward has gradients of."""
+        return self._units_of(number for _, number in self.grads)
+
+    def _units_of(self, numbers: Iterable[int]) -> set[int]:
         infos = self.adapter.param_infos()
-        return {shard.unit for _, number in self.grads if (shard := infos[number].shard) is not None}
+        return {shard.unit for number in numbers if (shard := infos[number].shard) is not None}
 
     def _agree(self, kind: str) -> None:
         """Before a program's first collective: see that every rank is about to run the same ones."""
         if kind in self._agreed:
             return
         self._agreed.add(kind)
+        if self.captured and isinstance(self.adapter, ShardedAdapter):  # DDP's are compared before a backward
+            self.model.compare_captures([self])
         self.model.agree_on(self.plan(kind))
 
     def plan(self, kind: str = "backward") -> list[str]:

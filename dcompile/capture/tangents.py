@@ -8,6 +8,8 @@ parameter of a layer whose output nobody used gets no gradient at all.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -16,14 +18,14 @@ import torch
 from dcompile import compat
 
 
-def can_be_absent(joint: Any) -> bool:
+def can_be_absent(joint: Any, alone: bool) -> bool:
     """Whether backwards of this joint graph may be left without some of the gradients that they get.
 
-    There have to be several (a backward with none does not run), and what stands for one must follow from the graph,
-    or where sizes are symbolic from the result that it is the gradient of: memory is dense.
+    There have to be several, unless other graphs may come behind: `alone`, a backward with none does not run. And what
+    stands for one must follow from the graph, or where sizes are symbolic from the result that it is the gradient of.
     """
     nodes = [node for node in joint.graph.find_nodes(op="placeholder") if compat.aot.is_tangent(node)]
-    return len(nodes) > 1 and all(map(_is_plain, nodes)) and compat.aot.takes_absent_tangents()
+    return len(nodes) > alone and all(map(_is_plain, nodes)) and compat.aot.takes_absent_tangents()
 
 
 def _is_plain(node: Any) -> bool:
@@ -31,7 +33,7 @@ def _is_plain(node: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
     if compat.sizes.is_fixed(value):
-        return _order(value) is not None
+        return True
     return compat.aot.result_index(node) is not None and compat.sizes.is_known_contiguous(value)
 
 
@@ -45,15 +47,17 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def fixed(backward: Any, places: Iterable[int]) -> frozenset[int]:
-    """Those of these gradients whose sizes are numbers: programs can do without them."""
+    """Those of these gradients whose sizes are numbers, and whose memory is dense: programs can do without them."""
     inputs = backward.graph.find_nodes(op="placeholder")
-    return frozenset(place for place in places if compat.sizes.is_fixed(inputs[place].meta["val"]))
+    values = {place: inputs[place].meta["val"] for place in places}
+    return frozenset(n for n, value in values.items() if compat.sizes.is_fixed(value) and _order(value) is not None)
 
 
 def shapes_of(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
     """Positions of the results whose shapes each call has to keep, for the others of these gradients."""
-    inputs, known = backward.graph.find_nodes(op="placeholder"), fixed(backward, places)
-    found = (compat.aot.result_index(inputs[place]) for place in places if place not in known)
+    inputs = backward.graph.find_nodes(op="placeholder")
+    symbolic = (inputs[place] for place in places if not compat.sizes.is_fixed(inputs[place].meta["val"]))
+    found = (compat.aot.result_index(node) for node in symbolic)
     return tuple(index for index in found if index is not None)
 
 
@@ -129,6 +133,25 @@ def following(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
             given[node] = frozenset().union(*(given[source] for source in node.all_input_nodes))
     results = enumerate(backward.graph.output_node().args[0])
     return tuple(place for place, node in results if given.get(node) == frozenset((True,)))
+
+
+def unsure(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
+    """Those of these positions among a backward's results that some of its gradients alone would leave absent.
+
+    That follows from the graph's structure, which is the same on ranks with other sizes.
+    """
+    places, given, every = tuple(places), dict[Any, int](), 0
+    if not places:
+        return ()
+    for node in backward.graph.nodes:
+        if compat.aot.is_tangent(node):
+            given[node] = 1 << every.bit_length()
+            every |= given[node]
+        elif node.op != "output" and not isinstance(node.meta.get("val"), torch.SymInt):
+            sources = (given.get(source, 0) for source in node.all_input_nodes)
+            given[node] = functools.reduce(operator.or_, sources, 0)
+    results = backward.graph.output_node().args[0]
+    return tuple(place for place in places if given.get(results[place], 0) != every)
 
 
 def zeros_for(backward: Any, place: int) -> torch.Tensor:

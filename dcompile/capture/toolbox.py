@@ -26,10 +26,13 @@ from dcompile.ir.nodes import Bucket
 class GradientBuckets(BucketSource, Protocol):
     """The bucket memory of one backward program, and what capture/ asks of it."""
 
-    def begin(self, used: Iterable[int] = (), task: object = None, first: bool = True) -> None:
+    def begin(
+        self, used: Iterable[int] = (), task: object = None, first: bool = True, absent: Iterable[int] = ()
+    ) -> None:
         """A synced backward starts: forget the last one. `used`: parameters that earlier ones left gradients for.
 
         `task`: the backward that this is a part of, and whether it is the `first` part of it that reduces gradients.
+        `absent`: parameters that the program has no gradient of in this call.
         """
 
     def reduce_all(self) -> None:
@@ -54,9 +57,6 @@ class GradientBuckets(BucketSource, Protocol):
 class Peers(Protocol):
     """The other ranks of a process group, if there are any."""
 
-    def number(self, what: str) -> int:
-        """0, 1, 2, ...: numbers things in an order that is the same on every rank."""
-
     def busy(self, what: str) -> AbstractContextManager[None]:
         """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
 
@@ -66,11 +66,6 @@ class Peers(Protocol):
 
 class Nobody:
     """No other ranks: what is planned without being run asks none."""
-
-    def number(self, what: str) -> int:
-        """0: nothing is counted."""
-        del what
-        return 0
 
     def busy(self, what: str) -> AbstractContextManager[None]:
         """Tell nobody."""
@@ -85,16 +80,8 @@ def _met_by_nobody(_group: Any) -> Peers:
     return Nobody()
 
 
-def _compared_with_nobody(_peers: Any, _subject: str, _lines: list[tuple[str, str]], _way_out: str) -> str:
-    return ""
-
-
 def _said_by_nobody(_group: Any, _subject: str, mine: str) -> str:
     return mine
-
-
-def _never_the_same(_peers: Any, _subject: str, _lines: list[tuple[str, str]]) -> bool:
-    return False
 
 
 def _no_layout(_params: Any, _rule: Any) -> tuple[Bucket, ...]:
@@ -105,16 +92,29 @@ MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any
 """(buckets, parameter number -> weak reference, process group, what a model's programs share) -> memory."""
 
 
+Line = tuple[str, str]
+"""(what is compared, where it comes from: for people, as paths differ between machines)."""
+
+
 class ShardedParameters(Protocol):
     """The sharded parameters of one model, and what capture/ asks of them."""
 
     def source(
-        self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False, later: Collection[int] = ()
+        self,
+        buckets: tuple[Bucket, ...],
+        phase: Phase,
+        accumulates: bool = False,
+        later: Collection[int] = (),
+        absent: Collection[int] = (),
     ) -> ShardSource:
         """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad.
 
         `later`: units whose gradients are kept for another program of the same backward to add its own to.
+        `absent`: units that the program has no gradient of in this call.
         """
+
+    def may_lack(self, units: Iterable[int]) -> None:
+        """A backward runs that may have no gradient of these units: ranks say which there are, when it is through."""
 
     def forget_parts(self) -> None:
         """The first graph of a call with gradients is going to run."""
@@ -147,23 +147,18 @@ class Toolbox:
 
     compiler: Compiler
     make_buckets: MakeBuckets
-    agree: Callable[[Any, str, list[str]], None]
-    """(process group, what is compared, this rank's lines): all ranks come, and all raise if some differ."""
+    agree: Callable[..., None]
+    """(process group, what is compared, this rank's lines, each a text or a `Line`; what to do if a line of the model
+    is meant to differ): all ranks come, and all raise if some differ."""
     average: Callable[[Any, list[Any], str], None]
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]
     make_shards: MakeShards
     meet: Callable[[Any], Peers] = _met_by_nobody
     """(process group or None) -> the line to its other ranks; the compiler shares graphs with them."""
-    captured: Callable[[Any, str, list[tuple[str, str]], str], str] = _compared_with_nobody
-    """(peers, what was captured, (line, where it comes from), what to do if the model's code is meant to differ):
-    compare with rank 0; a note if it did not come.
-    """
     figures: Callable[[Any, Any], Figures] = figures_from_table
     """(device, process group or None) -> what the machine can do; the same on every rank of the group."""
     said_by_any: Callable[[Any, str, str], str] = _said_by_nobody
     """(process group, what it is about, what this rank says or ""): all ranks come, and hear what one of them says."""
-    same_as_first: Callable[[Any, str, list[tuple[str, str]]], bool] = _never_the_same
-    """(peers, what was captured, (line, where it comes from)) -> whether rank 0 has captured the same."""
     all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout
     """(parameters, rule) -> the buckets of a program that has no gradient of any."""

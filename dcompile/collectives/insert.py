@@ -56,10 +56,11 @@ def lay_out_all(
 
     `buffers`: parameter number -> the buffer with its gradient, if there is one.
     """
-    buckets = [
-        lay_out(members, f"bucket{number}", [buffers.get(p.number) for p in members], rule.wire, rule.every)
-        for number, members in enumerate(assign(params, rule))
-    ]
+    buckets = []
+    for number, members in enumerate(assign(params, rule)):
+        marks = rule.every or any(param.number in rule.unsure for param in members)
+        known = [buffers.get(param.number) for param in members]
+        buckets.append(lay_out(members, f"bucket{number}", known, rule.wire, marks))
     late = behind_the_last(buckets, {param.number: param for param in params}, rule)
     return [*(bucket for bucket in buckets if bucket not in late), *late], late
 

@@ -64,6 +64,10 @@ class BucketRule:
     are divided by the world size there, as DDP's hooks do; where this is empty, they are multiplied by its inverse."""
     every: bool = False
     """Whether every parameter has a place in each program, used or not: ranks may use different ones."""
+    unsure: tuple[int, ...] = ()
+    """Parameters that a backward may have no gradient of: what they lead to is not used by every loss. Ranks then say
+    in the bucket which of them have one.
+    """
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -84,14 +88,14 @@ class Request:
     """Bucket boundaries; None puts no all-reduces into the graph."""
     gathers: tuple[tuple[int, int], ...] = ()
     """(position among the inputs, parameter number) of each sharded parameter that the graph gathers."""
+    reductions: int = 1
+    """How many reductions of sharded gradients may be in flight at once, each of which holds memory."""
     results: int = 0
     """How many of the first outputs the user sees; the others are saved for the backward, or gradients."""
     donated: tuple[int, ...] = ()
     """Positions of the inputs that are the graph's own: saved tensors that nobody outside can see."""
     saved: tuple[int, ...] = ()
     """Positions of the inputs of a backward that come from its forward, by way of autograd."""
-    together: bool = False
-    """Whether every rank captured this graph in the same call, the first one: then rank 0 compiles it for all."""
     figures: Figures = CPU
     """What the machine can do: the same on every rank."""
     groups: tuple[tuple[str, Group], ...] = ()
@@ -123,7 +127,7 @@ class Report:
     graphs_cached: int = 0
     """1 if the graph itself was in the cache: then nothing was lowered, scheduled or emitted."""
     graphs_received: int = 0
-    """1 if rank 0 compiled it for this rank."""
+    """1 if another rank compiled it for this one."""
     kernels_received: int = 0
     """Kernels that came with it; the others were in the cache."""
     graphs_uncacheable: int = 0
@@ -146,9 +150,11 @@ class Report:
         """A line for people; notes are the receipt's."""
         got = {"built": self.built, "in the cache": self.cache_hits, "received": self.kernels_received}
         came = ", ".join(f"{count} {how}" for how, count in got.items() if count)
+        origin = "loaded from the cache" if self.graphs_cached else ""
+        origin = "received from another rank" if self.graphs_received else origin
         left = ", ".join(f"{op} x{count}" for op, count in sorted(self.fallbacks.items()))
         parts = (
-            "received from rank 0" if self.graphs_received else "loaded from the cache" if self.graphs_cached else "",
+            origin,
             f"{self.kernel_calls} kernel calls of {self.kernels} kernels{f' ({came})' if came else ''}",
             f"{self.library_calls} library calls",
             f"fallbacks: {left}" if left else "",
@@ -240,6 +246,15 @@ class ShardUnit(Protocol):
 
     def data(self) -> Any:
         """This rank's shard, padded, as a flat tensor of the dtype that computing uses."""
+
+    def stored(self) -> Any:
+        """The same as it is kept, where it is kept: in the parameter's own dtype."""
+
+    def changes(self) -> Any:
+        """Equal to what it was only if the shard was not changed since; None where nothing tells.
+
+        Writes through `.data` are told by nothing.
+        """
 
     def address(self) -> int:
         """Where this rank's shard lies."""

@@ -28,12 +28,12 @@ class _Gradient:
         return holder_of_unit("reduce_scatter", shard_of(self.param).unit)
 
 
-def insert_scatters(program: Program, params: tuple[ParamInfo, ...]) -> Program:
+def insert_scatters(program: Program, params: tuple[ParamInfo, ...], flying: int = 1) -> Program:
     """Reduce gradients of sharded parameters, what of a group is ready together with one reduce-scatter.
 
     Guarantees: the same values before the reduction. Gradients are written where they are sent from, unless they have
-    another dtype or the library allocates them; the program returns None in their place. One reduction is in flight
-    at most, so that the memory of full gradients is soon free again.
+    another dtype or the library allocates them; the program returns None in their place. `flying` reductions are in
+    flight at most, so that the memory of full gradients is soon free again.
     Relies on: every buffer has one writer; no storage is planned yet.
     """
     infos = {param.number: param for param in params if param.shard is not None}
@@ -52,7 +52,7 @@ def insert_scatters(program: Program, params: tuple[ParamInfo, ...]) -> Program:
         outputs=tuple(None if at in placed else output for at, output in enumerate(program.outputs)),
         grads=tuple((at, n) for at, n in program.grads if at not in placed),
         buffers=_buffers(program, gradients, [bucket for _, bucket in buckets]),
-        steps=_steps(program, gradients, ready, buckets),
+        steps=_steps(program, gradients, ready, buckets, flying),
         buckets=(*program.buckets, *(bucket for _, bucket in buckets)),
     )
 
@@ -137,22 +137,23 @@ def _steps(
     gradients: Sequence[_Gradient],
     ready: Mapping[str, int],
     buckets: Sequence[tuple[int, Bucket]],
+    most: int,
 ) -> tuple[Step, ...]:
-    """The steps, with copies behind their source; each reduction is waited for before the next one starts."""
+    """The steps, with copies behind their source; the oldest of `most` reductions is waited for before another one."""
     after: dict[int, list[Step]] = {}
     for g in gradients:
         if g.copied:
             after.setdefault(ready[g.buffer], []).append(copy_into(g.buffer, g.view, g.param, "its unit"))
-    flying: Bucket | None = None
+    flying: list[Wait] = []
     for at, bucket in buckets:
-        if flying is not None:
-            after.setdefault(at, []).append(Wait(flying.name, flying.buffers))
+        if len(flying) == most:
+            after.setdefault(at, []).append(flying.pop(0))
         after.setdefault(at, []).append(Collective("reduce_scatter", bucket.name, bucket.group, bucket.buffers))
-        flying = bucket
+        flying.append(Wait(bucket.name, bucket.buffers))
     steps: list[Step] = [*after.get(-1, ())]
     for position, step in enumerate(program.steps):
         steps += [step, *after.get(position, ())]
-    return (*steps, Wait(flying.name, flying.buffers)) if flying is not None else tuple(steps)
+    return (*steps, *flying)
 
 
 def copied_bytes(program: Program) -> int:

@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 from dcompile.compat import (
     alone,
     aot,
+    composable,
     ddp,
     dtensor,
     dynamo,
@@ -18,6 +19,7 @@ from dcompile.compat import (
     indexed,
     lean,
     regions,
+    shapes,
     sizes,
     storages,
     tensors,
@@ -29,6 +31,7 @@ from dcompile.compat import (
 __all__ = [
     "alone",
     "aot",
+    "composable",
     "ddp",
     "dtensor",
     "dynamo",
@@ -41,6 +44,7 @@ __all__ = [
     "indexed",
     "lean",
     "regions",
+    "shapes",
     "sizes",
     "storages",
     "tensors",

@@ -307,14 +307,16 @@ def takes_absent_tangents() -> bool:
 def own_results() -> tuple[int, ...]:
     """Inside a compiler of AOTAutograd: positions of results that its node of the autograd graph has made itself.
 
-    Views of what the graph computes are such, where it is the only one to see that.
+    Views of what the graph computes are such, too. Behind those that share memory, which come last, is what it made.
     """
     metadata = _metadata()
     if metadata is None:
         return ()
-    own = ("non_alias", "unsafe_view_alias")
-    kinds = enumerate(metadata.output_info)
-    return tuple(n for n, info in kinds if info.output_type.name in own and info.requires_grad)
+    own = ("non_alias", "unsafe_view_alias", "alias_of_intermediate", "alias_of_intermediate_save_as_output",
+           "alias_of_intermediate_base_is_user_output")  # fmt: skip
+    kinds = [info.output_type.name if info.requires_grad else "" for info in metadata.output_info]
+    found = [n for n, kind in enumerate(kinds) if kind in own]
+    return tuple(sorted(found, key=lambda n: own.index(kinds[n]) > 1))
 
 
 def learning_results() -> frozenset[int]:
@@ -365,6 +367,8 @@ def leave_absent(result: Any, shapes: Mapping[int, Any]) -> None:
     from dcompile.compat.tensors import is_compiled_backward
 
     node = result.grad_fn
+    if node is not None and result._base is not None and not is_compiled_backward(node):
+        node = result._base.grad_fn
     if node is not None and is_compiled_backward(node):
         node.set_materialize_grads(False)
         node.dcompile_shapes = shapes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.tensors import at_end_of_backward
@@ -34,14 +36,14 @@ def missing(ddp: Any) -> list[str]:
     return missing + [f"torch._C.{name}" for name in engine if not hasattr(torch._C, name)]
 
 
-def parameters(ddp: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names (within the wrapped module) and parameters that this DDP module keeps in step, in its order."""
-    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+def parameters(ddp: Any, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names (within `module`, which it keeps in step) and parameters of this DDP, in its order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [(names[id(parameter)], parameter) for parameter in ddp._module_parameters if id(parameter) in names]
 
 
-def objections(ddp: Any) -> list[str]:
-    """What this DDP module was asked for that only its own reducer does."""
+def objections(ddp: Any, module: torch.nn.Module) -> list[str]:
+    """What this DDP, of `module`, was asked for that only its own reducer does."""
     import torch
 
     found = {
@@ -54,8 +56,7 @@ def objections(ddp: Any) -> list[str]:
         "DDP was built with the python reducer": bool(ddp._use_python_reducer),
         "parameters are on several devices": bool(ddp.is_multi_device_module),
         "a module asks for sparse gradients": any(
-            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-            for module in ddp.module.modules()
+            isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse for part in module.modules()
         ),
     }
     return [reason for reason, holds in found.items() if holds]
@@ -128,28 +129,95 @@ class _Logger:
     """
 
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
-        self._logger = logger
+        self.logger = logger
         self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
+        return getattr(self.logger, name)
 
     def _set_uneven_input_join(self) -> None:
         self._wanted("the Join context manager was entered")
-        self._logger._set_uneven_input_join()
+        self.logger._set_uneven_input_join()
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._wanted("a communication hook was registered")
-        self._logger._set_comm_hook_name(name)
+        self.logger._set_comm_hook_name(name)
 
 
-def silence_reducer(ddp: Any, wanted: Callable[[str], None]) -> None:
+class _Reducer:
+    """DDP's reducer, which also tells when somebody prepares it for a backward: DDP's own forward does so as well.
+
+    By hand, after a forward under no_sync, that asks for its backward to reduce (Accelerate, Lightning).
+    """
+
+    def __init__(self, reducer: Any, prepared: Callable[[], None]) -> None:
+        self.reducer, self.prepared = reducer, prepared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer, name)
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        if sys._getframe(1).f_globals.get("__name__") != "torch.nn.parallel.distributed":
+            self.prepared()
+        self.reducer.prepare_for_backward(outputs)
+
+
+class _SilentReducer(_Reducer):
+    """The same, with nothing to reduce any more.
+
+    It ends backwards that the user ends by hand (`require_manual_backward_finalization`, since torch 2.15): gradients
+    are reduced once a backward returns.
+    """
+
+    def __init__(self, ddp: Any, watched: _Reducer) -> None:
+        super().__init__(watched.reducer, watched.prepared)
+        self._ddp = weakref.ref(ddp)
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """DDP keeps the answer, too; a reducer that takes over again is told then (`rebuild_reducer`)."""
+
+    def _should_finalize_after_backward(self) -> bool:
+        return True
+
+    def _finalize_backward_manual(self) -> None:
+        import torch
+
+        ddp = self._ddp()
+        if ddp is None or not ddp.require_manual_backward_finalization:
+            raise RuntimeError("finalize_backward() needs require_manual_backward_finalization = True")
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "dcompile: finalize_backward() was called inside a backward; call it once that has returned, as "
+                "should_finalize_after_backward says, or give this model options={'distributed': 'stock'}"
+            )
+
+
+def watch_reducer(ddp: Any, wanted: Callable[[str], None], prepared: Callable[[], None]) -> None:
+    """Have `wanted` called, with the reason, before something is done that needs the reducer itself.
+
+    And `prepared` when the user, not DDP, has prepared it for a backward.
+    """
+    if not isinstance(ddp.logger, _Logger):
+        ddp.logger = _Logger(ddp.logger, wanted)
+    if not isinstance(ddp.reducer, _Reducer):
+        ddp.reducer = _Reducer(ddp.reducer, prepared)
+
+
+def leave_reducer(ddp: Any) -> None:
+    """Undo `watch_reducer`."""
+    if isinstance(ddp.logger, _Logger):
+        ddp.logger = ddp.logger.logger
+    if isinstance(ddp.reducer, _Reducer):
+        ddp.reducer = ddp.reducer.reducer
+
+
+def silence_reducer(ddp: Any) -> None:
     """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
 
-    `wanted` is called, with the reason, before something is done that needs the reducer.
+    Relies on: the reducer is watched.
     """
     ddp._remove_autograd_hooks()
-    ddp.logger = _Logger(ddp.logger, wanted)
+    ddp.reducer = _SilentReducer(ddp, ddp.reducer)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
@@ -164,8 +232,72 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        ddp.require_manual_backward_finalization = True  # of the new reducer
     for hook, state in ddp._comm_hooks:
         _register_comm_hook(ddp.reducer, state, hook)
     if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
         ddp.logger.set_runtime_stats_and_log()
         ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the reducer that was there before
+
+
+# --- torch.distributed._composable.replicate: a DDP of a module's parameters alone, called by the module's hooks -----
+
+
+def replicated(module: Any) -> Any:
+    """What `replicate` of torch.distributed._composable keeps of a module, or None."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(module, composable.DDP):
+        return None
+    return composable.replicate.state(module)
+
+
+def ddp_of_replicate(module: Any) -> Any:
+    """The DDP that `replicate` makes of a module's parameters in its first forward; None before, or of others."""
+    return getattr(replicated(module), "_ddp", None)
+
+
+def is_of_replicate(ddp: Any, module: Any) -> bool:
+    """Whether `replicate` has made this DDP for the module's parameters."""
+    return ddp_of_replicate(module) is ddp
+
+
+def _rest_before(module: Any, args: Any, kwargs: Any) -> None:
+    """In the place of replicate's hook before a forward: runs already."""
+
+
+def _rest_after(module: Any, args: Any, output: Any) -> None:
+    """In the place of replicate's hook behind a forward: will run."""
+
+
+@contextlib.contextmanager
+def hooks_of_replicate_resting(module: Any) -> Iterator[None]:
+    """While the module's forward is traced: replicate's hooks would end the graph. Other modules are left alone."""
+    state = replicated(module)
+    places = [
+        (table, key, hook, rest)
+        for table, rest in ((module._forward_pre_hooks, _rest_before), (module._forward_hooks, _rest_after))
+        for key, hook in table.items()
+        if state is not None and getattr(hook, "__self__", None) is state
+    ]
+    for table, key, _, rest in places:
+        table[key] = rest
+    try:
+        yield
+    finally:
+        for table, key, hook, _ in places:
+            table[key] = hook
+
+
+def run_replicated(
+    module: Any, state: Any, forward: Callable[[Any, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `forward(args, kwargs)` between what replicate's hooks do around it, as DDP's forward does."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    with hooks_of_replicate_resting(module):
+        try:
+            args, kwargs = state.forward_pre_hook(module, args, kwargs)
+            return state.forward_post_hook(module, args, forward(args, kwargs))
+        finally:
+            DistributedDataParallel._active_ddp_module = None

@@ -13,6 +13,7 @@ from typing import Any
 from dcompile.compat.guards import guard_methods, short_guard_of_hooks
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.optimizers import optimizers_whole
+from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
 from dcompile.compat.unread import no_unread_latencies
 from dcompile.compat.views import views_as_asked
@@ -75,8 +76,8 @@ def limits(**given: Any) -> dict[str, Any]:
 
 
 def context_limits(context: Any) -> dict[str, Any]:
-    """recompile_limit and shapes_spec of a torch.compile call, where they were given."""
-    found = {"shapes_spec": getattr(context, "_shapes_spec", None)}
+    """recompile_limit and the spec of shapes of a torch.compile call, where they were given."""
+    found: dict[str, Any] = dict(of_context(context))
     callback = context.callback
     while callback is not None:
         found["recompile_limit"] = found.get("recompile_limit") or getattr(callback, "_recompile_limit", None)
@@ -86,10 +87,14 @@ def context_limits(context: Any) -> dict[str, Any]:
 
 def wrap_frame_callback(
     context: Any,
-    around: Callable[[Any], contextlib.AbstractContextManager[Any]],
+    around: Callable[[Any, bool], contextlib.AbstractContextManager[Any]],
     compiled: Callable[[Any, Any], None] = lambda code, guarded: None,
+    late_sizes: bool = False,
 ) -> None:
-    """Enter `around(code)` whenever this context compiles a frame; cached frames do not come by here.
+    """Enter `around(code, late)` whenever this context compiles a frame; cached frames do not come by here.
+
+    With `late_sizes`, `late` is True: sizes that depend on values are to be captured. Where a frame cannot be compiled
+    with such sizes, it is compiled again with `late` False.
 
     `compiled` is then given the code, with its guards, if it is there for all of the frame: it has no graph break, and
     is not left to eager; otherwise None. It may raise: the frame does not run then.
@@ -100,8 +105,15 @@ def wrap_frame_callback(
 
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         breaks = graph_break_count()
-        with around(frame.f_code):
-            result = inner(frame, *args, **kwargs)
+        try:
+            with around(frame.f_code, late_sizes):
+                result = inner(frame, *args, **kwargs)
+        except Exception as error:
+            if not (late_sizes and _is_about_late_sizes(error)):
+                raise
+            breaks = graph_break_count()
+            with around(frame.f_code, False):
+                result = inner(frame, *args, **kwargs)
         compiled(frame.f_code, getattr(result, "guarded_code", None) if graph_break_count() == breaks else None)
         return result
 
@@ -110,15 +122,31 @@ def wrap_frame_callback(
     context.callback = callback
 
 
+def _is_about_late_sizes(error: BaseException | None) -> bool:
+    """Whether something could not be captured since a size depends on values: torch has many words for that."""
+    while error is not None:
+        text = f"{type(error).__name__} {error}".lower()
+        if any(word in text for word in ("data-dependent", "datadependent", "data dependent", "unbacked")):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False
+
+
 @contextlib.contextmanager
 def tracing_settings(
-    dynamic: bool | None = None, sync_batch_norm: Callable[..., Any] | None = None, told_of_hooks: bool = False
+    dynamic: bool | None = None,
+    sync_batch_norm: Callable[..., Any] | None = None,
+    told_of_hooks: bool = False,
+    group_experts: Callable[..., Any] | None = None,
+    late_sizes: bool = False,
 ) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
     `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
     `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied.
     `told_of_hooks`: an argument of the frame says whether hooks for saved tensors are to be traced with it.
+    `group_experts(loop, grouped)` gives what is traced in place of a loop over transformers' experts.
+    `late_sizes`: operations whose results' sizes depend on values (nonzero, masks) break no graph.
     """
     import logging
 
@@ -131,6 +159,8 @@ def tracing_settings(
     ignored |= {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
     ignored |= _transformers_logging()
     settings: dict[str, Any] = {"optimize_ddp": False, "ignore_logging_functions": ignored}
+    if late_sizes:
+        settings["capture_dynamic_output_shape_ops"] = True
     if dynamic is not None:
         settings["assume_static_by_default"] = not dynamic
     if dynamic:
@@ -160,6 +190,7 @@ def tracing_settings(
         config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
         _quiet_metrics(),
         _traced_instead(sync_batch_norm),
+        _experts_grouped(group_experts),
         simplifying_once(),
         views_as_asked(),
         strides_of_indices(),
@@ -197,6 +228,35 @@ def _traced_instead(sync_batch_norm: Callable[..., Any] | None) -> Iterator[None
         return UserFunctionVariable(sync_batch_norm).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
 
     with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
+        yield
+
+
+@contextlib.contextmanager
+def _experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
+    """Where transformers chooses its loop over experts ("eager"), trace `group_experts(loop, grouped)`.
+
+    The loop runs as often as experts are hit, and on as many rows as each has: TorchDynamo captures neither.
+    """
+    experts = sys.modules.get("transformers.integrations.moe")
+    choose = getattr(getattr(experts, "ExpertsInterface", None), "get_interface", None)
+    grouped = getattr(experts, "grouped_mm_experts_forward", None)
+    if group_experts is None or choose is None or grouped is None:
+        yield
+        return
+    from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
+
+    original = UserMethodVariable.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is not choose or len(args) != 2 or not args[0].is_python_constant():
+            return original(self, tx, args, kwargs)
+        if args[0].as_python_constant() != "eager":
+            return original(self, tx, args, kwargs)
+        return UserFunctionVariable(group_experts).call_function(  # type: ignore[arg-type, unused-ignore]
+            tx, [args[1], UserFunctionVariable(grouped)], {}
+        )
+
+    with unittest.mock.patch.object(UserMethodVariable, "call_function", call_function):
         yield
 
 
@@ -301,6 +361,14 @@ def is_traced_by_another() -> bool:
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
+def is_watched() -> bool:
+    """Whether a mode is on that is to see each operation as eager runs it: Dynamo compiles nothing under such."""
+    from torch.utils import _python_dispatch as dispatch
+
+    asks: Any = getattr(dispatch, "is_in_any_mode_without_ignore_compile_internals", dispatch.is_in_torch_dispatch_mode)
+    return bool(asks())
+
+
 def fx_tracing_flag() -> tuple[Any, str]:
     """What has the attribute that says whether torch.fx traces, and its name: a thread's own since torch 2.14."""
     from torch.fx import _symbolic_trace
@@ -322,6 +390,11 @@ def have_no_data(inputs: Sequence[Any]) -> bool:
     from torch._subclasses import FakeTensor
 
     return any(isinstance(value, FakeTensor) for value in inputs)
+
+
+def goes_on(gm: Any) -> bool:
+    """Whether other code of the same call comes behind this graph of Dynamo's, by a graph break."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
 def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.dynamo import fx_tracing_flag
+from dcompile.compat.guards import hooks_behind_guards
 from dcompile.compat.hooks import told
 
 if TYPE_CHECKING:
@@ -114,14 +115,16 @@ def entrance(
 
     `whole` is called where Dynamo has to see the call itself: while something else traces (its modes see what runs, or
     the evaluation of frames is another's), after `torch.compiler.set_stance`, while some thread is in one of `calls`
-    (what runs is then a part of these), and inside DDP. All of it is asked in one function: where a kernel has swept
-    the caches, a call of Python's takes 2 us, as long as a hundredth of that kernel (Zen 5).
+    (what runs is then a part of these), inside DDP, and where something else is to hear of each look at guards. All of
+    it is asked in one function: where a kernel has swept the caches, a call of Python's takes 2 us, as long as a
+    hundredth of that kernel (Zen 5).
     """
     import torch
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as callback
     from torch._dynamo import eval_frame
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
+    guarded = hooks_behind_guards()
     modes, is_jit_tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
     saving = torch._C._autograd._top_saved_tensors_default_hooks
     tracer, traces = fx_tracing_flag()
@@ -129,15 +132,22 @@ def entrance(
     compiler: Any = torch.compiler
 
     # in one tuple: each variable of this function's would be read from memory of its own, where caches were swept
-    asked = dynamo, frames, callback, calls, modes, is_jit_tracing, saving, tracer, traces, compiler, hooks, held
+    looks = modes, is_jit_tracing, saving, tracer, traces
+    asked = dynamo, frames, callback, calls, guarded, looks, compiler, hooks, held
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dynamo, frames, callback, calls, modes, is_jit_tracing, saving, tracer, traces, compiler, hooks, held = asked
+        dynamo, frames, callback, calls, guarded, looks, compiler, hooks, held = asked
+        modes, is_jit_tracing, saving, tracer, traces = looks
         if (
             dynamo._stance is frames.stance
             and callback() is None
             and not (
-                calls or modes() or is_jit_tracing() or getattr(tracer, traces, False) or compiler._is_compiling_flag
+                calls
+                or guarded
+                or modes()
+                or is_jit_tracing()
+                or getattr(tracer, traces, False)
+                or compiler._is_compiling_flag
             )
             and (hooks is None or Ddp._active_ddp_module is None)
         ):

@@ -153,8 +153,14 @@ def reduce_dtype(handle: Any) -> torch.dtype:
 
 def shard_data(handle: Any) -> torch.Tensor:
     """This rank's shard of the flat parameter, padded, as it is to be gathered."""
-    data: torch.Tensor = handle.flat_param.data
+    data = stored_shard(handle)
     return data if data.dtype == compute_dtype(handle) else data.to(compute_dtype(handle))
+
+
+def stored_shard(handle: Any) -> torch.Tensor:
+    """The same in the dtype that it is kept in."""
+    data: torch.Tensor = handle.flat_param.data
+    return data
 
 
 def frees_after_forward(instance: Any) -> bool:

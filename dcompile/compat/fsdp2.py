@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from dcompile.compat.watching import STANDS_IN
 if TYPE_CHECKING:
     import torch
 
-_STATE = ("_is_root", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
+_STATE = ("_is_root", "_state_ctx", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
           "_post_forward_hook_handle")  # fmt: skip
 _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", "all_reduce_grads", "is_sharded",
           "_to_sharded", "_reshard_after_forward", "_all_gather_process_group", "_reduce_scatter_process_group",
@@ -62,19 +63,25 @@ def missing(states: list[Any]) -> list[str]:
 
 def objections(states: list[Any]) -> list[str]:
     """What these modules were asked for that only FSDP's own hooks do. They are initialized."""
-    found: dict[str, None] = {}
+    found = dict.fromkeys(asked_for(states))
     for state in states:
         for group in groups_of(state):
             found |= dict.fromkeys(_objections(group))
     return list(found)
 
 
-def _objections(group: Any) -> Iterator[str]:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+def asked_for(states: list[Any]) -> list[str]:
+    """Of `objections` those that a setting makes, at any time. They are looked at before each call."""
+    found: dict[str, None] = {}
+    for state in states:
+        if getattr(state._state_ctx, "manual_backward_finalization", False):  # since torch 2.15
+            found["backwards are ended by hand (set_manual_backward_finalization)"] = None
+        for group in groups_of(state):
+            found |= dict.fromkeys(_asked_for(group))
+    return list(found)
 
-    if not isinstance(group.mesh_info, FSDPMeshInfo):
-        yield "parameters are replicated, not sharded"
-        return
+
+def _asked_for(group: Any) -> Iterator[str]:
     if type(getattr(group, "_all_gather_comm", None)).__name__ not in ("DefaultAllGather", "NoneType"):
         yield "all-gathers are the user's own, or use memory of their own"
     if type(getattr(group, "_reduce_scatter_comm", None)).__name__ not in ("DefaultReduceScatter", "NoneType"):
@@ -83,6 +90,14 @@ def _objections(group: Any) -> Iterator[str]:
         yield "an all-reduce hook is set"
     if getattr(group, "reduce_scatter_unused_params", False):
         yield "unused parameters take part in reductions (set_reduce_scatter_unused_params)"
+
+
+def _objections(group: Any) -> Iterator[str]:
+    import torch.distributed as dist
+
+    ranks = gather_group(group) or replica_group(group)
+    if isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "threaded":
+        yield "ranks are threads of one process (torch.testing's threaded process group)"
     if len({reduce_dtype(param) for param in group.fsdp_params if param.sharded_param.requires_grad}) > 1:
         yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"
     for param in group.fsdp_params:
@@ -99,6 +114,44 @@ def _objections(group: Any) -> Iterator[str]:
             yield f"a parameter has dtype {param.orig_dtype}"
 
 
+def keep_versions(states: list[Any]) -> None:
+    """Have all-gather extensions write to the parts of a gathered parameter uncounted, as FSDP writes to its own.
+
+    For the backward the same values are gathered anew. Of a tensor that is made of others, eager saves the whole, whose
+    counter stands still then; a compiled graph saves the parts, and autograd would take them for changed.
+    """
+    for param in (param for state in states for group in groups_of(state) for param in group.fsdp_params):
+        extended = hasattr(getattr(param, "_sharded_local_tensor", None), "fsdp_post_all_gather")
+        if extended and hasattr(param, "init_unsharded_param") and "init_unsharded_param" not in vars(param):
+            param.init_unsharded_param = _uncounted(weakref.ref(param))
+
+
+def _uncounted(reference: Callable[[], Any]) -> Callable[[], None]:
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    def init_unsharded_param() -> None:
+        param = reference()
+        parts = tuple(_parts(getattr(param, "_unsharded_param", None)))
+        with _unsafe_preserve_version_counter(parts) if parts else contextlib.nullcontext():
+            type(param).init_unsharded_param(param)
+
+    return init_unsharded_param
+
+
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a tensor is made of, however deep; nothing of one that is not."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(value):
+        return
+    for name in value.__tensor_flatten__()[0]:
+        part = getattr(value, name)
+        if is_traceable_wrapper_subclass(part):
+            yield from _parts(part)
+        elif not part.is_inference():
+            yield part
+
+
 def reshards_partly(group: Any) -> bool:
     """Whether the forward leaves parameters sharded over fewer ranks (reshard_after_forward=N)."""
     return bool(getattr(group, "_use_post_forward_mesh", False))
@@ -109,19 +162,31 @@ def part_group(group: Any) -> Any:
     return group.post_forward_mesh_info.shard_process_group if reshards_partly(group) else None
 
 
+def is_sharded(mesh_info: Any) -> bool:
+    """Whether parameters are spread over ranks; `replicate` of FSDP2's machinery leaves each rank all of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    return isinstance(mesh_info, FSDPMeshInfo)
+
+
 def gather_group(group: Any) -> Any:
-    """The process group that parameters are gathered over."""
-    return group._all_gather_process_group
+    """The process group that parameters are gathered over; None where each rank has all of them."""
+    return group._all_gather_process_group if is_sharded(group.mesh_info) else None
 
 
 def scatter_group(group: Any) -> Any:
-    """The process group that gradients are reduced over."""
-    return group._reduce_scatter_process_group
+    """The process group that gradients are reduced to shards over; None where each rank has all of them."""
+    return group._reduce_scatter_process_group if is_sharded(group.mesh_info) else None
 
 
 def reshards(group: Any) -> Any:
     """The setting reshard_after_forward."""
     return group._reshard_after_forward
+
+
+def reductions(group: Any) -> int:
+    """How many of its gradients' copies may be in flight (set_reduce_scatter_max_input_buffers)."""
+    return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
 
 
 def is_root(state: Any) -> bool:
@@ -222,9 +287,14 @@ def is_stand_in(parameter: Any) -> bool:
     return hasattr(parameter, STANDS_IN)
 
 
+def _shard_count(param: Any) -> int:
+    """Over how many ranks the parameter is spread."""
+    return int(param.mesh_info.shard_mesh_size) if is_sharded(param.mesh_info) else 1
+
+
 def _shard_sizes(param: Any) -> tuple[int, tuple[int, ...]] | None:
     """Number and size of shards that gathering puts one behind the other, where that is not the parameter yet."""
-    shards: int = param.mesh_info.shard_mesh_size
+    shards = _shard_count(param)
     return None if param.fsdp_placement.dim == 0 or shards == 1 else (shards, tuple(param.padded_sharded_param_size))
 
 
@@ -312,6 +382,25 @@ def shard_data(param: Any) -> torch.Tensor:
     return data if data.dtype == dtype else data.to(dtype)
 
 
+def stored_shard(param: Any) -> torch.Tensor:
+    """The same where it is kept, in the dtype that it is kept in."""
+    data: torch.Tensor = param._sharded_param_data
+    return data
+
+
+def shard_changes(param: Any) -> Any:
+    """Equal to what it was only if the shard was not changed since, except through `.data`; None where nothing tells.
+
+    Optimizers change the sharded parameter, users its local tensor too; FSDP gathers a look at that one. A hook behind
+    a gradient may be an optimizer of any kind.
+    """
+    sharded = param.sharded_param
+    tensors = (param._sharded_param_data, sharded, sharded._local_tensor)
+    if getattr(sharded, "_post_accumulate_grad_hooks", None) or any(tensor.is_inference() for tensor in tensors):
+        return None
+    return tensors[0].data_ptr(), tensors[2].data_ptr(), *(tensor._version for tensor in tensors)
+
+
 def shard_address(param: Any) -> int:
     """Where this rank's shard lies."""
     return int(param._sharded_param_data.data_ptr())
@@ -365,7 +454,7 @@ def _gathered_leaf(param: Any) -> Any:
     """The gathered parameter, whose .grad FSDP adds up in since torch 2.15; made without its memory if it never was."""
     if not hasattr(param, "_unsharded_param"):
         data, dtype = param._sharded_param_data, compute_dtype(param)
-        param.init_all_gather_outputs([data.numel()], [dtype], param.mesh_info.shard_mesh_size, param.device)
+        param.init_all_gather_outputs([data.numel()], [dtype], _shard_count(param), param.device)
         param.init_unsharded_param()
         param.free_unsharded_param()
     return param._unsharded_param

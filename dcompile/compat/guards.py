@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,36 @@ from dcompile.compat.hooks import saved_are_traced
 
 if TYPE_CHECKING:
     import torch
+
+
+_BEHIND_GUARDS: list[Any] = []
+"""What Dynamo asks behind its guards, at most one: torch's to compile on all ranks if one has to."""
+
+
+def hooks_behind_guards() -> list[Any]:
+    """What hears of each look at guards, and may have all compiled anew: torch.compiler.set_enable_guard_collectives.
+
+    Every rank answers a collective there: whoever asks guards in another way would leave the others alone in it. Torch
+    tells what is set only to whoever sets something else, so that is noted from now on. The list stays the same object.
+    """
+    from torch._C._dynamo import eval_frame
+
+    stock: Any = getattr(eval_frame, "set_guard_complete_hook", None)
+    if stock is None or hasattr(stock, "_dcompile"):
+        return _BEHIND_GUARDS
+
+    @functools.wraps(stock)
+    def set_hook(hook: Any) -> Any:
+        _BEHIND_GUARDS[:] = [] if hook is None else [hook]
+        return stock(hook)
+
+    set_hook._dcompile = True  # type: ignore[attr-defined]
+    set_hook(stock(None))
+    eval_frame.set_guard_complete_hook = set_hook
+    for home in map(sys.modules.get, ("torch._dynamo.eval_frame", "torch._dynamo.decorators")):
+        if hasattr(home, stock.__name__):
+            setattr(home, stock.__name__, set_hook)
+    return _BEHIND_GUARDS
 
 
 class _Through:

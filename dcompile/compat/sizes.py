@@ -166,6 +166,14 @@ def invents_sizes(op: Any) -> bool:
     return str(op) == "aten._unique.default" and torch.Tag.dynamic_output_shape not in op.tags
 
 
+def reads_values(gm: Any) -> bool:
+    """Whether a graph calls what tells sizes by values: that waits for the device."""
+    return any(
+        node.meta.get("unbacked_bindings") or str(node.target) == "aten._local_scalar_dense.default"
+        for node in gm.graph.nodes
+    )
+
+
 def size_symbols(gm: Any) -> dict[Any, Any]:
     """Size symbols of a graph -> their shape environment."""
     import torch

@@ -18,6 +18,8 @@ FROM_STORAGE = frozenset(
 )  # fmt: skip
 GIVES_DATA = frozenset(("aten.set_.source_Tensor", "aten.shallow_copy_data_.default"))
 """What `tensor.data = source` is traced as; the latter since torch 2.14."""
+RESIZE = "inductor::resize_storage_bytes_"
+"""What `tensor.untyped_storage().resize_(n)` of an input is traced as; its schema does not say that it changes one."""
 _SCATTERS = frozenset(f"aten.{kind}_scatter.default" for kind in ("select", "slice", "diagonal", "as_strided"))
 
 
@@ -73,6 +75,12 @@ def _stays_within(look: Node, of: Node) -> bool:
 def _last(value: Any) -> Any:
     """The place of a tensor's last element, counted from the start of its storage; of an empty one, none before 0."""
     return value.storage_offset() + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+
+
+def resizes(target: Any) -> bool:
+    """Whether an operation frees or makes the memory of a tensor."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.name == RESIZE
 
 
 def gives_data(gm: Any) -> bool:

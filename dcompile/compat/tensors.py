@@ -237,6 +237,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own to ask about: no wrapper, be it a subclass's or `torch.func`'s."""
+    from torch._C._functorch import is_functorch_wrapped_tensor
+
+    return not (is_wrapper(tensor) or is_functorch_wrapped_tensor(tensor))
+
+
 def storage_at(address: int, nbytes: int, device: Any) -> Any:
     """A storage over memory that somebody else owns."""
     import torch

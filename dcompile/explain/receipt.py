@@ -40,7 +40,7 @@ class Receipt:
     graphs_cached: int = 0
     """Graphs loaded from the cache, of all that were compiled or loaded: nothing was lowered or emitted for them."""
     graphs_received: int = 0
-    """Graphs that rank 0 compiled for this rank, and kernels that came with them."""
+    """Graphs that another rank compiled for this one, and kernels that came with them."""
     kernels_received: int = 0
     graphs_uncacheable: int = 0
     recordings: int = 0

@@ -63,7 +63,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.adapter = adapter
     before = len(compat.dynamo.graph_breaks())
     alone = _alone(entry.model, adapter)
-    with _as_it_was(module), compat.aot.backward_at_once(), alone:
+    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.ddp.hooks_of_replicate_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -73,7 +73,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         breaks=_breaks(before),
         guards=tuple(guards),
         reasons=() if adapter is None else tuple(adapter.reasons),
-        notes=(*dict.fromkeys(notes), *_left_out(adapter), *settings.config.idle()),
+        notes=(*dict.fromkeys(notes), *_left_out(adapter, module), *settings.config.idle()),
         receipt=receipt,
         timeline=timeline,
     )
@@ -91,8 +91,8 @@ def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.Abs
     alone, own = compat.alone.Alone(), model.compiling
 
     @contextlib.contextmanager
-    def compiling(code: Any, entry: Any) -> Iterator[None]:
-        with alone.resting(), own(code, entry):
+    def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
+        with alone.resting(), own(code, entry, late_sizes):
             yield
 
     model.compiling = compiling  # type: ignore[method-assign]
@@ -110,17 +110,19 @@ def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fs
     """What compiling would take over."""
     stock = config.distributed == "stock"
     if ddp is not None:
-        return _PlannedDdp(ddp, stock)
+        return _PlannedDdp(ddp, stock, module=module if compat.ddp.is_of_replicate(ddp, module) else None)
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):
-        return Fsdp2Adapter(states, stock, serial=-1, parts=not config.triton_cudagraphs)
+        return Fsdp2Adapter(states, stock, parts=not config.triton_cudagraphs)
     instances = compat.fsdp1.instances_in(module)
-    return Fsdp1Adapter(module, instances, stock, serial=-1) if instances else None
+    return Fsdp1Adapter(module, instances, stock) if instances else None
 
 
-def _left_out(adapter: Any) -> Iterator[str]:
+def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """What the report does not show."""
+    if adapter is None and compat.ddp.replicated(module) is not None:
+        yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
         yield (
             "FullyShardedDataParallel, which stays stock here and runs eagerly, is explained with breaks at its hooks"
@@ -135,7 +137,7 @@ def _receipt(model: Any) -> Receipt | None:
 
 
 def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | None]:
-    """The module to call, and the DDP module around it."""
+    """The module to call, and the DDP module that keeps it in step."""
     if not isinstance(model, Module):
         if not callable(model):
             raise TypeError(f"dcompile: explain needs a module or a function, not {type(model).__name__}")
@@ -143,7 +145,7 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
     root = unwrapped(model)
     if isinstance(root, DistributedDataParallel):
         return unwrapped(root.module), root
-    return root, None
+    return root, compat.ddp.ddp_of_replicate(root)
 
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
@@ -256,8 +258,8 @@ class _PlannedDdp(DdpAdapter):
 
     carries_sync = False
 
-    def __init__(self, ddp: Any, stock: bool) -> None:
-        super().__init__(ddp, stock, serial=-1)
+    def __init__(self, ddp: Any, stock: bool, module: Module | None = None) -> None:
+        super().__init__(ddp, stock, module=module)
         self.reasons = tuple(self.standing_objections())
         self.state = "stock" if self.reasons else "taken"
 
@@ -267,8 +269,10 @@ class _NoExchange:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = ()) -> Any:
-        del buckets, phase, accumulates, later
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()) -> Any:
+        del buckets, phase, accumulates, later, absent
+
+    def may_lack(self, units: Any) -> None: ...
 
     def forget_parts(self) -> None: ...
 

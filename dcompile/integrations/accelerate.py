@@ -45,6 +45,9 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
     overlap_mb: int | None = field(default=None, metadata={"help": "Option `overlap_mb`."})
     figures: Literal["table", "measured"] | None = field(default=None, metadata={"help": "Option `figures`."})
     gathers: Literal["auto", "collective"] | None = field(default=None, metadata={"help": "Option `gathers`."})
+    shard_copies: Literal["auto", "step", "gather"] | None = field(
+        default=None, metadata={"help": "Option `shard_copies`."}
+    )
     share_artifacts: bool | None = field(default=None, metadata={"help": "Option `share_artifacts`."})
     distributed: Literal["auto", "stock"] | None = field(default=None, metadata={"help": "Option `distributed`."})
     receipt: bool | None = field(default=None, metadata={"help": "Option `receipt`."})

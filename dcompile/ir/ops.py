@@ -60,8 +60,11 @@ def _lgamma(x: Any) -> Any:
 
 
 def _lgamma_of(x: float) -> float:
-    """Infinite at the poles, where Python raises."""
-    return math.inf if math.isinf(x) or (x <= 0 and x % 1 == 0) else math.lgamma(x)
+    """Infinite at the poles and where it overflows, for which Python raises."""
+    try:
+        return math.inf if math.isinf(x) else math.lgamma(x)
+    except (OverflowError, ValueError):
+        return math.inf
 
 
 def _zeta(x: Any, q: Any) -> Any:
@@ -111,6 +114,15 @@ def _pow(a: Any, b: Any) -> Any:
         return np.power(a, b)
     inverse = np.where(a == 1, 1, np.where(a == -1, 1 - 2 * (b % 2), 0)).astype(a.dtype)
     return np.where(b < 0, inverse, np.power(a, np.where(b < 0, 0, b)))
+
+
+def _gcd(a: Any, b: Any) -> Any:
+    """Euclid's in the dtype itself, as torch: the least number's absolute value wraps, and the sign of what follows."""
+    with np.errstate(over="ignore", divide="ignore"):
+        a, b = np.abs(np.asarray(a)), np.abs(np.asarray(b))
+        while np.any(b):
+            a, b = np.where(b != 0, b, a), np.where(b != 0, np.fmod(a, np.where(b != 0, b, 1)), 0).astype(a.dtype)
+    return a
 
 
 def _sign(x: Any) -> Any:
@@ -174,7 +186,7 @@ OPS: Mapping[str, Op] = {
         Op("acosh", 1, "same", _FLOAT, np.arccosh, 20),
         Op("atanh", 1, "same", _FLOAT, np.arctanh, 20),
         Op("zeta", 2, "same", _FLOAT, _zeta, 200),  # Hurwitz: the sum of (q + k) ** -x
-        Op("gcd", 2, "same", frozenset(("int",)), np.gcd, 40),
+        Op("gcd", 2, "same", frozenset(("int",)), _gcd, 40),
         Op("hypot", 2, "same", _FLOAT, np.hypot, 10),
         Op("logaddexp", 2, "same", _FLOAT, np.logaddexp, 30),  # log(exp(a) + exp(b))
         Op("nextafter", 2, "same", _FLOAT, np.nextafter, 4),  # from the first towards the second

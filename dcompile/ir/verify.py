@@ -13,7 +13,9 @@ The rules:
   8. outputs and gradients exist;
   9. what a loop loads of the product that it ends is the element where it is, row by row;
  10. once memory is planned, every buffer has a place, and buffers alive at the same time do not overlap; a buffer lies
-     in another one only where that is a result, what the library allocated, or an input that is donated.
+     in another one only where that is a result, what the library allocated, or an input that is donated;
+ 11. a loop reads and writes buffers of one device, and so does a check of indices: a kernel of a GPU would take an
+     address of the CPU's memory for one of its own.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def _kept(program: Program, before: Program | None) -> frozenset[int]:
 
 def _facts(buffer: Buffer) -> tuple[object, ...]:
     """What a step by itself is held to of a buffer; where that lies is a matter of its own."""
-    return buffer.dtype, buffer.shape, buffer.strides
+    return buffer.dtype, buffer.shape, buffer.strides, buffer.device
 
 
 def _verify(program: Program, kept: frozenset[int]) -> None:
@@ -98,6 +100,8 @@ def _verify(program: Program, kept: frozenset[int]) -> None:
                 check_loop(step, {**table, **at_hand}, symbols, frozenset(program.inputs))
             elif isinstance(step, Extern) and number not in kept:
                 _check_extern(step, table, symbols)
+            if number not in kept:
+                _check_device(step, table)
             state.advance(step)
         position = None
         state.finish()
@@ -157,6 +161,13 @@ def _check_product(loop: Loop, table: Mapping[str, Buffer], symbols: frozenset[s
     at = all(load.index == place and load.mask is None for load in own)
     require(bool(own) and at, f"{loop.name} loads {result.name} from elsewhere")
     return {result.name: result}
+
+
+def _check_device(step: Loop | Extern | Collective | Wait, table: Mapping[str, Buffer]) -> None:
+    """Rule 11."""
+    if isinstance(step, Loop) or (isinstance(step, Extern) and step.op == "dcompile.check_bounds"):
+        devices = {table[name].device for name in step.reads | step.writes if name in table}
+        require(len(devices) <= 1, f"one step uses memory of {' and '.join(sorted(devices))}")
 
 
 # --- library calls and outputs ----------------------------------------------------------------------------------------

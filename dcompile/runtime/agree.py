@@ -14,26 +14,37 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
+from dcompile import compat
 from dcompile.errors import PlanMismatchError
-from dcompile.runtime.peers import Alone, Peers, peers_of
+from dcompile.runtime.peers import Peers, peers_of
 from dcompile.runtime.waiting import Others
 
 TIMEOUT_S = 60.0
-"""Longest time between the first and the last rank to come, not counting that in which they compile."""
+"""Least time between the first and the last rank to come, not counting that in which they compile.
+
+A group whose time limit is longer has that one.
+"""
 
 Line: TypeAlias = "tuple[str, str]"
 """(what is compared, where it comes from: for people, as paths differ between machines)."""
 
 
-def agree(group: Any, subject: str, lines: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
+def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = "") -> None:
     """Compare `lines` (`subject` says of what) over the ranks of `group`: all come, and all raise if some differ.
 
-    For a plan of collectives that this rank has not run before, before it starts the first of them. Raises
-    PlanMismatchError: with the first difference; or if a rank has not come in time, or goes on without having come.
+    For what this rank is about to do with others for the first time: before it starts a plan of collectives. Raises
+    PlanMismatchError: with the first difference, and `way_out` if that comes from a line of the model, which may be
+    meant; or if a rank has not come in time, or goes on without having come.
     """
     peers = peers_of(group)
     if peers is not None:
-        _meet(peers, [(subject, ""), *((line, "") for line in lines)], timeout_s)
+        every = [(line, "") if isinstance(line, str) else line for line in lines]
+        _meet(peers, [(subject, ""), *every], _limit_s(group), way_out)
+
+
+def _limit_s(group: Any) -> float:
+    """Eager ranks wait for one another as long as the group's time limit says: one may be busy with work of its own."""
+    return max(TIMEOUT_S, compat.groups.time_limit(group, "cuda" if compat.groups.can_abort(group) else "cpu"))
 
 
 def _next_meeting(peers: Peers) -> tuple[int, str]:
@@ -43,12 +54,12 @@ def _next_meeting(peers: Peers) -> tuple[int, str]:
     return number, f"meeting/{number}"
 
 
-def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float) -> None:
+def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float, way_out: str = "") -> None:
     number, place = _next_meeting(peers)
     if peers.rank == 0:
         _say(peers, place, lines)
     elif _wait(peers, f"{place}/digest", number, lines, timeout_s):
-        difference = _difference(peers, place, lines)
+        difference = _difference(peers, place, lines, way_out)
         if difference:
             peers.store.set(f"{place}/verdict", difference)
             peers.call_off(difference)
@@ -60,7 +71,7 @@ def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float) -> None:
         raise PlanMismatchError(verdict)
 
 
-def exchanged(group: Any, subject: str, text: str, timeout_s: float = TIMEOUT_S) -> list[str]:
+def exchanged(group: Any, subject: str, text: str) -> list[str]:
     """What every rank of `group`, a small one, says of `subject`, in the order of ranks: all come, at the same point.
 
     Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
@@ -72,17 +83,17 @@ def exchanged(group: Any, subject: str, text: str, timeout_s: float = TIMEOUT_S)
     peers.store.set(f"{place}/said/{peers.rank}", text)
     if peers.store.add(f"{place}/count", 1) == peers.world:
         peers.store.set(f"{place}/verdict", "")
-    _wait(peers, f"{place}/verdict", number, [(subject, "")], timeout_s)
+    _wait(peers, f"{place}/verdict", number, [(subject, "")], _limit_s(group))
     return [peers.store.get(f"{place}/said/{rank}").decode() for rank in range(peers.world)]
 
 
-def said_by_any(group: Any, subject: str, mine: str, timeout_s: float = TIMEOUT_S) -> str:
+def said_by_any(group: Any, subject: str, mine: str) -> str:
     """What a rank of `group` says of `subject`, "" if none says anything: all come, and all get the same answer.
 
     Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
     """
     peers = peers_of(group)
-    return mine if peers is None else _hear(peers, subject, mine, timeout_s)
+    return mine if peers is None else _hear(peers, subject, mine, _limit_s(group))
 
 
 def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
@@ -95,55 +106,6 @@ def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
     _wait(peers, f"{place}/verdict", number, [(subject, "")], timeout_s)
     verdict: str = peers.store.get(f"{place}/verdict").decode()
     return verdict
-
-
-def captured(peers: Alone, subject: str, lines: Sequence[Line], way_out: str = "", timeout_s: float = TIMEOUT_S) -> str:
-    """Before compiling: compare what was captured with rank 0, which waits for nobody.
-
-    Raises PlanMismatchError, on every rank, if it differs; with `way_out` if the first difference comes from a line of
-    the model, which may be meant. Returns a note if rank 0 did not come: then the plans of
-    collectives, which all ranks have to agree on, show whether ranks fit.
-    """
-    if not isinstance(peers, Peers):
-        return ""
-    place = f"captured/{subject}"
-    if peers.rank == 0:
-        _say(peers, place, lines)
-        return ""
-    if not _has_captured(peers, place, timeout_s):
-        return f"rank 0 did not capture {subject} within {timeout_s:g} s"
-    difference = _difference(peers, place, lines, way_out)
-    if difference:
-        peers.call_off(difference)
-    return ""
-
-
-def same_as_first(peers: Alone, subject: str, lines: Sequence[Line], timeout_s: float = TIMEOUT_S) -> bool:
-    """Before compiling: whether rank 0, which waits for nobody, has captured the same. It may have captured something
-    else: then ranks only compile for themselves.
-    """
-    if not isinstance(peers, Peers):
-        return False
-    place = f"captured/{subject}"
-    if peers.rank == 0:
-        _say(peers, place, lines)
-        return True
-    came = _has_captured(peers, place, timeout_s)
-    return came and peers.store.get(f"{place}/digest").decode() == _digest(lines)
-
-
-def _has_captured(peers: Peers, place: str, timeout_s: float) -> bool:
-    """Wait for rank 0 to say what it has captured."""
-    others = Others(peers, timeout_s, [0])
-    pause = 0.001
-    while not peers.store.check([f"{place}/digest"]):
-        peers.check()
-        others.look()
-        if others.out_of_patience([0]):
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    return True
 
 
 def _say(peers: Peers, place: str, lines: Sequence[Line]) -> None:
@@ -167,6 +129,11 @@ def _wait(peers: Peers, key: str, number: int, lines: Sequence[Line], timeout_s:
             last = said[rank]
             if last is not None and last.started > peers.started:
                 peers.call_off(_without(peers, rank, last.label, lines))
+            if last is not None and last.ended:
+                peers.call_off(
+                    f"dcompile: rank {peers.rank} waited for the other ranks to say their {lines[0][0]}; "
+                    f"rank {rank} has ended without"
+                )
         if others.out_of_patience(missing):
             peers.call_off(
                 f"dcompile: rank {peers.rank} waited for the other ranks to say their {lines[0][0]} "

@@ -66,8 +66,13 @@ class Buckets:
     """Idle parameter -> its reduced gradient, if any rank had one."""
     _task: object = field(init=False, default=None)
     _first: bool = field(init=False, default=True)
-    _unsettled: dict[tuple[int, str], tuple[BucketMemory, torch.Tensor]] = field(init=False, default_factory=dict)
-    """(run, bucket) -> memory and marks, until `settle_idle` looks at them. As views, marks keep memory from others."""
+    _absent: frozenset[int] = field(init=False, default=frozenset())
+    """Parameters that the program has no gradient of in this call: idle ones, for now."""
+    _unsettled: dict[tuple[int, str], tuple[BucketMemory, torch.Tensor, tuple[int, ...]]] = field(
+        init=False, default_factory=dict
+    )
+    """(run, bucket) -> memory, marks and idle parameters, until `settle_idle` looks at them. As views, marks keep
+    memory from others."""
     _runs: int = field(init=False, default=0)
     _marks: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """Bucket -> 1 for each parameter that the program has a gradient of, 0 for idle ones."""
@@ -106,11 +111,14 @@ class Buckets:
     def _param(self, number: int) -> Any:
         return self.params[number]()
 
-    def begin(self, used: Iterable[int] = (), task: object = None, first: bool = True) -> None:
+    def begin(
+        self, used: Iterable[int] = (), task: object = None, first: bool = True, absent: Iterable[int] = ()
+    ) -> None:
         """A synced backward starts: forget the last one. `used`: parameters that earlier ones left gradients for.
 
         `task`: the backward that this is a part of, and whether it is the `first` part of it that reduces gradients:
-        for all later ones, .grad of what they do not compute themselves is reduced already.
+        for all later ones, .grad of what they do not compute themselves is reduced already. `absent`: parameters that
+        the program has no gradient of in this call, as no loss has used what they lead to; it writes zeros.
         """
         self._reduced.clear()
         self._runs += 1
@@ -121,6 +129,7 @@ class Buckets:
             self._unsettled.clear()
         self._used = frozenset(used)
         self._first = first
+        self._absent = frozenset(absent)
 
     def forget(self) -> None:
         """A backward is through, and all has been handed on: let others have the memory."""
@@ -141,6 +150,8 @@ class Buckets:
         early = described.scaled if self._exact else ()
         for number in described.params:
             param = self._param(number)
+            if number in self._absent:
+                continue
             if param is not None and param.grad is not None and will_accumulate(param):
                 self._view(number, memory).add_(param.grad.detach(), alpha=self._scale if number in early else 1)
                 param.grad = None
@@ -153,26 +164,38 @@ class Buckets:
             payload = scaled(memory.flat, self.group, self._scale, described.wire, memory.wire)
         self._works[bucket] = start_sum(self.group, payload, self._label(bucket))
 
+    def _idle(self, bucket: Bucket) -> tuple[int, ...]:
+        """Parameters with a place there that this rank has no gradient of, now."""
+        return (*bucket.idle, *(number for number in bucket.params if number in self._absent))
+
     def _fill_idle(self, bucket: Bucket, memory: BucketMemory) -> None:
         """Of parameters that this program has no gradient of: what .grad holds already, or zeros. Mark all others."""
-        for number in bucket.idle:
+        early = bucket.scaled if self._exact else ()
+        for number in self._idle(bucket):
             param = self._param(number)
             view = None if param is None else self._view(number, memory)
             if view is not None and param.grad is not None and self._first:
                 view.copy_(param.grad.detach())
+                if number in early:
+                    view.mul_(self._scale)
                 self._aside[number], param.grad = param.grad, None
             elif view is not None:
                 view.zero_()
-        if not bucket.marks:
-            return
+        if bucket.marks:
+            self._mark(bucket, memory, bucket.params)
+
+    def _mark(self, bucket: Bucket, memory: BucketMemory, known: Collection[int]) -> None:
+        """Say which parameters this rank has gradients of: those `known`, unless they are absent now."""
         marks = memory.flat[-bucket.marks :]
         if bucket.name not in self._marks:  # made once, as a recording cannot copy from the host
-            known = [number in bucket.params for number, _ in bucket.places]
-            self._marks[bucket.name] = torch.tensor(known, dtype=marks.dtype, device=marks.device)
+            ones = [number in bucket.params for number, _ in bucket.places]
+            self._marks[bucket.name] = torch.tensor(ones, dtype=marks.dtype, device=marks.device)
         marks.copy_(self._marks[bucket.name])
         for place, (number, _) in enumerate(bucket.places):
             if number in self._used:
                 marks[place].fill_(1)
+            elif number in bucket.params and (number in self._absent or number not in known):
+                marks[place].zero_()
 
     def settle_idle(self, elsewhere: Collection[int]) -> None:
         """A backward is through: parameters that it had no gradient of get what the other ranks' came to.
@@ -183,10 +206,10 @@ class Buckets:
         unsettled, self._unsettled = self._unsettled, {}
         found: dict[int, torch.Tensor] = {}
         marked: set[int] = set()
-        for (_, name), (memory, marks) in unsettled.items():
+        for (_, name), (memory, marks, idle) in unsettled.items():
             bucket = self._table[name]
             for (number, _), mark in zip(bucket.places, marks.tolist(), strict=True):
-                if number in bucket.idle and self._param(number) is not None:
+                if number in idle and self._param(number) is not None:
                     view = self._view(number, memory)
                     found[number] = found[number] + view if number in found else view
                     if mark:
@@ -226,15 +249,25 @@ class Buckets:
             for number, view, param in self._views(bucket, memory):
                 mine = number in numbers and number not in before and param.grad is not None
                 view.copy_(param.grad.detach()) if mine else view.zero_()
+            if bucket.marks:
+                self._mark(bucket, memory, numbers)
             payload = scaled(memory.flat, self.group, self._scale, bucket.wire, memory.wire)
             self._works[name] = start_sum(self.group, payload, self._label(name))
         for name, memory in memories.items():
             self.wait(name, memory)
-            for number, view, param in self._views(self._table[name], memory):
-                if number in before and param.grad is not None:
+            bucket = self._table[name]
+            marked = self._marked_idle(bucket, memory)
+            for number, view, param in self._views(bucket, memory):
+                if (number in before or number in marked) and param.grad is not None:
                     param.grad += view
-                elif number in numbers:
+                elif number in numbers or number in marked:
                     param.grad = like(view, param)
+
+    def _marked_idle(self, bucket: Bucket, memory: BucketMemory) -> set[int]:
+        """Parameters that another rank has a gradient of, and this one does not; behind the exchange."""
+        idle = self._idle(bucket)
+        marks = zip(bucket.places, memory.flat[-bucket.marks :].tolist(), strict=True) if idle else ()
+        return {number for (number, _), mark in marks if mark and number in idle}
 
     def _views(self, bucket: Bucket, memory: BucketMemory) -> Iterator[tuple[int, torch.Tensor, Any]]:
         """Number, place in the bucket, and parameter, of those that are still there."""
@@ -256,14 +289,16 @@ class Buckets:
 
     def _landed(self, bucket: str, memory: BucketMemory) -> None:
         self._reduced[bucket] = memory
-        if self._table[bucket].idle:
-            self._unsettled[self._runs, bucket] = memory, memory.flat[-self._table[bucket].marks :]
+        if idle := self._idle(self._table[bucket]):
+            self._unsettled[self._runs, bucket] = memory, memory.flat[-self._table[bucket].marks :], idle
 
     def _label(self, bucket: str) -> str:
         return f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
 
     def accumulated(self) -> bool:
-        """Whether a parameter holds a gradient already, or is marked for one that it held."""
+        """Whether a parameter holds a gradient already, is marked for one that it held, or gets none in this call."""
+        if self._absent:
+            return True
         params = (self._param(number) for bucket in self.buckets for number, _ in bucket.places)
         return bool(self._used) or any(param is not None and param.grad is not None for param in params)
 
@@ -284,6 +319,7 @@ class Buckets:
             number: memory.flat.data_ptr() + offset * memory.flat.element_size()
             for name, memory in self._reduced.items()
             for number, offset in zip(self._table[name].params, self._table[name].offsets, strict=True)
+            if number not in self._absent
         }
         return known | {number: gradient.data_ptr() for number, gradient in self._handed_on.items()}
 

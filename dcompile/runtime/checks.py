@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dcompile import random_ops, rnn_ops  # noqa: F401  define operators that host programs call
+from dcompile import grouped_ops, random_ops, rnn_ops  # noqa: F401  define operators that host programs call
 from dcompile.compat.tensors import assert_on_device
 from dcompile.errors import DcompileError
 
@@ -57,9 +57,33 @@ def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], o
     )
 
 
+def check_number(found: int, wanted: int, origin: str) -> None:
+    """Raise RuntimeError unless a number out of a tensor is what `torch._check` says: kernels were made for that."""
+    if found != wanted:
+        raise RuntimeError(
+            f"Runtime assertion failed: {origin} gave {found}, where the program says, by torch._check or a guard, "
+            f"that it is {wanted}. Correct the check, or the input"
+        )
+
+
+def unlike(tensor: torch.Tensor, wanted: tuple[int, ...], origin: str) -> NoReturn:
+    """Raise RuntimeError, for a size that depends on values is not what `torch._check` says."""
+    raise RuntimeError(
+        f"Runtime assertion failed: {origin} returned shape {tuple(tensor.shape)}, where the program says, by "
+        f"torch._check or a guard, that it is {wanted}. Correct the check, or the input"
+    )
+
+
+def lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of a tensor with these strides; raises RuntimeError where two elements would share a place."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 _OWN: Mapping[str, Callable[..., Any]] = {
     "dcompile.check_bounds": check_bounds,
     "dcompile.call": call,
+    "dcompile.check_number": check_number,
+    "dcompile.lay_out": lay_out,
     "dcompile.set_data": set_data,
 }
 _MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}

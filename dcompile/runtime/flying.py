@@ -41,6 +41,8 @@ class Reducing:
     """All shards of this rank, end to end."""
     shards: dict[int, torch.Tensor]
     flight: Flight
+    absent: frozenset[int] = frozenset()
+    """Units that this rank has no gradient of."""
     scattered: bool = False
     """Whether this rank has its shards."""
     complete: bool = True

@@ -125,6 +125,7 @@ def _value(node: Node) -> Any:
 def _request(request: Request) -> Iterator[str]:
     yield f"{request.kind} {request.grads} {request.rule} {request.donated}"
     yield f"{request.figures} {request.groups} {request.early_bytes}"
+    yield f"{request.reductions}"
     yield f"{request.gathers} {request.results if request.gathers or request.kind == 'forward' else ''}"
     for param in request.params:  # less their names
         yield f"{param.number} {param.shape} {param.dtype} {param.device} {param.kind} {param.group} {param.shard}"

@@ -3,7 +3,7 @@
 An all-gather by NCCL is a kernel: it takes processors away from what is computed meanwhile, and products beside it took
 a sixth longer (two H200). Where a GPU can map the others' memory, it needs no kernel: each rank copies the others'
 shards itself, by copy engines, to where the program wants them (`runtime.pulling`). Nothing is moved for that, and
-nothing copied twice: shards stay where FSDP has them.
+nothing copied twice: shards stay where FSDP has them, or where they are converted to (`runtime.converted`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dcompile.artifacts import say
 from dcompile.collectives.params import ShardGroup, ShardUnit
 from dcompile.figures import LEAST_COPIED
 from dcompile.runtime.agree import exchanged
+from dcompile.runtime.converted import Converted
 from dcompile.runtime.driver import Reach, reach_of
 from dcompile.runtime.lanes import Lanes
 
@@ -32,8 +33,10 @@ MOST_RANKS = 16
 class Nearby:
     """The units of one process group. All its ranks make theirs at the same point, and come to the same `reasons`."""
 
-    def __init__(self, group: Any, units: Mapping[int, ShardUnit], device: torch.device, reach: Reach) -> None:
-        self.group, self.device, self.reach = group, device, reach
+    def __init__(
+        self, group: Any, units: Mapping[int, ShardUnit], converted: Converted, device: torch.device, reach: Reach
+    ) -> None:
+        self.group, self.device, self.reach, self._converted = group, device, reach, converted
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sources: dict[int, list[int]] = {}
         """Unit -> where each rank's shard of it lies, as addresses of this process."""
@@ -72,9 +75,9 @@ class Nearby:
             if unit.offloaded:
                 units[str(number)] = "they are kept in CPU memory"
                 continue
-            data = unit.data()
-            if data.data_ptr() != unit.address():
-                units[str(number)] = "they are converted for each gather"
+            data = self._converted.sent(number)
+            if data.data_ptr() != unit.address() and self._converted.memory(number) is None:
+                units[str(number)] = f"they are converted for each gather: {self._converted.reason}"
                 continue
             try:
                 units[str(number)] = [*self.reach.export(data), data.numel() * data.element_size()]
@@ -128,9 +131,14 @@ class Nearby:
         return all(number in self.sources and number not in self.reasons for number in numbers)
 
     def refresh(self, numbers: Iterable[int]) -> None:
-        """See that the others find this rank's shards: should one lie elsewhere by now, copy it to where they look."""
+        """See that the others find this rank's shards: should one lie elsewhere by now, copy it to where they look.
+
+        What is converted lies where it did; its user sees to it that it was.
+        """
         for number in numbers:
             unit, held = self._units[number], self._held[number]
+            if self._converted.memory(number) is not None:
+                continue
             if unit.address() != held.data_ptr():
                 held.copy_(unit.data())
                 if not self._moved:
@@ -147,8 +155,10 @@ class Neighbours:
     Ranks meet when the first question is asked, which is before anything is compiled: the answers are part of plans.
     """
 
-    def __init__(self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup], gathers: str) -> None:
-        self._units, self._groups, self._gathers = units, groups, gathers
+    def __init__(
+        self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup], gathers: str, converted: Converted
+    ) -> None:
+        self._units, self._groups, self._gathers, self._converted = units, groups, gathers, converted
         self._near: dict[int, Nearby] | None = None
         """Identity of a process group -> what its ranks can copy."""
         self._of: dict[str, Nearby | None] = {}
@@ -191,7 +201,7 @@ class Neighbours:
             if id(process_group) in found or not isinstance(process_group, dist.ProcessGroup):
                 continue
             names = {name for name, other in self._groups.items() if other.gather_group() is process_group}
-            device = next((unit.data().device for unit in self._in(names).values() if not unit.offloaded), None)
+            device = next((unit.stored().device for unit in self._in(names).values() if not unit.offloaded), None)
             reach = None if device is None else reach_of(device)
             if reach is None or device is None or process_group.size() == 1:
                 continue
@@ -199,11 +209,11 @@ class Neighbours:
             self._parted |= parted
             names -= parted
             units = self._in(names)
-            shards = [unit.data() for unit in units.values() if not unit.offloaded]
-            gathered = sum(shard.numel() * shard.element_size() for shard in shards) * process_group.size()
+            near = (unit for unit in units.values() if not unit.offloaded)
+            gathered = sum(unit.stored().numel() * unit.dtype.itemsize for unit in near) * process_group.size()
             if names and gathered >= LEAST_COPIED * len(names):
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                    found[id(process_group)] = Nearby(process_group, units, device, reach)
+                    found[id(process_group)] = Nearby(process_group, units, self._converted, device, reach)
 
 
 def _close(reach: Reach, opened: list[int]) -> None:

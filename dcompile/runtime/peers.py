@@ -67,11 +67,6 @@ class Alone:
 
     rank, world = 0, 1
 
-    def number(self, what: str) -> int:
-        """0, 1, 2, ...: numbers things in an order that is the same on every rank."""
-        del what
-        return 0
-
     def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
         del what
@@ -119,17 +114,11 @@ class Peers(Alone):
         self._doing: list[str] = []
         self._beats = 0
         self._ended = False
-        self._numbers: Counter[str] = Counter()
         self._lookout = Lookout(self)
         self._abortion: Abort | None = None
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dcompile-peers", daemon=True)
         self._thread.start()
-
-    def number(self, what: str) -> int:
-        """0, 1, 2, ...: numbers things in an order that is the same on every rank."""
-        self._numbers[what] += 1
-        return self._numbers[what] - 1
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -280,9 +269,11 @@ class Peers(Alone):
         if failure is not None and not self.aborted:
             with contextlib.suppress(RuntimeError):
                 self._say_why(failure)
-        if self.started and failure is None and not self.aborted:
+        if failure is None and not self.aborted:
             with contextlib.suppress(RuntimeError):
-                self._say_goodbye()
+                self._beat(self.store)  # for those who wait for this rank
+                if self.started:
+                    self._say_goodbye()
             if self.aborted:
                 raise self._over()
 
@@ -301,7 +292,6 @@ class Peers(Alone):
         return ""
 
     def _say_goodbye(self) -> None:
-        self._beat(self.store)
         if self.store.add("ended", 1) == self.world:
             self.store.set("all ended", "")
         deadline = time.monotonic() + GOODBYE_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.collectives.params import Phase, ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
+from dcompile.runtime.converted import Converted
 from dcompile.runtime.exchange import Flight, count_replayed
 from dcompile.runtime.flying import Gathering, Reducing, named, together
 from dcompile.runtime.messages import start_gather, start_scatter
@@ -20,6 +21,7 @@ from dcompile.runtime.nearby import Nearby, Neighbours
 from dcompile.runtime.parcels import Parcel, in_order
 from dcompile.runtime.pulling import Pulls
 from dcompile.runtime.unreduced import Unreduced
+from dcompile.runtime.unsure import Unsure
 
 
 @dataclass(eq=False)
@@ -30,8 +32,13 @@ class Shards:
     groups: Mapping[str, ShardGroup]
     gathers: str = "auto"
     """The option of that name."""
+    shard_copies: Literal["auto", "step", "gather"] = "auto"
+    saves_memory: bool = False
+    """See `Converted`."""
+    converted: Converted = field(init=False)
     neighbours: Neighbours = field(init=False)
     unreduced: Unreduced = field(init=False)
+    unsure: Unsure = field(init=False)
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
     """Units whose gradients may be on their way to CPU memory."""
 
@@ -39,8 +46,10 @@ class Shards:
     """Unit -> this rank's part of it among fewer ranks, that the last forward has left for the backward."""
 
     def __post_init__(self) -> None:
-        self.neighbours = Neighbours(self.units, self.groups, self.gathers)
+        self.converted = Converted(self.units, self.shard_copies, self.saves_memory)
+        self.neighbours = Neighbours(self.units, self.groups, self.gathers, self.converted)
         self.unreduced = Unreduced(self.units)
+        self.unsure = Unsure(self.units, self.groups)
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
@@ -50,19 +59,32 @@ class Shards:
         return self.neighbours.of(group) is not None, self.neighbours.reason(group)
 
     def source(
-        self, buckets: tuple[Bucket, ...], phase: Phase, accumulates: bool = False, later: Collection[int] = ()
+        self,
+        buckets: tuple[Bucket, ...],
+        phase: Phase,
+        accumulates: bool = False,
+        later: Collection[int] = (),
+        absent: Collection[int] = (),
     ) -> Exchange:
         """What one call of a program with these buckets exchanges through.
 
         `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not.
         `later`: units that another program of the backward has gradients of as well, and reduces them all.
+        `absent`: units that the program has no gradient of in this call, but zeros.
         """
-        return Exchange(self, {bucket.name: bucket for bucket in buckets}, accumulates, phase, frozenset(later))
+        named_buckets = {bucket.name: bucket for bucket in buckets}
+        return Exchange(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
+
+    def may_lack(self, units: Iterable[int]) -> None:
+        """A program runs that may have no gradient of these units: ranks say which there are, when it is through."""
+        self.unsure.known.update(units)
 
     def forget_parts(self) -> None:
         """A call starts: what a forward without a backward has left is old, parameters may have changed since."""
         self._parts.clear()
         self.unreduced.forget_failed()
+        if compat.tensors.backward_task() < 0:
+            self.unsure.forget()
 
     def give_back(self) -> None:
         """Leave FSDP the gradients that are still to be reduced."""
@@ -88,9 +110,11 @@ class Shards:
         for number in sorted(self.unreduced.whole):
             group = self._group_of(number)
             if group.wants() != "nothing":
-                whole = self.unreduced.whole.pop(number)
-                pending = self._scatter(group, {number: whole}, f"the rest of {self.units[number].name}")
+                whole, absent = self.unreduced.whole.pop(number), {number} - self.unreduced.real
+                pending = self._scatter(group, {number: whole}, f"the rest of {self.units[number].name}", 0, absent)
                 self._finish(pending)
+        for number, shard in self.unsure.settle():
+            self._commit(number, shard)
         while self._unsettled:
             self._unsettled.popitem()[1].settle()
 
@@ -99,8 +123,16 @@ class Shards:
 
     # --- reductions ---
 
-    def _scatter(self, group: ShardGroup, full: Mapping[int, torch.Tensor], name: str, packed: int = 0) -> Reducing:
-        """Start reducing units of one group, the last `packed` of them as one message."""
+    def _scatter(
+        self,
+        group: ShardGroup,
+        full: Mapping[int, torch.Tensor],
+        name: str,
+        packed: int = 0,
+        absent: Collection[int] = (),
+    ) -> Reducing:
+        """Start reducing units of one group, the last `packed` of them as one message; `absent` ones are zeros."""
+        lacking = frozenset(absent).difference(self.unreduced.real)
         process_group = group.scatter_group()
         first = next(iter(full.values()))
         rule = group.reduction(first.dtype)
@@ -125,20 +157,24 @@ class Shards:
         with named(f"the {name}", full, self.units, process_group):
             label = f"{name} ({flat.numel() * world} elements{f', {packed} together' if packed else ''})"
             flight = Flight(process_group, first.device, label, start)
-        return Reducing(name, group, flat, shards, flight)
+        return Reducing(name, group, flat, shards, flight, lacking)
 
     def _finish(self, pending: Reducing) -> None:
         """Wait for all of a reduction, and hand the shards on as gradients."""
         if self._reduce(pending):
-            self.commit(pending.shards)
+            self.commit(pending.shards, pending.absent)
 
-    def commit(self, shards: Mapping[int, torch.Tensor]) -> None:
-        """Hand reduced shards on as gradients."""
+    def commit(self, shards: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
+        """Hand reduced shards on as gradients; those of units that this rank has none of, if another rank has."""
         for number, shard in shards.items():
-            unit = self.units[number]
-            unit.commit(shard)
-            if unit.offloaded:
-                self._unsettled[number] = unit
+            if not self.unsure.hold(number, shard, number not in absent):
+                self._commit(number, shard)
+
+    def _commit(self, number: int, shard: torch.Tensor) -> None:
+        unit = self.units[number]
+        unit.commit(shard)
+        if unit.offloaded:
+            self._unsettled[number] = unit
 
     def _go_on(self, pending: Reducing) -> None:
         """Wait for the shards; where ranks hold copies of them, start to average among these."""
@@ -194,6 +230,8 @@ class Exchange:
     accumulates: bool
     phase: Phase
     later: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+    """Units that the program has no gradient of in this call."""
     _gathering: dict[str, Gathering] = field(init=False, default_factory=dict)
     """Bucket -> its collective."""
     _reducing: dict[str, Reducing] = field(init=False, default_factory=dict)
@@ -201,6 +239,8 @@ class Exchange:
     """What gathers go through that are copies."""
     _waited: int = field(init=False, default=0)
     """How many collectives were waited for."""
+    _due: dict[int, None] | None = field(init=False, default=None)
+    """Units that are still to be converted before they are sent; None before the first of them is looked at."""
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
@@ -232,6 +272,7 @@ class Exchange:
             neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
             copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
+            self._convert(numbers)
             found = self._pulls[near] = Pulls(near, len(copied), numbers, self._meeting)
         return found
 
@@ -253,7 +294,27 @@ class Exchange:
         parts = self.shards.take_parts(bucket.units) if fewer is not None else None
         if parts is not None:
             return fewer, parts
-        return group.gather_group(), [self.shards.units[number].data() for number in bucket.units]
+        self._convert(bucket.units)
+        return group.gather_group(), [self.shards.converted.sent(number) for number in bucket.units]
+
+    def _outdated(self) -> dict[int, None]:
+        """Units that this call converts: a forward all that it gathers, a backward what was changed since then."""
+        if self._due is None:
+            gathers = (bucket for bucket in self.buckets.values() if bucket.kind == "all_gather")
+            numbers = dict.fromkeys(number for bucket in gathers for number in bucket.units)
+            self._due = dict.fromkeys(self.shards.converted.outdated(numbers, anyway=self.phase != "backward"))
+        return self._due
+
+    def _convert(self, numbers: Iterable[int]) -> None:
+        due = self._outdated()
+        now = [number for number in numbers if number in due]
+        self.shards.converted.convert(now)
+        self._has_converted(now)
+        for number in now:
+            del due[number]
+
+    def _has_converted(self, numbers: list[int]) -> None:
+        self.shards.converted.mark(numbers)
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for what `start_gather` began."""
@@ -277,11 +338,14 @@ class Exchange:
         for place, start, stop in zip(found.gaps[::3], found.gaps[1::3], found.gaps[2::3], strict=True):
             full[place][start:stop].zero_()
         units = {found.units[place]: full[place] for place in in_order(found)}
+        for number in self.absent & units.keys():
+            units[number].zero_()  # what comes of zeros need not be zero
         kept = {number: units.pop(number) for number in list(units) if self._keeps(group, number)}
-        self.shards.unreduced.keep(kept, self.later)
+        self.shards.unreduced.keep(kept, self.later, self.absent)
         if units:
             packed = sum(found.units[place] in units for place in found.packed)
-            self._reducing[bucket] = self.shards._scatter(group, units, f"reduce-scatter {bucket}", packed)
+            name = f"reduce-scatter {bucket}"
+            self._reducing[bucket] = self.shards._scatter(group, units, name, packed, self.absent)
 
     def _keeps(self, group: ShardGroup, number: int) -> bool:
         """Whether gradients of a unit are not to be reduced here."""
@@ -317,6 +381,8 @@ class Exchange:
     def same_each_time(self) -> tuple[int, ...] | str:
         """Addresses of the shards that this call reads; or why another call at these may do something else."""
         read: list[int] = []
+        if self.absent:
+            return "no loss has used what some parameters lead to"
         for bucket in self.buckets.values():
             if any(self.shards.units[number].offloaded for number in bucket.units):
                 return "parameters are kept in CPU memory"
@@ -330,7 +396,7 @@ class Exchange:
                 or not self.later.isdisjoint(bucket.units)
             ):
                 return "gradients are kept for a later reduction, or were"
-        return tuple(read)
+        return (*read, *self._outdated())
 
     def recorded(self) -> Recorded:
         """A source that exchanges as this one does, but hands no gradient on."""
@@ -338,6 +404,7 @@ class Exchange:
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
         """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""
+        self.shards.converted.mark(self._outdated())
         labels: dict[Any, list[str]] = {}
         for group, label in collectives:
             labels.setdefault(group, []).append(label)
@@ -381,6 +448,9 @@ class Recorded(Exchange):
 
     def _meeting(self, flight: Flight) -> None:
         self._log(flight)
+
+    def _has_converted(self, numbers: list[int]) -> None:
+        """Nothing is, before the recording is replayed."""
 
     def _log(self, flight: Flight) -> None:
         self.collectives.append((flight.group, flight.label))

@@ -1,7 +1,9 @@
-"""Compiled once, by rank 0 of a process group, and sent to the others through the group's store.
+"""Compiled once, by the first rank that comes to a graph, and sent to the others through the group's store.
 
-Nothing that is sent depends on a rank. What a rank runs is from its own cache directory, or has come from rank 0
-through the job's store, with the SHA-256 that rank 0 gave: the store is the boundary of trust, as it is for torch,
+A rank claims a graph by its key when it comes to it: then it compiles it and gives it to those that come later. So
+nobody waits for a program that no rank is about to send, whichever graphs a rank makes alone, and in which order.
+Nothing that is sent depends on a rank. What a rank runs is from its own cache directory, or has come from another rank
+through the job's store, with the SHA-256 that this one gave: the store is the boundary of trust, as it is for torch,
 whose collectives find their peers by it. Nothing is unpickled; what arrives is put into the cache, and loaded from
 there with all its checks.
 """
@@ -13,6 +15,7 @@ import json
 import re
 import time
 import zlib
+from math import inf
 from typing import Any
 
 from dcompile.errors import BuildError
@@ -24,7 +27,7 @@ from dcompile.runtime.waiting import Others
 CHUNK = 1 << 20
 """Bytes per value: stores refuse values of many megabytes."""
 ARRIVE_S = 60.0
-"""How long a rank waits for rank 0 to come to a graph that both captured in the same call."""
+"""How long a rank waits for one that has claimed a graph and is alive, but does not compile."""
 
 _FORMAT = 1
 
@@ -39,24 +42,35 @@ class Sharing:
     def __init__(self, peers: Peers, patience_s: float) -> None:
         self._peers = peers
         self._patience_s = patience_s
-        self._model = peers.number("model that shares")
+        self._claims: dict[str, int] = {}
+        """Key -> the rank that came first."""
         self._sent: set[str] = set()
 
-    @property
-    def gives(self) -> bool:
-        """Whether this rank compiles for the others."""
-        return self._peers.rank == 0
+    def claim(self, key: str) -> bool:
+        """Come to a graph. Whether this rank is the first to do so: then it compiles it, and gives it to the others."""
+        if key not in self._claims:
+            mine = str(self._peers.rank)
+            found = self._peers.store.compare_set(f"claim/{key}", "", mine).decode() or mine
+            self._claims[key] = int(found)
+        return self._claims[key] == self._peers.rank
 
-    def announce(self, name: str, key: str) -> None:
-        """Rank 0 has come to a graph: which one it is, before it is compiled."""
-        self._peers.store.set(self._place(name), key)
-
-    def _place(self, name: str) -> str:
-        return f"compiles/{self._model}/{name}"
+    def let_pass(self, ahead: str, key: str) -> None:
+        """Let the rank that has claimed `ahead` come to `key` first, if it captures or compiles now."""
+        rank = self._claims.get(ahead, self._peers.rank)
+        if rank == self._peers.rank or key in self._claims:
+            return
+        others, pause = Others(self._peers, inf, [rank]), 0.001
+        while not self._peers.store.check([f"claim/{key}"]):
+            self._peers.check()
+            others.look()
+            if not others.compiles(rank):
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
     def give(self, key: str, cache: KernelCache) -> None:
-        """Send a graph, which is in the cache, and its libraries. An incomplete one is not sent."""
-        if key in self._sent:
+        """Send a graph that this rank has claimed, from the cache, and its libraries. An incomplete one is not sent."""
+        if key in self._sent or not self.claim(key):
             return
         self._sent.add(key)
         found = cache.find_graph(key)
@@ -76,8 +90,9 @@ class Sharing:
         self._peers.store.set(f"program/{key}", f"{count} {hashlib.sha256(data).hexdigest()}")
 
     def fail(self, key: str) -> None:
-        """Rank 0 has nothing to send for this graph: the others compile it."""
-        self._peers.store.set(f"program/{key}", "none")
+        """This rank has nothing to send for a graph, if it has claimed it: the others compile it."""
+        if self.claim(key):
+            self._peers.store.set(f"program/{key}", "none")
 
     def _put(self, place: str, data: bytes) -> int:
         packed = zlib.compress(data, 1)
@@ -88,40 +103,32 @@ class Sharing:
                 self._peers.store.set(f"{place}/{number}", packed[number * CHUNK : (number + 1) * CHUNK])
         return count
 
-    def receive(self, key: str, name: str, together: bool, cache: KernelCache) -> tuple[int | None, str]:
-        """Put what rank 0 compiled into this rank's cache: how many kernels came; or None, and why nothing did.
+    def receive(self, key: str, cache: KernelCache) -> tuple[int | None, str]:
+        """Put what another rank, which has claimed it, compiled into this rank's cache: how many kernels came.
 
-        Waits while rank 0 captures or compiles. `together`: every rank captured this graph in the same call, so rank 0
-        comes to it too; otherwise nobody waits for a rank 0 that is doing something else, and there is no reason.
+        Or None, and why nothing did. Waits while that rank captures or compiles.
         """
-        others = Others(self._peers, ARRIVE_S, [0], patience_s=self._patience_s)
+        giver = self._claims[key]
+        others = Others(self._peers, ARRIVE_S, [giver], patience_s=self._patience_s)
         pause = 0.001
         while not self._peers.store.check([f"program/{key}"]):
             self._peers.check()
             others.look()
-            if together and self._other_graph(name, key):
-                return None, "rank 0 compiles another graph in its place (its machine or shapes differ)"
-            if not (together or others.compiles(0)):
-                return None, ""
-            if others.last(0) is not None and not others.alive(0):
-                return None, others.describe([0])
-            if others.out_of_patience([0]):
-                return None, f"waiting took too long: {others.describe([0])}"
+            if others.last(giver) is not None and not others.alive(giver):
+                return None, others.describe([giver])
+            if others.out_of_patience([giver]):
+                return None, f"waiting took too long: {others.describe([giver])}"
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         said = self._peers.store.get(f"program/{key}").decode()
         if said == "none":
-            return None, "rank 0 could not send it"
+            return None, f"rank {giver} could not send it"
         try:
             return self._take(key, said, cache), ""
         except (Unusable, BuildError, OSError) as error:
-            return None, str(error)
+            return None, f"from rank {giver}: {error}"
         except (KeyError, TypeError, ValueError, AttributeError):
-            return None, "rank 0 sent a graph in a form that is not understood"
-
-    def _other_graph(self, name: str, key: str) -> bool:
-        place = self._place(name)
-        return bool(self._peers.store.check([place])) and self._peers.store.get(place).decode() != key
+            return None, f"rank {giver} sent a graph in a form that is not understood"
 
     def _take(self, key: str, said: str, cache: KernelCache) -> int:
         entry = self._entry(key, said)
@@ -134,7 +141,7 @@ class Sharing:
                 continue
             digest, dot, kind = file.partition(".")
             if f"{dot}{kind}" not in KINDS or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise Unusable(f"rank 0 sent a library of an unknown kind, {file[:80]}")
+                raise Unusable(f"a library of an unknown kind came, {file[:80]}")
             cache.take(keys, self._get(f"library/{file}", entry["chunks"][file], digest), digest, f"{dot}{kind}")
             received += len(keys)
         cache.put_graph(key, from_record(entry["graph"]))
@@ -143,14 +150,14 @@ class Sharing:
     def _entry(self, key: str, said: str) -> Any:
         match = re.fullmatch("([0-9]{1,6}) ([0-9a-f]{64})", said)
         if match is None:
-            raise Unusable("rank 0 announced a graph in a form that is not understood")
+            raise Unusable("it was announced in a form that is not understood")
         try:
             entry = json.loads(self._get(f"program/{key}", int(match[1]), match[2]))
             known = entry["format"] == _FORMAT
         except (ValueError, KeyError, TypeError) as error:
-            raise Unusable("rank 0 sent a graph in a form that is not understood") from error
+            raise Unusable("a graph came in a form that is not understood") from error
         if not known:
-            raise Unusable(f"rank 0 sent a graph in format {entry['format']}, this dcompile reads {_FORMAT}")
+            raise Unusable(f"a graph came in format {entry['format']}, this dcompile reads {_FORMAT}")
         return entry
 
     def _get(self, place: str, chunks: int, digest: str) -> bytes:
@@ -158,7 +165,7 @@ class Sharing:
         try:
             data = zlib.decompress(packed)
         except zlib.error as error:
-            raise Unusable(f"what rank 0 sent as {place[:40]} is damaged") from error
+            raise Unusable(f"what came as {place[:40]} is damaged") from error
         if hashlib.sha256(data).hexdigest() != digest:
-            raise Unusable(f"what rank 0 sent as {place[:40]} does not match its checksum")
+            raise Unusable(f"what came as {place[:40]} does not match its checksum")
         return data

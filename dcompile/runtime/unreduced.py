@@ -21,12 +21,18 @@ class Unreduced:
     """Of backwards that were not to reduce them."""
     partial: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Shards that have been reduced, but not among replicas yet."""
+    real: set[int] = field(init=False, default_factory=set)
+    """Units of which there is a gradient among what is kept, not only zeros for one that is absent."""
     _begun: dict[tuple[int, int], torch.Tensor] = field(init=False, default_factory=dict)
     """(backward, unit) -> what it has come to so far, to which another program of it is going to add."""
     _given_back: bool = field(init=False, default=False)
 
-    def keep(self, full: Mapping[int, torch.Tensor], later: Collection[int] = ()) -> None:
-        """Add up gradients that are not to be reduced yet. To those of units in `later`, this backward has more."""
+    def keep(self, full: Mapping[int, torch.Tensor], later: Collection[int] = (), absent: Collection[int] = ()) -> None:
+        """Add up gradients that are not to be reduced yet. To those of units in `later`, this backward has more.
+
+        There are none of those in `absent`: they are zeros.
+        """
+        self.real.update(number for number in full if number not in absent)
         for number, tensor in full.items():
             own = self._with_begun(number, tensor.clone())
             if number in later:
@@ -37,6 +43,7 @@ class Unreduced:
 
     def add_to(self, number: int, tensor: torch.Tensor) -> None:
         """Add all that is kept of a unit to a gradient to be reduced: as autograd, this backward's first."""
+        self.real.discard(number)
         self._with_begun(number, tensor)
         if number in self.whole:
             tensor.add_(self.whole.pop(number))
@@ -54,7 +61,8 @@ class Unreduced:
         """A backward is through: what it has begun is all that there is."""
         task = backward_task()
         numbers = [number for of, number in self._begun if of == task]
-        self.keep({number: self._begun.pop((task, number)) for number in numbers})
+        absent = [number for number in numbers if number not in self.real]
+        self.keep({number: self._begun.pop((task, number)) for number in numbers}, absent=absent)
         if self._given_back:
             self.give_back()
 
@@ -67,6 +75,7 @@ class Unreduced:
         """Outside of any backward: drop what those have begun that ended with an error."""
         if backward_task() < 0:
             self._begun.clear()
+            self.real &= self.whole.keys()
 
     def give_back(self) -> None:
         """Leave FSDP all of it, and what backwards that are still to come keep."""
@@ -79,4 +88,5 @@ class Unreduced:
             )
         while self.whole:
             number, whole = self.whole.popitem()
-            self.units[number].take_back(whole)
+            if number in self.real:
+                self.units[number].take_back(whole)

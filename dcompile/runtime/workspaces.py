@@ -273,7 +273,7 @@ class Run:
         copy_elements(fitting, tensor)
         return fitting
 
-    differs = staticmethod(checks.differs)
+    differs, unlike = staticmethod(checks.differs), staticmethod(checks.unlike)
 
     @staticmethod
     def failed(status: int) -> None:

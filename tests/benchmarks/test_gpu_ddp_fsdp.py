@@ -30,6 +30,33 @@ def test_every_line_runs_on_two_ranks(tmp_path, forks):
     )
 
 
+@pytest.mark.timeout(280)
+def test_mixed_precision_checkpoints_and_several_batches_run_on_two_ranks(tmp_path, forks):
+    out = tmp_path / "out.json"
+    arguments = ["--only", "tiny-fsdp2-mixed,tiny-ddp-amp", "--peers", "eager,dcompile", "--device", "cpu", "--quiet"]
+    arguments += ["--rounds", "1", "--steps", "1", "--out", str(out)]
+    assert not run_job(gpu_ddp_fsdp.MODULE, arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
+    result = json.loads(out.read_text())
+    assert result["complete"]
+    for line in result["lines"].values():
+        assert line["dcompile"]["losses"] == pytest.approx(line["eager"]["losses"], rel=0.02)
+        assert line["dcompile"]["took_over"], line["dcompile"]
+        assert line["dcompile"]["tokens_per_s"] == pytest.approx(2 * 2 * 64 / line["dcompile"]["ms"] * 1e3)
+
+
+def test_lines_name_their_own_peers_unless_asked():
+    assert parse([]).peers == [] and parse(["--peers", "eager"]).peers == ["eager"]
+    assert gpu_ddp_fsdp.LINES["160M-fsdp2-mixed"].peers == (BASE, "dcompile", "dcompile reduce-overhead")
+    assert not gpu_ddp_fsdp.LINES["1B-fsdp2"].peers
+
+
+def test_a_profile_is_shown_by_kinds_of_kernels(capsys):
+    kinds = {"matrix products": [10, 5.0], "communication": [2, 1.0]}
+    show({"ranks": 2, "lines": {"1B-fsdp2-mixed": {BASE: {"kinds": kinds}, "dcompile": {"kinds": kinds}}}})
+    said = capsys.readouterr().out
+    assert "5.00 (10)" in said and "6.00 (12)" in said and "communication" in said
+
+
 def test_a_failing_rank_ends_the_job_and_says_why(forks):
     failed = run_job(gpu_ddp_fsdp.MODULE, ["--only", "nonsense"], 2, 100)
     assert "rank 0 ended with 2" in failed and "nonsense: not one of 160M-ddp" in failed

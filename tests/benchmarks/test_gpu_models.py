@@ -8,9 +8,11 @@ import torch
 from benchmarks import gpu_models
 from benchmarks.amp_models import MODELS, without_dropout
 
+EXPERTS = ("olmoe", "olmoe_bfloat16", "mixtral", "qwen3_moe", "deepseek_v3")
 
-def test_the_models_are_the_fourteen():
-    assert len(MODELS) == 14
+
+def test_the_models_are_the_fourteen_and_mixtures_of_experts():
+    assert len(MODELS) == 14 + len(EXPERTS) and set(EXPERTS) <= MODELS.keys()
 
 
 def test_a_small_model_is_built_compared_and_timed_on_the_cpu():

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dcompile
+from dcompile.capture.border import _copied
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +103,22 @@ def test_copies_of_what_is_marked_are_told_of_the_calls_that_make_them():
     torch.testing.assert_close(function(z.imag, z.real), z.imag + z.real)
     receipt = dcompile.receipt(function)  # of the newest kind of call
     assert receipt.fallbacks == {} and not [note for note in receipt.notes if "marked" in note]
+
+
+def test_a_copy_of_a_graph_has_the_bodies_of_its_operators():
+    def function(x):
+        y = checkpoint(lambda z: z.sin() * 2, x, use_reentrant=False)
+        return torch.cond(y.sum() > 0, lambda z: z + 1, lambda z: z - 1, (y.detach(),))
+
+    found = []
+
+    def backend(gm, inputs):
+        copied = _copied(gm)
+        copied.graph.lint()
+        found.append([copied(*inputs)[0], gm(*inputs)[0], copied.graph is not gm.graph])
+        return gm
+
+    x = torch.ones(3)
+    torch.compile(function, backend=backend, fullgraph=True)(x)
+    own, first, apart = found[0]
+    assert apart and torch.equal(own, first) and torch.equal(own, function(x))

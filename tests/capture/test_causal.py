@@ -1,4 +1,4 @@
-"""Masks that are made of constants are computed and compared; all others stay."""
+"""Masks that are made of comparisons of positions are followed and replaced; all others stay."""
 
 import pytest
 import torch
@@ -109,7 +109,21 @@ def filled_in_place(q, k, v):
     mask = torch.ones(S, S, dtype=torch.bool).tril()
     view = mask[2:]
     view.logical_not_()
-    return attention(q, k, v, attn_mask=mask | torch.eye(S, dtype=torch.bool))
+    return attention(q, k, v, attn_mask=mask)
+
+
+def seen_before_it_is_filled(q, k, v):
+    mask = torch.ones(S, S, dtype=torch.bool)
+    view = mask[:, 3:]
+    mask.tril_()
+    return attention(q, k, v, attn_mask=mask) * view.any()
+
+
+def filled_where_it_is_no_longer_read(q, k, v):
+    mask = torch.ones(S, S, dtype=torch.bool).tril(3)
+    result = attention(q, k, v, attn_mask=mask)
+    mask.tril_()
+    return result * mask[0, 2]
 
 
 def a_bias_beside(q, k, v):
@@ -118,7 +132,15 @@ def a_bias_beside(q, k, v):
 
 @pytest.mark.parametrize(
     ("function", "keys"),
-    [(lower_right, S + 4), (window, S), (one_element_off, S), (filled_in_place, S), (a_bias_beside, S)],
+    [
+        (lower_right, S + 4),
+        (window, S),
+        (one_element_off, S),
+        (filled_in_place, S),
+        (seen_before_it_is_filled, S),
+        (filled_where_it_is_no_longer_read, S),
+        (a_bias_beside, S),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_everything_else_stays(function, keys):
@@ -135,9 +157,120 @@ def test_padding_stays():
     assert mask is not None and not causal
 
 
-def test_unknown_sizes_stay():
-    ((mask, _),), _, _ = rewritten(by_comparison, *qkv(), dynamic=True)
-    assert mask is not None
+def by_the_inputs_sizes(q, k, v):
+    mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(diagonal=0)
+    return attention(q, k, v, attn_mask=torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf))
+
+
+def by_vmap(q, k, v):
+    """As Hugging Face's models did it before transformers 5."""
+    rows, columns = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+    inner = torch.vmap(lambda row, column: column <= row, in_dims=(None, 0))
+    return attention(q, k, v, attn_mask=torch.vmap(inner, in_dims=(0, None))(rows, columns))
+
+
+def by_a_part_of_a_square(q, k, v):
+    square = torch.full((2 * k.shape[-2], 2 * k.shape[-2]), -torch.inf).triu(1)
+    return attention(q, k, v, attn_mask=square[None, None, : q.shape[-2], : k.shape[-2]])
+
+
+def by_all_that_is_attended(q, k, v):
+    """Positions counted from a padding mask that the model makes itself, and all of it is True."""
+    padding = torch.ones(q.shape[0], q.shape[-2], dtype=torch.int64)
+    positions = padding.cumsum(-1) - 1
+    mask = positions[:, None, :, None] >= torch.arange(k.shape[-2])
+    return attention(q, k, v, attn_mask=mask & padding[:, None, None, :].bool())
+
+
+def by_filling_in_place(q, k, v):
+    """As PyTorch's documentation does it, and Hugging Face's models did for years."""
+    mask = torch.full((q.shape[-2], k.shape[-2]), torch.finfo(q.dtype).min)
+    position = torch.arange(mask.size(-1))
+    mask.masked_fill_(position < (position + 1).view(mask.size(-1), 1), 0)
+    return attention(q, k, v, attn_mask=mask[None, None].to(q.dtype))
+
+
+def by_changing_several_times(q, k, v):
+    mask = torch.empty(q.shape[-2], k.shape[-2]).fill_(-torch.inf)
+    mask.triu_(1)
+    return attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        by_filling_in_place,
+        by_changing_several_times,
+        by_comparison,
+        by_packing,
+        by_the_inputs_sizes,
+        by_vmap,
+        by_a_part_of_a_square,
+        by_all_that_is_attended,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_sizes_may_be_symbols(function, dynamic):
+    assert rewritten(function, *qkv(), dynamic=dynamic)[0] == [(None, True)]
+
+
+def one_ahead(q, k, v):
+    mask = torch.arange(k.shape[-2])[None] <= torch.arange(q.shape[-2])[:, None] + 1
+    return attention(q, k, v, attn_mask=mask)
+
+
+def without_itself(q, k, v):
+    mask = torch.arange(k.shape[-2])[None] < torch.arange(q.shape[-2])[:, None] + (q.shape[-2] - k.shape[-2])
+    return attention(q, k, v, attn_mask=mask | (torch.arange(k.shape[-2]) == 0))
+
+
+def the_other_way(q, k, v):
+    mask = torch.arange(k.shape[-2])[None] >= torch.arange(q.shape[-2])[:, None]
+    return attention(q, k, v, attn_mask=mask)
+
+
+def at_the_end(q, k, v):
+    mask = torch.arange(k.shape[-2])[None] <= torch.arange(q.shape[-2])[:, None] + (k.shape[-2] - q.shape[-2])
+    return attention(q, k, v, attn_mask=mask)
+
+
+def half_a_window(q, k, v):
+    distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
+    return attention(q, k, v, attn_mask=(distance >= 0) & (distance < q.shape[-2] // 2))
+
+
+def documents(q, k, v):
+    rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    return attention(q, k, v, attn_mask=(rows >= columns) & (rows // 4 == columns // 4))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [one_ahead, without_itself, the_other_way, at_the_end, half_a_window, documents],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_nearly_causal_stays(function, dynamic):
+    ((mask, causal),), _, notes = rewritten(function, *qkv(S + 4), dynamic=dynamic)
+    assert mask is not None and not causal and notes == []
+
+
+def test_a_mask_of_the_end_is_causal_where_as_many_keys_as_queries_are_known_to_be():
+    assert rewritten(at_the_end, *qkv())[0] == [(None, True)]
+
+
+def test_elements_of_long_masks_are_not_computed():
+    notes = []
+
+    def backend(gm, _inputs):
+        notes.append(replace_constant_masks(gm))
+        return lambda *given: (given[0],)
+
+    torch._dynamo.reset()
+    inputs = [torch.empty(1, 1, 1, 8).expand(1, 1, 1 << 20, 8) for _ in range(3)]
+    torch.compile(by_the_inputs_sizes, backend=backend)(*inputs)
+    assert notes == [[f"1 {OWN_MASKING}"]], "of 2**40 elements"
 
 
 def test_one_mask_for_several_calls_that_is_also_returned():

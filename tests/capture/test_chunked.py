@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile.capture.vocabulary import spans
@@ -204,6 +205,38 @@ def test_all_targets_ignored_and_scaled_losses():
     call = compiled(model)
     assert call(tokens, torch.full_like(targets, -100)).isnan()
     torch.testing.assert_close((call(tokens, targets) * 1024).item(), (model(tokens, targets) * 1024).item())
+
+
+def test_a_checkpointed_head_is_computed_by_parts_and_keeps_no_logits():
+    class Checkpointed(Model):
+        def forward(self, tokens, targets):
+            hidden = self.layer(self.embedding(tokens)).tanh()
+            return checkpoint(lambda h: self.loss(self.head(h), targets), hidden, use_reentrant=False)
+
+    torch.manual_seed(0)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        call = see_that_they_agree(Checkpointed(flat), *inputs())
+        saved.clear()
+        call(*inputs())
+    assert "3 parts" in notes(call)[0]
+    assert saved and not any(shape.numel() / (B * S) >= V - 1 for shape in saved if shape[-1:] != (H,))
+
+
+def test_a_head_that_a_condition_runs_stays_whole_and_says_so():
+    class Conditional(Model):
+        def forward(self, tokens, targets):
+            hidden = self.layer(self.embedding(tokens)).tanh()
+            return torch.cond(
+                targets.sum() > 0, lambda h: self.loss(self.head(h), targets), lambda h: h.sum(), (hidden,)
+            )
+
+    torch.manual_seed(0)
+    model = Conditional(flat)
+    call = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(call(*inputs()), model(*inputs()))
+    assert "may run several times" in notes(call)[0]
 
 
 def test_layers_that_repeat_are_still_traced_once():

@@ -80,6 +80,29 @@ def test_repeated_heads_are_shared(function, causal):
     torch.testing.assert_close(gm(*inputs)[0], before)
 
 
+def test_batches_and_lengths_may_be_symbols():
+    notes = []
+
+    def repeated(x):
+        batch, _, length, _ = x.shape
+        return x[:, :, None].expand(batch, H, R, length, D).reshape(batch, H * R, length, D)
+
+    def backend(gm, _inputs):
+        notes.extend(share_repeated_heads(gm, on="cpu"))
+        gm.graph.lint()
+        return gm
+
+    torch._dynamo.reset()
+    inputs = [torch.randn(B, heads, N, D, dtype=torch.bfloat16) for heads in (H * R, H, H)]
+    for value in inputs:
+        for dim in (0, 2):
+            torch._dynamo.mark_dynamic(value, dim)
+    call = torch.compile(lambda q, k, v: attention(q, repeated(k), repeated(v)), backend=backend)
+    q, k, v = inputs
+    torch.testing.assert_close(call(q, k, v), attention(q, repeated(k), repeated(v)))
+    assert len(notes) == 1
+
+
 @pytest.mark.parametrize("function", [tiled, lengthened, overwritten])
 def test_other_repetitions_stay(function):
     gm, _ = traced(function)

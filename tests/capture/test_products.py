@@ -54,17 +54,17 @@ def begun(monkeypatch):
 
 
 class Sharing:
-    def __init__(self, gives):
-        self.gives = gives
+    def __init__(self, first):
+        self.claim = lambda key: first
 
 
 def test_it_is_begun_where_it_is_built_alone(begun, tmp_path):
     config = {"cache_dir": str(tmp_path / "cache")}
     compiler = CachingCompiler(Config(matmul="own", **config))
     assert begun(compiler)
-    for gives in (True, False):  # rank 0 builds for all
-        compiler._sharing = Sharing(gives)
-        assert begun(compiler) == gives
+    for first in (True, False):  # who comes first builds for all
+        compiler._sharing = Sharing(first)
+        assert begun(compiler) == first
     assert not begun(CachingCompiler(Config(matmul="aten", **config)))
     assert not begun(CachingCompiler(Config(matmul="own", kernels="aten", **config)))
 

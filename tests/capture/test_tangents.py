@@ -1,10 +1,13 @@
 """Gradients of results that nothing was computed with: left out of the program, and never missed."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import dcompile
 from dcompile.capture.entry import find_model
+from dcompile.capture.tangents import unsure
 from dcompile.compiler import CachingCompiler
 
 
@@ -230,3 +233,70 @@ def test_what_follows_from_absent_gradients_alone_is_not_computed(monkeypatch):
     (loss + found.abs().sum()).backward()  # now it is there
     expected = torch.autograd.grad(torch.fft.ifft(w.exp()).abs().sum(), w)
     torch.testing.assert_close((w.grad,), expected)
+
+
+def test_results_that_need_not_every_gradient_follow_from_the_graph():
+    """Whatever the sizes: ranks with others lay out the same."""
+    graph = torch.fx.Graph()
+    x, first, second = (graph.placeholder(name) for name in ("x", "first", "second"))
+    size = graph.call_method("size", (second, 0))
+    size.meta["val"] = torch.SymInt.__new__(torch.SymInt)
+    alone = graph.call_method("view", (graph.call_method("neg", (first,)), size))
+    both = graph.call_function(torch.add, (alone, second))
+    graph.output((alone, both, x, second))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with mock.patch("dcompile.compat.aot.is_tangent", lambda node: node.name in ("first", "second")):
+        assert unsure(module, (0, 1, 2, 3)) == (0, 2, 3)
+        assert unsure(module, (1,)) == ()
+
+
+class Side(torch.nn.Module):
+    """Two layers apart from one another, whose results are shown in some way; the loss uses the first one's alone."""
+
+    def __init__(self, show):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.show = show
+
+    def forward(self, x):
+        used, unused = self.used(x).relu(), self.unused(x).relu()
+        return self.show(used), self.show(unused)
+
+
+class SideBroken(Side):
+    """Each layer is a graph of its own."""
+
+    def forward(self, x):
+        used = self.used(x).relu()
+        torch._dynamo.graph_break()
+        unused = self.unused(x).relu()
+        torch._dynamo.graph_break()
+        return self.show(used), self.show(unused)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads that of what crosses a graph break
+@pytest.mark.parametrize(
+    ("kind", "show"),
+    [
+        (Side, lambda y: y[:, ::2]),
+        (Side, lambda y: (y.t(), y[1:])),
+        (Side, lambda y: y.sum(0, keepdim=True).expand(4, 6)),
+        (SideBroken, lambda y: y * 2),
+    ],
+    ids=["gaps", "views", "expanded", "graphs"],
+)
+def test_what_only_an_unused_result_follows_from_has_no_gradient(kind, show):
+    torch.manual_seed(0)
+    model = kind(show)
+    call = dcompile.compile(model, options={"kernels": "aten", "receipt": False})
+    x = torch.randn(4, 6)
+    for both in (False, True, False):
+        found = []
+        for each in (model, call):
+            model.zero_grad()
+            with torch.compiler.set_stance("force_eager" if each is model and not found else "default"):
+                results = torch.utils._pytree.tree_leaves(each(x))
+            (results[0].sum() + (results[-1].square().sum() if both else 0)).backward()
+            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        assert (found[1][2] is None) == (not both)
+        torch.testing.assert_close(found[0], found[1])

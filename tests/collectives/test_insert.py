@@ -256,3 +256,14 @@ def test_otherwise_the_order_is_ddps(sizes, rule):
     steps = [loop("x", f"g{i}", size) for i, size in reversed(sizes.items())]
     result = insert_buckets(*embedded(steps, sizes), rule)
     assert [bucket.name for bucket in result.buckets] == [f"bucket{n}" for n in range(len(result.buckets))]
+
+
+def test_buckets_say_which_gradients_there_are_where_some_may_be_absent():
+    """Only those: the others stay as they are."""
+    params = tuple(map(param, range(3)))
+    plain, marked = (insert_buckets(chain(3), params, replace(EACH, unsure=unsure)) for unsure in ((), (1,)))
+    assert [bucket.marks for bucket in plain.buckets] == [0, 0, 0]
+    assert [bucket.marks for bucket in marked.buckets] == [0, 1, 0]
+    assert [b.numel - b.marks for b in marked.buckets] == [b.numel for b in plain.buckets]
+    (bucket,) = insert_buckets(chain(3), params, replace(ONE, unsure=(1,))).buckets
+    assert bucket.marks == 3 and not bucket.idle

@@ -103,3 +103,9 @@ def test_a_gradient_that_something_else_reads_stays_before_it():
     verify(program)
     made = words(program).split()
     assert made.index("g1") < made.index("g0") < made.index("from_g1")
+
+
+def test_as_many_reductions_are_in_flight_as_were_asked_for():
+    program = insert_scatters(backward(layers=1), params(1), flying=2)
+    verify(program)
+    assert words(program) == "d1 g1 +fsdp1 g0 +fsdp0 -fsdp1 -fsdp0"

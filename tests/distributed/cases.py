@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
@@ -289,7 +291,10 @@ def retained_graph() -> dict[str, Any]:
     loss.backward(retain_graph=True)
     loss.backward()
     expected = {n: 2 * g for n, g in average(by_hand(make("mlp"), 0)).items()}
-    return {"grad": largest_difference(expected, gradients(ddp)), "ranks": across_ranks(gradients(ddp))}
+    return {
+        "grad": largest_difference(expected, gradients(ddp)), "ranks": across_ranks(gradients(ddp)),
+        "receipt": dcompile.receipt(call),
+    }  # fmt: skip
 
 
 def autograd_grad() -> dict[str, Any]:
@@ -468,6 +473,74 @@ def joined(before: int) -> dict[str, Any]:
         backward(call, 5)
 
     return same_as_stock(steps)
+
+
+def alone_first(who: int, how: str, folder: str, **ddp: Any) -> dict[str, Any]:
+    """One rank runs the model alone before all train; nothing is in a cache yet, and each rank has its own."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        if dist.get_rank() == who:
+            alone(call, ddp, how)
+            if how != "under no_sync":  # which may be kept for a reduction to come
+                ddp.zero_grad()
+        dist.barrier()
+        for step in range(2):
+            backward(call, step)
+
+    cache = str(Path(folder) / f"rank{dist.get_rank()}")
+    began = time.monotonic()
+    found = same_as_stock(steps, options={**ATEN, "verify": False, "cache_dir": cache}, **ddp)
+    return found | {"took": time.monotonic() - began}
+
+
+def alone(call: Any, ddp: Any, how: str) -> None:
+    """What DDP lets one rank do by itself: nothing of it reduces a gradient."""
+    x = inputs()[:3]
+    if how == "score":
+        with torch.no_grad():
+            call(x)
+    elif how == "dry run":
+        call(x)
+    elif how == "under no_sync":
+        with ddp.no_sync():
+            loss_of(call(x)).backward()
+    else:
+        assert how == "gradient of an input", how
+        x.requires_grad_()
+        torch.autograd.grad(loss_of(call(x)), x)
+
+
+def two_models_in_other_orders() -> dict[str, Any]:
+    """One rank calls the second of two models first, alone."""
+    both = [wrap(make(name), "compile(ddp)", None) for name in ("mlp", "lora")]
+    stock = DDP(make("mlp"))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            both[1][0](inputs())
+    dist.barrier()
+    for call in (stock, both[0][0]):
+        backward(call)
+    loss_of(both[1][0](inputs())).backward()
+    return {
+        "grad": largest_difference(gradients(stock), gradients(both[0][1])),
+        "eligible": [dcompile.receipt(call).eligible for call, _ in both],
+    }
+
+
+def recompiles_with_guard_collectives() -> dict[str, Any]:
+    """One rank alone needs another graph; torch's collective has every rank compile one."""
+    function = dcompile.compile(lambda x: x.sin().sum(), options=dict(ATEN))
+    numbers, right = [], []
+    before = torch.compiler.set_enable_guard_collectives(True)
+    try:
+        for size in (10, 10, 10 if dist.get_rank() == 0 else 12, 10):
+            x = torch.randn(size)
+            right.append(torch.equal(function(x), x.sin().sum()))
+            numbers.append(len(function._dcompile_entry.model.graphs))
+    finally:
+        after = torch.compiler.set_enable_guard_collectives(False)
+    function(x)
+    return {"before": before, "after": after, "right": all(right), "graphs": numbers}
 
 
 def ranks_take_other_branches() -> dict[str, Any]:

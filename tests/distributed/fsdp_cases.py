@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import os
 import tempfile
@@ -17,12 +18,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import dcompile
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.figures import table_figures
 from dcompile.runtime.driver import CudaReach
 from dcompile.runtime.exchange import Flight
@@ -30,7 +40,9 @@ from dcompile.runtime.parcels import in_order
 from dcompile.runtime.shards import Exchange
 from tests.distributed import models
 from tests.distributed.cases import ATEN, device, largest_difference
+from tests.distributed.matrix import MIXED
 from tests.distributed.models import batch, loss_of
+from tests.distributed.parts import Parts
 from tests.distributed.training import Training, apart, compare
 
 
@@ -55,7 +67,61 @@ class Checkpointed(models.Mlp):
         return self.c(torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False))
 
 
+class Block(nn.Module):
+    """Two layers and what goes past them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 40), nn.Linear(40, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Halves(nn.Module):
+    """Two layers whose weights are gathered as two tensors each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((12, 40), (40, 12)))
+        for layer in (self.up, self.down):
+            weight = layer.weight.detach()
+            layer.weight = nn.Parameter(Parts(weight.clone(), weight.clone()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)) * 1.5)
+
+
+class Blocks(nn.Module):
+    """Blocks that are run again in the backward, by hooks of theirs."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.last, self.breaks = nn.Linear(12, 4), breaks
+        for layer in self.layers:
+            checkpoint_by_hooks(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def checkpointed_llama() -> nn.Module:
+    """Each layer is computed again in the backward; the causal mask is made outside of them."""
+    model: Any = models.llama(layers=1)
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
+    model.config.use_cache = False  # that would grow with each time that a layer is computed
+    return model  # type: ignore[no-any-return]
+
+
 MAKE: dict[str, Callable[[], nn.Module]] = {
+    "composable": Blocks,
+    "composable_break": lambda: Blocks(breaks=True),
     "mlp": models.Mlp,
     "uneven": Uneven,
     "shared": models.SharedOverBreak,
@@ -67,6 +133,8 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "decides": models.Decides,
     "between": models.Between,
     "checkpointed": Checkpointed,
+    "nested": models.Nested,
+    "llama_checkpointed": checkpointed_llama,
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
     "llama": models.llama,
@@ -247,9 +315,11 @@ def same_as_stock(
     steps: Callable[[Any, Any], Any], name: str = "mlp", wrap: str = "blocks", **how: Any
 ) -> dict[str, Any]:
     """Run `steps(call, module)` both ways: largest difference of gradients and of what it returns, and the receipt."""
-    order, options = how.pop("order", "compile"), how.pop("options", None)
+    order, options, more = how.pop("order", "compile"), how.pop("options", None), {}
+    if "fullgraph" in how:
+        more["fullgraph"] = how.pop("fullgraph")
     stock, module = make(name, wrap, **how), make(name, wrap, **how)
-    call = compiled(module, order, options)
+    call = compiled(module, order, options, **more)
     expected, found = steps(stock, stock), steps(call, module)
     return {
         "grad": largest_difference(gradients(stock), gradients(module)),
@@ -261,6 +331,57 @@ def same_as_stock(
 
 def backward(call: Any, module: Any, step: int = 0) -> None:
     loss_of(call(**inputs(module, step))).backward()
+
+
+def all_gather_extensions(**how: Any) -> dict[str, Any]:
+    """Losses of three steps, stock's and ours, of a model whose weights are tensors made of others."""
+    losses: list[list[float]] = []
+    for compiles in (False, True):
+        torch.manual_seed(7)
+        module = nn.Sequential(*(Halves() for _ in range(2)))
+        for layer in module:
+            fully_shard(layer, **how)
+        fully_shard(module, **how)
+        call = compiled(module) if compiles else module
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        losses.append([])
+        for step in range(3):
+            loss = call(inputs(models.Mlp(), step)["x"]).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.first.item())
+    return {"loss": max(abs(a - b) for a, b in zip(*losses, strict=True)), "receipt": dcompile.receipt(module)}
+
+
+def counted(warm: bool) -> dict[str, Any]:
+    """Collectives that torch's mode counts in each of two steps, stock's first; a step without it comes last.
+
+    `warm`: a step without it comes before, too.
+    """
+    counts = []
+
+    def steps(call: Any, module: Any) -> None:
+        if warm:
+            backward(call, module)
+        for step in range(2):
+            with CommDebugMode() as mode:
+                backward(call, module, step)
+            counts.append({str(name): count for name, count in mode.get_comm_counts().items()})
+        backward(call, module, 2)
+
+    return same_as_stock(steps) | {"counts": counts}
+
+
+def counted_backward() -> int:
+    """The collectives of a compiled backward, of which the mode sees nothing else."""
+    module = make("mlp")
+    call = compiled(module)
+    for _ in range(2):
+        loss = loss_of(call(**inputs(module, 0)))
+        with CommDebugMode() as mode:
+            loss.backward()
+    return mode.get_total_counts()
 
 
 def forwards_of_all_kinds() -> dict[str, Any]:
@@ -681,6 +802,113 @@ def moved() -> dict[str, Any]:
         backward(call, module, 1)
 
     return same_as_stock(steps)
+
+
+def _written_through_dtensors(module: Any) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+
+
+def _written_locally(module: Any) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter._local_tensor.mul_(0.5)
+
+
+def _written_through_data(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data.add_(0.25)
+
+
+def _loaded(module: Any) -> None:
+    module.load_state_dict({name: value.detach() * 0.75 for name, value in module.state_dict().items()})
+
+
+def _assigned(module: Any) -> None:
+    own = {name: value.detach() * 1.25 for name, value in module.state_dict().items()}
+    module.load_state_dict(own, assign=True)
+
+
+def _set_by_checkpoints(module: Any) -> None:
+    whole = {name: full(value) for name, value in module.state_dict().items()}
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(module, {name: 0.5 * value for name, value in whole.items()}, options=options)
+
+
+def _stepped(module: Any, fused: bool = False, compiles: bool = False) -> None:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
+    step = dcompile.compile(optimizer.step, options=ATEN) if compiles else optimizer.step
+    step()
+
+
+WRITES: dict[str, Callable[[Any], None]] = {
+    "in place": _written_through_dtensors,
+    "locally": _written_locally,
+    "loaded": _loaded,
+    "assigned": _assigned,
+    "set by checkpoints": _set_by_checkpoints,
+    "optimizer": _stepped,
+    "fused optimizer": functools.partial(_stepped, fused=True),
+    "compiled optimizer": functools.partial(_stepped, compiles=True),
+    "data": _written_through_data,
+}
+"""Ways to change sharded parameters. The last of them counts no change: it is noticed by the next forward alone."""
+IN_PLACE = ("in place", "locally", "optimizer", "fused optimizer", "compiled optimizer")
+"""Those that stock's backward runs behind, too: behind loading, the root's parameters are gathered anew, an error."""
+
+
+def written(mp_policy: MixedPrecisionPolicy = MIXED, **how: Any) -> dict[str, Any]:
+    """Parameters are changed in all ways between steps, and between a forward and its backward where stock can do that.
+
+    `unnoticed`: ways behind which a unit is thought to hold what it did.
+    """
+    unnoticed, units = set[str](), list[Any]()
+
+    def steps(call: Any, module: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, (name, write) in enumerate(WRITES.items()):
+            loss = loss_of(call(**inputs(module, number)))
+            loss.backward()
+            before = [unit.changes() for unit in units]
+            write(module)
+            unnoticed.update(name for unit, mark in zip(units, before, strict=True) if unit.changes() == mark)
+            found[f"{name}: loss"] = loss.detach()
+            again = loss_of(call(**inputs(module, number + 20)))
+            if name in IN_PLACE:
+                write(module)
+            again.backward()
+            found |= {f"{name}: {key}": value for key, value in gradients(module).items()}
+            module.zero_grad()
+        return found
+
+    made = Fsdp2Adapter.__init__
+
+    def noted(self: Any, *args: Any, **keywords: Any) -> None:
+        made(self, *args, **keywords)
+        units.extend(self._units)
+
+    with unittest.mock.patch.object(Fsdp2Adapter, "__init__", noted):
+        return same_as_stock(steps, mp_policy=mp_policy, **how) | {"unnoticed": unnoticed}
+
+
+def outputs(**how: Any) -> dict[str, Any]:
+    """What a model with nested results and arguments of all kinds returns, and its gradients, in one graph."""
+
+    def steps(call: Any, module: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for step in range(2):
+            result = call(**inputs(module, step))
+            result.loss.backward()
+            found |= {f"{step}: loss": result.loss.detach(), f"{step}: states": result.hidden.states.detach()}
+            found |= {f"{step}: norm": result.hidden.more["norm"].detach()}
+            assert type(result) is models.Answer and type(result.hidden) is models.Hidden
+            assert result.hidden.more["none"] is None and result.names == ("a", None)
+            dtypes = f"{result.loss.dtype} {result.hidden.states.dtype} {result.hidden.more['norm'].dtype}"
+            found[f"{step}: {dtypes}"] = torch.zeros(1)
+        return found
+
+    return same_as_stock(steps, name="nested", fullgraph=True, **how)
 
 
 def divided(factor: float, **how: Any) -> dict[str, Any]:

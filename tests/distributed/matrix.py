@@ -130,6 +130,7 @@ def _fsdp2(
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDE = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -18,6 +19,54 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+@dataclasses.dataclass
+class Hidden:
+    """What a layer returns."""
+
+    states: torch.Tensor
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Answer:
+    """What `Nested` returns."""
+
+    loss: torch.Tensor
+    hidden: Hidden
+    names: tuple[Any, ...]
+
+
+class NestedLayer(nn.Module):
+    """Arguments that are None, by position and by name, of any kind; a result with others inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 40)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, *, earlier: Hidden | None = None, name: Any = None
+    ) -> Hidden:
+        states = torch.relu(self.linear(x))
+        if mask is not None:
+            states = states * mask
+        if earlier is not None:
+            states = states + earlier.states.mean() + earlier.more["norm"]
+        return Hidden(states, {"norm": states.pow(2).mean(), "none": None, "name": (name, 1, 0.5)})
+
+
+class Nested(nn.Module):
+    """Layers that are given and return None, dataclasses, mappings and tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = NestedLayer(12), NestedLayer(40), nn.Linear(40, 4)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor | None = None, **more: Any) -> Answer:
+        first = self.a(x, None, earlier=None, name="a")
+        second = self.b(first.states, mask=torch.ones_like(x[:, :1]), earlier=first)
+        return Answer(self.c(second.states).pow(2).mean(), second, ("a", unused))
 
 
 class SharedOverBreak(nn.Module):

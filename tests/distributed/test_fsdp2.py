@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.harness import Ranks
-from tests.distributed.matrix import BF16, FP16, WIDE
+from tests.distributed.matrix import BF16, FP16, MIXED, WIDE
 
 CASES = "tests.distributed.fsdp_cases:"
 STOCK = {"kernels": "aten", "distributed": "stock"}
@@ -50,13 +50,66 @@ def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
     assert len(collectives) == 1
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_mode_that_counts_collectives_counts_those_that_run(ranks, warm):
+    for found in values(ranks, "counted", warm=warm):
+        stock, own = found["counts"][:2], found["counts"][2:]
+        assert own == stock and sum(own[0].values()) > 0
+        assert (found["grad"], found["param"]) == (0, 0)
+        assert found["receipt"].eligible, "the step without it is compiled"
+        assert any("some calls run eagerly, with FSDP's own hooks" in note for note in found["receipt"].notes)
+
+
+@pytest.mark.parametrize("how", [{"mp_policy": BF16}, {}], ids=["cast", "as gathered"])
+def test_all_gather_extensions_stay_stock_and_right(ranks, how):
+    """What is gathered anew for the backward is not taken for a change of what the forward has saved."""
+    for found in values(ranks, "all_gather_extensions", **how):
+        assert found["loss"] == 0
+        assert not found["receipt"].eligible and found["receipt"].graphs > 0
+        assert found["receipt"].reasons == ("parameters bring all-gather extensions (fsdp_pre_all_gather)",)
+
+
+def test_collectives_of_a_compiled_backward_are_counted(ranks):
+    assert all(count > 0 for count in values(ranks, "counted_backward"))
+
+
+@pytest.mark.parametrize(("name", "order"), [("composable", "compile"), ("composable", "torch.compile")])
+def test_layers_that_hooks_run_again_are_compiled_whole(ranks, name, order):
+    for found in values(ranks, "against_stock", name=name, order=order):
+        assert found["receipt"].eligible and found["receipt"].graph_breaks == 0
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+def test_layers_that_hooks_run_again_beside_a_graph_break(ranks):
+    for found in values(ranks, "against_stock", name="composable_break", fullgraph=False):
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
+def test_checkpointed_attention_reads_no_mask(ranks):
+    for found in values(ranks, "against_stock", name="llama_checkpointed", options={}):
+        receipt = found["receipt"]
+        assert receipt.eligible and receipt.graphs == 1 and not receipt.fallbacks
+        assert any(note.startswith("1 attention calls were given a causal mask") for note in receipt.notes)
+        assert max(found["loss"], found["grad"]) <= 1e-6 and found["ranks"] == 0
+
+
 @pytest.mark.parametrize("cases", ["fsdp", "fsdp1"])
 def test_a_model_that_nobody_holds_is_freed(ranks, cases):
     for found in ranks.run(f"tests.distributed.{cases}_cases:freed", 150):
         assert found["ours"] == found["stock"] == {"reached": True, "module": False, "parameter": False}
 
 
-@pytest.mark.parametrize("how", [{}, {"name": "llama_one"}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"name": "llama_one"},
+        {"reshard_after_forward": False},
+        {"mp_policy": BF16},
+        {"name": "llama_one", "mp_policy": MIXED},
+    ],
+    ids=str,
+)
 def test_recorded_steps_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "recorded", **how):
         receipt = found["receipt"]
@@ -90,6 +143,8 @@ def test_units_in_one_message_equal_stock_fsdp(ranks, how):
         {"of": "left_over"},
         {"of": "hooks_and_settings"},
         {"of": "moved"},
+        {"name": "llama_one", "mp_policy": MIXED},
+        {"of": "written"},
     ],
     ids=lambda how: ", ".join(map(str, how.values())),
 )
@@ -99,6 +154,28 @@ def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
         assert (found["grad"], found["param"]) == (0, 0)
         assert found.get("loss", 0) == found.get("after loading", 0) == found.get("result", 0) == 0
         assert found.get("left", 0) == 0
+
+
+@pytest.mark.parametrize("how", [{"mp_policy": MIXED}, {"mp_policy": WIDE, "wrap": "root"}], ids=str)
+def test_arguments_and_results_of_all_kinds_are_converted_as_by_stock_fsdp(ranks, how):
+    for found in values(ranks, "outputs", **how):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        assert found["receipt"].eligible and found["receipt"].graph_breaks == 0
+
+
+def test_shards_are_converted_again_when_parameters_were_changed(ranks):
+    for found in values(ranks, "written"):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        assert found["receipt"].eligible
+        assert found["unnoticed"] == {"data"}
+
+
+def test_shards_that_are_converted_for_each_gather_are_not_copied_and_it_is_said(ranks):
+    options = {"kernels": "aten", "shard_copies": "gather"}
+    for found in values(ranks, "copied", name="mlp", mp_policy=MIXED, options=options):
+        assert (found["loss"], found["grad"], found["param"], found["copied"]) == (0, 0, 0, 0)
+        said = "they are converted for each gather: option shard_copies='gather'"
+        assert any(said in note for note in found["receipt"].notes)
 
 
 def test_shards_that_one_rank_cannot_reach_are_gathered_by_collectives_on_all(ranks):

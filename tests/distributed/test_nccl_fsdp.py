@@ -1,10 +1,10 @@
 """FSDP2 on two GPUs over NCCL, against stock eager FSDP2."""
 
 import pytest
-import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.distributed.cases import GRAPHS
+from tests.distributed.matrix import MIXED
 
 pytestmark = pytest.mark.gpu
 CASES = "tests.distributed.fsdp_cases:"
@@ -16,7 +16,9 @@ CASES = "tests.distributed.fsdp_cases:"
         {"name": "mlp"},
         {"name": "mlp", "wrap": "root", "accumulate": True},
         {"name": "mlp", "reshard_after_forward": False, "order": "torch.compile"},
-        {"name": "mlp", "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"name": "mlp", "mp_policy": MIXED},
+        {"name": "checkpointed", "mp_policy": MIXED},
+        {"name": "nested", "mp_policy": MIXED},
         {"name": "uneven", "accumulate": True},
         {"name": "llama"},
         {"name": "uneven", "accumulate": True, "offload_policy": CPUOffloadPolicy(pin_memory=True)},
@@ -29,6 +31,9 @@ CASES = "tests.distributed.fsdp_cases:"
         {"name": "mlp", "options": GRAPHS, "accumulate": True},
         {"name": "mlp", "options": GRAPHS, "reshard_after_forward": False},
         {"name": "uneven", "options": GRAPHS},
+        {"name": "mlp", "options": GRAPHS, "mp_policy": MIXED},
+        {"name": "nested", "options": GRAPHS, "mp_policy": MIXED, "accumulate": True},
+        {"name": "checkpointed", "options": GRAPHS, "mp_policy": MIXED},
         {"name": "llama", "options": GRAPHS},
         {"name": "llama_tied", "options": {"triton.cudagraphs": True}},
     ],
@@ -54,6 +59,11 @@ def test_training_equals_stock_fsdp(ranks, how):
         {"name": "llama", "options": GRAPHS},
         {"name": "uneven", "options": GRAPHS, "accumulate": True},
         {"name": "layers", "fullgraph": False},
+        {"name": "mlp", "mp_policy": MIXED},
+        {"name": "nested", "mp_policy": MIXED, "accumulate": True},
+        {"name": "checkpointed", "options": GRAPHS, "mp_policy": MIXED},
+        {"of": "written"},
+        {"of": "written", "options": GRAPHS},
         {"of": "forwards_of_all_kinds"},
         {"of": "kept_graph"},
         {"of": "hooks_and_settings"},
@@ -67,6 +77,23 @@ def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
         if "options" in how:
             assert found["receipt"].replays >= 2, str(found["receipt"])
         assert max(found.get("loss", 0), found["grad"]) <= (1e-5 if "llama" in how.values() else 0)
+
+
+@pytest.mark.parametrize("how", [{"mp_policy": MIXED}, {"mp_policy": MIXED, "options": GRAPHS}], ids=str)
+def test_arguments_and_results_of_all_kinds_are_converted_as_by_stock_fsdp(ranks, how):
+    for found in ranks.run(CASES + "outputs", 150, **how):
+        assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
+        assert found["receipt"].eligible and found["receipt"].graph_breaks == 0
+
+
+@pytest.mark.parametrize("case", ["settled", "copied"])
+def test_mixed_precision_settles_in_one_recording_of_each_program(ranks, case):
+    how = {"of": "settled"} if case == "copied" else {}
+    for found in ranks.run(CASES + case, 150, name="llama", mp_policy=MIXED, **how):
+        receipt = found["receipt"]
+        assert receipt.eligible and receipt.graph_breaks == 0, str(receipt)
+        assert (receipt.recordings, receipt.replays) == (2, 22), str(receipt)
+        assert case == "settled" or found["copied"] > 0
 
 
 @pytest.mark.parametrize("case", ["settled", "copied"])

@@ -46,6 +46,7 @@ PAIRS = [
     pytest.param({"name": "sequence", "shape": (2, 1), "order": "torch.compile"}, id="sharded", marks=pytest.mark.full),
     pytest.param({"name": "mixed", "shape": (1, 2), "mp_policy": WIDE}, id="bfloat16", marks=pytest.mark.full),
     pytest.param({"name": "llama", "shape": (1, 2)}, id="Llama", marks=pytest.mark.full),
+    pytest.param({"name": "checkpointed", "shape": (1, 2)}, id="checkpointed, parallel"),
 ]
 
 
@@ -83,7 +84,7 @@ def test_a_dtensor_that_the_model_returns(ranks):
 def test_ranks_share_what_is_compiled_though_their_groups_have_other_names(ranks, tmp_path):
     first, second = values(ranks, "started_again", shape=(2, 1), folder=str(tmp_path))
     assert first["group"] != second["group"]
-    assert (first["received"], second["received"]) == (0, 2)
+    assert first["received"] + second["received"] == 2, "whoever came first compiled"
     for found in (first, second):
         assert (found["cached"], found["built"], found["notes"], found["grad"]) == ([0, 2], 0, (), 0)
 

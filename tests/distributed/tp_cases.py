@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from tests.distributed import models
@@ -42,6 +43,13 @@ class Sequence(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         return self.head(self.last(x + self.b(torch.relu(self.a(self.norm(x))))))
+
+
+class Checkpointed(models.Mlp):
+    """Computes all of it again in the backward: a body in the captured graph, which takes DTensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class ReturnsWeight(models.Mlp):
@@ -79,6 +87,7 @@ UNEVEN = {
 }
 PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mlp": (models.Mlp, MLP),
+    "checkpointed": (Checkpointed, MLP),
     "mixed": (models.Mlp, {"a": ColwiseParallel(), "b": RowwiseParallel()}),
     "uneven": (Uneven, UNEVEN),
     "sequence": (Sequence, SEQUENCE),

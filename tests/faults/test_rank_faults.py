@@ -28,10 +28,16 @@ def run(ranks, case, seconds=60, **keywords):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("other_order", ("disagree on their graph 0", "rank 0: parameter b.weight", "rank 1: parameter c.weight")),
+        (
+            "other_order",
+            ("their captured graphs", "rank 0: parameter b.weight", "rank 1: parameter c.weight"),
+        ),
         ("other_settings", ("rank 0: settings", "matmul=own", "matmul=aten")),
-        ("other_branch", ("disagree on their graph 0", "tanh", "rank_cases.py:", "static_graph=True", "'stock'")),
-        ("left_to_ddp_on_one_rank", ("gradients of model", "dcompile reduces them", "a communication hook")),
+        (
+            "other_branch",
+            ("their captured graphs", "tanh", "rank_cases.py:", "static_graph=True", "'stock'"),
+        ),
+        ("left_to_ddp_on_one_rank", ("gradients of a model", "dcompile reduces them", "a communication hook")),
         ("another_plan_later", ("rank 0: all-reduce of gradient bucket0", "rank 1: all_reduce bucket0")),
     ],
 )
@@ -40,7 +46,7 @@ def test_ranks_that_differ_are_all_told_how(ranks, case, words):
 
 
 def test_sharded_ranks_that_differ_are_all_told_how(ranks):
-    words = ("disagree on their graph 0", "tanh", "rank_cases.py:", "options={'distributed': 'stock'}")
+    words = ("their captured graphs", "tanh", "rank_cases.py:", "options={'distributed': 'stock'}")
     assert_all_are_told(run(ranks, "other_branch", wrap="fsdp2"), *words)
 
 
@@ -114,35 +120,33 @@ def test_a_process_group_that_has_ended(ranks):
 # --- artifacts --------------------------------------------------------------------------------------------------------
 
 
-def test_rank_0_compiles_for_all(ranks, tmp_path):
-    first, second = run(ranks, "shared", folder=str(tmp_path))
-    assert first["built"] > 0 and first["graphs_received"] == 0
-    assert second["built"] == 0 and second["graphs_received"] == 2
-    assert second["kernels_received"] == first["built"] and second["notes"] == ()
-    assert first["gradients"] == second["gradients"]
+def total(found, name):
+    return sum(rank[name] for rank in found)
 
-    shutil.rmtree(tmp_path / "rank1")
-    warm, cold = run(ranks, "shared", folder=str(tmp_path))
-    assert (warm["built"], warm["graphs_cached"]) == (0, 2)
-    assert (cold["built"], cold["graphs_received"]) == (0, 2)
 
-    shutil.rmtree(tmp_path / "rank0")
-    cold, warm = run(ranks, "shared", folder=str(tmp_path))
-    assert cold["built"] > 0 and (warm["built"], warm["graphs_cached"]) == (0, 2)
+def test_one_rank_compiles_for_all(ranks, tmp_path):
+    """Whichever comes first to a graph: forward and backward may be compiled by one each."""
+    first = run(ranks, "shared", folder=str(tmp_path))
+    assert total(first, "built") > 0 and total(first, "graphs_received") == 2
+    assert total(first, "kernels_received") == total(first, "built") and total(first, "graphs_cached") == 0
+    assert [found["notes"] for found in first] == [(), ()]
+    assert first[0]["gradients"] == first[1]["gradients"]
 
     for again in run(ranks, "shared", folder=str(tmp_path)):
         assert (again["built"], again["graphs_cached"], again["graphs_received"]) == (0, 2, 0)
-        assert again["gradients"] == first["gradients"]
+        assert again["gradients"] == first[0]["gradients"]
 
 
-def test_a_warm_rank_trains_sharded_beside_a_cold_one(ranks, tmp_path):
-    how = {"folder": str(tmp_path), "wrap": "fsdp2", "matmul": "aten"}  # products of ours: 0.7 s, and built above
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_warm_rank_trains_beside_a_cold_one(ranks, tmp_path, lost):
+    how = {"folder": str(tmp_path), "wrap": ("ddp", "fsdp2")[lost], "matmul": "aten"}  # products of ours take 0.7 s
     before = run(ranks, "shared", **how)
-    shutil.rmtree(tmp_path / "rank1")
-    warm, cold = run(ranks, "shared", **how)
-    assert (warm["graphs_cached"], cold["built"], cold["graphs_received"]) == (2, 0, 2)
-    assert [found["gradients"] for found in before] == [warm["gradients"], cold["gradients"]]
-    assert max(warm["took"], cold["took"]) < 10
+    shutil.rmtree(tmp_path / f"rank{lost}")
+    found = run(ranks, "shared", **how)
+    cold, warm = found[lost], found[1 - lost]
+    assert (warm["built"], warm["graphs_cached"]) == (0, 2) and cold["graphs_cached"] == 0
+    assert (cold["built"] > 0) == (cold["graphs_received"] < 2), "it compiles what it is the first to come to"
+    assert [rank["gradients"] for rank in before] == [rank["gradients"] for rank in found]
 
 
 def test_unless_it_is_not_to(ranks, tmp_path):
@@ -150,7 +154,7 @@ def test_unless_it_is_not_to(ranks, tmp_path):
         assert found["built"] > 0 and found["graphs_received"] == 0
 
 
-def test_when_rank_0_cannot_compile_the_others_do_and_say_so(ranks, tmp_path):
+def test_where_the_first_rank_cannot_compile_the_others_do_and_say_so(ranks, tmp_path):
     (_, first), (notes, second) = run(ranks, "rank_0_cannot_compile", folder=str(tmp_path))
     assert first > 0 and second > 0
     assert any("was compiled on this rank too: rank 0 could not" in note for note in notes)

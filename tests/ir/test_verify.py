@@ -409,3 +409,12 @@ def test_scalars_have_an_index_without_variables():
     one = Loop("k", (), (), (Const(1.0, "float32"),), (Store("s", ZERO, 0),))
     assert isinstance(ZERO, Index)
     verify(Program("p", (), (View("s", (), ()),), (Buffer("s", "float32", (), ()),), (one,)))
+
+
+def test_a_step_uses_memory_of_one_device():
+    elsewhere = buffer("y", device="cuda")
+    rejects(program(double("x", "y"), buffers=(elsewhere,)), "one step uses memory of cpu and cuda")
+    copied = Extern("aten._to_copy.default", (view("x"),), (), ("y",), mode="alloc")
+    verify(program(copied, buffers=(elsewhere,)))
+    checked = Extern("dcompile.check_bounds", (view("x"), 0, 4), (), ("y",), mode="alloc", effect=True)
+    rejects(program(checked, buffers=(elsewhere,)), "one step uses memory of cpu and cuda")

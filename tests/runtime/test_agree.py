@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from dcompile.runtime import waiting
-from dcompile.runtime.agree import _hear, _meet, captured, same_as_first
+from dcompile import compat
+from dcompile.runtime import agree, waiting
+from dcompile.runtime.agree import _hear, _meet
 from tests.runtime.ranks import Ranks
 
 
@@ -127,38 +128,40 @@ def test_a_rank_that_goes_on_without_coming_is_noticed(ranks):
     assert "rank 1: all_reduce other" in first
 
 
-def test_captures_are_compared_before_anybody_waits_for_rank_0_to_compile(ranks):
-    lines = ranks.start(3)
-    graphs = [[("relu", "m.py:3")], [("relu", "n.py:3")], [("gelu", "m.py:3")]]
-
-    def capture(line):
-        captured(line, "graph 0", graphs[line.rank])
-        for _ in range(100):
-            line.check()
-            time.sleep(0.05)
-
-    first, second, third = ranks.each(capture, lines)
-    assert first == second == third
-    assert "rank 0: relu, at m.py:3" in first and "rank 2: gelu, at m.py:3" in first
-
-
 @pytest.mark.parametrize(("places", "told"), [(("m.py:3", "m.py:3"), True), (("", ""), False)])
 def test_captures_that_differ_in_the_models_code_say_what_to_do_if_they_are_meant_to(ranks, places, told):
     lines = ranks.start(2)
 
-    def capture(line):
-        captured(line, "graph 0", [(f"call {line.rank}", places[line.rank])], "Meant? Do this.")
-        for _ in range(100):
-            line.check()
-            time.sleep(0.05)
+    def come(line):
+        graphs = [("graphs", ""), ("settings", ""), (f"call {line.rank}", places[line.rank])]
+        return _meet(line, graphs, 5.0, "Meant? Do this.")
 
-    first, second = ranks.each(capture, lines)
+    first, second = ranks.each(come, lines)
     assert first == second and ("with the same settings. Meant? Do this." in first) == told
+    assert "ranks disagree on their graphs, first at entry 2" in first
 
 
-def test_a_capture_that_rank_0_does_not_make_is_only_noted(ranks):
+def test_a_rank_that_has_ended_is_not_waited_for(ranks):
     lines = ranks.start(2)
-    assert captured(lines[1], "graph 0", [("a", "")], timeout_s=0.2) == "rank 0 did not capture graph 0 within 0.2 s"
+    began = time.monotonic()
+
+    def come(line):
+        if line.rank:
+            line.end()
+            return None
+        return _meet(line, lines_of(["a"]), 60)
+
+    first, _ = ranks.each(come, lines)
+    assert "rank 1 has ended without" in first and time.monotonic() - began < 20
+
+
+def test_a_meeting_lasts_as_long_as_the_groups_time_limit_at_least(ranks, monkeypatch):
+    """Eager ranks wait so long for one that does something alone, an evaluation for one."""
+    monkeypatch.setattr(compat.groups, "time_limit", lambda group, device: group.seconds, raising=False)
+    ranks.start(1)
+    (group,) = ranks.groups
+    for group.seconds, expected in ((2.0, agree.TIMEOUT_S), (1800.0, 1800.0)):
+        assert agree._limit_s(group) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,13 +170,6 @@ def test_a_capture_that_rank_0_does_not_make_is_only_noted(ranks):
 def test_all_ranks_hear_what_one_says(ranks, said, heard):
     answers = ranks.each(lambda line: _hear(line, "gradients", said[line.rank], 5.0), ranks.start(3))
     assert len(set(answers)) == 1 and re.fullmatch(heard, answers[0])
-
-
-def test_another_capture_than_rank_0s_may_be_allowed(ranks):
-    graphs = [[("relu", "")], [("relu", "")], [("gelu", "")]]
-    lines = ranks.start(3)
-    assert ranks.each(lambda line: same_as_first(line, "graph 0", graphs[line.rank]), lines) == [True, True, False]
-    assert not same_as_first(lines[1], "graph 1", [("a", "")], 0.2), "which rank 0 has not captured"
 
 
 def test_what_was_said_before_a_restart_is_not_believed(ranks, monkeypatch):

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from dcompile.ir.nodes import Bucket
+from dcompile.runtime import unsure
 from dcompile.runtime.buckets import KEPT, Buckets, average
+from dcompile.runtime.shards import Shards
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -286,3 +288,92 @@ def test_a_compressed_bucket_adds_in_full_precision_and_hands_on_what_was_sent()
     )  # one bfloat16 between 1 and 2 is 2**-7: rounded alone, it would be lost
     step(buckets, params, 2**-8 + 2**-9)
     assert params[0].grad.tolist() == [1 + 2**-7] * 2 and params[0].grad.dtype == torch.float32
+
+
+def absent_in_one_call(old, mark, scaled=()):
+    """Both parameters have gradients in the program, the second one not in this call. What another rank has of it."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    bucket = Bucket("b", "float32", "cpu", "ddp", (0, 1), ("x", "y"), (0, 16), 34, marks=2, scaled=scaled)
+    buckets = Buckets((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
+    buckets._scale = 0.5
+    params[1].grad = None if old is None else torch.full((2,), old)
+    memory = buckets.acquire("b")
+    memory.flat[16:18] = torch.nan  # what comes of zeros need not be zero
+    buckets.begin(absent=[1])
+    assert buckets.accumulated(), "not what a recording does"
+    buckets.start("b", memory)
+    assert memory.flat[32:].bool().tolist() == [True, False]
+    buckets.wait("b", memory)
+    if mark:
+        memory.flat[16:18] += 2.0
+        memory.flat[33] = 0.5
+    buckets.settle_idle(())
+    return params[1], buckets
+
+
+@pytest.mark.parametrize("old", [None, 3.0])
+@pytest.mark.parametrize("scaled", [(), (1,)])
+def test_what_is_absent_in_one_call_is_idle_in_it(old, scaled):
+    param, buckets = absent_in_one_call(old, mark=False, scaled=scaled)
+    assert (None if param.grad is None else param.grad.tolist()) == (None if old is None else [old] * 2)
+    assert buckets.reduced().keys() == {0}
+    param, buckets = absent_in_one_call(old, mark=True, scaled=scaled)
+    assert param.grad.tolist() == [2.0 + (0 if old is None else old / 2)] * 2
+    assert buckets.reduced()[1] == param.grad.data_ptr()
+
+
+def test_what_is_absent_in_one_call_may_come_from_another_rank_behind_a_backward():
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    bucket = Bucket("b", "float32", "cpu", "ddp", (0, 1), ("x", "y"), (0, 16), 34, marks=2)
+    for mark in (False, True):
+        buckets = Buckets((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
+        params[0].grad, params[1].grad = torch.full((2,), 4.0), None
+        buckets.begin(absent=[1])
+        buckets._landed = lambda name, memory, mark=mark: memory.flat[33:].fill_(mark)
+        buckets.reduce_behind({0}, ())
+        assert params[0].grad.tolist() == [4.0, 4.0]
+        assert (None if params[1].grad is None else params[1].grad.tolist()) == ([0.0, 0.0] if mark else None)
+
+
+class Holder:
+    """A unit of sharded parameters that only notes what becomes its gradient."""
+
+    group, name, offloaded = "fsdp0", "w", False
+
+    def __init__(self):
+        self.gradients = []
+
+    def commit(self, shard):
+        self.gradients.append(shard.tolist())
+
+
+class OneGroup:
+    """All of them are sharded over one rank."""
+
+    def scatter_group(self):
+        return dist.group.WORLD
+
+    def replica_group(self):
+        return None
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, 1.0])
+def test_zeros_of_an_absent_shard_are_a_gradient_if_another_rank_has_one(elsewhere, monkeypatch):
+    units = {0: Holder(), 1: Holder(), 2: Holder()}
+    shards = Shards(units, {"fsdp0": OneGroup()})
+    shards.may_lack([0, 1])
+
+    def start(group, tensor, label):
+        assert tensor.tolist() == [0.0, 1.0]
+        tensor[0] += elsewhere
+        return dist.all_reduce(tensor, group=group, async_op=True)
+
+    monkeypatch.setattr(unsure, "start_sum", start)
+    shards.commit({0: torch.zeros(2), 1: torch.ones(2), 2: torch.zeros(2)}, absent=[0])
+    shards.flush()
+    assert [unit.gradients for unit in units.values()] == [
+        [[0.0, 0.0]] if elsewhere else [],
+        [[1.0, 1.0]],
+        [[0.0, 0.0]],
+    ]
+    shards.flush()  # nothing is left over

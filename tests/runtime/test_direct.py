@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dcompile
+from dcompile.machine import own_products_pay
 
 
 def frames_of(call):
@@ -132,18 +133,20 @@ def test_threads_run_it_at_the_same_time():
 
 
 @pytest.mark.parametrize(
-    ("function", "quiet"),
+    ("function", "matmul", "quiet"),
     [
-        (lambda x: (x.exp(), x.sum(-1)), True),
-        (lambda x: x @ x, False),
-        (lambda x: x.exp()[1:], True),
-        (lambda x: torch.rand_like(x) * x, False),
+        (lambda x: (x.exp(), x.sum(-1)), "auto", True),
+        (lambda x: x @ x, "aten", False),
+        (lambda x: x @ x, "own", True),
+        (lambda x: x @ x, "auto", own_products_pay()),  # whichever this processor gets
+        (lambda x: x.exp()[1:], "auto", True),
+        (lambda x: torch.rand_like(x) * x, "auto", False),
     ],
-    ids=["kernels", "library", "part of a result", "random"],
+    ids=["kernels", "library", "matmul of ours", "matmul of this processor", "part of a result", "random"],
 )
-def test_the_mode_for_gradients_is_looked_at_where_the_library_is_called(function, quiet):
+def test_the_mode_for_gradients_is_looked_at_where_the_library_is_called(function, matmul, quiet):
     torch.manual_seed(0)
-    compiled = dcompile.compile(function, fullgraph=True)
+    compiled = dcompile.compile(function, fullgraph=True, options={"matmul": matmul})
     x = torch.randn(4, 4)
     for recording in (True, False, True):
         with torch.set_grad_enabled(recording):

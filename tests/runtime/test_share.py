@@ -1,13 +1,14 @@
-"""What rank 0 compiled, sent through the store: whole, or not at all. Ranks are threads here."""
+"""What one rank compiled, sent through the store: whole, or not at all. Ranks are threads here."""
 
 import hashlib
 import json
+import time
 import zlib
 
 import pytest
 
 from dcompile.collectives.params import Report
-from dcompile.runtime import share
+from dcompile.runtime import share, waiting
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.compiled import CompiledGraph
 from dcompile.runtime.share import Sharing
@@ -39,7 +40,10 @@ def caches(tmp_path):
 
 
 def sharings(ranks):
-    return [Sharing(line, 5.0) for line in ranks.start(2)]
+    """The first has come to the graph before the second."""
+    both = [Sharing(line, 5.0) for line in ranks.start(2)]
+    assert [sharing.claim(KEY) for sharing in both] == [True, False]
+    return both
 
 
 def test_what_is_sent_arrives_whole(ranks, caches, monkeypatch):
@@ -47,7 +51,7 @@ def test_what_is_sent_arrives_whole(ranks, caches, monkeypatch):
     full, empty = caches
     giver, taker = sharings(ranks)
     giver.give(KEY, full)
-    assert taker.receive(KEY, "forward0", False, empty) == (1, "")
+    assert taker.receive(KEY, empty) == (1, "")
     (graph, libraries), (sent, sent_libraries) = empty.find_graph(KEY), full.find_graph(KEY)
     assert graph == sent
     assert libraries["k0"].read_bytes() == sent_libraries["k0"].read_bytes()
@@ -59,9 +63,9 @@ def test_kernels_that_are_there_already_are_not_sent_for(ranks, caches):
     full, other = caches
     giver, taker = sharings(ranks)
     giver.give(KEY, full)
-    taker.receive(KEY, "forward0", False, other)
+    taker.receive(KEY, other)
     (other.directory / f"{KEY}.graph").unlink()
-    assert taker.receive(KEY, "forward0", False, other) == (0, "")
+    assert taker.receive(KEY, other) == (0, "")
 
 
 def damage(ranks, place, change):
@@ -88,7 +92,7 @@ def test_damage_is_noticed_and_nothing_of_it_kept(ranks, caches, place, change, 
         (file,) = full.directory.glob("*.so")
         place = f"library/{file.name}/0"
     damage(ranks, place, change)
-    count, reason = taker.receive(KEY, "forward0", False, empty)
+    count, reason = taker.receive(KEY, empty)
     assert count is None and said in reason
     assert empty.find_graph(KEY) is None and not list(empty.directory.iterdir())
 
@@ -106,24 +110,58 @@ def test_no_name_from_the_store_becomes_a_path(ranks, caches):
     data = json.dumps(entry).encode()
     store.set(f"program/{KEY}/0", zlib.compress(data))
     store.set(f"program/{KEY}", f"1 {hashlib.sha256(data).hexdigest()}")
-    count, reason = taker.receive(KEY, "forward0", False, empty)
+    count, reason = taker.receive(KEY, empty)
     assert count is None and "unknown kind" in reason
     assert not list(empty.directory.iterdir())
 
 
-def test_another_graph_in_its_place_is_compiled_here(ranks, caches):
-    giver, taker = sharings(ranks)
-    giver.announce("forward0", "another key")
-    count, reason = taker.receive(KEY, "forward0", True, caches[1])
-    assert count is None and "rank 0 compiles another graph" in reason
+def test_whoever_comes_first_gives_whatever_its_rank(ranks, caches):
+    first, second = (Sharing(line, 5.0) for line in ranks.start(2))
+    assert second.claim(KEY) and second.claim(KEY) and not first.claim(KEY)
+    first.give(KEY, caches[0])
+    first.fail(KEY)
+    assert not ranks.lines[0].store.check([f"program/{KEY}"]), "what it has not claimed"
+    second.give(KEY, caches[0])
+    assert first.receive(KEY, caches[1]) == (1, "")
 
 
-def test_nobody_waits_for_a_rank_0_that_does_something_else(ranks, caches):
+def test_of_many_that_come_at_once_one_compiles(ranks):
+    claimed = ranks.each(lambda line: Sharing(line, 5.0).claim(KEY), ranks.start(8))
+    assert sorted(claimed) == [False] * 7 + [True]
+
+
+def test_a_rank_that_has_begun_products_is_let_pass_while_it_is_at_work(ranks):
+    lines = ranks.start(2)
+    first, second = (Sharing(line, 5.0) for line in lines)
+    assert first.claim("products") and not second.claim("products")
+    second.let_pass("products", KEY)  # it does nothing now: nobody waits
+
+    def come(line):
+        if line.rank == 0:
+            with line.busy("compiling"):
+                time.sleep(0.5)
+                assert first.claim(KEY)
+                time.sleep(0.5)
+            return True
+        time.sleep(0.2)
+        second.let_pass("products", KEY)
+        return not second.claim(KEY)
+
+    assert ranks.each(come, lines) == [True, True]
+
+
+def test_a_giver_that_dies_is_not_waited_for(ranks, caches, monkeypatch):
+    monkeypatch.setattr(waiting, "STALE_S", 0.4)
+    monkeypatch.setattr(waiting, "BEAT_S", 0.05)
     _, taker = sharings(ranks)
-    assert taker.receive(KEY, "forward3", False, caches[1]) == (None, "")
+    with ranks.lines[0].busy("compiling"):
+        time.sleep(0.2)
+        ranks.lines[0]._ended = True
+        count, reason = taker.receive(KEY, caches[1])
+    assert count is None and "rank 0 has fallen silent" in reason
 
 
-def test_a_failure_of_rank_0_is_told(ranks, caches):
+def test_a_failure_of_the_giver_is_told(ranks, caches):
     giver, taker = sharings(ranks)
     giver.fail(KEY)
-    assert taker.receive(KEY, "forward0", True, caches[1]) == (None, "rank 0 could not send it")
+    assert taker.receive(KEY, caches[1]) == (None, "rank 0 could not send it")

@@ -76,3 +76,16 @@ def test_sums_among_some_ranks_cannot_be_given_back():
     kept.partial[1] = number(1.0)
     with pytest.raises(DcompileError, match="unit1 are summed up among some ranks only"):
         kept.give_back()
+
+
+def test_zeros_of_an_absent_gradient_are_told_from_real_ones():
+    kept, taken = made()
+    kept.keep({0: number(0.0), 1: number(1.0)}, absent=[0])
+    assert kept.real == {1}
+    kept.keep({0: number(1.0)})
+    assert kept.real == {0, 1}
+    kept.add_to(1, number(0.0))
+    assert kept.real == {0}
+    kept.keep({1: number(0.0)}, absent=[1])
+    kept.give_back()
+    assert taken.keys() == {0}

@@ -8,7 +8,6 @@ first step is right whichever way the decision goes.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
@@ -18,9 +17,6 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.params import BucketRule, ParamInfo
-
-_SERIAL = itertools.count()
-"""Numbers adapters in the order of their creation, which is the same on every rank."""
 
 
 def _add(numbers: set[int], number: int, _parameter: Any) -> None:
@@ -37,22 +33,30 @@ class DdpAdapter(PlainAdapter):
     )
     carries_sync = True
 
-    def __init__(self, ddp: Any, stock: bool, serial: int | None = None) -> None:
+    def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
+        """`module`: what the DDP keeps in step, if that is not what it wraps (`replicate`)."""
         self._ddp = weakref.ref(ddp)
+        kept: Any = ddp.module if module is None else module
+        self._module: Callable[[], Any] = weakref.ref(kept)
+        if module is not None:
+            self.name = "replicate"
         self.state: Literal["undecided", "taken", "stock"] = "undecided"
         self.reasons = ()
         self.notes = ()
         self._stock = stock
         self._held_static_graph = False
-        self._serial = next(_SERIAL) if serial is None else serial
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
         """Parameter -> its hook that notes gradients."""
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
+        self.prepared = False
+        """Whether the reducer was prepared by hand, behind a forward under no_sync: the next backward reduces."""
+        self._expects = False
+        """Whether stock DDP would reduce the next backward: one for each time that its reducer was prepared."""
         missing = compat.ddp.missing(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
-        parameters = [] if missing else compat.ddp.parameters(ddp)
+        parameters = [] if missing else compat.ddp.parameters(ddp, kept)
         self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(parameters)}
         self._hooks = compat.hooks.GradientHooks(self.refs)
@@ -60,20 +64,42 @@ class DdpAdapter(PlainAdapter):
             ParamInfo(number, name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.device.type)
             for number, (name, p) in enumerate(parameters)
         )
+        self._group: Any = None
+        self._allows_unused = self._joins = False
+        self._rule: tuple[tuple[int, ...], str] = (), ""
+        """Sizes of buckets, and what gradients are cast to for the exchange."""
+        self._objections: list[str] = []
+        self._look(ddp)
         self.every = self.uneven
-        """Whether each graph reduces all parameters."""
+        """Whether each graph reduces all trainable parameters."""
+        self._trainable = self._trainable_now(self.refs)
+        """Parameters that have places in the buckets of each graph then: frozen ones have none, as under DDP."""
 
     @property
     def eligible(self) -> bool:  # type: ignore[override]
         return self.state == "taken"
 
+    def _look(self, ddp: Any) -> None:
+        """Note what was asked for: the wrapper may be gone before a backward runs, on some ranks sooner than on others.
+
+        Whether gradients are reduced must not depend on that.
+        """
+        self._group = ddp.process_group
+        if self._missing:
+            return
+        self._allows_unused, self._joins = compat.ddp.allows_unused(ddp), compat.ddp.is_joining(ddp)
+        if self.state == "undecided":
+            self._objections = compat.ddp.objections(ddp, self._module())
+            self._rule = compat.ddp.bucket_bytes(ddp), compat.ddp.wire(ddp) or ""
+
     @property
     def ddp(self) -> Any:
+        """The wrapper; while its forward runs, it is there."""
         return self._ddp()
 
     @property
     def group(self) -> Any:
-        return self.ddp.process_group
+        return self._group
 
     def process_groups(self) -> list[Any]:
         """All process groups that gradients are reduced over."""
@@ -86,24 +112,49 @@ class DdpAdapter(PlainAdapter):
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
 
+    def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
+        """Parameters with a place in the buckets of a program that has gradients of those `used`."""
+        wanted = self._trainable.union(used) if self.every else used
+        return tuple(info for info in self._infos if info.number in wanted)
+
+    def outdated(self) -> bool:
+        """Whether parameters have become trainable that earlier programs have no places for: they know them now.
+
+        Others that are frozen keep their places, as DDP's reducer keeps them in its buckets.
+        """
+        if self.state == "stock" or not self.every or len(self._trainable) == len(self.refs):
+            return False
+        grown = self._trainable_now(self.refs.keys() - self._trainable)
+        self._trainable |= grown
+        return bool(grown)
+
+    def has_moved(self) -> bool:
+        """Whether the wrapper has been given another process group (_update_process_group)."""
+        ddp = self.ddp
+        return ddp is not None and ddp.process_group is not self._group
+
+    def _trainable_now(self, numbers: Iterable[int]) -> frozenset[int]:
+        found = ((number, self.refs[number]()) for number in numbers)
+        return frozenset(number for number, parameter in found if parameter is not None and parameter.requires_grad)
+
     def communicators(self) -> dict[str, Any]:
         return {"ddp": self.group}
 
     def bucket_rule(self) -> BucketRule | None:
-        if self.state != "taken":
+        if self.state == "stock":
             return None
-        first, second, *more = compat.ddp.bucket_bytes(self.ddp)
-        return BucketRule(first, second, tuple(more), compat.ddp.wire(self.ddp) or "", self.every)
+        (first, second, *more), wire = self._rule
+        return BucketRule(first, second, tuple(more), wire, self.every)
 
     @property
     def uneven(self) -> bool:
         """Whether ranks may use different parameters in a step: then every parameter is reduced in each."""
-        return not self._missing and compat.ddp.allows_unused(self.ddp)
+        return self._allows_unused
 
     @property
     def may_be_alone(self) -> bool:
         """Whether other ranks may not run this step, so that nobody can wait for them (Join): all know of it."""
-        return not self._missing and compat.ddp.is_joining(self.ddp)
+        return self._joins
 
     def hooked(self) -> list[str]:
         """Parameters with hooks on their gradients, which are to get those of this rank, as under DDP."""
@@ -117,8 +168,11 @@ class DdpAdapter(PlainAdapter):
     def before_forward(self) -> None:
         """Inside DDP.forward, before the module runs."""
         ddp = self.ddp
+        self._look(ddp)
+        self._expects |= torch.is_grad_enabled() and self.wants_sync()
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
+            compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
 
     def decide(self, objections: list[str], several: bool = False) -> None:
         """Inside the first compiled backward: take reduction over, or leave it to DDP and say why.
@@ -129,19 +183,25 @@ class DdpAdapter(PlainAdapter):
         if self.state != "undecided":
             return
         ddp = self.ddp
+        if ddp is not None:
+            self._look(ddp)
         reasons = self.standing_objections() + objections
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
-            if self._held_static_graph:
-                compat.ddp.release_static_graph(ddp)
+            if ddp is not None:
+                compat.ddp.leave_reducer(ddp)
+                if self._held_static_graph:
+                    compat.ddp.release_static_graph(ddp)
             return
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
-        compat.ddp.silence_reducer(ddp, self._wanted)
+        if ddp is not None:  # its reducer is gone with it
+            compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
+            compat.ddp.silence_reducer(ddp)
         self.state, self.every = "taken", self.every and not several
 
     def standing_objections(self) -> list[str]:
         """What speaks against taking over whatever the model does."""
-        reasons = [self._missing] if self._missing else compat.ddp.objections(self.ddp)
+        reasons = [self._missing] if self._missing else self._objections
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:
@@ -156,10 +216,31 @@ class DdpAdapter(PlainAdapter):
         self.state, self.reasons = "stock", (reason,)
         self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
 
+    def leave(self, reason: str) -> None:
+        """Inside DDP.forward, before the module runs: give everything back, for another adapter to start anew."""
+        if self.state == "taken":
+            self.restore(reason, inside_forward=True)
+        compat.ddp.leave_reducer(self.ddp)
+
     def _wanted(self, reason: str) -> None:
         """Something is about to happen, on every rank, that only DDP's reducer can do."""
         if self.state == "taken":
             self.restore(f"{reason} after the first step", inside_forward=False)
+        elif self.ddp is not None:
+            compat.ddp.leave_reducer(self.ddp)
+
+    def _was_prepared(self) -> None:
+        self.prepared = self._expects = True
+
+    def has_synced(self) -> None:
+        """A backward has reduced gradients."""
+        note = (
+            "several backwards behind forwards that synchronise: each one's gradients are averaged, where stock DDP "
+            "averages the first one's alone, and ranks drift apart"
+        )
+        if not self._expects and note not in self.notes:
+            self.notes = (*self.notes, note)
+        self._expects = self.prepared = False
 
     def name_of(self, tensor: Any) -> str | None:
         """Name of a parameter that is kept in step."""
@@ -177,7 +258,7 @@ class DdpAdapter(PlainAdapter):
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
         """See `new_subject`."""
-        return new_subject(self._compared, plan, f"collectives, model {self._serial}")
+        return new_subject(self._compared, plan, "collectives of a model,")
 
     def watch(self, reasons: Iterable[str]) -> None:
         """Calls that run beside the compiled graphs, for these reasons: from now on, note each gradient that is added.
@@ -186,7 +267,8 @@ class DdpAdapter(PlainAdapter):
         """
         self.note_behind(reasons)
         for number, ref in self.refs.items():
-            if number not in self._watched and (parameter := ref()) is not None:
+            parameter = ref()
+            if number not in self._watched and parameter is not None and parameter.requires_grad:
                 self._watch(number, parameter)
 
     def note_behind(self, reasons: Iterable[str]) -> None:
@@ -249,7 +331,7 @@ class DdpAdapter(PlainAdapter):
         self.unreduced.clear()
         if not outside and not left:
             return
-        average(self.group, [*(rest for *_, rest in outside), *left.values()], compat.ddp.wire(self.ddp) or "")
+        average(self.group, [*(rest for *_, rest in outside), *left.values()], self._rule[1])
         for _, param, view, rest in outside:
             param.grad.copy_(view + rest)
         self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])

@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 
 from dcompile import compat
 from dcompile.capture.adapters.fsdp2 import converted
-from dcompile.capture.adapters.sharded import ShardedAdapter, present
+from dcompile.capture.adapters.sharded import Alone, ShardedAdapter, present
 from dcompile.collectives.params import ParamInfo, Reduction, Shard
 from dcompile.errors import DcompileError
 
@@ -47,6 +47,12 @@ class Flat:
 
     def data(self) -> torch.Tensor:
         return compat.fsdp1.shard_data(self.handle)
+
+    def stored(self) -> torch.Tensor:
+        return compat.fsdp1.stored_shard(self.handle)
+
+    def changes(self) -> None:
+        """Optimizers write the original parameters, which count changes of their own."""
 
     def address(self) -> int:
         address: int = self.handle.flat_param.data_ptr()
@@ -96,28 +102,6 @@ class Flat:
         return Reduction(before, after, ReduceOp.SUM, ReduceOp.SUM)
 
 
-class Alone:
-    """The one rank that all of an unsharded flat parameter lies on, where a process group would be."""
-
-    def size(self) -> int:
-        return 1
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
-        return self._copied(outputs, inputs, options)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
-        return self._copied(outputs, inputs, options)
-
-    def _copied(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
-        del options
-        for output, given in zip(outputs, inputs, strict=True):
-            output.copy_(given)
-        return self
-
-    def wait(self) -> None:
-        """It is done already."""
-
-
 @dataclass(frozen=True, slots=True)
 class Param:
     """One original parameter, and what stands for it while it is traced."""
@@ -140,8 +124,8 @@ class Fsdp1Adapter(ShardedAdapter):
 
     name = "fsdp1"
 
-    def __init__(self, root: Any, instances: list[Any], stock: bool, serial: int | None = None) -> None:
-        super().__init__(serial)
+    def __init__(self, root: Any, instances: list[Any], stock: bool) -> None:
+        super().__init__()
         self._root, self._instances = weakref.ref(root), [weakref.ref(instance) for instance in instances]
         missing = compat.fsdp1.missing(instances)
         if missing:

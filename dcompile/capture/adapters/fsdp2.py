@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from dcompile import compat
-from dcompile.capture.adapters.sharded import ShardedAdapter, present
+from dcompile.capture.adapters.sharded import Alone, ShardedAdapter, present
 from dcompile.collectives.params import ParamInfo, Reduction, Shard
 
 
@@ -47,6 +50,12 @@ class Unit:
     def data(self) -> torch.Tensor:
         return compat.fsdp2.shard_data(self.param)
 
+    def stored(self) -> torch.Tensor:
+        return compat.fsdp2.stored_shard(self.param)
+
+    def changes(self) -> Any:
+        return compat.fsdp2.shard_changes(self.param)
+
     def address(self) -> int:
         return compat.fsdp2.shard_address(self.param)
 
@@ -69,6 +78,8 @@ class Group:
         self._group = weakref.ref(group)
         self.name = name
         self._parts = parts
+        self.alone = None if compat.fsdp2.is_sharded(group.mesh_info) else Alone()
+        """In place of the group of shards, where each rank has all of its parameters."""
 
     @property
     def group(self) -> Any:
@@ -76,13 +87,13 @@ class Group:
         return present(self._group)
 
     def gather_group(self) -> Any:
-        return compat.fsdp2.gather_group(self.group)
+        return self.alone or compat.fsdp2.gather_group(self.group)
 
     def part_group(self) -> Any:
         return compat.fsdp2.part_group(self.group) if self._parts else None
 
     def scatter_group(self) -> Any:
-        return compat.fsdp2.scatter_group(self.group)
+        return self.alone or compat.fsdp2.scatter_group(self.group)
 
     def replica_group(self) -> Any:
         return compat.fsdp2.replica_group(self.group)
@@ -113,7 +124,11 @@ def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float |
 
     ranks = shards * replicas
     small = dtype not in (torch.float32, torch.bfloat16)
+    # one rank has all of the parameter: FSDP2 divides in the place of a reduce-scatter, beside what else it divides by
+    alone = factor if shards == 1 else None
     if not small and not sums_only:
+        if alone is not None:
+            return Reduction(alone, None, ReduceOp.SUM, ReduceOp.SUM)
         if factor is None:
             average = ReduceOp.SUM if ranks == 1 else ReduceOp.AVG
             return Reduction(None, None, average, average)
@@ -121,11 +136,11 @@ def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float |
         return Reduction(None, None, scaled, ReduceOp.SUM)
     divisor = float(ranks) if factor is None else factor
     if not small:
-        return Reduction(None, divisor, ReduceOp.SUM, ReduceOp.SUM)
+        return Reduction(alone, divisor, ReduceOp.SUM, ReduceOp.SUM)
     before = 1.0
     while divisor % before == 0 and divisor / before > before:
         before *= 2
-    return Reduction(before, divisor / before, ReduceOp.SUM, ReduceOp.SUM)
+    return Reduction(before * (alone or 1.0), divisor / before, ReduceOp.SUM, ReduceOp.SUM)
 
 
 class Fsdp2Adapter(ShardedAdapter):
@@ -136,11 +151,11 @@ class Fsdp2Adapter(ShardedAdapter):
 
     name = "fsdp2"
 
-    def __init__(self, states: list[Any], stock: bool, serial: int | None = None, parts: bool = True) -> None:
+    def __init__(self, states: list[Any], stock: bool, parts: bool = True) -> None:
         """`parts`: whether forwards may leave parameters spread over fewer ranks, where that is asked for, and may be
         captured in several graphs: not with CUDA graphs.
         """
-        super().__init__(serial)
+        super().__init__()
         self._parts = parts
         self._states = [weakref.ref(state) for state in states]
         missing = compat.fsdp2.missing(states)
@@ -148,6 +163,7 @@ class Fsdp2Adapter(ShardedAdapter):
         if not missing:
             compat.fsdp2.initialize(states)
             reasons = compat.fsdp2.objections(states)
+            compat.fsdp2.keep_versions(states)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._units: list[Unit] = []
         self._groups: list[Group] = []
@@ -178,6 +194,10 @@ class Fsdp2Adapter(ShardedAdapter):
         self._infos = tuple(infos)
         self.units = dict(enumerate(self._units))
         self.groups = {entry.name: entry for entry in self._groups}
+        # as FSDP does it: what was asked for of any group holds for all of them
+        self.reductions = max((compat.fsdp2.reductions(entry.group) for entry in self._groups), default=1)
+        if self._groups and all(entry.alone for entry in self._groups):
+            self.name = "replicate"
 
     @staticmethod
     def _info(unit: Unit, entry: Group, number: int, together: int) -> ParamInfo:
@@ -197,6 +217,10 @@ class Fsdp2Adapter(ShardedAdapter):
     def outdated(self) -> bool:
         """Whether a setting that plans depend on has changed (set_reshard_after_forward)."""
         return self._settings != self._settings_now()
+
+    def wants_stock(self) -> str:
+        """What has been asked for since that only FSDP's own hooks do; empty if nothing."""
+        return "; ".join(compat.fsdp2.asked_for([present(state) for state in self._states]))
 
     def _settings_now(self) -> tuple[Any, ...]:
         return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
@@ -290,19 +314,45 @@ def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
     return cast_output
 
 
+_NO_CONTAINERS = (bool, int, float, complex, str, bytes, type, range, slice, enum.Enum, torch.dtype, torch.device)
+_NO_DATACLASSES = (dict, OrderedDict, defaultdict)
+"""What is not asked whether it is a dataclass: Dynamo of torch 2.11 cannot say so of these, nor of any class."""
+
+
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with floating-point tensors converted: in sequences, mappings and dataclasses, as FSDP does."""
+    """`value` with floating-point tensors converted: in sequences, sets, mappings and dataclasses, as FSDP does.
+
+    As there, packed sequences stay as they are, and subclasses of dict become plain ones unless they are ordered.
+    Only questions about the value itself, none about its class: Dynamo traces this.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if torch.is_floating_point(value) and value.dtype != dtype else value
+    if value is None or isinstance(value, _NO_CONTAINERS):
+        return value
     if isinstance(value, dict):
-        if dataclasses.is_dataclass(value):  # as transformers' outputs, which are both
-            return type(value)(**{name: converted(item, dtype) for name, item in value.items()})
-        return {name: converted(item, dtype) for name, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: converted(getattr(value, name), dtype) for name in names})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[converted(item, dtype) for item in value])
-    if isinstance(value, list | tuple):
+        return _converted_mapping(value, dtype)
+    if isinstance(value, tuple):
+        return _converted_tuple(value, dtype)
+    if isinstance(value, list | set):
         return type(value)([converted(item, dtype) for item in value])
-    return value
+    return _converted_fields(value, dtype) if hasattr(value, "__dataclass_fields__") else value
+
+
+def _converted_mapping(value: dict[Any, Any], dtype: torch.dtype) -> Any:
+    # transformers' outputs are both
+    if type(value) not in _NO_DATACLASSES and hasattr(value, "__dataclass_fields__"):
+        return type(value)(**{name: converted(item, dtype) for name, item in value.items()})
+    items = {name: converted(item, dtype) for name, item in value.items()}
+    return type(value)(items) if isinstance(value, OrderedDict) else items
+
+
+def _converted_tuple(value: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Size | PackedSequence):
+        return value
+    items = [converted(item, dtype) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _converted_fields(value: Any, dtype: torch.dtype) -> Any:
+    names = [field.name for field in dataclasses.fields(value)]
+    return dataclasses.replace(value, **{name: converted(getattr(value, name), dtype) for name in names})

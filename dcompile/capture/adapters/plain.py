@@ -33,6 +33,10 @@ class PlainAdapter:
     """What to tell a user whose model runs other code on each rank, and is meant to, where that is refused."""
     carries_sync = False
     """Whether a forward carries over to its backward if gradients are to be reduced."""
+    reductions = 1
+    """How many reductions of sharded gradients may be in flight at once."""
+    prepared = False
+    """Whether the next backward is to reduce gradients whatever its forward has carried over."""
 
     def number_of(self, parameter: Any) -> int | None:
         """This parameter's number in the plan, or None if it is not kept in step."""

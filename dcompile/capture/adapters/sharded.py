@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -12,9 +11,6 @@ import torch
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.params import ParamInfo, ShardGroup, ShardUnit
 from dcompile.errors import DcompileError
-
-_SERIAL = itertools.count()
-"""Numbers adapters in the order of their creation, which is the same on every rank."""
 
 
 class GivenBack(DcompileError):
@@ -29,6 +25,28 @@ def present(reference: Callable[[], Any]) -> Any:
             "dcompile: the sharded model is gone; keep it for as long as you run what was compiled of it"
         )
     return found
+
+
+class Alone:
+    """The one rank that has all of an unsharded parameter, where a process group would be."""
+
+    def size(self) -> int:
+        return 1
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        return self._copied(outputs, inputs, options)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        return self._copied(outputs, inputs, options)
+
+    def _copied(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+        del options
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(given)
+        return self
+
+    def wait(self) -> None:
+        """It is done already."""
 
 
 class Virtual(Protocol):
@@ -52,8 +70,7 @@ class ShardedAdapter(PlainAdapter):
 
     way_to_differ = "A model that is meant to differ by its rank needs options={'distributed': 'stock'}."
 
-    def __init__(self, serial: int | None = None) -> None:
-        self._serial = next(_SERIAL) if serial is None else serial
+    def __init__(self) -> None:
         self._compared: set[tuple[str, ...]] = set()
         self._numbers: dict[int, int] = {}
         """Identity of a virtual parameter, or of what modules show in its place -> its number."""
@@ -96,6 +113,10 @@ class ShardedAdapter(PlainAdapter):
         """Whether a setting that plans depend on has changed."""
         return False
 
+    def wants_stock(self) -> str:
+        """What has been asked for since that only FSDP itself does; empty if nothing."""
+        return ""
+
     # --- calls of several graphs, with eager code in between
 
     device = torch.device("cpu")
@@ -120,6 +141,12 @@ class ShardedAdapter(PlainAdapter):
         """Whether the call of another compiled model, inside which this one runs, shows its own stand-ins."""
         return False
 
+    def note_eager(self, reason: str) -> None:
+        """A call runs eagerly, with FSDP's own hooks; later ones may be compiled."""
+        note = f"some calls run eagerly, with FSDP's own hooks: {reason}"
+        if note not in self.notes:
+            self.notes = (*self.notes, note)
+
     def restore(self, reason: str) -> None:
         """Leave everything to FSDP from now on."""
         self.reasons = (reason,)
@@ -128,7 +155,7 @@ class ShardedAdapter(PlainAdapter):
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
         """See `new_subject`."""
-        return new_subject(self._compared, plan, f"sharded collectives, model {self._serial}")
+        return new_subject(self._compared, plan, "collectives of a sharded model,")
 
     def communicators(self) -> dict[str, Any]:
         """Name of each group in plans -> what it gathers over; what is not sharded, only copied, has its replicas."""

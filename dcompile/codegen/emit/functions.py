@@ -99,7 +99,7 @@ template <class F> INLINE F expm1_of(F x) {
   r = fma_(r, x, 1.66666667e-1f);
   r = fma_(r, x, 0.5f);
   r = fma_(r * x, x, x);
-  return select_(abs_(x) < 0.4f, r, exp_of(x) - 1.f);
+  return copysign_(select_(abs_(x) < 0.4f, r, exp_of(x) - 1.f), x); /* -0, too */
 }
 FUNCTION(log) FUNCTION(log1p) FUNCTION(expm1)
 template <class F> INLINE F tanh_of(F a) {
@@ -107,9 +107,9 @@ template <class F> INLINE F tanh_of(F a) {
   F r = fma_(s, 1.57394409e-2f, -5.23025580e-2f);
   r = fma_(r, s, 1.33152470e-1f);
   r = fma_(r, s, -3.33327681e-1f);
-  r = fma_(r * s, a, a);
-  const F far = copysign_(1.f - 2.f / (1.f + exp_of(2.f * t)), a);
-  return select_(t < 0.55f, r, select_(a != a, a, far));
+  r = fma_(r * s, t, t);
+  const F far = 1.f - 2.f / (1.f + exp_of(2.f * t));
+  return copysign_(select_(t < 0.55f, r, select_(a != a, a, far)), a); /* of -0, too */
 }
 template <class F> INLINE F sigmoid_of(F x) { return 1.f / (1.f + exp_of(-x)); }
 /* 1 - 2^(u first + s r), s = u u, where that is at least 0: the power needs no second step to be scaled. The first term

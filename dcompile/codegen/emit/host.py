@@ -17,7 +17,15 @@ from typing import Any
 from dcompile.codegen.emit.blas import factors_of, geometry
 from dcompile.codegen.emit.emitter import Kernels, KernelSource, Product
 from dcompile.codegen.emit.launches import Launches
-from dcompile.codegen.emit.library import NARROWED, function, in_torch, is_custom, out_overload, returns_one_tensor
+from dcompile.codegen.emit.library import (
+    NARROWED,
+    function,
+    has_late_shape,
+    in_torch,
+    is_custom,
+    out_overload,
+    returns_one_tensor,
+)
 from dcompile.codegen.emit.uses import all_views, last_uses
 from dcompile.ir.geometry import Chosen
 from dcompile.ir.index import Index, Size, as_index, var
@@ -403,6 +411,11 @@ class _Host(Launches):
             wanted, origin = self._prepared(wanted, "wanted", buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")
             self.lines.append(f"    run.differs({result}, {wanted}, {origin!r})")
+        elif not step.tells and has_late_shape(step.op) and buffer.is_tensor and self._told(buffer.shape):
+            # torch._check says what the size is, and tracing has believed it
+            wanted, origin = self._tuple(buffer.shape), ", ".join(step.origin) or step.op
+            self.lines.append(f"if {result}.shape != {wanted}:")
+            self.lines.append(f"    run.unlike({result}, {wanted}, {origin!r})")
 
     def _told(self, sizes: tuple[Size, ...]) -> bool:
         """Whether all symbols in `sizes` have values by now."""

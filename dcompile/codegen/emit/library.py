@@ -34,6 +34,12 @@ def is_custom(op: str) -> bool:
 
 
 @functools.cache
+def has_late_shape(op: str) -> bool:
+    """Whether the shape of what an op returns depends on its arguments' elements."""
+    return in_torch(op) and torch.Tag.dynamic_output_shape in getattr(resolve(op), "tags", ())
+
+
+@functools.cache
 def returns_one_tensor(op: str) -> bool:
     """Whether a call returns a tensor (or a number, as aten.sym_numel does) rather than a tuple or a list of them."""
     schema = getattr(resolve(op), "_schema", None) if in_torch(op) else None

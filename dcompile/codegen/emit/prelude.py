@@ -257,8 +257,10 @@ INLINE float abs_(float x) { return __builtin_fabsf(x); }
 INLINE double abs_(double x) { return __builtin_fabs(x); }
 template <class T> INLINE T sign_(T x) { return T((0 < x) - (x < 0)); }
 template <class T> INLINE T divisor_(T b) { if (b == 0) failure = 1; return b == 0 ? T(1) : b; }
-template <class T> INLINE T truncdiv_(T a, T b) { b = divisor_(b); return b == T(-1) ? T(-a) : T(a / b); }
-template <class T> INLINE T fmod_(T a, T b) { b = divisor_(b); return b == T(-1) ? T(0) : T(a % b); }
+/* the divisor for which the least number's quotient overflows; T(-1) of an unsigned type is its largest number */
+template <class T> INLINE bool is_minus_one_(T b) { return T(-1) < 0 && b == T(-1); }
+template <class T> INLINE T truncdiv_(T a, T b) { b = divisor_(b); return is_minus_one_(b) ? T(-a) : T(a / b); }
+template <class T> INLINE T fmod_(T a, T b) { b = divisor_(b); return is_minus_one_(b) ? T(0) : T(a % b); }
 /* towards -inf, by a positive number: ~(~a / b) where a is negative. 64 bits take longer than 32 */
 template <class T> INLINE T floor_by(T a, T b) {
   const T sign = a < 0 ? T(-1) : T(0), rest = T(a ^ sign);
@@ -276,14 +278,15 @@ template <class T> INLINE T floordiv_(T a, T b) {
   return T(q - (r > 0));
 }
 template <class T> INLINE T pow_(T a, T b) {
-  if (b < 0) return a == T(1) ? T(1) : a == T(-1) ? (b % 2 ? T(-1) : T(1)) : T(0);
+  if (b < 0) return a == T(1) ? T(1) : is_minus_one_(a) ? (b % 2 ? T(-1) : T(1)) : T(0);
   T result = 1;
   for (; b; b /= 2, a = T(a * a)) if (b % 2) result = T(result * a);
   return result;
 }
+/* no quotient overflows: of signed numbers only the least stays negative in abs_, and its remainders are no -1 then */
 template <class T> INLINE T gcd_(T a, T b) {
   a = abs_(a), b = abs_(b);
-  while (b) { const T r = b == T(-1) ? T(0) : T(a % b); a = b; b = r; }
+  while (b) { const T r = T(a % b); a = b; b = r; }
   return a;
 }
 INLINE float fmod_(float a, float b) { return __builtin_fmodf(a, b); }
@@ -298,8 +301,8 @@ INLINE float floor_(float x) { return __builtin_floorf(x); }
 INLINE double floor_(double x) { return __builtin_floor(x); }
 template <class F> INLINE F floordiv_float(F a, F b) {
   const F r = fmod_(a, b), q = (a - r) / b - F(r != 0 && (b < 0) != (r < 0)), whole = floor_(q);
-  const F zero = (a < 0) != (b < 0) ? F(-0.0) : F(0.0);
-  return b == 0 ? a / b : q == 0 ? zero : q - whole > F(0.5) ? whole + 1 : whole;
+  const F exact = a / b; /* where q is 0, a / b is small, and times 0 a zero of its sign */
+  return b == 0 ? exact : q == 0 ? exact * 0 : q - whole > F(0.5) ? whole + 1 : whole;
 }
 INLINE float floordiv_(float a, float b) { return floordiv_float(a, b); }
 INLINE double floordiv_(double a, double b) { return floordiv_float(a, b); }

@@ -96,8 +96,8 @@ def floordiv_(a, b):
         q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1.0, q)
         whole = libdevice.floor(q)
         whole = tl.where(q - whole > 0.5, whole + 1.0, whole)
-        zero = tl.where((a < 0) != (b < 0), -0.0, 0.0).to(a.dtype)
-        return tl.where(b == 0, div_(a, b), tl.where(q == 0, zero, whole))
+        exact = div_(a, b)  # where q is 0, it is small, and times 0 a zero of its sign
+        return tl.where(b == 0, exact, tl.where(q == 0, exact * 0.0, whole))
     else:
         r = a % b
         return a // b - ((r != 0) & ((r < 0) != (b < 0))).to(a.dtype)
@@ -136,8 +136,10 @@ def pow_(a, b):
             result = tl.where(left & 1 != 0, result * base, result).to(a.dtype)
             base = (base * base).to(a.dtype)
             left = left >> 1
-        inverse = tl.where(a == 1, 1, tl.where(a == -1, tl.where(b & 1 != 0, -1, 1), 0)).to(a.dtype)
-        return tl.where(b < 0, inverse, result)
+        if a.dtype.is_int_signed():  # unsigned numbers have no negative powers, and no -1
+            inverse = tl.where(a == 1, 1, tl.where(a == -1, tl.where(b & 1 != 0, -1, 1), 0)).to(a.dtype)
+            result = tl.where(b < 0, inverse, result)
+        return result
 
 
 @triton.jit

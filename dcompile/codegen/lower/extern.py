@@ -60,7 +60,7 @@ LIBRARY = frozenset(
         # checks that raise
         "_assert_async", "_linalg_check_errors",
     )
-)  # fmt: skip
+) | {"dcompile_grouped.mm", "dcompile_grouped.outer", "dcompile_grouped.ends"}  # fmt: skip
 """Packets that are better left to the library: no loop of ours is wanted for them, and none counts as a fallback."""
 
 WITH_EFFECTS = "higher_order.with_effects"
@@ -318,10 +318,13 @@ def op_text(target: Any) -> str:
 
 def is_in_place(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+    return schema is not None and (bool(schema.is_mutable) or compat.storages.resizes(target))
 
 
 def written_names(schema: Any) -> list[str]:
+    """Arguments that a call changes; one that frees or makes a tensor's memory does, though its schema says nothing."""
+    if schema.name == compat.storages.RESIZE:
+        return [schema.arguments[0].name]
     return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 

@@ -21,6 +21,9 @@ from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
 
+LAY_OUT = "dcompile.lay_out"
+"""lay_out(tensor, strides): a copy of a tensor with these strides."""
+
 
 class Lowering:
     """Collects the program of one graph. Rules call `store`, `loop`, `extern`; nothing else changes it."""
@@ -119,8 +122,10 @@ class Lowering:
     def brought(self, tensor: T, device: str) -> T:
         """`tensor` where loops on `device` can read it: itself, or a copy that the library makes."""
         here = self.device_of(tensor)
-        if here is None or here == device or not tensor.reads:
+        if here is None or here == device:
             return tensor
+        if not tensor.reads:  # computed where it is used; a number of the CPU's remains one (`is_number`)
+            return replace(tensor, device=device) if tensor.shape else tensor
         stored = self.memory(tensor)
         assert stored.view is not None
         key = (stored.view, device)
@@ -168,6 +173,10 @@ class Lowering:
             if id(tensor) not in self._exact:
                 self._exact[id(tensor)] = tensor, self._store_once(tensor, once)
             return self._exact[id(tensor)][1]
+        if not fits and any(isinstance(stride, Index) for stride in tensor.strides):
+            if id(tensor) not in self._exact:
+                self._exact[id(tensor)] = tensor, self._store_by_library(stored, tensor.strides)
+            return self._exact[id(tensor)][1]
         assert stored.view is not None
         return replace(stored.view, strides=self._strides(stored.view, tensor.strides))
 
@@ -182,6 +191,12 @@ class Lowering:
         """
         each = zip(view.shape, view.strides, torchs, strict=True)
         return tuple(told if size == 1 and self.has((told,)) else own for size, own, told in each)
+
+    def _store_by_library(self, stored: T, strides: Shape) -> View:
+        """A copy with strides of which only the run shows whether they tell elements apart, as eager asks, too."""
+        view = self.buffer(stored.shape, stored.dtype, strides, device=self.device_of(stored))
+        self.extern(LAY_OUT, [stored.view, strides], [view.buffer], fallback=True)
+        return view
 
     def _store_once(self, tensor: T, once: Shape) -> View:
         """`tensor` stored with its strides, what is repeated only once: `once` is its shape without repetitions."""

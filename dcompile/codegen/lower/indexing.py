@@ -39,6 +39,8 @@ def checked(low: Lowering, positions: T, size: Size, *, wrap: bool) -> T:
     lowest = as_size(size * -1) if wrap else 0
     if 0 in positions.shape or is_within(positions, lowest, size):
         return positions
+    if not positions.reads:  # also one number of the CPU's: what is checked is read by loops of this device
+        positions = replace(positions, device=low.device)
     stored = low.memory(positions)
     assert stored.view is not None
     key = (stored.view, lowest, size)

@@ -63,7 +63,7 @@ def floor_divide(body: Body, a: Ref, b: Ref) -> Ref:
     if DTYPES[body.dtype(a)] == "int":
         return body.apply("floordiv", a, b)
     zero, one = body.const(0, body.dtype(a)), body.const(1, body.dtype(a))
-    remainder = body.apply("fmod", a, b)
+    remainder, exact = body.apply("fmod", a, b), body.apply("div", a, b)
     quotient = body.apply("div", body.apply("sub", a, remainder), b)
     off = body.apply(
         "and",
@@ -75,12 +75,16 @@ def floor_divide(body: Body, a: Ref, b: Ref) -> Ref:
     half = body.const(0.5, body.dtype(a))
     up = body.apply("gt", body.apply("sub", quotient, floor), half)
     rounded = body.apply("where", up, body.apply("add", floor, one), floor)
-    rounded = body.apply("where", body.apply("eq", quotient, zero), zero, rounded)
-    return body.apply("where", body.apply("eq", b, zero), body.apply("div", a, b), rounded)
+    # where the quotient is 0, a / b is small: times 0 it is a zero of its sign
+    rounded = body.apply("where", body.apply("eq", quotient, zero), body.apply("mul", exact, zero), rounded)
+    return body.apply("where", body.apply("eq", b, zero), exact, rounded)
 
 
-def pow(body: Body, base: Ref, exponent: Ref) -> Ref:
-    """Powers that eager computes exactly are products here too."""
+def pow(body: Body, base: Ref, exponent: Ref, *, has_roots: bool = True) -> Ref:
+    """Powers that eager computes exactly are products here too; with `has_roots`, those of 1/2 are square roots.
+
+    They differ in -inf, whose root is NaN, and in the sign of the root of -0.
+    """
     value = body.values[exponent]
     power = value.value if isinstance(value, Const) else None
     match power:
@@ -93,9 +97,9 @@ def pow(body: Body, base: Ref, exponent: Ref) -> Ref:
         case 3:
             return body.apply("mul", body.apply("mul", base, base), base)
     is_float = DTYPES[body.dtype(base)] == "float"
-    if is_float and power == 0.5:
+    if is_float and power == 0.5 and has_roots:
         return body.apply("sqrt", base)
-    if is_float and power == -0.5:
+    if is_float and power == -0.5 and has_roots:
         return body.apply("rsqrt", base)
     if is_float and power == -1:
         return body.apply("reciprocal", base)
@@ -236,7 +240,7 @@ def atan(body: Body, x: Ref) -> Ref:
 
 
 def ignoring_nan(op: str) -> Callable[..., Ref]:
-    """The other operand where one is NaN."""
+    """The other operand where one is NaN. Which of two zeros it gives differs between dtypes in eager."""
 
     def meaning(body: Body, a: Ref, b: Ref) -> Ref:
         extreme = body.apply("where", asks("isnan")(body, a), b, body.apply(op, a, b))
@@ -287,7 +291,10 @@ def round_to(body: Body, x: Ref, decimals: int) -> Ref:
 
 
 def lcm(body: Body, a: Ref, b: Ref) -> Ref:
-    zero, one = body.const(0, body.dtype(a)), body.const(1, body.dtype(a))
+    """The absolute value is taken of a product in C's int, as eager does: one of 8 or 16 bits would wrap before."""
     common = body.apply("gcd", a, b)
+    if body.dtype(a) in ("uint8", "int8", "int16"):
+        a, b, common = (body.cast(ref, "int32") for ref in (a, b, common))
+    zero, one = body.const(0, body.dtype(a)), body.const(1, body.dtype(a))
     whole = body.apply("truncdiv", a, body.apply("where", body.apply("eq", common, zero), one, common))
     return body.apply("abs", body.apply("mul", whole, b))

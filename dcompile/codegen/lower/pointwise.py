@@ -111,7 +111,9 @@ def _table() -> dict[str, Pointwise]:
         table |= {f"aten.{name}.{overload}": Pointwise(op, 2, exact_numbers=exact) for overload in _BOTH}
     for name, op in {"remainder": meanings.remainder, "fmod": meanings.simple("fmod")}.items():
         table |= {f"aten.{name}.{overload}": Pointwise(op, 2, heavy=True) for overload in _BOTH}
-    table |= {f"aten.div.{overload}_mode": Pointwise(meanings.div, 2, heavy=True) for overload in _BOTH}
+    table |= {
+        f"aten.div.{overload}_mode": Pointwise(meanings.div, 2, heavy=True, exact_numbers=True) for overload in _BOTH
+    }
     table |= {f"prims.{name}.default": table[f"aten.{name}.default"] for name in _PRIMS}
     return table | {
         "aten.angle.default": Pointwise(meanings.angle, 1, ops=3),
@@ -122,7 +124,7 @@ def _table() -> dict[str, Pointwise]:
         "aten.atan.default": Pointwise(meanings.atan, 1, heavy=True),
         "aten.fmax.default": Pointwise(meanings.ignoring_nan("max"), 2, ops=3),
         "aten.fmin.default": Pointwise(meanings.ignoring_nan("min"), 2, ops=3),
-        "aten.floor_divide.default": Pointwise(meanings.floor_divide, 2, heavy=True),
+        "aten.floor_divide.default": Pointwise(meanings.floor_divide, 2, heavy=True, exact_numbers=True),
         "aten.sign.default": Pointwise(meanings.sign, 1),
         "aten.atan2.default": Pointwise(meanings.simple("atan2"), 2, heavy=True),
         "aten.square.default": Pointwise(lambda body, x: body.apply("mul", x, x), 1),
@@ -186,7 +188,9 @@ def _hardtanh(low: Lowering, value: torch.Tensor, /, x: T, a: float = -1.0, b: f
 
 def _power(low: Lowering, value: torch.Tensor, /, base: Any, exponent: Any) -> Result:
     cheap = not isinstance(exponent, T) and exponent in (0, 1, 2, 3)
-    return Pointwise(meanings.pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent)
+    # ATen's CPU kernel takes no roots of float16 numbers
+    has_roots = value.dtype is not torch.float16 or low.device != "cpu"
+    return Pointwise(meanings.pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent, has_roots=has_roots)
 
 
 def _where(_: Lowering, value: torch.Tensor, /, condition: T, a: Any, b: Any) -> T:

@@ -10,8 +10,22 @@ from dcompile.codegen.lower.extern import op_text
 from dcompile.codegen.lower.graph import Lowering
 from dcompile.codegen.lower.reals import real
 from dcompile.codegen.lower.sizes import Inexpressible, size_of
-from dcompile.ir.index import as_index, var
+from dcompile.ir.index import Size, as_index, var
 from dcompile.ir.nodes import NUMBER
+
+OUT_OF_A_TENSOR = "aten._local_scalar_dense.default"
+CHECK = "dcompile.check_number"
+"""check_number(found, wanted, origin): raises unless a number is the one that kernels were made for."""
+
+
+def _check(low: Lowering, node: Node, args: Any, size: Size) -> None:
+    """Have the program see that a number out of a tensor is what `torch._check` says that it is.
+
+    Tracing believes the check, and simplifies the assertion of it in the graph to one that always holds.
+    """
+    view = low.buffer((), NUMBER, name=node.name)
+    low.extern(OUT_OF_A_TENSOR, args, [view.buffer], effect=True)
+    low.extern(CHECK, [view, size, ", ".join(low.origin) or node.name], [], effect=True)
 
 
 def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -29,6 +43,8 @@ def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, A
         index = as_index(size)
         symbol = str(index)
         if index.variables <= low.known | low.told or index != var(symbol):
+            if op_text(node.target) == OUT_OF_A_TENSOR:
+                _check(low, node, args, size)
             return size
         name = symbol  # a number out of a tensor: from here on the symbol has a value
     view = low.buffer((), NUMBER, name=name)

@@ -137,8 +137,9 @@ def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
         found = body.cast(body.apply("max", number, body.const(0, kind)), "int64")
         where = body.as_index(found, count)
         others = tuple(coord for dim, coord in enumerate(coords) if dim not in space.found)
-        # the first value is there to be read wherever none falls: a branch that nobody foresees costs a CPU more
-        with nullcontext() if ordered(low) else body.masked(hit):
+        # the first value is there to be read wherever none falls: a branch that nobody foresees costs a CPU more. Of
+        # sizes that depend on values there may be none.
+        with nullcontext() if ordered(low) and isinstance(count, int) else body.masked(hit):
             middle = unflatten(where, common, body.ranges)
             new = body.trace(source, (*others[:start], *middle, *others[start:]))
         chosen = body.cast(to_dtype(body, new, x.dtype), compute)

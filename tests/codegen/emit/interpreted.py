@@ -31,6 +31,7 @@ from dcompile.codegen.emit.triton_joint import joined
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.ir.ops import OPS
 from dcompile.ir.symbols import specialise
 from tests.codegen.emit.harness import NONE, placed, read
 
@@ -89,6 +90,14 @@ def _patch_lang_tensor(tensor, scope):
 interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
+def _all_ones(self, kind):
+    # NumPy makes no unsigned number of -1
+    return Handle(np.full(1, -1, np.int64).astype(_number(kind.scalar)), kind.scalar)
+
+
+Builder.get_all_ones_value = _all_ones
+
+
 # --- libdevice --------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +107,7 @@ def _by_element(function):
 
 LIBDEVICE = {
     "erf": _by_element(math.erf), "erfc": _by_element(math.erfc), "rint": np.rint, "fmod": np.fmod,
-    "lgamma": _by_element(lambda x: math.inf if math.isinf(x) or (x <= 0 and x % 1 == 0) else math.lgamma(x)),
+    "lgamma": lambda x: OPS["lgamma"].meaning(x),
     "pow": np.power, "atan2": np.arctan2, "asin": np.arcsin, "acos": np.arccos, "asinh": np.arcsinh,
     "acosh": np.arccosh, "atanh": np.arctanh, "rsqrt": lambda x: (1 / np.sqrt(x)).astype(np.asarray(x).dtype),
 }  # fmt: skip

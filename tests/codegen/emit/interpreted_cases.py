@@ -17,7 +17,7 @@ from dcompile.codegen.schedule import endings, spread, together
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
-from tests.codegen.emit import cases, groups, interpreted, loops, products
+from tests.codegen.emit import cases, extremes, groups, interpreted, loops, products
 from tests.fuzz.checks import numbers_of
 from tests.ir.fuzz import random_program
 
@@ -95,8 +95,19 @@ def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, in
     return ""
 
 
+def problem_at_extremes(op: str, dtype: str) -> str:
+    """What a kernel gives at the ends of a dtype and eager does not; empty if nothing."""
+    try:
+        (got,) = interpreted.run(extremes.program(op, dtype), extremes.operands(op, dtype))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[-400:]}"
+    return extremes.difference(op, dtype, got)
+
+
 def main() -> None:
     found = {name: problem(*case) for name, *case in all_cases()}
+    every = extremes.operations((*extremes.INTEGERS, *extremes.FLOATS))
+    found |= {f"extreme {op} {dtype}": problem_at_extremes(op, dtype) for op, dtype in every}
     sys.stdout.write(json.dumps(found) + "\n")
 
 

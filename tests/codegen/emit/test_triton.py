@@ -117,6 +117,12 @@ def test_operations_and_casts_agree_with_their_meaning(interpreted):
     assert not {name: interpreted[name] for name in names if interpreted[name]}
 
 
+def test_operations_at_the_ends_of_each_dtype_are_eagers(interpreted):
+    found = {name: wrong for name, wrong in interpreted.items() if name.startswith("extreme ")}
+    assert len(found) > 200
+    assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
 # --- machine code -----------------------------------------------------------------------------------------------------
 
 LARGE = {

@@ -1,0 +1,287 @@
+"""Bodies of higher-order operators: graphs that a captured graph holds, and what their inputs are outside.
+
+A checkpointed layer is a graph of its own, which the captured graph calls through an operator
+(`tag_activation_checkpoint`); so are the branches of `cond`, the steps of `scan`, and regions that are compiled once.
+Every rewrite of the captured graph goes through `Nest.graphs`, or it misses what is inside. Where it has to know how
+an argument was made, `Nest.sources` leads from a body's placeholder to the operands outside: one for each call. An
+operand that no body reads any more is taken away, and with it what made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+
+Place: TypeAlias = "tuple[int, ...]"
+"""Where an operand stands among a call's arguments: its position, and the position in there if that is a list."""
+Places: TypeAlias = "list[Place | None]"
+"""For each placeholder of a body: the place of its operand; None where that differs from one run to the next."""
+
+
+_FLAT = {
+    "tag_activation_checkpoint": 1, "wrap_activation_checkpoint": 1, "wrap": 1, "local_map_hop": 1,
+    "invoke_subgraph": 2, "wrap_with_set_grad_enabled": 2, "dynamo_bypassing_wrapper": 2, "wrap_with_autocast": 5,
+}  # fmt: skip
+"""Operators whose operands are all arguments behind the first few."""
+_LISTED = {
+    "strict_mode": 1, "hints_wrapper": 1, "cond": 3, "while_loop": 3, "while_loop_stack_output": 3, "scan": 3,
+    "associative_scan": 2, "map_impl": 2,
+}  # fmt: skip
+"""Operators whose operands are a list, and where that is."""
+_VARYING = {
+    "while_loop": (2,),
+    "while_loop_stack_output": (2,),
+    "scan": (1, 2),
+    "associative_scan": (1, 1),
+    "map_impl": (1,),
+}
+"""Lists whose elements, or what is made of them in each run, bodies of these are given before their operands."""
+_INLINED = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap")
+"""Operators whose bodies AOTAutograd traces as a part of the graph that calls them."""
+_FIXED = frozenset(("local_map_hop",))
+"""Operators that note elsewhere how many operands they have."""
+
+
+def _places(call: Node) -> Places | None:
+    """Where the operands of a call stand; None for operators of other kinds.
+
+    Nothing is known of what bodies of these are given: those of `autograd_function_apply` are a forward and a backward.
+    """
+    name = _name(call.target)
+    if name in _FLAT:
+        return [(place,) for place in range(_FLAT[name], len(call.args))]
+    if name not in _LISTED:
+        return None
+    varying = sum(len(_items(call.args[place])) for place in _VARYING.get(name, ()))
+    return [*[None] * varying, *((_LISTED[name], n) for n in range(len(_items(call.args[_LISTED[name]]))))]
+
+
+def _items(argument: Any) -> Sequence[Any]:
+    return argument if isinstance(argument, tuple | list) else ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a higher-order operator."""
+
+    node: Node
+    graph: GraphModule
+    """The graph that the call is in."""
+    bodies: tuple[GraphModule, ...]
+
+    def places(self) -> Places | None:
+        """Where the operand of each placeholder stands, as the graphs are now; None if it is not known."""
+        found = _places(self.node)
+        counts = {len(placeholders(body)) for body in self.bodies}
+        return found if found is not None and counts == {len(found)} else None
+
+    def operand(self, position: int) -> Any:
+        """The argument for the placeholder at `position`, a node or a constant; None if it is not known or varies."""
+        places = self.places()
+        place = None if places is None else places[position]
+        if place is None:
+            return None
+        argument: Any = self.node.args
+        for step in place:
+            argument = argument[step]
+        return argument
+
+
+def placeholders(body: GraphModule) -> list[Node]:
+    """The inputs of a body, in order."""
+    return list(body.graph.find_nodes(op="placeholder"))
+
+
+class Nest:
+    """A captured graph with all bodies that it holds, however deep.
+
+    It stays true while nodes are added and erased, as long as no call of a body is.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.graphs: list[GraphModule] = []
+        """The captured graph first, then bodies, each once and behind a graph that calls it."""
+        self.calls: list[Call] = []
+        self._owners: dict[Any, GraphModule] = {}
+        pending = [gm]
+        while pending:
+            graph = pending.pop(0)
+            if any(graph is other for other in self.graphs):
+                continue
+            self.graphs.append(graph)
+            self._owners[graph.graph] = graph
+            for call in _calls(graph):
+                self.calls.append(call)
+                pending += call.bodies
+
+    def nodes(self) -> Iterator[Node]:
+        """The nodes of all graphs; some may be erased meanwhile."""
+        for graph in self.graphs:
+            yield from list(graph.graph.nodes)
+
+    def calls_of(self, body: GraphModule) -> list[Call]:
+        """The calls that run a body."""
+        return [call for call in self.calls if any(body is other for other in call.bodies)]
+
+    def is_inlined(self, graph: GraphModule) -> bool:
+        """Whether AOTAutograd traces the graph once, as if it stood where it is called, or it is the captured graph."""
+        while graph is not self.graphs[0]:
+            calls = self.calls_of(graph)
+            if len(calls) != 1 or _name(calls[0].node.target) not in _INLINED:
+                return False
+            graph = calls[0].graph
+        return True
+
+    def sources(self, placeholder: Node) -> list[Node] | None:
+        """What a body's placeholder stands for: the operand of each call that runs the body, the same in each run.
+
+        None where that is not known: inputs of the captured graph, what a loop carries, operands that are no nodes.
+        """
+        body = self._owners[placeholder.graph]
+        calls, position = self.calls_of(body), placeholders(body).index(placeholder)
+        found = [call.operand(position) for call in calls]
+        nodes = [operand for operand in found if isinstance(operand, Node)]
+        return nodes if calls and len(nodes) == len(found) else None
+
+    def owner(self, node: Node) -> GraphModule:
+        """The graph that a node is in."""
+        return self._owners[node.graph]
+
+    def can_give(self, body: GraphModule) -> bool:
+        """Whether a body can be given one more operand."""
+        calls, _ = self._tied_to(body)
+        return bool(calls) and all(call.places() is not None and not _is_fixed(call) for call in calls)
+
+    def give(self, body: GraphModule, operands: Sequence[Node]) -> Node:
+        """The placeholder by which a body is given these nodes, one by each of `calls_of(body)`; a new one if need be.
+
+        Relies on: `can_give`, and that no other call runs a body of these calls.
+        """
+        for node in placeholders(body):
+            if self.sources(node) == list(operands):
+                return node
+        calls, bodies = self._tied_to(body)
+        assert len(calls) == len(operands), "each call has an operand for the body"
+        for call, operand in zip(self.calls_of(body), operands, strict=True):
+            call.node.args = _with(call.node, operand)
+        made = [_new_placeholder(other, operands[0]) for other in bodies]
+        return next(node for node in made if node.graph is body.graph)
+
+    def erase_unused(self, nodes: Iterable[Node], is_pure: Callable[[Node], bool]) -> None:
+        """Erase nodes that nothing uses, and what they alone were made from, in their graph and in those around it.
+
+        Only nodes that `is_pure` holds for go, and operands of bodies that use them no more.
+        """
+        pending = list(nodes)
+        erased = set[Node]()
+        while pending:
+            dead = pending.pop()
+            if dead in erased or dead.users:
+                continue
+            if dead.op == "placeholder":
+                pending += self._drop_operand(dead, erased)
+            elif is_pure(dead):
+                inputs = list(dead.all_input_nodes)
+                dead.graph.erase_node(dead)
+                erased.add(dead)
+                pending += inputs
+
+    def _drop_operand(self, placeholder: Node, erased: set[Node]) -> list[Node]:
+        """Take an unused placeholder from its body, and its operand from each call; what the operands were.
+
+        Nothing is done where another body of such a call, or another call, still needs it.
+        """
+        body = self._owners[placeholder.graph]
+        position = placeholders(body).index(placeholder)
+        calls, bodies = self._tied_to(body)
+        if not calls or any(_is_fixed(call) or not call.places() for call in calls):
+            return []
+        places = [(call.places() or [])[position] for call in calls]
+        unused = [placeholders(other)[position] for other in bodies]
+        if None in places or any(node.users for node in unused):
+            return []
+        operands = []
+        for call, place in zip(calls, places, strict=True):
+            assert place is not None, "an operand that varies was left alone"
+            operands.append(call.operand(position))
+            call.node.args = _without(call.node.args, place)
+        for node in unused:
+            node.graph.erase_node(node)
+            erased.add(node)
+        return [operand for operand in operands if isinstance(operand, Node)]
+
+    def _tied_to(self, body: GraphModule) -> tuple[list[Call], list[GraphModule]]:
+        """All calls and bodies that have to have the same operands as this body."""
+        bodies, calls = [body], list[Call]()
+        for other in bodies:  # grows meanwhile
+            for call in self.calls_of(other):
+                if not any(call is known for known in calls):
+                    calls.append(call)
+                    bodies += [found for found in call.bodies if not any(found is known for known in bodies)]
+        return calls, bodies
+
+    def recompile(self) -> None:
+        """Make the code of all graphs anew."""
+        for graph in self.graphs:
+            graph.recompile()
+
+
+def _is_fixed(call: Call) -> bool:
+    return _name(call.node.target) in _FIXED
+
+
+def _with(call: Node, operand: Node) -> tuple[Any, ...]:
+    """The arguments of a call with one more operand behind the others."""
+    listed = _LISTED.get(_name(call.target))
+    if listed is None:
+        return (*call.args, operand)
+    items: Any = call.args[listed]
+    return (*call.args[:listed], type(items)((*items, operand)), *call.args[listed + 1 :])
+
+
+def _new_placeholder(body: GraphModule, like: Node) -> Node:
+    """One more input of a body, behind the others."""
+    known = placeholders(body)
+    before = known[-1].next if known else next(iter(body.graph.nodes))
+    with body.graph.inserting_before(before):
+        node = body.graph.placeholder(like.name)
+    node.meta["example_value"] = like.meta["example_value"]
+    return node
+
+
+def _calls(graph: GraphModule) -> Iterator[Call]:
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and compat.dynamo.holds_graphs(node.target):
+            bodies = [body for argument in node.args if (body := _body(graph, argument)) is not None]
+            distinct = [body for n, body in enumerate(bodies) if not any(body is other for other in bodies[:n])]
+            if distinct:
+                yield Call(node, graph, tuple(distinct))
+
+
+def _body(graph: GraphModule, argument: Any) -> GraphModule | None:
+    if not isinstance(argument, Node) or argument.op != "get_attr":
+        return None
+    found: Any = graph
+    for name in str(argument.target).split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, GraphModule) else None
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", ""))
+
+
+def _without(arguments: Any, place: Place) -> tuple[Any, ...]:
+    """Arguments without the one at a place."""
+    first, *rest = place
+    items = list(arguments)
+    if rest:
+        items[first] = type(items[first])(_without(items[first], tuple(rest)))
+    else:
+        del items[first]
+    return tuple(items)

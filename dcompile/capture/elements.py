@@ -1,0 +1,178 @@
+"""What the elements of a captured graph's tensors are, as functions of their positions: followed, not computed.
+
+`arange(n)[None] <= arange(n)[:, None]` has the element `i1 <= i0`, whatever n is. Operations that make tensors of
+numbers, compare them, combine them element by element and move them about are followed symbolically, through the bodies
+of higher-order operators, with sizes that may be symbols. What depends on an input's elements, or is made in any other
+way, is unknown. Constants are computed by torch itself, one element for all, so that rounding and dtypes are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dcompile import compat
+from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, bounds, var
+from dcompile.ir.piecewise import Tree, replace_variables, variables
+
+
+class Unknown(Exception):
+    """A value that no rule follows."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """A tensor: its element at position (i0, i1, ...), which may also depend on positions in batches of `vmap`."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    tree: Tree
+    batches: tuple[tuple[str, Size], ...] = ()
+    """Variables of `vmap`'s batches, and their sizes."""
+
+    @property
+    def ranges(self) -> dict[str, Size]:
+        """How far each variable goes."""
+        return {axis(n): size for n, size in enumerate(self.shape)} | dict(self.batches)
+
+
+def axis(number: int) -> str:
+    """The variable that is the position in a dimension."""
+    return f"i{number}"
+
+
+def size_of(value: Any) -> Size:
+    """A number of a captured graph, an int, a SymInt or the node of one, without a guard on it. Raises Unknown."""
+    if isinstance(value, Node):
+        value = value.meta.get("example_value")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, torch.SymInt):
+        return as_size(_index_of(compat.sizes.size_expression(value), value.node.shape_env))
+    raise Unknown
+
+
+def _index_of(expression: Any, shape_env: Any) -> Index:
+    """A sum of products of size symbols; whatever else is a symbol by itself, named by its text."""
+    if expression.is_Integer:
+        return as_index(int(expression))
+    head = type(expression).__name__
+    if head in ("Add", "Mul"):
+        total = as_index(0 if head == "Add" else 1)
+        for part in (_index_of(arg, shape_env) for arg in expression.args):
+            total = total + part if head == "Add" else total * part
+        return total
+    least = compat.sizes.least_value(shape_env, expression) if expression.is_Symbol else None
+    return var(f"{'z' if least is None or least < 0 else 's' if least >= 2 else 'u'}_{expression}")
+
+
+def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    """The sizes of a traced tensor."""
+    return tuple(size_of(size) for size in value.shape)
+
+
+def sizes_of(node: Any) -> tuple[Size, ...]:
+    """The sizes of a node's tensor, to be compared without guards; empty if it is none, or they have no form."""
+    value = value_of(node)
+    try:
+        return shape_of(value) if isinstance(value, torch.Tensor) else ()
+    except Unknown:
+        return ()
+
+
+def value_of(node: Any) -> Any:
+    """What a node was traced to."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def name_of(node: Node) -> str:
+    """The operation, whether called as a function, a method or an operator's method: "eq" for `__eq__` too."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A node with the elements of the tensors that it is given."""
+
+    node: Node
+    known: Mapping[Node, Elements]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """Of the result."""
+        return shape_of(value_of(self.node))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        found = value_of(self.node).dtype
+        assert isinstance(found, torch.dtype), f"{self.node} has no dtype"
+        return found
+
+    @property
+    def first(self) -> Elements:
+        """The tensor that is viewed, converted, or otherwise the main thing."""
+        return self.elements(self.node.args[0] if self.node.args else self.node.kwargs.get("input"))
+
+    def elements(self, argument: Any) -> Elements:
+        """The elements of an argument. Raises Unknown if it is no tensor."""
+        if isinstance(argument, Node) and argument in self.known:
+            return self.known[argument]
+        raise Unknown
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument given by place or by name."""
+        return self.node.args[place] if len(self.node.args) > place else self.node.kwargs.get(name, default)
+
+    @property
+    def ranges(self) -> dict[str, Size]:
+        """How far each variable of the result goes."""
+        batches = batches_of(list(self.known.values()))
+        return {axis(n): size for n, size in enumerate(self.shape)} | dict(batches)
+
+    def at(self, source: Elements, positions: Mapping[int, Index], ranges: Ranges | None = None) -> Tree:
+        """The element of `source` at these positions, by dimension, as a tree over positions in the result.
+
+        `ranges` are those of the variables, if these are no positions in the result.
+        Raises Unknown where the element depends on a dimension whose position is not given.
+        """
+        given = {**positions, **{n: as_index(0) for n, size in enumerate(source.shape) if size == 1}}
+        values = {axis(n): index for n, index in given.items()}
+        if not variables(source.tree) <= values.keys() | dict(source.batches).keys():
+            raise Unknown
+        return replace_variables(source.tree, values, self.ranges if ranges is None else ranges)
+
+    def broadcast(self, source: Elements) -> Tree:
+        """The element of `source` at the result's position, where `source` is broadcast to the result's shape."""
+        shape = self.shape
+        before = len(shape) - len(source.shape)
+        same = {n: before + n for n, size in enumerate(source.shape) if before >= 0 and size == shape[before + n]}
+        return self.at(source, {n: var(axis(place)) for n, place in same.items()})
+
+    def made(self, tree: Tree) -> Elements:
+        """The result, with the batches of all that it is made from."""
+        return Elements(self.shape, self.dtype, tree, batches_of(list(self.known.values())))
+
+
+def batches_of(sources: Sequence[Elements]) -> tuple[tuple[str, Size], ...]:
+    """The batches of `vmap` that any of these is in."""
+    return tuple(sorted({name: size for source in sources for name, size in source.batches}.items()))
+
+
+def fits(index: Index, dtype: torch.dtype, ranges: Ranges) -> bool:
+    """Whether a dtype holds every value of an index exactly, as far as that can be proved."""
+    least, greatest = bounds(index, ranges)
+    if dtype == torch.int64 and (least is None or greatest is None):
+        # symbols are sizes, below 2**31: a linear form of these with small coefficients is below 2**62
+        linear = all(len(monomial) <= 1 for monomial, _ in index.terms) and index.is_affine
+        return linear and sum(abs(number) for _, number in index.terms) < 1 << 30
+    if dtype == torch.bool or least is None or greatest is None:
+        return False
+    if dtype.is_floating_point:
+        return max(-least, greatest) <= 2 / torch.finfo(dtype).eps  # each whole number up to here
+    return torch.iinfo(dtype).min <= least and greatest <= torch.iinfo(dtype).max

@@ -1,0 +1,134 @@
+"""Gradients of rows taken in another order: rows taken in the opposite order, and nothing is added up by atomics.
+
+Experts get their rows sorted by expert, `x[order // copies]`, and give results back by the inverse order. To autograd
+each is a gather of any rows, some maybe more than once, whose gradient adds rows up where they fall: on GPUs a buffer
+of zeros and atomic additions. Where the positions are a permutation, as `sort` returns one, each row falls on a place
+of its own. The gradient is then a gather by the inverse permutation, which pointwise kernels do on the way.
+
+Guarantees: the same values, up to the order in which the copies of one row are summed.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+
+aten = torch.ops.aten
+
+SORTS = frozenset((aten.sort.default, aten.sort.stable))
+ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default))
+FULL = frozenset((aten.full.default, aten.full_like.default, aten.new_full.default))
+
+
+def gather_in_opposite_order(joint: GraphModule) -> int:
+    """Rewrite such sums of a joint graph in place; returns how many there were."""
+    count = 0
+    for node in joint.graph.find_nodes(op="call_function", target=aten.index_put.default):
+        if _adds_rows_to_zeros(node) and (found := _permuted(node)) is not None:
+            _gather(joint, node, *found)
+            count += 1
+    if count:
+        joint.graph.eliminate_dead_code()
+        joint.recompile()
+    return count
+
+
+def _adds_rows_to_zeros(node: Node) -> bool:
+    if len(node.args) < 4 or node.args[3] is not True:
+        return False
+    table, indices, values = node.args[:3]
+    if not isinstance(table, Node) or not isinstance(values, Node) or not _are_zeros(table):
+        return False
+    return isinstance(indices, list | tuple) and len(indices) == 1 and isinstance(indices[0], Node)
+
+
+def _are_zeros(node: Node) -> bool:
+    if node.target in FULL:
+        return len(node.args) > 1 and bool(node.args[-1] == 0)
+    return node.target in ZEROS
+
+
+def _permuted(node: Node) -> tuple[Node, int] | None:
+    """(permutation, copies) of a sum whose rows fall on permutation // copies."""
+    position: Any = node.args[1][0]  # type: ignore[index]
+    copies: Any = 1
+    if (
+        position.target == aten.div.Tensor_mode and position.kwargs.get("rounding_mode") == "floor"
+    ) or position.target == aten.floor_divide.default:
+        position, copies = position.args
+    if not isinstance(position, Node) or not isinstance(copies, int) or copies < 1:
+        return None
+    if not (_is_order(position) or _inverted(position) is not None):
+        return None
+    rows, values, result = (_shape(part) for part in (position, node.args[2], node))
+    fits = len(rows) == 1 and values[:1] == rows and values[1:] == result[1:] and rows[0] == copies * result[0]
+    return (position, copies) if fits else None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """The sizes of a node's value; empty where they are no numbers."""
+    shape = tuple(node.meta["val"].shape)
+    return shape if all(isinstance(size, int) for size in shape) else ()
+
+
+def _is_order(node: Node) -> bool:
+    """Whether this is where the elements of a sorted row were before."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    sort = node.args[0]
+    return isinstance(sort, Node) and sort.target in SORTS and len(_shape(node)) == 1
+
+
+def _inverted(node: Node) -> Node | None:
+    """The order that `node` is the inverse of: `inverse[order] = arange(n)`."""
+    if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
+        return None
+    indices, numbers = node.args[1:3]
+    (order,) = indices if isinstance(indices, list | tuple) and len(indices) == 1 else (None,)
+    if not isinstance(order, Node) or not isinstance(numbers, Node) or not _is_order(order):
+        return None
+    counts_up = numbers.target is aten.arange.default and _shape(numbers) == _shape(order) == _shape(node)
+    return order if counts_up and numbers.args[0] == _shape(order)[0] else None
+
+
+def _gather(joint: GraphModule, node: Node, order: Node, copies: int) -> None:
+    """Put the gather by the inverse of `order`, and the sum of its copies, in the place of a sum where rows fall."""
+    values: Any = node.args[2]
+    inverse = _inverse(joint, order, node)
+    with joint.graph.inserting_before(node):
+        result = _made(joint, node, aten.index.Tensor, values, [inverse])
+        if copies > 1:
+            rows = _shape(node)
+            result = _made(joint, node, aten.view.default, result, [rows[0], copies, *rows[1:]])
+            result = _made(joint, node, aten.sum.dim_IntList, result, [1])
+    node.replace_all_uses_with(result)
+
+
+def _inverse(joint: GraphModule, order: Node, before: Node) -> Node:
+    """The inverse of a permutation: one that is there before some node, or a new one."""
+    known = _inverted(order) or next((user for user in order.users if user < before and _inverted(user) is order), None)
+    if known is not None:
+        return known
+    val = order.meta["val"]
+    where = {"dtype": val.dtype, "device": val.device}
+    with joint.graph.inserting_after(order):
+        numbers = _made(joint, order, aten.arange.default, val.shape[0], **where)
+    with joint.graph.inserting_after(numbers):
+        room = _made(joint, order, aten.empty.memory_format, [val.shape[0]], **where)
+    with joint.graph.inserting_after(room):
+        return _made(joint, order, aten.index_put.default, room, [order], numbers)
+
+
+def _made(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A node with its value, noted as `like` is."""
+    made = joint.graph.call_function(target, args, kwargs)
+    made.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", "eager_input_vals")}
+    given = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    with compat.aot.detect_fake_mode([like.meta["val"]]):
+        made.meta["val"] = target(*given[0], **given[1])
+    return made

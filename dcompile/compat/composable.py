@@ -1,0 +1,119 @@
+"""torch.distributed._composable.checkpoint: layers that are run again in the backward, by two hooks of each module.
+
+TorchDynamo cannot trace these hooks, and compiles what lies between them in pieces, but what is run again in the
+backward runs eagerly: it saves other tensors than the pieces did. In compiled calls, the same region is a call of
+`torch.utils.checkpoint.checkpoint` in the module's forward, which becomes a part of the graph, or runs eagerly whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_HOME = "torch.distributed._composable.checkpoint_activation"
+_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """One such module: where its two hooks are, and its forward as one region."""
+
+    module: Any
+    places: tuple[tuple[dict[int, Any], int], ...]
+    forward: Callable[..., Any]
+
+
+class CheckpointedLayers:
+    """The modules below one root that have such hooks, looked for again once a hook was registered somewhere."""
+
+    def __init__(self, root: Module) -> None:
+        from torch.utils.hooks import RemovableHandle
+
+        self._root = weakref.ref(root)  # what is compiled in place belongs to the module, and must not keep it
+        self._counter = RemovableHandle
+        self._counted = -1
+        self._found: list[_Region] = []
+
+    def as_regions(self) -> contextlib.AbstractContextManager[None]:
+        """While a compiled call runs: regions in place of the hooks."""
+        if self._counter.next_id != self._counted:
+            self._counted = self._counter.next_id
+            root = self._root()
+            self._found = [] if root is None or _HOME not in sys.modules else list(_regions(root))
+        return self._scope() if self._found else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        hooks = [[table.get(key) for table, key in region.places] for region in self._found]
+        forwards = [region.module.__dict__.get("forward") for region in self._found]
+        try:
+            for region in self._found:
+                (before, first), (behind, last) = region.places
+                before[first], behind[last] = _before, _behind
+                region.module.__dict__["forward"] = region.forward.__get__(region.module)
+            yield
+        finally:
+            for region, found, forward in zip(self._found, hooks, forwards, strict=True):
+                for (table, key), hook in zip(region.places, found, strict=True):
+                    table[key] = hook
+                if forward is None:
+                    del region.module.__dict__["forward"]
+                else:
+                    region.module.__dict__["forward"] = forward
+
+
+def _regions(root: Module) -> Iterator[_Region]:
+    for module in root.modules():
+        places = [place for table in _TABLES for place in _hooks_in(getattr(module, table))]
+        if len(places) == len(_TABLES):
+            before, key = places[0]
+            yield _Region(module, tuple(places), _region_of(module, _settings(before[key])))
+
+
+def _hooks_in(table: dict[int, Any]) -> Iterator[tuple[dict[int, Any], int]]:
+    for key, hook in table.items():
+        if getattr(hook, "__module__", "") == _HOME:
+            yield table, key
+
+
+def _settings(hook: Any) -> dict[str, Any]:
+    """What `checkpoint` was called with; what is as usual is left out."""
+    known = {
+        name: cell.cell_contents
+        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+        if name != "module"
+    }
+    usual: dict[str, Any] = {"preserve_rng_state": True, "user_context_fns": None, "debug": False, "early_stop": True}
+    usual["determinism_check"] = "default"
+    named = {"user_context_fns": "context_fn"}
+    return {named.get(name, name): known[name] for name in usual if known.get(name, usual[name]) != usual[name]}
+
+
+def _region_of(module: Any, settings: dict[str, Any]) -> Callable[..., Any]:
+    from torch.utils.checkpoint import checkpoint
+
+    own = module.__dict__.get("forward")
+    forward = type(module).forward
+
+    def region(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **settings, **kwargs)
+
+    return region
+
+
+def _before(module: Any, args: Any, kwargs: Any) -> None:
+    """In place of a hook before a forward."""
+
+
+def _behind(module: Any, args: Any, output: Any) -> None:
+    """In place of a hook behind a forward."""

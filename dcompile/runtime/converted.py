@@ -1,0 +1,110 @@
+"""Shards in the dtype that computing uses, where parameters are kept in another one (mixed precision).
+
+Converting each shard for each gather takes a kernel a parameter, twice a step, and memory that is somewhere else each
+time, which other ranks cannot read. So a model has one buffer of its own for them. Each forward converts what it
+gathers, whatever has happened since the last one: optimizers and checkpoints write parameters in ways that nothing
+tells of (`p.data.mul_()` counts no change). Its backward takes the same values, unless a parameter was changed since
+then: by its version counters, or because it lies elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from dcompile import compat
+from dcompile.collectives.params import ShardUnit
+
+MOST_OF_MEMORY = 1 / 16
+"""Part of a GPU's memory that the buffer may take unless `shard_copies` asks for it: 5 GB of 80."""
+ALIGN_BYTES = 256
+"""Where each shard begins: NCCL and copy engines are slower from other addresses than multiples of 16."""
+
+
+class Converted:
+    """The converted shards of one model. `way` is the option `shard_copies`; `saves_memory`: what auto then means."""
+
+    def __init__(
+        self, units: Mapping[int, ShardUnit], way: Literal["auto", "step", "gather"], saves_memory: bool
+    ) -> None:
+        self._units, self._way, self._saves_memory = units, way, saves_memory
+        self._memory: dict[int, torch.Tensor] | None = None
+        self._marks: dict[int, Any] = {}
+        """Unit -> what its parameter looked like when it was converted last."""
+        self.reason = ""
+        """Why there is no buffer, where there is something to convert."""
+
+    def memory(self, number: int) -> torch.Tensor | None:
+        """Where a unit's converted shard is kept; None where it is stored as it is sent, or converted for each gather.
+
+        The buffer is made when the first one is asked for: not while a CUDA graph is recorded.
+        """
+        if self._memory is None:
+            self._memory = self._allocate()
+        return self._memory.get(number)
+
+    def sent(self, number: int) -> torch.Tensor:
+        """This rank's shard as it is to be gathered: of a kept one, what `convert` has written."""
+        kept = self.memory(number)
+        return self._units[number].data() if kept is None else kept
+
+    def outdated(self, numbers: Iterable[int], anyway: bool) -> list[int]:
+        """Units among these that are to be converted before they are sent; `anyway`: changed or not."""
+        kept = (number for number in numbers if self.memory(number) is not None)
+        return [number for number in kept if anyway or not self._is_known(number)]
+
+    def convert(self, numbers: Collection[int]) -> None:
+        """Write the converted shards of these units, all in one kernel."""
+        pairs = [(self.memory(number), self._units[number].stored()) for number in numbers]
+        filled = [(kept, stored) for kept, stored in pairs if kept is not None and kept.numel()]
+        if filled:
+            with torch.no_grad():
+                torch._foreach_copy_([kept for kept, _ in filled], [stored for _, stored in filled])
+
+    def mark(self, numbers: Iterable[int]) -> None:
+        """These were converted from what their parameters hold now."""
+        self._marks |= {number: self._units[number].changes() for number in numbers}
+
+    def _is_known(self, number: int) -> bool:
+        mark = self._units[number].changes()
+        return mark is not None and self._marks.get(number) == mark
+
+    def _allocate(self) -> dict[int, torch.Tensor]:
+        """One storage for each device and dtype, a part of it for each unit that is converted."""
+        with torch.inference_mode(False), compat.tensors.real_tensors(), torch.no_grad():
+            stored = {number: unit.stored() for number, unit in self._units.items() if not unit.offloaded}
+            converted = {n: shard for n, shard in stored.items() if shard.dtype != self._units[n].dtype}
+            self.reason = self._objection(converted)
+            found: dict[int, torch.Tensor] = {}
+            if self.reason:
+                return found
+            kinds = dict.fromkeys((shard.device, self._units[number].dtype) for number, shard in converted.items())
+            for device, dtype in kinds:
+                here = {n: s for n, s in converted.items() if (s.device, self._units[n].dtype) == (device, dtype)}
+                found |= _laid_out(here, device, dtype)
+            return found
+
+    def _objection(self, converted: Mapping[int, torch.Tensor]) -> str:
+        if not converted or self._way == "step":
+            return ""
+        if self._way == "gather":
+            return "option shard_copies='gather'"
+        nbytes = sum(shard.numel() * self._units[number].dtype.itemsize for number, shard in converted.items())
+        device = next(iter(converted.values())).device
+        if self._saves_memory:
+            return f"to save memory, {nbytes >> 20} MiB (option recompute)"
+        if device.type == "cuda" and nbytes > torch.cuda.get_device_properties(device).total_memory * MOST_OF_MEMORY:
+            return f"{nbytes >> 20} MiB would be more than a sixteenth of the GPU's memory (option shard_copies)"
+        return ""
+
+
+def _laid_out(shards: Mapping[int, torch.Tensor], device: torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    unit = ALIGN_BYTES // dtype.itemsize
+    places, total = {}, 0
+    for number, shard in shards.items():
+        places[number] = total
+        total += -(-shard.numel() // unit) * unit
+    whole = torch.empty(total, dtype=dtype, device=device)
+    return {number: whole[places[number] : places[number] + shard.numel()] for number, shard in shards.items()}

@@ -1,0 +1,141 @@
+"""Hugging Face's mixtures of experts in one graph: losses and gradients are eager's, whatever the routers choose."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import dcompile
+from dcompile import grouped_ops
+from dcompile.capture import experts
+from tests.device import there
+from tests.models.decoders import EXPERTS, decoder
+from tests.subject import anew
+
+transformers = pytest.importorskip("transformers")
+from transformers.integrations import moe  # noqa: E402
+
+MODELS = EXPERTS | {"mixtral": decoder("Mixtral", num_local_experts=4)}
+"""Without the loss of Mixtral's routers: transformers takes a lock to ask for their outputs, and Dynamo traces none."""
+SAMPLE = ("olmoe", "mixtral", "qwen3-moe", "deepseek-v3")
+UNTRACEABLE = "dcompile_test::grouped_mm_without_traceable_backward"
+
+
+def steps(model: torch.nn.Module, call: Any, batches: list[Any], autocast: bool = False) -> list[list[torch.Tensor]]:
+    """The loss and all gradients of each batch."""
+    found = []
+    for batch in batches:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = call(**batch).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    return found
+
+
+def both(name: str, autocast: bool = False, loop: bool = False, **options: Any) -> tuple[Any, list[Any], list[Any]]:
+    """(receipt, what eager found, what a model compiled as one graph found) for batches that are routed differently.
+
+    With `loop`, the model takes its experts one after another.
+    """
+    with anew():
+        theirs = there(MODELS[name].make().train())
+        if loop:
+            theirs.set_experts_implementation("eager")
+        model = copy.deepcopy(theirs)
+        batches = [MODELS[name].batch(2, 8) for _ in range(2)]
+        batches.append({key: value[:, :1].expand(2, 8).contiguous() for key, value in batches[0].items()})
+        call = dcompile.compile(model, fullgraph=True, options={"receipt": False, **options})
+        found = steps(model, call, batches, autocast)
+        return dcompile.receipt(call), steps(theirs, theirs, batches, autocast), found
+
+
+def assert_same(wanted: list[Any], found: list[Any], **tolerance: float) -> None:
+    for expected, values in zip(wanted, found, strict=True):
+        torch.testing.assert_close(values, expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_experts_are_grouped_matmuls_in_one_graph(name):
+    receipt, wanted, found = both(name)
+    assert receipt.graphs == 1 and receipt.graph_breaks == 0 and not receipt.fallbacks
+    assert any("grouped matmuls of experts" in note for note in receipt.notes)
+    assert_same(wanted, found, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_no_grouped_gemm_takes_are_counted(monkeypatch):
+    monkeypatch.setattr(grouped_ops, "has_grouped_gemm", lambda *_: False)
+    receipt, wanted, found = both("olmoe")
+    layers = 2
+    assert receipt.graphs == 1 and receipt.fallbacks == {
+        "dcompile_grouped.mm_each.default": 4 * layers, "dcompile_grouped.outer_each.default": 2 * layers
+    }  # fmt: skip
+    assert_same(wanted, found, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_under_autocast_keep_eagers_dtype():
+    receipt, wanted, found = both("olmoe", autocast=True)
+    assert receipt.graphs == 1 and not receipt.fallbacks
+    assert_same(wanted, found, rtol=5e-2, atol=2e-2)
+
+
+def test_experts_take_autocasts_dtype_if_asked():
+    receipt, wanted, found = both("olmoe", autocast=True, autocast_experts=True)
+    assert receipt.graphs == 1 and not receipt.fallbacks
+    assert_same(wanted, found, rtol=1e-1, atol=3e-2)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_loop_over_the_experts_that_are_hit_is_one_graph(name):
+    receipt, wanted, found = both(name, loop=True)
+    assert receipt.graphs == 1 and receipt.graph_breaks == 0 and not receipt.fallbacks
+    assert_same(wanted, found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_loop_has_autocasts_dtype():
+    receipt, wanted, found = both("olmoe", autocast=True, loop=True)
+    assert receipt.graphs == 1 and not receipt.fallbacks
+    assert_same(wanted, found, rtol=1e-1, atol=3e-2)
+
+
+@pytest.fixture
+def untraceable(monkeypatch) -> None:
+    """transformers' operator as of 5.17: its backward reads the offsets on the host, which no tracer can."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, weight, offsets = ctx.saved_tensors
+        by_input, by_weight = torch.zeros_like(input), torch.zeros_like(weight)
+        start = 0
+        for group, end in enumerate(offsets.tolist()):
+            by_input[start:end] = grad[start:end] @ weight[group].T
+            by_weight[group] = input[start:end].T @ grad[start:end]
+            start = end
+        return by_input, by_weight, None
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    with torch.library._scoped_library("dcompile_test", "FRAGMENT") as library:
+        library.define("grouped_mm_without_traceable_backward(Tensor input, Tensor weight, Tensor offs) -> Tensor")
+        library.impl("grouped_mm_without_traceable_backward", moe._grouped_mm_fallback, "CompositeExplicitAutograd")
+        torch.library.register_fake(UNTRACEABLE, moe._grouped_mm_fallback_fake, lib=library)
+        torch.library.register_autograd(UNTRACEABLE, backward, setup_context=save, lib=library)
+        operator = torch.ops.dcompile_test.grouped_mm_without_traceable_backward
+
+        def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return operator(input.to(weight.dtype), weight, offs=offs)
+
+        monkeypatch.setattr(moe, "_grouped_mm", grouped_mm)
+        monkeypatch.setattr(experts, "FALLBACK", UNTRACEABLE.replace("::", "."))
+        yield
+
+
+@pytest.mark.usefixtures("untraceable")
+def test_a_backward_that_reads_offsets_on_the_host_breaks_no_graph():
+    receipt, wanted, found = both("olmoe")
+    assert receipt.graphs == 1 and not receipt.fallbacks
+    assert_same(wanted, found, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,279 @@
+"""Run tests of one of PyTorch's files in this process, with a backend in the place of others.
+
+`python -m tests.peers.child list|run FILE [TEST ...]`. Ranks are processes that import this module again before the
+test file, so what is set up here holds in them as well. Settings come by the environment: PEERS_BACKEND (dcompile,
+left_to_torch: it with parameters and gradients left to PyTorch, aot_eager, stock), PEERS_ROOTS (what makes roots,
+separated by spaces), PEERS_RECORDS (a file for lines of JSON).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing.util
+import os
+import sys
+import unittest
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+BACKEND = os.environ.get("PEERS_BACKEND", "stock")
+ROOTS = os.environ.get("PEERS_ROOTS", "").split()
+RANKS = 2
+
+
+def write(**record: Any) -> None:
+    """Append one line, whole, to the records that the parent reads."""
+    line = (json.dumps(record) + "\n").encode()
+    file = os.open(os.environ["PEERS_RECORDS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, line)
+    os.close(file)
+
+
+# --- the CPU in the place of GPUs -------------------------------------------------------------------------------------
+
+
+def let_cpu_be_the_accelerator() -> None:
+    """Two ranks on the CPU count as two accelerators, wherever tests ask for some."""
+    import torch
+    from torch.testing._internal import common_distributed as common
+
+    torch.cpu.device_count = lambda: RANKS
+    torch.accelerator.device_count = _for_tests(torch.accelerator.device_count, lambda: RANKS)
+    torch.accelerator.current_accelerator = _for_tests(
+        torch.accelerator.current_accelerator, lambda check_available=False: torch.device("cpu")
+    )
+
+    def enough(ranks: int, **_more: Any) -> Callable[[Any], Any]:
+        return (lambda test: test) if ranks <= RANKS else unittest.skip(f"needs {ranks} ranks")
+
+    common.skip_if_lt_x_gpu = enough
+    common.at_least_x_gpu = lambda ranks: ranks <= RANKS
+    common.requires_accelerator_dist_backend = lambda backends=None: lambda test: test
+    from torch.testing._internal import common_fsdp
+
+    common_fsdp.DEVICE_COUNT = RANKS
+    common_fsdp.FSDPTestContinuous.world_size = RANKS  # type: ignore[misc]
+
+
+def _for_tests(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """`instead` for tests and what helps them; torch itself goes on as it is."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        helps = not caller.startswith("torch.") or caller.startswith("torch.testing.")
+        return (instead if helps else original)(*args, **kwargs)
+
+    return chosen
+
+
+def let_ddp_take_device_ids() -> None:
+    """DDP of a module on the CPU takes no device_ids; tests give the rank's."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    make = DistributedDataParallel.__init__
+
+    def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **more: Any) -> None:
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            device_ids = output_device = None
+        make(self, module, device_ids, output_device, **more)
+
+    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+
+
+# --- what is sent through the backend ---------------------------------------------------------------------------------
+
+
+def compile_root(module: Any) -> None:
+    """Compile one root in place, and what lies inside it no more by itself."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if BACKEND == "stock":
+        return
+    for inner in module.modules():
+        vars(inner).pop("_compiled_call_impl", None)
+    if BACKEND == "dcompile":
+        import dcompile
+
+        dcompile.compile(module)
+    elif BACKEND == "left_to_torch":
+        import dcompile
+
+        dcompile.compile(module, options={"distributed": "stock"})
+    else:
+        (module.module if isinstance(module, DistributedDataParallel) else module).compile(backend=BACKEND)
+
+
+def _then_compile(make: Any) -> Any:
+    """`fully_shard` or `replicate`, with its results compiled: the outermost is called last."""
+
+    def made(module: Any, *args: Any, **kwargs: Any) -> Any:
+        result = make(module, *args, **kwargs)
+        for root in result if isinstance(result, list | tuple) else [result]:
+            compile_root(root)
+        return result
+
+    vars(made).update(vars(make), __wrapped__=make)  # tests ask `fully_shard.state(module)`
+    return made
+
+
+def send_roots() -> None:
+    """Have roots compiled as soon as they are made."""
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed import _composable as composable
+    from torch.distributed._composable import replicate_with_fsdp
+    from torch.nn.parallel import DistributedDataParallel
+
+    if "fully_shard" in ROOTS:
+        made = _then_compile(fsdp.fully_shard)
+        holders = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard",
+                   "torch.distributed.fsdp._fully_shard._fully_shard", "torch.distributed._composable.fsdp",
+                   "torch.distributed._composable.fsdp.fully_shard", "torch.testing._internal.common_fsdp")  # fmt: skip
+        for holder in map(sys.modules.get, holders):
+            if hasattr(holder, "fully_shard") and not hasattr(holder.fully_shard, "__file__"):
+                holder.fully_shard = made  # type: ignore[union-attr]
+    if "replicate" in ROOTS:
+        composable.replicate = _then_compile(composable.replicate)  # type: ignore[assignment]
+        sys.modules["torch.distributed._composable.replicate"].replicate = composable.replicate  # type: ignore[attr-defined]
+        replicate_with_fsdp.replicate = _then_compile(replicate_with_fsdp.replicate)
+    if "ddp" in ROOTS:
+        make = DistributedDataParallel.__init__
+
+        def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            make(self, module, *args, **kwargs)
+            if not kwargs.get("_hidden") and type(module).__name__ != "ParameterList":  # replicate's own
+                compile_root(self)
+
+        DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+
+
+def send_torch_compile() -> None:
+    """torch.compile with a backend that has a name goes to ours: tests of Dynamo bring their own as functions."""
+    import torch
+
+    original, ours = torch.compile, "dcompile" if BACKEND == "left_to_torch" else BACKEND
+
+    def compile(model: Any = None, *, backend: Any = "inductor", **kwargs: Any) -> Any:
+        return original(model, backend=ours if isinstance(backend, str) else backend, **kwargs)
+
+    if BACKEND != "stock":
+        torch.compile = compile  # type: ignore[assignment]
+
+
+def note_watching() -> None:
+    """Record that a test puts functions of its own in the place of FSDP2's, to see them called."""
+    from torch.testing._internal import common_fsdp
+
+    def noting(name: str, patch: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            write(kind="watches", test=os.environ.get("PEERS_TEST", ""), what=name.removeprefix("patch_"))
+            return patch(*args, **kwargs)
+
+        return noted
+
+    for name in [name for name in vars(common_fsdp) if name.startswith("patch_")]:
+        setattr(common_fsdp, name, noting(name, getattr(common_fsdp, name)))
+
+
+def keep_receipts() -> None:
+    """Record the receipt of every model after its first steps, and what became of it when the process ends."""
+    import dcompile.api as api
+
+    models: list[weakref.ref[Any]] = []
+    report = api.print_receipt
+
+    def record(model: Any) -> None:
+        try:
+            receipt = api.make_receipt(model)
+        except Exception:  # a receipt is of what was compiled; a model of which nothing was has none
+            return
+        found = {name: getattr(receipt, name) for name in ("adapter", "eligible", "graphs", "reasons")}
+        write(kind="receipt", test=os.environ.get("PEERS_TEST", ""), **found)
+
+    def first_step(model: Any) -> None:
+        report(model)
+        models.append(weakref.ref(model))
+        record(model)
+
+    def at_exit() -> None:
+        for model in filter(None, (reference() for reference in models)):
+            record(model)
+
+    api.print_receipt = first_step
+    multiprocessing.util.Finalize(None, at_exit, exitpriority=100)
+
+
+def name_tests_in_workers() -> None:
+    """Workers that outlive a test learn the name of the next one."""
+    from torch.testing._internal.common_distributed import MultiProcContinuousTest as Continuous
+
+    run = Continuous._run_test_given_id.__func__  # type: ignore[attr-defined]
+
+    def _run_test_given_id(cls: Any, test_id: str, **kwargs: Any) -> None:
+        os.environ["PEERS_TEST"] = test_id
+        run(cls, test_id, **kwargs)
+
+    Continuous._run_test_given_id = classmethod(_run_test_given_id)  # type: ignore[assignment, arg-type]
+
+
+def set_up() -> None:
+    """Before the test file is imported, in the process that runs tests and in each rank."""
+    import torch
+    import torch.distributed.fsdp
+
+    if not torch.cuda.is_available():
+        let_cpu_be_the_accelerator()
+        let_ddp_take_device_ids()
+    send_torch_compile()
+    send_roots()
+    name_tests_in_workers()
+    if BACKEND == "dcompile":
+        note_watching()
+        keep_receipts()
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def cases(suite: Any) -> Iterator[unittest.TestCase]:
+    """All test cases in a suite of suites."""
+    for item in suite:
+        if isinstance(item, unittest.TestSuite):
+            yield from cases(item)
+        else:
+            yield item
+
+
+def run(case: unittest.TestCase) -> None:
+    """Run one test, with its class's set-up, and record what became of it."""
+    os.environ["PEERS_TEST"] = case.id()
+    write(kind="begin", test=case.id())
+    result = unittest.TestResult()
+    unittest.TestSuite([case]).run(result)
+    wrong = [text for _, text in (*result.errors, *result.failures)]
+    if wrong:
+        write(kind="end", test=case.id(), status="failed", text="\n".join(wrong)[-20000:])
+    elif result.skipped:
+        write(kind="end", test=case.id(), status="skipped", text=result.skipped[0][1])
+    else:
+        write(kind="end", test=case.id(), status="passed", text="")
+
+
+def main(action: str, file: Path, *names: str) -> None:
+    sys.path.insert(0, str(file.parent))
+    sys.argv = [str(file)]  # PyTorch's tests parse it
+    module = importlib.import_module(file.stem)
+    found = {case.id(): case for case in cases(unittest.defaultTestLoader.loadTestsFromModule(module))}
+    if action == "list":
+        write(kind="tests", tests=list(found))
+        return
+    for name in names:
+        run(found[name])
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    set_up()
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,141 @@
+"""What became of each test, and the page that says so."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["passed", "skipped", "failed", "deadline"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One test under one backend."""
+
+    status: Status
+    text: str = ""
+    """Why it was skipped, or the last line of the error."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One test, with the runs that were made of it, and what receipts of its ranks said."""
+
+    test: str
+    runs: Mapping[str, Run]
+    """Backend -> run: dcompile; while all others pass if that failed, stock, aot_eager, and left_to_torch."""
+    receipts: tuple[Mapping[str, Any], ...] = ()
+    watches: tuple[str, ...] = ()
+    """Functions of FSDP2's that the test puts its own in the place of, to see them called."""
+
+    @property
+    def verdict(self) -> str:
+        """One of VERDICTS."""
+        own = self.runs["dcompile"]
+        if own.status in ("passed", "skipped"):
+            return own.status if own.status == "skipped" else self._passed()
+        for backend in ("stock", "aot_eager"):
+            run = self.runs.get(backend)
+            if run is not None and run.status != "passed":
+                return f"fails with {backend} as well"
+        if self.watches and self.runs.get("left_to_torch") == Run("passed"):
+            return "watches FSDP2"
+        return "own"
+
+    def _passed(self) -> str:
+        if any(receipt["eligible"] and receipt["graphs"] for receipt in self.receipts):
+            return "taken over"
+        return "stays stock" if self.receipts else "nothing compiled"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a test that passed is not taken over, each reason once."""
+        found = (reason for receipt in self.receipts for reason in receipt["reasons"])
+        return tuple(dict.fromkeys(found)) or ("no compiled step ran",)
+
+
+VERDICTS = (
+    ("taken over", "passed, parameters and gradients in the compiled programs, as a receipt of its ranks says"),
+    ("stays stock", "passed, compiled, and parameters and gradients left to PyTorch for a reason in the receipt"),
+    ("nothing compiled", "passed, and no compiled step ran (checks of constructors, states, errors)"),
+    (
+        "watches FSDP2",
+        "fails since it counts or checks calls of FSDP2's own functions, which programs make none of; passes compiled "
+        "with parameters left to FSDP2 (distributed='stock')",
+    ),
+    ("own", "fails with dcompile and passes with stock PyTorch and with aot_eager"),
+    ("fails with stock as well", "fails on this machine without any compiler"),
+    ("fails with aot_eager as well", "passes eagerly, fails with any backend of torch.compile"),
+    ("skipped", "asks for what this machine lacks"),
+)
+
+
+def general(text: str) -> str:
+    """A reason without the names and numbers that are one model's own, so that like reasons are counted together."""
+    return re.sub(r"parameters? [\w.]+", "parameter ...", re.sub(r"\b\d+\b", "N", text))
+
+
+def table(suites: Mapping[str, Sequence[Outcome]]) -> list[str]:
+    """A line for each suite, a column for each verdict."""
+    names = [name for name, _ in VERDICTS]
+    lines = ["| suite | tests | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for suite, outcomes in suites.items():
+        counts = Counter(outcome.verdict for outcome in outcomes)
+        lines.append(f"| {suite} | {len(outcomes)} | " + " | ".join(str(counts[name]) for name in names) + " |")
+    return lines
+
+
+def page(suites: Mapping[str, Sequence[Outcome]], made_with: str) -> str:
+    """The page docs/lab/peer-suites.md."""
+    lines = [
+        "# PyTorch's own tests",
+        "",
+        "Written by `python -m tests.peers`; do not edit. It runs PyTorch's test files from a checkout, on CPU and",
+        "with two ranks; roots of `fully_shard`, DDP or `replicate`, and each torch.compile, go through dcompile.",
+        f"Made with {made_with}.",
+        "",
+        *table(suites),
+        "",
+        *(f"- {name}: {meaning}." for name, meaning in VERDICTS),
+    ]
+    for suite, outcomes in suites.items():
+        lines += ["", f"## {suite}", "", *_counted("Stays stock because", _stock_reasons(outcomes))]
+        for verdict in ("own", "watches FSDP2", "fails with aot_eager as well", "fails with stock as well"):
+            lines += _listed(verdict, [outcome for outcome in outcomes if outcome.verdict == verdict])
+        lines += _counted("Skipped because", (o.runs["dcompile"].text for o in outcomes if o.verdict == "skipped"))
+    return "\n".join(_single_blanks(lines)) + "\n"
+
+
+def _stock_reasons(outcomes: Iterable[Outcome]) -> Iterable[str]:
+    stock = (outcome for outcome in outcomes if outcome.verdict == "stays stock")
+    return (reason for outcome in stock for reason in outcome.reasons)
+
+
+def _counted(title: str, reasons: Iterable[str]) -> list[str]:
+    counts = Counter(map(general, reasons))
+    if not counts:
+        return []
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [f"{title}:", "", *(f"- {count} x {reason}" for reason, count in ordered), ""]
+
+
+def _listed(verdict: str, outcomes: Sequence[Outcome]) -> list[str]:
+    if not outcomes:
+        return []
+    shown = [f"- `{outcome.test}`: {_why(outcome)}" for outcome in sorted(outcomes, key=lambda o: o.test)]
+    return [f"{verdict[0].upper()}{verdict[1:]}:", "", *shown, ""]
+
+
+def _why(outcome: Outcome) -> str:
+    run = outcome.runs["dcompile"]
+    return "not done within the deadline" if run.status == "deadline" else run.text[:200].replace("|", "/")
+
+
+def _single_blanks(lines: Sequence[str]) -> list[str]:
+    kept = [line for place, line in enumerate(lines) if line or (place and lines[place - 1])]
+    while kept and not kept[-1]:
+        kept.pop()
+    return kept

@@ -1,0 +1,134 @@
+"""The tool itself: what it makes of records, the page, and a checkout of three tests."""
+
+import textwrap
+
+import pytest
+
+from tests.peers.__main__ import main
+from tests.peers.report import VERDICTS, Outcome, Run, general, page, table
+from tests.peers.session import Found, last_error, results
+from tests.peers.suites import SUITES, files_of, selected
+
+PASSED, FAILED = Run("passed"), Run("failed", "ValueError: no")
+TAKEN = {"eligible": True, "graphs": 1, "reasons": []}
+LEFT = {"eligible": False, "graphs": 1, "reasons": ["an all-reduce hook is set"]}
+
+
+@pytest.mark.parametrize(
+    ("runs", "receipts", "watches", "verdict"),
+    [
+        ({"dcompile": PASSED}, (LEFT, TAKEN), (), "taken over"),
+        ({"dcompile": PASSED}, (LEFT,), (), "stays stock"),
+        ({"dcompile": PASSED}, (), (), "nothing compiled"),
+        ({"dcompile": Run("skipped", "needs 4 ranks")}, (), (), "skipped"),
+        ({"dcompile": FAILED, "stock": FAILED}, (), (), "fails with stock as well"),
+        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": Run("deadline")}, (), (), "fails with aot_eager as well"),
+        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED}, (TAKEN,), (), "own"),
+        ({"dcompile": Run("deadline"), "stock": PASSED, "aot_eager": PASSED}, (), (), "own"),
+        (
+            {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": PASSED},
+            (),
+            ("unshard",),
+            "watches FSDP2",
+        ),
+        (
+            {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": FAILED},
+            (),
+            ("unshard",),
+            "own",
+        ),
+    ],
+)
+def test_verdicts(runs, receipts, watches, verdict):
+    assert Outcome("m.C.test", runs, receipts, watches).verdict == verdict
+    assert verdict in dict(VERDICTS)
+
+
+def test_the_page_counts_verdicts_and_reasons_and_names_failures():
+    outcomes = [
+        Outcome("m.C.test_a", {"dcompile": PASSED}, (TAKEN,)),
+        Outcome("m.C.test_b", {"dcompile": PASSED}, (LEFT,)),
+        Outcome("m.C.test_c", {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED}),
+        Outcome("m.C.test_d", {"dcompile": Run("deadline"), "stock": FAILED}),
+        Outcome("m.C.test_e", {"dcompile": Run("skipped", "needs 4 ranks")}),
+        Outcome("m.C.test_f", {"dcompile": Run("skipped", "needs 8 ranks")}),
+    ]
+    assert table({"ddp": outcomes})[-1] == "| ddp | 6 | 1 | 1 | 0 | 0 | 1 | 1 | 0 | 2 |"
+    text = page({"ddp": outcomes}, "torch 2.13.0 on x86_64")
+    assert "- 1 x an all-reduce hook is set" in text and "- 2 x needs N ranks" in text
+    assert "Own:\n\n- `m.C.test_c`: ValueError: no" in text
+    assert "- `m.C.test_d`: not done within the deadline" in text
+    assert "\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
+
+
+def test_reasons_lose_what_is_one_models_own():
+    assert general("parameter layers.0.weight has a hook") == general("parameter head.bias has a hook")
+    assert general("needs 4 ranks") == "needs N ranks"
+
+
+def test_records_of_a_child_that_ended_early():
+    records = [
+        {"kind": "begin", "test": "m.C.a"},
+        {"kind": "receipt", "test": "__mp_main__.C.a", **TAKEN},
+        {"kind": "watches", "test": "m.C.a", "what": "unshard"},
+        {"kind": "watches", "test": "m.C.a", "what": "unshard"},
+        {"kind": "end", "test": "m.C.a", "status": "passed", "text": ""},
+        {"kind": "begin", "test": "m.C.b"},
+    ]
+    found = results(records, ["m.C.a", "m.C.b", "m.C.c"], late=True)
+    assert found["m.C.a"] == Found(PASSED, (records[1],), ("unshard",))
+    assert found["m.C.b"].run == Run("deadline") and "m.C.c" not in found
+    assert results(records, ["m.C.b"], late=False)["m.C.b"].run == Run("failed", "the process ended")
+    assert results([], ["m.C.b"], late=False)["m.C.b"].run.text == "the file could not be imported"
+
+
+def test_the_error_inside_a_rank_is_told():
+    text = """Traceback (most recent call last):
+      File "x.py", line 3, in join
+    RuntimeError: Process 0 exited with error code 10 and exception:
+    Traceback (most recent call last):
+    AssertionError: Tensor-likes are not close!
+    """
+    assert last_error(text) == "AssertionError: Tensor-likes are not close!"
+    assert last_error("needs 4 ranks") == "needs 4 ranks"
+
+
+def test_files_and_tests_of_a_suite(tmp_path):
+    with pytest.raises(FileNotFoundError, match="checkout of PyTorch"):
+        files_of(SUITES["fsdp2"], tmp_path)
+    tests = ["m.Reducer.test_one", "m.DistributedDataParallelTest.test_two", "m.Gloo.test_ddp_three"]
+    assert selected(tests, SUITES["ddp"], []) == tests[1:]
+    assert selected(tests, SUITES["ddp"], ["three", "one"]) == tests[2:]
+    assert selected(tests, SUITES["fsdp2"], ["test_*o*e"]) == [tests[0]]
+
+
+@pytest.mark.full
+def test_a_checkout_is_run_each_test_under_a_deadline(tmp_path, monkeypatch):
+    """One test passes compiled, one fails eagerly as well, one waits for ever; the rest goes on behind it."""
+    folder = tmp_path / "checkout/test/dynamo"
+    folder.mkdir(parents=True)
+    code = """
+        import time
+        import unittest
+        import torch
+
+        class T(unittest.TestCase):
+            def test_compiled(self):
+                self.assertEqual(torch.compile(lambda x: x + 1)(torch.ones(2)).sum(), 4)
+
+            def test_fails(self):
+                self.assertEqual(torch.compile(lambda x: x + 1)(torch.ones(2)).sum(), 5)
+
+            def test_never_ends(self):
+                time.sleep(600)
+
+            def test_skipped(self):
+                self.skipTest("not here")
+    """
+    (folder / "test_small.py").write_text(textwrap.dedent(code))
+    monkeypatch.setenv("DCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    output = tmp_path / "page.md"
+    arguments = ["--pytorch", str(tmp_path / "checkout"), "--suite", "dynamo", "--output", str(output)]
+    assert main([*arguments, "--deadline", "30"]) == 0
+    assert "| dynamo | 4 | 1 | 0 | 0 | 0 | 0 | 2 | 0 | 1 |" in output.read_text()
+    assert "`test_small.T.test_never_ends`: not done within the deadline" in output.read_text()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class CheckpointedLayers:
     def __init__(self, root: Module) -> None:
         from torch.utils.hooks import RemovableHandle
 
-        self._root = root
+        self._root = weakref.ref(root)  # what is compiled in place belongs to the module, and must not keep it
         self._counter = RemovableHandle
         self._counted = -1
         self._found: list[_Region] = []
@@ -44,7 +45,8 @@ class CheckpointedLayers:
         """While a compiled call runs: regions in place of the hooks."""
         if self._counter.next_id != self._counted:
             self._counted = self._counter.next_id
-            self._found = list(_regions(self._root)) if _HOME in sys.modules else []
+            root = self._root()
+            self._found = [] if root is None or _HOME not in sys.modules else list(_regions(root))
         return self._scope() if self._found else contextlib.nullcontext()
 
     @contextlib.contextmanager

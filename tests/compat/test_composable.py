@@ -63,7 +63,11 @@ def see_that_it_learns_as_eager(own, eager):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("how", [{}, {"preserve_rng_state": False}, {"context_fn": contexts}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"preserve_rng_state": False}, {"context_fn": contexts}],
+    ids=["usual", "without random numbers", "selective"],
+)
 def test_such_a_model_is_one_graph(how):
     torch.manual_seed(0)
     own, eager = Model(**how), Model(**how)

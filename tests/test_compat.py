@@ -485,5 +485,7 @@ def test_frozen_parameters_of_another_dtype_leave_fully_shard_to_be_taken_over(t
         return types.SimpleNamespace(orig_dtype=dtype, sharded_param=own, **known)
 
     params = [param(torch.bfloat16, trains), param(torch.float32, True)]
-    group = types.SimpleNamespace(mesh_info=object.__new__(FSDPMeshInfo), fsdp_params=params)
+    group = types.SimpleNamespace(
+        mesh_info=object.__new__(FSDPMeshInfo), fsdp_params=params, _all_gather_process_group=None
+    )
     assert any("several dtypes" in reason for reason in compat.fsdp2._objections(group)) == trains

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from dcompile import compat
@@ -223,11 +224,12 @@ class Graph(Programs):
         """`compiled`, whose backward gets None for gradients that there are none of, if its program can do without."""
         if not self._may_lack or not self._own_results:
             return compiled
-        position, shown = self._own_results[0], self._shapes_kept
+        position, shown, none = self._own_results[0], self._shapes_kept, MappingProxyType[int, Any]({})
 
         def leaving(*args: Any) -> Any:
             results = compiled(*args)
-            compat.aot.leave_absent(results[position], {index: results[index].shape for index in shown})
+            shapes = {index: results[index].shape for index in shown} if shown else none
+            compat.aot.leave_absent(results[position], shapes)
             return results
 
         return leaving

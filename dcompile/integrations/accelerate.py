@@ -49,6 +49,8 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
         default=None, metadata={"help": "Option `shard_copies`."}
     )
     share_artifacts: bool | None = field(default=None, metadata={"help": "Option `share_artifacts`."})
+    autocast_experts: bool | None = field(default=None, metadata={"help": "Option `autocast_experts`."})
+    late_sizes: bool | None = field(default=None, metadata={"help": "Option `late_sizes`."})
     distributed: Literal["auto", "stock"] | None = field(default=None, metadata={"help": "Option `distributed`."})
     receipt: bool | None = field(default=None, metadata={"help": "Option `receipt`."})
     log: str | None = field(default=None, metadata={"help": "Option `log`."})

@@ -14,7 +14,7 @@ class One(ShardedAdapter):
     """One parameter, without memory."""
 
     def __init__(self, objection=""):
-        super().__init__(0)
+        super().__init__()
         self.p = torch.nn.Parameter(torch.empty(3, 3))
         self.p.untyped_storage().resize_(0)
         setattr(self.p, compat.watching.STANDS_IN, True)

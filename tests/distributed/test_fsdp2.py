@@ -285,10 +285,7 @@ def test_breaks_with_cuda_graphs_stay_stock(ranks):
 
 def test_ranks_that_go_apart_behind_a_break_run_or_say_so(ranks):
     assert all(found["receipt"].eligible for found in values(ranks, "ranks_go_apart", how="tanh"))
-    for how, text in (
-        ("short", "disagree on their collectives of a sharded"),
-        ("layer", "ranks disagree on their use of"),
-    ):
+    for how, text in (("short", "ranks disagree on their sharded coll"), ("layer", "ranks disagree on their use of")):
         first, second = ranks.outcomes(CASES + "ranks_go_apart", 100, how=how)
         assert first.error and second.kind == "PlanMismatchError" and text in second.error
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from benchmarks.common import worst_of
-from dcompile import compat
+from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.entry import find_model
 from dcompile.errors import DcompileError
 from dcompile.pipeline import Pipeline
@@ -153,13 +153,11 @@ def another_plan_later() -> Any:
     """Buckets of another size on one rank, from the second step on: it will not run what the others run."""
     model = model_of()
     step(model)
-    stock = compat.ddp.bucket_bytes
     if is_second():
-        compat.ddp.bucket_bytes = lambda _: (4000, 4000)
-    try:
-        return raised(lambda: step(model, rows=5 if is_second() else 8))
-    finally:
-        compat.ddp.bucket_bytes = stock
+        found = find_model(model)
+        assert found is not None and isinstance(found.adapter, DdpAdapter)
+        found.adapter._rule = (4000, 4000), ""
+    return raised(lambda: step(model, rows=5 if is_second() else 8))
 
 
 # --- right in the end -------------------------------------------------------------------------------------------------

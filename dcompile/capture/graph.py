@@ -55,6 +55,7 @@ class Graph(Programs):
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
+        count = len(example_inputs)  # of its functions, torch 2.11 keeps some, which must not keep parameters
         compiler = self.model.toolbox.compiler
         if multiplies(gm):
             compiler.expect_products()
@@ -100,7 +101,7 @@ class Graph(Programs):
 
         def forward(module: Any, _inputs: Any) -> Any:
             check()
-            self.changed = compat.aot.changed_inputs(len(example_inputs))
+            self.changed = compat.aot.changed_inputs(count)
             if self._needs_parameters():
                 return boxed(_never)
             self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
@@ -118,7 +119,7 @@ class Graph(Programs):
             resize_inputs_alone(module)
             hand_out_keys(module)
             self._find_shards(module)
-            self.changed = compat.aot.changed_inputs(len(example_inputs))
+            self.changed = compat.aot.changed_inputs(count)
             if self._needs_parameters():
                 return boxed(_never)
             self._lay_out(module)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 import unittest.mock
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -198,9 +199,31 @@ def tracing_settings(
         short_guard_of_hooks(told_of_hooks),
         guard_methods(),
         _writes_to_scalars_kept(),
+        _packed_sequences_apart(),
         optimizers_whole(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _packed_sequences_apart() -> Iterator[None]:
+    """Break the graph where a packed sequence is padded again: torch 2.11 fails to trace that, and later ones break."""
+    import torch
+    from torch._dynamo import disallow_in_graph, trace_rules
+
+    padded = getattr(torch._VF, "_pad_packed_sequence", None)
+    if padded is None or not torch.__version__.startswith("2.11."):
+        yield
+        return
+    known = id(padded) in trace_rules._disallowed_callable_ids
+    disallow_in_graph(padded)
+    try:
+        with warnings.catch_warnings():  # it says that nobody knows how to trace it
+            warnings.filterwarnings("ignore", message="(?s).*_pad_packed_sequence")
+            yield
+    finally:
+        if not known:
+            trace_rules._disallowed_callable_ids.remove(id(padded))
 
 
 def keeps_static_graphs() -> bool:

@@ -129,5 +129,8 @@ def test_under_autocast_dynamo_skips_them_and_the_receipt_says_so():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         torch.testing.assert_close(compiled(x)[0], eager(x)[0])
     receipt = dcompile.receipt(compiled)
+    if torch.__version__ >= "2.15":  # Dynamo leaves the layer alone there, and compiles what is behind it
+        assert (receipt.graphs, receipt.graph_breaks) == (1, 1)
+        return
     assert receipt.graphs == 0 and receipt.fallbacks == {"call of the model, run eagerly": 1}
     assert "nothing of it was compiled" in receipt.reasons[0]

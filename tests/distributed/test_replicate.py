@@ -2,16 +2,7 @@
 
 import pytest
 
-from tests.distributed.harness import Ranks
-
 CASES = "tests.distributed.replicate_cases:"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pair = Ranks()
-    yield pair
-    pair.stop()
 
 
 def values(ranks, case, **keywords):

@@ -7,17 +7,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.distributed.harness import Ranks
-
 CASES = "tests.distributed.settings_cases:"
 WHEN = pytest.mark.parametrize("when", ["before", "between"])
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pair = Ranks()
-    yield pair
-    pair.stop()
 
 
 def values(ranks, case, **keywords):

@@ -3,17 +3,8 @@
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.harness import Ranks
-
 CASES = "tests.distributed.unused_cases:"
 UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pair = Ranks()
-    yield pair
-    pair.stop()
 
 
 def values(ranks, case, **keywords):

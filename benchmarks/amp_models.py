@@ -20,6 +20,10 @@ class Model:
 
     make: Callable[[bool], nn.Module]
     batch: Callable[[bool], Batch]
+    autocast: bool = True
+    """Under bfloat16 autocast, as its users run it; otherwise parameters have the dtype that it computes in."""
+    training: bool = True
+    """Otherwise it is called without gradients, and returns a result in place of a loss."""
 
 
 class WithLoss(nn.Module):

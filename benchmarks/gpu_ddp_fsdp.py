@@ -8,7 +8,7 @@
 A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Lines named `mixed`
 have float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan; `amp`:
 float32 parameters under autocast; `checkpointed`: gradient_checkpointing_enable; `accumulate`: float32 parameters, four
-batches a step, of which the last reduces, and clip_grad_norm_.
+batches a step, of which the last reduces, and clip_grad_norm_. 8B has SGD without momentum, so that it fits.
 
 All peers of a line live in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
 FSDP2 is fully_shard on each block and on the root; torch.compile gets each block, as its users do, dcompile the model.
@@ -61,6 +61,8 @@ class Line:
     checkpointed: bool = False
     batches: int = 1
     """Of a step; the gradients of several are added up, and clipped."""
+    momentum: bool = True
+    """AdamW; otherwise SGD without momentum, whose memory is the parameters' and gradients' alone."""
     peers: tuple[str, ...] = ()
     """Whom to time unless asked otherwise; none: `DEFAULT_PEERS`."""
 
@@ -78,6 +80,12 @@ LINES = {
     "1B-fsdp2-mixed": Line(SHAPES["1B"], "fsdp2", ratio=0.82, precision="mixed", peers=RECORDED),
     "1B-fsdp2-mixed-checkpointed": Line(
         SHAPES["1B"], "fsdp2", ratio=0.85, memory=1.0, precision="mixed", checkpointed=True, peers=BOTH
+    ),
+    "3B-fsdp2-mixed-checkpointed": Line(
+        SHAPES["3B"], "fsdp2", ratio=0.85, memory=1.0, precision="mixed", checkpointed=True, peers=BOTH
+    ),
+    "8B-fsdp2-mixed-checkpointed": Line(
+        SHAPES["8B"], "fsdp2", 0.85, memory=1.0, precision="mixed", checkpointed=True, momentum=False, peers=BOTH
     ),
     "160M-ddp-amp": Line(SHAPES["160M"], "ddp", precision="amp", peers=RECORDED),
     "1B-ddp-amp": Line(SHAPES["1B"], "ddp", precision="amp", peers=BOTH),
@@ -159,7 +167,8 @@ class Training:
         self.call = spread(model, line.kind, name, job.device, mixed=line.precision == "mixed")
         whole = name.endswith("+ optimizer")
         kind = {"foreach": True} if whole and name.startswith("torch.compile") else {"fused": True}
-        self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, **kind)
+        optimizer = torch.optim.AdamW if line.momentum else torch.optim.SGD
+        self.optimizer = optimizer(self.call.parameters(), lr=1e-4, **kind)
         self.update = compiler(name)(self.optimizer.step) if whole else self.optimizer.step
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (line.shape.rows, line.shape.length)

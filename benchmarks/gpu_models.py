@@ -26,14 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import dcompile
-from benchmarks.amp_models import MODELS, without_dropout
+from benchmarks.amp_models import MODELS, Model, without_dropout
 from benchmarks.common import MARK, RESULTS, environment, finish, geomean, gpu_time, hand_back, table
 
 PEERS: dict[str, Callable[[Any], Any]] = {
@@ -55,20 +55,23 @@ READY = "READY"
 class Training:
     """One peer on one model: its steps, and what they take."""
 
-    def __init__(self, peer: str, name: str, device: torch.device, *, small: bool, dropout: bool) -> None:
+    def __init__(self, peer: str, kind: Model, device: torch.device, *, small: bool, dropout: bool) -> None:
         torch.manual_seed(0)
         before = allocated(device)
+        self.kind = kind
         with device:
-            model = MODELS[name].make(small).train()
+            model = kind.make(small).train(kind.training)
         self.model = (model if dropout else without_dropout(model)).to(device)
-        self.batch = {key: value.to(device) for key, value in MODELS[name].batch(small).items()}
+        self.batch = {key: value.to(device) for key, value in kind.batch(small).items()}
         self.device = device
         self.peer = peer
         self.call = PEERS[peer](self.model)
         began = time.perf_counter()
         torch.manual_seed(1)
-        self.loss = float(self.step())
-        self.gradients = gradients(self.model)
+        first = self.step()
+        self.loss = float(first.float().mean())
+        self.gradients = gradients(self.model) if kind.training else [first.float().cpu()]
+        del first
         for _ in range(2):
             self.step()
         synchronize(device)
@@ -77,11 +80,13 @@ class Training:
         self.kept = allocated(device) - before
 
     def step(self) -> torch.Tensor:
-        """Forward and backward; the loss."""
+        """Forward and backward; the loss. In inference the result."""
         self.clear()
-        with torch.autocast(self.device.type, torch.bfloat16):
+        cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.kind.autocast)
+        with cast, torch.set_grad_enabled(self.kind.training):
             loss = self.call(**self.batch)
-        loss.backward()
+        if self.kind.training:
+            loss.backward()
         return loss.detach()  # type: ignore[no-any-return]
 
     def clear(self) -> None:
@@ -180,8 +185,9 @@ def longest(events: Iterator[tuple[str, float]] | Any, count: int = 30) -> list[
 # --- one model --------------------------------------------------------------------------------------------------------
 
 
-def build(name: str, arguments: argparse.Namespace) -> tuple[list[Training], dict[str, Any]]:
-    """All peers, warmed up and compared with eager's first loss (and gradients, without dropout)."""
+def build(kind: Model, arguments: argparse.Namespace) -> tuple[list[Training], dict[str, Any]]:
+    """All peers, warmed up and compared with eager's first loss, or with its result in inference (and gradients,
+    without dropout)."""
     device = torch.device(arguments.device)
     torch._dynamo.config.recompile_limit = 64  # the peers share the code of their classes
     if device.type == "cuda":  # what libraries allocate once is nobody's
@@ -193,11 +199,11 @@ def build(name: str, arguments: argparse.Namespace) -> tuple[list[Training], dic
     peers: list[Training] = []
     for peer in arguments.peers.split(","):
         try:
-            made = Training(peer, name, device, small=arguments.small, dropout=arguments.dropout)
+            made = Training(peer, kind, device, small=arguments.small, dropout=arguments.dropout)
             line[peer] = {"loss": made.loss, "warm_up_s": made.warm_up}
             if peers:
                 line[peer]["loss_difference"] = abs(made.loss - peers[0].loss) / abs(peers[0].loss)
-                if not arguments.dropout:
+                if not (arguments.dropout and kind.training):
                     line[peer]["gradient_difference"] = difference(made.gradients, peers[0].gradients)
             peers.append(made)
         except Exception as error:  # a peer that fails is a result, and no reason to lose the others
@@ -231,9 +237,9 @@ def measure(peers: list[Training], line: dict[str, Any], rounds: int, steps: int
     return line
 
 
-def child(name: str, arguments: argparse.Namespace) -> None:
+def child(kind: Model, arguments: argparse.Namespace) -> None:
     """Build the peers, say so, wait for the turn, measure."""
-    peers, line = build(name, arguments)
+    peers, line = build(kind, arguments)
     sys.stdout.write(f"{READY}\n")
     sys.stdout.flush()
     sys.stdin.readline()
@@ -249,7 +255,7 @@ def run(names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
     for first in range(0, len(names), arguments.jobs):
         together = names[first : first + arguments.jobs]
         with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
-            processes = {name: _start(name, folder) for name in together}
+            processes = {name: _start(name, folder, arguments) for name in together}
             for process in processes.values():
                 _until(process, READY)
             for name, process in processes.items():
@@ -262,10 +268,10 @@ def run(names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
     return lines
 
 
-def _start(name: str, folder: str) -> subprocess.Popen[str]:
+def _start(name: str, folder: str, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name}/inductor", "DCOMPILE_CACHE_DIR": f"{folder}/{name}/dcompile",
            "TRITON_CACHE_DIR": f"{folder}/{name}/triton"}  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.gpu_models", *sys.argv[1:], "--child", name]
+    command = [sys.executable, "-m", arguments.module, *sys.argv[1:], "--child", name]
     with open(f"{folder}/{name}.err", "w") as errors:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **own}
@@ -316,7 +322,7 @@ def show(name: str, line: dict[str, Any], with_longest: bool) -> None:
         print(f"\n{table([peer, 'launches', 'ms'], listed)}", flush=True)
 
 
-def summary(lines: dict[str, Any]) -> dict[str, Any]:
+def summary(lines: dict[str, Any], benchmark: str = "gpu_models") -> dict[str, Any]:
     """Geometric means, and what misses its target."""
 
     def ratios(field: str, peer: str, ours: str = OURS) -> dict[str, float]:
@@ -327,12 +333,13 @@ def summary(lines: dict[str, Any]) -> dict[str, Any]:
     warm_up = ratios("warm_up_s", "torch.compile")
     failed = [n for n, line in lines.items() for part in line.values() if isinstance(part, dict) and "error" in part]
     return {
-        "benchmark": "gpu_models",
+        "benchmark": benchmark,
         "complete": bool(lines) and not failed,
         "geomean_over_eager": geomean([*eager.values()]),
         "geomean_over_torch_compile": geomean([*stock.values()]),
         "torch_compile_over_eager": geomean([*ratios("ms", "eager", "torch.compile").values()]),
         "slower_than_eager": [name for name, ratio in eager.items() if ratio < 1],
+        "slower_than_torch_compile": [name for name, ratio in stock.items() if ratio < 1],
         "more_memory_than_torch_compile": [name for name, ratio in memory.items() if ratio < 1],
         "warm_up_of_torch_compile": geomean([1 / ratio for ratio in warm_up.values()]),
         "warm_up_not_half_of_torch_compile": [name for name, ratio in warm_up.items() if ratio < 2],
@@ -341,7 +348,7 @@ def summary(lines: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def merged(files: Sequence[str]) -> dict[str, Any]:
+def merged(files: Sequence[str], benchmark: str = "gpu_models") -> dict[str, Any]:
     """Several runs as one: of each line the last. Files are results, or what `--out` has written."""
     lines: dict[str, Any] = {}
     kept: dict[str, Any] = {}
@@ -352,7 +359,7 @@ def merged(files: Sequence[str]) -> dict[str, Any]:
         whole = _whole(Path(file))
         lines |= whole.get("lines", {})
         kept |= {key: value for key, value in whole.items() if key in ("device", "environment")}
-    return {**summary(lines), **kept}
+    return {**summary(lines, benchmark), **kept}
 
 
 def _whole(file: Path) -> dict[str, Any]:
@@ -364,9 +371,13 @@ def _whole(file: Path) -> dict[str, Any]:
     return found
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(MODELS), help=f"models, of {', '.join(MODELS)}")
+def parse(
+    arguments: Sequence[str] | None = None,
+    models: Mapping[str, Model] = MODELS,
+    about: str | None = __doc__,
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(models), help=f"models, of {', '.join(models)}")
     parser.add_argument("--peers", default=",".join(DEFAULT), help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="steps of each peer in a round")
@@ -381,20 +392,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save", action="store_true", help=f"keep the result in {RESULTS.name}/")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    unknown = [name for name in parsed.only.split(",") if name not in MODELS]
+    unknown = [name for name in parsed.only.split(",") if name not in models]
     unknown += [peer for peer in parsed.peers.split(",") if peer not in PEERS]
     if unknown:
         parser.error(f"{unknown[0]}: there is no such model or peer")
     return parsed
 
 
-def main() -> int:
-    arguments = parse()
+def main(models: Mapping[str, Model] = MODELS, benchmark: str = "gpu_models", about: str | None = __doc__) -> int:
+    """The command of a benchmark with these models."""
+    arguments = parse(models=models, about=about)
+    arguments.module = f"benchmarks.{benchmark}"
     if arguments.child:
-        child(arguments.child, arguments)
+        child(models[arguments.child], arguments)
         return 0
     if arguments.merge:
-        result = merged(arguments.merge)
+        result = merged(arguments.merge, benchmark)
         for name, line in result["lines"].items():
             show(name, line, arguments.longest)
     else:
@@ -403,10 +416,10 @@ def main() -> int:
         lines = run(arguments.only.split(","), arguments)
         device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
         found = {**environment(torch.get_num_threads()), "cuda": torch.version.cuda}
-        result = {**summary(lines), "device": device, "environment": found}
+        result = {**summary(lines, benchmark), "device": device, "environment": found}
     print({key: value for key, value in result.items() if key not in ("lines", "environment")})
     label = result.get("device", "cpu").replace(" ", "-").lower()
-    return finish("gpu_models", label, result, keep=arguments.save, as_json=arguments.json)
+    return finish(benchmark, label, result, keep=arguments.save, as_json=arguments.json)
 
 
 if __name__ == "__main__":

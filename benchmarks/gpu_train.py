@@ -43,6 +43,8 @@ class Shape:
 
 SHAPES = {
     "1B": Shape(16, 2048, 32, 8, 8192, rows=4, length=2048),
+    "8B": Shape(32, 4096, 32, 8, 14336, rows=1, length=4096, vocabulary=128256),
+    "3B": Shape(28, 3072, 24, 8, 8192, rows=2, length=4096, vocabulary=128256),
     "160M": Shape(12, 768, 12, 12, 3072, rows=4, length=1024),
     "tiny": Shape(2, 64, 4, 2, 128, rows=2, length=64, vocabulary=256),
 }

@@ -20,7 +20,7 @@ def test_a_small_model_is_built_compared_and_timed_on_the_cpu():
     arguments = gpu_models.parse(
         ["--only", "llama", "--peers", "eager,dcompile", "--device", "cpu", "--small", "--no-dropout"]
     )
-    peers, line = gpu_models.build("llama", arguments)
+    peers, line = gpu_models.build(gpu_models.MODELS["llama"], arguments)
     assert [peer.peer for peer in peers] == ["eager", "dcompile"]
     assert line["dcompile"]["loss_difference"] < 1e-3 and line["dcompile"]["gradient_difference"] < 2e-2
     line = gpu_models.measure(peers, line, rounds=2, steps=1)

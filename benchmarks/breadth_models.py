@@ -1,0 +1,277 @@
+"""The models of gpu_breadth.py: what people compile besides language models under AMP, at the sizes they use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.amp_models import Batch, Model, WithLoss
+
+# --- attention of one's own -------------------------------------------------------------------------------------------
+
+
+class FlexBlock(nn.Module):
+    """A transformer block whose attention is FlexAttention."""
+
+    def __init__(self, width: int, heads: int, score: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.heads, self.score = heads, score
+        self.norm, self.norm_two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        rows, length, width = x.shape
+        parts = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        found: Any = flex_attention(parts[0], parts[1], parts[2], score_mod=self.score, block_mask=mask)
+        x = x + self.out(found.transpose(1, 2).reshape(rows, length, width))
+        return x + self.inner(self.norm_two(x))
+
+
+class Flex(nn.Module):
+    """Blocks of FlexAttention: a causal window, causal documents, or causal with ALiBi's slopes."""
+
+    def __init__(self, kind: str, width: int, heads: int, length: int, layers: int = 4) -> None:
+        super().__init__()
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        window, slopes = length // 4, torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads).cuda()
+        documents = (torch.arange(length) // (length // 6)).cuda()
+
+        def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return q >= k
+
+        def windowed(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return (q >= k) & (q - k < window)
+
+        def documented(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return (q >= k) & (documents[q] == documents[k])
+
+        def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return score + slopes[h] * (k - q)
+
+        keeps = {"window": windowed, "document": documented, "alibi": causal}[kind]
+        self.mask = create_block_mask(keeps, None, None, length, length, device="cuda")
+        score = alibi if kind == "alibi" else None
+        self.layers = nn.ModuleList(FlexBlock(width, heads, score) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, self.mask)
+        return x.float().square().mean()
+
+
+def _flex(kind: str, width_of_head: int) -> Model:
+    def make(is_small: bool) -> nn.Module:
+        width, length = (128, 512) if is_small else (1024, 4096)
+        return Flex(kind, width, width // width_of_head, length).bfloat16()
+
+    def batch(is_small: bool) -> Batch:
+        rows, length, width = (1, 512, 128) if is_small else (2, 4096, 1024)
+        return {"x": torch.randn(rows, length, width, dtype=torch.bfloat16)}
+
+    return Model(make, batch, autocast=False)
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """Stable Diffusion's VAE from latents to images."""
+
+    def __init__(self, is_small: bool) -> None:
+        super().__init__()
+        from diffusers import AutoencoderKL  # type: ignore[import-not-found, unused-ignore]
+
+        widths = (32, 32, 64, 64) if is_small else (128, 256, 512, 512)
+        self.vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=widths, layers_per_block=1 if is_small else 2, latent_channels=4,
+        )  # fmt: skip
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.vae.decode(latents, return_dict=False)[0]
+        return found
+
+
+class Denoiser(nn.Module):
+    """Stable Diffusion 1.5's U-Net."""
+
+    def __init__(self, is_small: bool) -> None:
+        super().__init__()
+        from diffusers import UNet2DConditionModel
+
+        small = {"block_out_channels": (32, 32, 64, 64), "cross_attention_dim": 64, "layers_per_block": 1}
+        self.unet = UNet2DConditionModel(**({**small} if is_small else {"cross_attention_dim": 768}))
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.unet(sample, timestep, states, return_dict=False)[0]
+        return found
+
+
+class Generator(nn.Module):
+    """DCGAN's generator for 64 x 64 images, with its loss."""
+
+    def __init__(self, is_small: bool) -> None:
+        super().__init__()
+        width, parts = 8 if is_small else 64, []
+        before = 100
+        for factor in (8, 4, 2, 1):
+            first = factor == 8
+            parts += [nn.ConvTranspose2d(before, width * factor, 4, 1 if first else 2, 0 if first else 1, bias=False),
+                      nn.BatchNorm2d(width * factor), nn.ReLU()]  # fmt: skip
+            before = width * factor
+        self.layers = nn.Sequential(*parts, nn.ConvTranspose2d(before, 3, 4, 2, 1, bias=False), nn.Tanh())
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.layers(noise).square().mean()  # type: ignore[no-any-return]
+
+
+class VideoBlock(nn.Module):
+    """A residual block of 3-D convolutions with group norm, as video autoencoders have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.norm_two = nn.GroupNorm(32, width), nn.GroupNorm(32, width)
+        self.one, self.two = nn.Conv3d(width, width, 3, padding=1), nn.Conv3d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.two(F.silu(self.norm_two(self.one(F.silu(self.norm(x))))))  # type: ignore[no-any-return]
+
+
+class VideoDecoder(nn.Module):
+    """Blocks of 3-D convolutions, upsampled in between."""
+
+    def __init__(self, is_small: bool) -> None:
+        super().__init__()
+        width = 32 if is_small else 128
+        self.first, self.blocks = nn.Conv3d(16, width, 3, padding=1), nn.ModuleList(VideoBlock(width) for _ in range(4))
+        self.last = nn.Conv3d(width, 3, 3, padding=1)
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        x = self.first(latents)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number < 2:
+                x = F.interpolate(x, scale_factor=(1.0, 2.0, 2.0), mode="nearest")
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def _half(make: Callable[[bool], nn.Module]) -> Callable[[bool], nn.Module]:
+    return lambda is_small: make(is_small).half().eval()
+
+
+def _latents(rows: int, *shape: int, name: str = "latents") -> Callable[[bool], Batch]:
+    def batch(is_small: bool) -> Batch:
+        sizes = (*shape[:-2], *(size // 4 for size in shape[-2:])) if is_small else shape
+        return {name: torch.randn(1 if is_small else rows, *sizes, dtype=torch.float16)}
+
+    return batch
+
+
+def _denoised(is_small: bool) -> Batch:
+    rows, side, width = (1, 16, 64) if is_small else (4, 64, 768)
+    return {"sample": torch.randn(rows, 4, side, side).half(), "timestep": torch.full((rows,), 500),
+            "states": torch.randn(rows, 77, width).half()}  # fmt: skip
+
+
+# --- language ---------------------------------------------------------------------------------------------------------
+
+
+def _float8(is_small: bool) -> nn.Module:
+    """torchao's recipe for every linear layer, tensorwise."""
+    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found, unused-ignore]
+
+    width, inner = (64, 128) if is_small else (4096, 8192)
+    parts: list[nn.Module] = []
+    for _ in range(4):
+        parts += [nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)]
+
+    class Linears(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).float().square().mean()  # type: ignore[no-any-return]
+
+    found: nn.Module = convert_to_float8_training(Linears(*parts).bfloat16())
+    return found
+
+
+def _rows(is_small: bool) -> Batch:
+    return {"x": torch.randn(*((64, 64) if is_small else (8192, 4096)), dtype=torch.bfloat16)}
+
+
+def _llama(is_small: bool, **more: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+             "vocab_size": 512, "num_hidden_layers": 2} if is_small else more  # fmt: skip
+    return WithLoss(LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=False, **sizes)).bfloat16())
+
+
+def _long(is_small: bool) -> nn.Module:
+    return _llama(
+        is_small, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=16384,
+    )  # fmt: skip
+
+
+def _tokens(rows: int, length: int, vocabulary: int) -> Callable[[bool], Batch]:
+    def batch(is_small: bool) -> Batch:
+        found = torch.randint(5, 500 if is_small else vocabulary, (2, 32) if is_small else (rows, length))
+        return {"input_ids": found, "labels": found.clone()}
+
+    return batch
+
+
+class Head(nn.Module):
+    """The last layer of a language model and its plain loss."""
+
+    def __init__(self, width: int, words: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x).float(), labels)
+
+
+def _head(is_small: bool) -> nn.Module:
+    return Head(*((64, 512) if is_small else (2048, 248320))).bfloat16()
+
+
+def _classified(is_small: bool) -> Batch:
+    rows, width, words = (64, 64, 512) if is_small else (16384, 2048, 248320)
+    return {"x": torch.randn(rows, width, dtype=torch.bfloat16), "labels": torch.randint(0, words, (rows,))}
+
+
+def _lora(is_small: bool) -> nn.Module:
+    """Llama of 8B shape, PEFT's adapters of rank 16 at all linear layers, checkpointed."""
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
+
+    made = _llama(
+        is_small, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    made.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made.model.enable_input_require_grads()
+    made.model = get_peft_model(made.model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    return made
+
+
+MODELS: Mapping[str, Model] = {
+    "flex_window": _flex("window", 64),
+    "flex_document": _flex("document", 64),
+    "flex_alibi": _flex("alibi", 128),
+    "vae": Model(_half(Decoder), _latents(2, 4, 64, 64), autocast=False, training=False),
+    "unet": Model(_half(Denoiser), _denoised, autocast=False, training=False),
+    "video_decoder": Model(_half(VideoDecoder), _latents(1, 16, 8, 32, 32), autocast=False, training=False),
+    "dcgan": Model(Generator, lambda small: {"noise": torch.randn(4 if small else 128, 100, 1, 1)}),
+    "float8": Model(_float8, _rows, autocast=False),
+    "long_context": Model(_long, _tokens(1, 16384, 128256), autocast=False),
+    "logits": Model(_head, _classified, autocast=False),
+    "lora_8b": Model(_lora, _tokens(1, 4096, 128256), autocast=False),
+}

@@ -22,6 +22,7 @@ from dcompile.codegen.schedule.again import compute_again
 from dcompile.codegen.schedule.dependences import drop_dead
 from dcompile.codegen.schedule.endings import end_products
 from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.schedule.inner_order import order_rows
 from dcompile.codegen.schedule.online import sum_exponentials
 from dcompile.codegen.schedule.order import start_early_wait_late
 from dcompile.codegen.schedule.overlap import overlap, predicted
@@ -77,6 +78,8 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
     # after fusion, which leaves in memory what a reduction stands between
     Pass(lambda program, _: compute_again(program), "compute_again", needs_loops=True),
+    # after fusion, which knows loops of one space by the order of their axes
+    Pass(lambda program, _: order_rows(program), "order_rows", reorders_sums=True, needs_loops=True),
     # after fusion, which decides how many rows and columns a kernel has
     Pass(lambda program, _: spread_columns(program), "spread_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: spread_rows(program), "spread_rows", reorders_sums=True, needs_loops=True),

@@ -38,6 +38,8 @@ VIEWS = {aten.view.default, aten._unsafe_view.default}
 """Where strides do not allow the view any more, it gets a copy that does."""
 _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
 """Where a node comes from, which its copies share."""
+GATHERS = {aten.index.Tensor, aten._unsafe_index.Tensor}
+"""Read pixels of an image by their places, as torch enlarges images; whole pixels stay together."""
 BOUND = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
 """Mean other elements when strides change."""
 
@@ -100,6 +102,8 @@ class _Plan:
         args, kwargs = map_arg((node.args, node.kwargs), lambda source: given[source])
         with self.mode:
             value = target(*args, **kwargs)
+            if target in GATHERS:
+                value = value.clone(memory_format=torch.channels_last)
         if _strides(value) != _strides(node.meta.get("val")):
             self.values[node] = value
 
@@ -114,9 +118,23 @@ class _Plan:
             return False
         if target._schema.is_mutable or target in BOUND:
             return False
+        if target in GATHERS:
+            return self._reads_pixels(node)
         # of several tensors: ATen's gradients of norms, for one, take it unchecked that all lie in the same way
         general = {torch.Tag.core, torch.Tag.pointwise} & {*target.tags} or target in {*IMAGES, *VIEWS}
         return len(node.all_input_nodes) == 1 or (bool(general) and "norm" not in str(target))
+
+    def _reads_pixels(self, gather: Node) -> bool:
+        """Whether whole pixels of an image that lies channels-last are read, at places that lie as before."""
+        image, places, value = gather.args[0], gather.args[1], gather.meta.get("val")
+        inside: Any = self._value(image) if isinstance(image, Node) else None
+        if not (
+            isinstance(inside, torch.Tensor) and isinstance(value, torch.Tensor) and isinstance(places, (list, tuple))
+        ):
+            return False
+        whole = len(places) == inside.dim() == value.dim() == 4 and places[0] is None and places[1] is None
+        moved = any(place in self.values for place in places if place is not None)
+        return whole and not moved and inside.is_contiguous(memory_format=torch.channels_last)
 
     def _value(self, node: Node) -> Any:
         return self.values.get(node, node.meta.get("val"))

@@ -48,6 +48,7 @@ def _table() -> dict[Any, Any]:
     found = compat.aot.decompositions([getattr(torch.ops.aten, name) for name in names])
     own = {
         torch.ops.aten.native_dropout.default: native_dropout,
+        torch.ops.aten.convolution.default: convolution,
         torch.ops.aten.convolution_backward.default: convolution_backward,
         torch.ops.aten.nll_loss_backward.default: nll_loss_backward,
         torch.ops.aten.nll_loss2d_backward.default: nll_loss_backward,
@@ -108,6 +109,14 @@ def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
         return torch.zeros_like(x) if compat.sizes.is_known_empty(x) else rule(grad, x, *args, **kwargs)
 
     return guarded
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> Any:
+    """On GPUs without the bias, which cuDNN's caller adds by a kernel of its own: here what follows adds it."""
+    if bias is None or x.device.type == "cpu" or weight.dim() != x.dim():
+        return NotImplemented
+    found = torch.ops.aten.convolution.default(x, weight, None, *how)
+    return found + bias.view(-1, *[1] * (x.dim() - 2))
 
 
 def convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any) -> Any:

@@ -51,6 +51,8 @@ UNKNOWN_ROWS = 64
 """Rows that a program walks over where their number is a symbol: parts are as many as there are then."""
 PART = 2048
 """Fewest elements of a row that a program takes."""
+LOADED = 16 * PART
+"""Elements from which a part is cut further: programs of fewer pieces each hide how long memory takes."""
 
 
 def spread_columns(program: Program) -> Program:
@@ -282,7 +284,7 @@ def row_parts(loop: Loop) -> int:
     if rows == 0 or size < LONG or rows >= MULTIPROCESSORS:
         return 1
     most = max(size // PART, 1)
-    wanted = min(max(PROGRAMS // rows, 1), most)
+    wanted = min(max(PROGRAMS // rows, min(4 * PROGRAMS // rows, size // LOADED), 1), most)
     # a divisor, if there is one nearby, saves masks
     near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
     return min(near, key=lambda n: abs(n - wanted)) if near else wanted

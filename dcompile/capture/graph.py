@@ -28,6 +28,7 @@ from dcompile.capture.keys import hand_out_keys
 from dcompile.capture.layers import repeated_layers, shortened
 from dcompile.capture.layout import lay_channels_last
 from dcompile.capture.model import CompiledModel
+from dcompile.capture.narrow import gather_narrow
 from dcompile.capture.overlaps import as_traced, watched_inputs
 from dcompile.capture.padding import pad_products
 from dcompile.capture.permutations import gather_in_opposite_order
@@ -203,6 +204,7 @@ class Graph(Programs):
             return
         if config.shape_padding:
             pad_products(module)
+        gather_narrow(module)
         lay_channels_last(module)
 
     def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:

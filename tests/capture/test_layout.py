@@ -144,3 +144,17 @@ def test_inference_too():
     for a, b in zip(found, expected, strict=True):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_enlarged_image_stays_channels_last():
+    def function(x, w, v):
+        y = torch.conv2d(x, w, padding=1)
+        places = torch.arange(12) // 2
+        return torch.conv2d(aten._unsafe_index(y, [None, None, places[:, None], places]), v)
+
+    gm = traced(function, *INPUTS)
+    assert lay_channels_last(gm) > 0
+    (gather,) = [node for node in gm.graph.nodes if node.target is aten._unsafe_index.Tensor]
+    assert is_channels_last(gather) and is_channels_last(gather.args[0])
+    assert all(node.args[0] is not gather for node in gm.graph.nodes if node.target is aten.clone.default)
+    torch.testing.assert_close(gm(*INPUTS), function(*INPUTS))

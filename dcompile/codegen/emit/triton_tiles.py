@@ -148,8 +148,11 @@ def _pointwise(nest: Nest) -> Plan:
     axes = (*nest.rows, *nest.elements)
     nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
     used = _full(axes, accesses(nest.body, nest.stores))
-    scores = {axis.name: unit_strides(axis.name, used) - 100 * (about([axis]) < 8) for axis in axes}
+    near = {axis.name: unit_strides(axis.name, used) for axis in axes}
+    scores = {axis.name: near[axis.name] - 100 * (about([axis]) < 8) for axis in axes}
     best = max(reversed(axes), key=lambda axis: scores[axis.name], default=None)
+    if best and not near[best.name]:  # a short run that is contiguous, as a group of few channels, beats a long stride
+        best = max(reversed(axes), key=lambda axis: near[axis.name])
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
     if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):

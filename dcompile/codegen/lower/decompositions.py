@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.codegen.lower import bags, changing, foreach, grids, random_table, rewrites
+from dcompile.codegen.lower import bags, changing, foreach, grids, group_norms, random_table, rewrites
 
 _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
@@ -69,6 +69,8 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
     found = {**_table(), **changing.table(), torch.ops.aten.ldexp.Tensor: ldexp}
     found[torch.ops.aten.as_strided_scatter.default] = as_strided_scatter
     index_add, unpool = torch.ops.aten.index_add.default, torch.ops.aten.max_unpool2d.default
+    norm = torch.ops.aten.native_group_norm.default
+    found[norm] = group_norms.by_parts(found[norm])
     found[index_add] = rewrites.fitting_slices(found[index_add])
     found[unpool] = rewrites.laid_out_as_input(found[unpool])
     aten = torch.ops.aten

@@ -24,10 +24,11 @@ def order_rows(program: Program) -> Program:
     Changes only the order in which a reduction is summed. Loops that scan, or that ask where a value lies, keep theirs.
     """
     table = program.table
-    steps: list[Step] = []
-    for step in program.steps:
-        steps.append(_ordered(step) if isinstance(step, Loop) and on_gpu(step, table) else step)
-    return replace(program, steps=tuple(steps))
+
+    def ordered(step: Step) -> Step:
+        return _ordered(step) if isinstance(step, Loop) and on_gpu(step, table) else step
+
+    return replace(program, steps=tuple(map(ordered, program.steps)))
 
 
 def _ordered(loop: Loop) -> Loop:

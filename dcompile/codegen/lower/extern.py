@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
     elif aliasing and (copying := copying_variant(target)) is not None:
         op, aliasing = copying, False
     outs, result = name_results(low, value, node)
-    if returns_one_in_a_tuple(node) or any(has_no_text(arg) for arg in (*args, *kwargs.values())):
+    if returns_one_in_a_tuple(node) or _is_nested(node) or any(has_no_text(arg) for arg in (*args, *kwargs.values())):
         function, inputs = _bound(low, node)
         low.extern(CALL, [function, *inputs], outs, fallback=fallback, effect=True)
         return result
@@ -191,9 +191,19 @@ def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
     """The node as a function among the constants, and its arguments."""
     fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], Fixed)}
     name = f"{node.name}_function"
-    low.constants[name] = calling(node, fixed)
+    low.constants[name] = _flex(low, node, fixed) or calling(node, fixed)
     low.inputs[name] = None
     return low.buffer((), OBJECT, name=name), [low.values[n] for n in node.all_input_nodes if n not in fixed]
+
+
+def _flex(low: Lowering, node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | None:
+    """FlexAttention as TorchInductor compiles it, and a note of it; None for other calls, and where it cannot."""
+    if not compat.inductor.is_flex(node.target):
+        return None
+    found = compat.inductor.compiled_flex(node, fixed)
+    how = "computes all scores, as in eager mode" if found is None else "runs as TorchInductor's kernel"
+    low.declined.append(f"{node.target} {how}: there is no rule for it yet")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +217,14 @@ def calling(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
     """The node as a function of the values of its input nodes, less those in `fixed`."""
     target: Any = node.target
     inputs = [n for n in node.all_input_nodes if n not in fixed]
-    args, kwargs, unpacked = node.args, node.kwargs, returns_one_in_a_tuple(node)
+    args, kwargs, unpacked, nested = node.args, node.kwargs, returns_one_in_a_tuple(node), _is_nested(node)
 
     def call(*values: Any) -> Any:
         given = dict(zip(inputs, values, strict=True)) | fixed
         filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
         result = target(*filled[0], **filled[1])
+        if nested:
+            return tuple(_leaves(result))
         return result[0] if unpacked else result
 
     return call
@@ -275,17 +287,29 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
         return [], None
     if not isinstance(value, (tuple, list)):
         return [], value
+    if _is_nested(node) and hasattr(node.target, "_schema"):
+        raise Unsupported(f"dcompile: {node.target} returns lists inside a tuple")
     used = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
     outs: list[str | None] = []
-    results: list[Any] = []
-    for number, item in enumerate(value):
+
+    def named(item: Any, name: str, is_used: bool) -> Any:
         if isinstance(item, (tuple, list)):
-            raise Unsupported(f"dcompile: {node.target} returns lists inside a tuple")
-        wanted = isinstance(item, torch.Tensor) and number in used
-        kept = low.result(item, f"{node.name}_{number}") if wanted else None
+            return [named(part, f"{name}_{place}", is_used) for place, part in enumerate(item)]
+        kept = low.result(item, name) if isinstance(item, torch.Tensor) and is_used else None
         outs.append(None if kept is None else _name(kept))
-        results.append(item if kept is None and not isinstance(item, torch.Tensor) else kept)
-    return outs, results
+        return item if kept is None and not isinstance(item, torch.Tensor) else kept
+
+    return outs, [named(item, f"{node.name}_{number}", number in used) for number, item in enumerate(value)]
+
+
+def _is_nested(node: Node) -> bool:
+    """Whether a call returns tuples in a tuple."""
+    value = node.meta.get("val")
+    return isinstance(value, (tuple, list)) and any(isinstance(item, (tuple, list)) for item in value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (tuple, list)) else [value]
 
 
 def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:

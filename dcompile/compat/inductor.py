@@ -1,0 +1,82 @@
+"""Single calls of a graph that TorchInductor compiles: FlexAttention, whose kernels are templates of its own.
+
+`dcompile` has no rule for it yet, and its eager form computes all scores, masked ones as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.utils._pytree import tree_leaves
+
+FLEX = ("flex_attention", "flex_attention_backward")
+"""Names of higher-order operators."""
+
+
+def is_flex(target: Any) -> bool:
+    """Whether an operator is FlexAttention, forward or backward."""
+    return getattr(target, "namespace", "") == "higher_order" and str(target) in FLEX
+
+
+def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | None:
+    """A function of the node's inputs, less those in `fixed`, that returns its results as a flat list.
+
+    None where TorchInductor has no kernel for it: on the CPU, without Triton, or with an error of its own.
+    """
+    values = [n.meta.get("val") for n in node.all_input_nodes if n not in fixed]
+    if not any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values):
+        return None
+    try:
+        return _compiled(_alone(node, fixed), values)
+    except Exception:  # whatever is wrong there, the eager form is right
+        return None
+
+
+def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
+    """A graph of this call alone."""
+    graph, root = Graph(), torch.nn.Module()
+    given: dict[Node, Node] = {}
+    for place, source in enumerate(n for n in node.all_input_nodes if n not in fixed):
+        given[source] = graph.placeholder(f"input{place}")
+        given[source].meta["val"] = source.meta.get("val")
+    for place, (source, value) in enumerate(fixed.items()):
+        setattr(root, f"part{place}", value)
+        given[source] = graph.get_attr(f"part{place}")
+    arguments = map_arg((node.args, node.kwargs), lambda n: given[n])
+    call = graph.call_function(node.target, *arguments)  # type: ignore[arg-type]
+    call.meta |= {"val": node.meta.get("val")}
+    used = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    found: list[Node | None] = []
+    for place, item in enumerate(node.meta["val"]):
+        found += _leaves(graph, call, place, item, place in used)
+    graph.output(tuple(found))
+    return GraphModule(root, graph)
+
+
+def _leaves(graph: Graph, whole: Node, place: int, value: Any, is_used: bool) -> list[Node | None]:
+    """What one part of a result is made of, one after another; None for what is not used."""
+    if not is_used:
+        return [None] * len(tree_leaves(value))
+    part = graph.call_function(operator.getitem, (whole, place))
+    part.meta["val"] = value
+    if not isinstance(value, (tuple, list)):
+        return [part]
+    return [leaf for n, item in enumerate(value) for leaf in _leaves(graph, part, n, item, True)]
+
+
+def _compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._guards import tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    # without the context of the graph around it, whose strides and guards are none of this call's
+    with tracing(None):
+        boxed: Any = compile_fx_inner(gm, list(inputs), cudagraphs=False)  # type: ignore[arg-type, call-arg, unused-ignore]
+
+    def call(*values: Any) -> Any:
+        return boxed([*values])
+
+    return call

@@ -1,0 +1,64 @@
+"""FlexAttention as a call of its own: alone it computes the same, and what stands around it is in our kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+
+import dcompile
+from dcompile.compat import inductor
+
+pytestmark = [
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:The .grad attribute"),
+]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The graphs of calls that TorchInductor would compile; they run as they are."""
+    found = []
+
+    def compiled(node, fixed):
+        found.append(inductor._alone(node, fixed))
+        return found[-1]
+
+    monkeypatch.setattr(inductor, "compiled_flex", compiled)
+    return found
+
+
+def windowed(length):
+    return flex.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 20), None, None, length, length, device="cpu")
+
+
+def test_forward_and_backward_are_calls_alone_and_the_rest_is_ours(calls, monkeypatch):
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # torch trains it on GPUs alone
+    mask, bias, layer = windowed(128), torch.randn(2, 128, requires_grad=True), torch.nn.Linear(16, 96)
+
+    def function(x):
+        q, k, v = torch.tanh(layer(x)).view(2, 128, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        found = flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, j], block_mask=mask)
+        return (found * 2).square().mean()
+
+    x = torch.randn(2, 128, 16, requires_grad=True)
+    inputs = [x, bias, *layer.parameters()]
+    call = dcompile.compile(function, options={"receipt": False})
+    for found, expected in zip(
+        torch.autograd.grad(call(x), inputs), torch.autograd.grad(function(x), inputs), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    receipt = dcompile.receipt(call)
+    assert dict(receipt.fallbacks) == {"dcompile.call": 2} and receipt.kernel_calls > 0
+    assert any("flex_attention_backward runs as TorchInductor's kernel" in note for note in receipt.notes)
+    assert [str(node.target) for gm in calls for node in gm.graph.nodes if inductor.is_flex(node.target)] == [
+        *inductor.FLEX
+    ]
+
+
+def test_without_a_kernel_eager_forms_run_and_the_receipt_says_so():
+    mask = windowed(64)
+    call = dcompile.compile(lambda x: flex.flex_attention(x, x, x, block_mask=mask) + 1, options={"receipt": False})
+    x = torch.randn(1, 2, 64, 16)
+    torch.testing.assert_close(call(x), flex.flex_attention(x, x, x, block_mask=mask) + 1)
+    assert any("flex_attention computes all scores" in note for note in dcompile.receipt(call).notes)

@@ -22,18 +22,18 @@ def is_flex(target: Any) -> bool:
     return getattr(target, "namespace", "") == "higher_order" and str(target) in FLEX
 
 
-def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | None:
+def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | str:
     """A function of the node's inputs, less those in `fixed`, that returns its results as a flat list.
 
-    None where TorchInductor has no kernel for it: on the CPU, without Triton, or with an error of its own.
+    The reason, where TorchInductor has no kernel for it: on the CPU, or with an error of its own.
     """
     values = [n.meta.get("val") for n in node.all_input_nodes if n not in fixed]
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values):
-        return None
+        return "not on a GPU"
     try:
         return _compiled(_alone(node, fixed), values)
-    except Exception:  # whatever is wrong there, the eager form is right
-        return None
+    except Exception as error:  # whatever is wrong there, the eager form is right
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
@@ -44,7 +44,7 @@ def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
         given[source] = graph.placeholder(f"input{place}")
         given[source].meta["val"] = source.meta.get("val")
     for place, (source, value) in enumerate(fixed.items()):
-        setattr(root, f"part{place}", value)
+        setattr(root, f"part{place}", _decomposed(value) if isinstance(value, GraphModule) else value)
         given[source] = graph.get_attr(f"part{place}")
     arguments = map_arg((node.args, node.kwargs), lambda n: given[n])
     call = graph.call_function(node.target, *arguments)  # type: ignore[arg-type]
@@ -55,6 +55,16 @@ def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
         found += _leaves(graph, call, place, item, place in used)
     graph.output(tuple(found))
     return GraphModule(root, graph)
+
+
+def _decomposed(part: GraphModule) -> GraphModule:
+    """A function of scores or places in the operators that TorchInductor knows inside a kernel."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = [node.meta["val"] for node in part.graph.nodes if node.op == "placeholder"]
+    made: GraphModule = make_fx(part, decomposition_table=select_decomp_table())(*given)
+    return made
 
 
 def _leaves(graph: Graph, whole: Node, place: int, value: Any, is_used: bool) -> list[Node | None]:

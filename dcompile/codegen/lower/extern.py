@@ -201,9 +201,13 @@ def _flex(low: Lowering, node: Node, fixed: Mapping[Node, Any]) -> Callable[...,
     if not compat.inductor.is_flex(node.target):
         return None
     found = compat.inductor.compiled_flex(node, fixed)
-    how = "computes all scores, as in eager mode" if found is None else "runs as TorchInductor's kernel"
+    how = (
+        f"computes all scores, as in eager mode ({found})"
+        if isinstance(found, str)
+        else "runs as TorchInductor's kernel"
+    )
     low.declined.append(f"{node.target} {how}: there is no rule for it yet")
-    return found
+    return None if isinstance(found, str) else found
 
 
 @dataclass(frozen=True, slots=True)

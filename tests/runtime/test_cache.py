@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -249,6 +248,7 @@ def test_another_compiler_or_flag_is_another_entry(config, monkeypatch):
 # --- other processes --------------------------------------------------------------------------------------------------
 
 PROCESS = """
+import resource
 import sys
 import torch
 from dcompile.codegen.emit.build import build
@@ -257,6 +257,8 @@ from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime.cache import KernelCache
 from dcompile.runtime.libraries import kernel
+if limit := int(sys.argv[2]):  # as `ulimit -f` before the process, which then could not be a fork
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 config = Config(cache_dir=sys.argv[1], compile_timeout_s=60)
 texts = {f"number{n}": f'extern "C" int64 number{n}() {{ return {n}; }}' for n in range(30, 34)}
 sources = [KernelSource(name, text, (), 1, False) for name, text in texts.items()]
@@ -270,10 +272,9 @@ print("right", built.libraries["number30"])
 """
 
 
-def start(config: Config, prefix: str = "", python: str = sys.executable) -> subprocess.Popen[str]:
-    command = f'{prefix} exec "$0" -c "$1" "$2"'
+def start(config: Config, largest_file: int = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["bash", "-c", command, python, textwrap.dedent(PROCESS), config.cache_dir],
+        [nursery.python(), "-c", textwrap.dedent(PROCESS), config.cache_dir, str(largest_file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -282,22 +283,22 @@ def start(config: Config, prefix: str = "", python: str = sys.executable) -> sub
 
 
 def test_many_writers_at_once(config):
-    processes = [start(config, python=nursery.python()) for _ in range(8)]
+    processes = [start(config) for _ in range(8)]
     for process in processes:
         out, err = process.communicate(timeout=200)
         assert out.startswith("right") and err == ""
     assert not files(config, "tmp-*")
     assert len(files(config, "*.json")) == 4
-    again = start(config, python=nursery.python())
+    again = start(config)
     out, err = again.communicate(timeout=60)
     assert out.startswith("right") and err == ""
 
 
 def test_a_file_size_limit_is_an_error_about_space(config):
-    out, _ = start(config, "ulimit -f 4;").communicate(timeout=60)
+    out, _ = start(config, largest_file=4096).communicate(timeout=60)
     assert out.startswith("BuildError") and config.cache_dir in out and "free space" in out
     assert not files(config, "tmp-*") and not files(config, "*.json")
-    out, err = start(config, python=nursery.python()).communicate(timeout=60)
+    out, err = start(config).communicate(timeout=60)
     assert out.startswith("right") and err == "", "and the cache is usable afterwards"
 
 
@@ -305,6 +306,6 @@ def test_a_temporary_directory_goes_with_its_process(config):
     directory = cache_directory(config)
     directory.mkdir(parents=True)
     directory.chmod(0o777)
-    out, err = start(config, python=nursery.python()).communicate(timeout=60)
+    out, err = start(config).communicate(timeout=60)
     assert out.startswith("right") and err.count("\n") == 1
     assert not Path(out.split(maxsplit=1)[1].strip()).parent.exists()

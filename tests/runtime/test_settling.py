@@ -6,11 +6,19 @@ import weakref
 import pytest
 import torch
 
-from dcompile.runtime.settling import BYTES_A_US, CALLS, COPY_US, WORTH_US
+from dcompile.runtime import settling
+from dcompile.runtime.settling import CALLS, COPY_US, WORTH_US
 from tests.runtime.recorder import Program, Worst
 
+BYTES_A_US = 2_000
+"""A thousandth of a GPU's: what is worth a recording is then 40 kB to fill again and again, not 40 MB."""
 COUNT = int(WORTH_US * BYTES_A_US) // 4
 """Elements of which one copy is worth a recording."""
+
+
+@pytest.fixture(autouse=True)
+def slow_copies(monkeypatch):
+    monkeypatch.setattr(settling, "BYTES_A_US", BYTES_A_US)
 
 
 def update(g, x, step):

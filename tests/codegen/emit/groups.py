@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -67,15 +69,20 @@ CASES = {
 """Name -> shape of the indices, rows and width of the table, dtype, which indices, and the row that gets nothing."""
 
 
-def case(name: str) -> tuple[Program, dict[str, np.ndarray]]:
-    """A program and its inputs; indices have 32 bits where a row is for padding."""
-    count, rows, width, dtype, kind, padding = CASES[name]
-    few, embedding.few_rows = embedding.few_rows, lambda *_: False  # of tables as small as these
+@cache
+def small_gradient(count, rows, width, dtype, padding) -> Program:
+    """As of a table with more rows; indices have 32 bits where a row is for padding."""
+    few, embedding.few_rows = embedding.few_rows, lambda *_: False
     try:
-        wide = padding < 0
-        program = gradient(count, rows, width, getattr(torch, dtype), torch.int64 if wide else torch.int32, padding)
+        return gradient(count, rows, width, dtype, torch.int64 if padding < 0 else torch.int32, padding)
     finally:
         embedding.few_rows = few
+
+
+def case(name: str) -> tuple[Program, dict[str, np.ndarray]]:
+    """A program and its inputs."""
+    count, rows, width, dtype, kind, padding = CASES[name]
+    wide, program = padding < 0, small_gradient(count, rows, width, getattr(torch, dtype), padding)
     places = indices(kind, int(np.prod(count)), rows, np.int64 if wide else np.int32).reshape(count)
     rng = np.random.default_rng(rows)
     values = torch.from_numpy(rng.normal(size=(*count, width))).to(getattr(torch, dtype))

@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch  # also for the OpenMP run time that kernels are linked with
@@ -27,6 +28,7 @@ from dcompile.ir.ops import DTYPES
 from dcompile.runtime.cache import KernelCache
 from tests.codegen.emit.cases import random_inputs
 
+Test = TypeVar("Test", bound=Callable[..., Any])
 NONE: Mapping[str, int] = MappingProxyType({})
 UNWRITTEN = (77, -77)
 """Integers that nobody has written, in turns, so that they show in maxima as in minima: bytes of `GARBAGE` would be -1,
@@ -96,6 +98,19 @@ def loaded(sources: Sequence[KernelSource]) -> dict[str, object]:
     return {name: getattr(ctypes.CDLL(str(path)), name) for name, path in libraries.items()}
 
 
+def together(kernels: Callable[..., Sequence[KernelSource]]) -> Callable[[Test], Test]:
+    """Have all cases of a test built in one file, by a fixture: half of what most cost is the start of a compiler.
+
+    `kernels` is given each case's parameters.
+    """
+
+    def mark(test: Test) -> Test:
+        test.kernels = kernels  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
 def call(
     source: KernelSource, functions: dict[str, object], memory: dict[str, np.ndarray], sizes: Mapping[str, int] = NONE
 ) -> int:
@@ -141,4 +156,4 @@ def program_of(loop: Loop, buffers: dict[str, Buffer], inputs: list[str]) -> Pro
     return Program("one", tuple(inputs), tuple(outputs), tuple(buffers.values()), (loop,))
 
 
-__all__ = ["call", "compiled", "interpret", "os", "program_of", "replace", "run", "without_vectors"]
+__all__ = ["call", "compiled", "interpret", "os", "program_of", "replace", "run", "together", "without_vectors"]

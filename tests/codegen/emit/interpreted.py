@@ -8,11 +8,11 @@ also spends most of its time on what is the same each time, or is not looked at:
 from __future__ import annotations
 
 import ast
-import importlib.util
 import math
 import os
 import re
 import tempfile
+import types
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -232,6 +232,27 @@ tl.core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_t
 interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
 
 
+Semantic = type(interpreter.interpreter_semantic)
+_PLAIN = frozenset(map(id, (tl.float32, tl.float64, tl.int32, tl.int64)))
+"""Types of which no operation on two makes another."""
+_checked, _broadcast = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value
+
+
+def _alike(self, left, right, *how, **more):
+    """A fifth of the time went into finding out that both sides are of one type and shape already."""
+    both = isinstance(left, tl.core.tensor) and isinstance(right, tl.core.tensor)
+    if both and left.dtype is right.dtype and left.shape is right.shape and id(left.dtype) in _PLAIN:
+        return left, right
+    return _checked(self, left, right, *how, **more)
+
+
+def _of_one_shape(self, left, right):
+    return (left, right) if left.shape is right.shape else _broadcast(self, left, right)
+
+
+Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value = _alike, _of_one_shape
+
+
 class _Kept:
     """The language as kernels see it stands for NumPy from the first kernel on, and until this process ends."""
 
@@ -306,9 +327,8 @@ def _folder() -> tempfile.TemporaryDirectory:
 def _module(name: str, text: str):
     path = Path(_folder().name) / f"{name}.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = types.ModuleType(name)
+    exec(compile(text, path, "exec"), module.__dict__)  # an import would keep bytecode for a next one
     module.libdevice = Libdevice()
     module.after_others_ = lambda: None  # nothing runs at the same time
     return module

@@ -252,22 +252,33 @@ def test_loops_are_merged_and_turned_to_the_contiguous_variable():
     assert make_nest(turned.steps[0]).elements[-1].name == "i0"
 
 
-@pytest.mark.parametrize("value", [0.1, -0.0, 1e-45, float("inf"), float("-inf"), float("nan"), 1e300])
-def test_constants_read_back_exactly(value):
+FLOATS = [0.1, -0.0, 1e-45, float("inf"), float("-inf"), float("nan"), 1e300]
+INTEGERS = [0, 255, -128, 2**63 - 1, -(2**63)]
+
+
+def constant(value, dtype):
+    body = loops.Body()
+    return loops.program(body, (3,), (), [Store("y", loops.I0, body.const(value, dtype))], y=(dtype, (3,)))
+
+
+@pytest.fixture(scope="module")
+def constants():
+    known = [(value, dtype) for value in FLOATS for dtype in ("float32", "float64")]
+    return compiled([constant(*one) for one in [*known, *((value, "int64") for value in INTEGERS)]])
+
+
+@pytest.mark.parametrize("value", FLOATS)
+def test_constants_read_back_exactly(value, constants):
     for dtype in ("float32", "float64"):
-        body = loops.Body()
-        program = loops.program(body, (3,), (), [Store("y", loops.I0, body.const(value, dtype))], y=(dtype, (3,)))
-        (got,) = run(program, {})
+        (got,) = run(constant(value, dtype), {}, constants)
         with np.errstate(over="ignore"):
             want = np.full(3, value).astype(dtype)
         assert got.tobytes() == want.tobytes() or (np.isnan(value) and np.isnan(got).all())
 
 
-@pytest.mark.parametrize("value", [0, 255, -128, 2**63 - 1, -(2**63)])
-def test_integer_constants_read_back_exactly(value):
-    body = loops.Body()
-    program = loops.program(body, (3,), (), [Store("y", loops.I0, body.const(value, "int64"))], y=("int64", (3,)))
-    assert run(program, {})[0].tolist() == [value] * 3
+@pytest.mark.parametrize("value", INTEGERS)
+def test_integer_constants_read_back_exactly(value, constants):
+    assert run(constant(value, "int64"), {}, constants)[0].tolist() == [value] * 3
 
 
 def test_beyond_two_to_the_31_indices_have_64_bits():

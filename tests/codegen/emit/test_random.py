@@ -12,10 +12,10 @@ from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Program, Store
 from dcompile.ir.philox import philox
 from tests.codegen.emit import loops
-from tests.codegen.emit.harness import run
+from tests.codegen.emit.harness import run, together
 from tests.codegen.emit.loops import I0, J0, Body, program
 from tests.codegen.emit.test_avx512 import assembly
-from tests.codegen.emit.test_wide import bits, both, source_of
+from tests.codegen.emit.test_wide import bits, both, kernels_of, source_of
 
 KEYS = (-(2**62) + 0x123456789ABCDE, 5)
 
@@ -52,6 +52,7 @@ def keyed(key: int) -> np.ndarray:
     return np.array([key], np.int64)
 
 
+@together(lambda dtype, n, **_: kernels_of(dropped(3, n, dtype)))
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize(
     ("dtype", "n", "many"),
@@ -68,6 +69,7 @@ def test_dropout_is_the_plain_loops_and_the_references(dtype: str, n: int, many:
         assert np.array_equal(one, plain) and np.array_equal(one.astype(np.float32), np.asarray(meant, np.float32))
 
 
+@together(lambda at, draw: kernels_of(dropped(3, 1003, at=at, draw=draw)))
 @pytest.mark.parametrize("draw", [0, 2, 4 * 2**33 + 3])
 @pytest.mark.parametrize(
     "at", [I0 * 1003 + J0 * 3 + (2**32 - 500), J0 * 7 - I0 + 2**40, I0 * -2000 - J0 + 2**33], ids=str
@@ -83,6 +85,7 @@ def test_positions_in_any_steps_and_beyond_32_bits(at: Index, draw: int) -> None
     assert all(np.array_equal(one, other) for one, other in zip(got, want, strict=True))
 
 
+@together(lambda digits, dtype: kernels_of(uniform(1000, digits, dtype, (0, 1))))
 @pytest.mark.parametrize(("digits", "dtype"), [(24, "float32"), (8, "bfloat16"), (11, "float16")])
 def test_uniform_numbers_of_two_words_of_one_block(digits: int, dtype: str) -> None:
     made = uniform(1000, digits, dtype, (0, 1))

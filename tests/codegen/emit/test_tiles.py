@@ -13,7 +13,7 @@ from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Load, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
-from tests.codegen.emit.harness import compiled, execute, run
+from tests.codegen.emit.harness import compiled, execute, run, source_of, together
 
 SMALL = [(2 * TILE, 3 * TILE), (2 * TILE + 3, 2 * TILE + 5), (2 * TILE + 8, 4 * TILE + 1)]
 SIZES = [*SMALL, (2 * WIDE_TILE, WIDE_TILE), (WIDE_TILE + 3, 2 * WIDE_TILE + 21), (2 * TILE, 3 * WIDE_TILE + 8)]
@@ -69,35 +69,47 @@ def test_the_result_is_turned_where_most_operands_are_in_order(rows, n, built):
 BFLOAT16, INT64 = (functools.partial(loops.transpose, dtype=dtype) for dtype in ("bfloat16", "int64"))
 
 
+def copied(dtype, rows, n, shift) -> Program:
+    """Rows of another distance, which begin at another place."""
+    b = loops.Body()
+    x = b.put(Load("x", loops.I0 * (n + 7) + var("i1"), dtype))
+    stores = [Store("y", loops.I0 * (n + 9) + var("i1") + shift, x)]
+    shapes = {"x": (dtype, (rows * (n + 7),)), "y": (dtype, (rows * (n + 9) + shift,))}
+    return loops.program(b, (rows, n), (), stores, **shapes)
+
+
+def streamed(program, again=frozenset()):
+    """The kernel, if results of any size are large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide, "STREAM_BYTES", 0)
+        return source_of(program, again)
+
+
+@together(lambda rows, n, make: [streamed(make(rows, n))])
 @pytest.mark.parametrize(("rows", "n"), [(4 * TILE, 2 * TILE), (2 * WIDE_TILE + 21, 2 * WIDE_TILE + 3)])
 @pytest.mark.parametrize("make", [add_transposed, loops.transpose, BFLOAT16, INT64])
-def test_large_results_are_streamed_behind_the_turn(rows, n, make, monkeypatch):
+def test_large_results_are_streamed_behind_the_turn(rows, n, make):
     program = make(rows, n)
-    (before,) = (cpp.emit(step, program.table).text for step in program.steps)
-    monkeypatch.setattr(wide, "STREAM_BYTES", 0)
-    (text,) = (cpp.emit(step, program.table).text for step in program.steps)
+    source, before = streamed(program), source_of(program).text
+    text = source.text
     if turned(program)[1]:
         assert text == before  # a result that is turned itself is written by tiles
     else:
         assert " stream_" in text and " stream_" not in before
     inputs = random_inputs(program)
-    for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
+    for want, got in zip(interpret(program, inputs), execute(program, source, inputs), strict=True):
         assert np.array_equal(want, got)
 
 
+@together(lambda again, **case: [streamed(copied(**case), again)])
 @pytest.mark.parametrize("dtype", ["int64", "bfloat16", "uint8"])
 @pytest.mark.parametrize(
     ("rows", "n", "shift"), [(1, 20_000, 0), (1, 20_000, 3), (5, 3001, 5), (40, 100, 0), (40, 33, 1)]
 )
 @pytest.mark.parametrize("again", [frozenset(), frozenset("y")])
-def test_copies_are_streamed_wherever_they_lie(dtype, rows, n, shift, again, monkeypatch):
-    monkeypatch.setattr(wide, "STREAM_BYTES", 0)
-    b = loops.Body()
-    x = b.put(Load("x", loops.I0 * (n + 7) + var("i1"), dtype))
-    stores = [Store("y", loops.I0 * (n + 9) + var("i1") + shift, x)]
-    shapes = {"x": (dtype, (rows * (n + 7),)), "y": (dtype, (rows * (n + 9) + shift,))}
-    program = loops.program(b, (rows, n), (), stores, **shapes)
-    source, inputs = cpp.emit(program.steps[0], program.table, again), random_inputs(program)
+def test_copies_are_streamed_wherever_they_lie(dtype, rows, n, shift, again):
+    program = copied(dtype, rows, n, shift)
+    source, inputs = streamed(program, again), random_inputs(program)
     assert "stream_bytes(" in source.text and ("stays<" in source.text) == bool(again)
     (want,), (got,) = interpret(program, inputs), execute(program, source, inputs)
     places = np.arange(rows)[:, None] * (n + 9) + np.arange(n) + shift

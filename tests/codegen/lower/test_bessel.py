@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.codegen.lower.test_ops import F32, F64, I64, check, layouts
+from tests.codegen.lower.test_ops import F32, F64, I64, Cases, in_one_graph, layouts
 from tests.codegen.lower.test_special import EDGES, LINE
 
 NAMES = ("bessel_j0", "bessel_j1", "bessel_y0", "bessel_y1", "airy_ai")
@@ -14,12 +14,13 @@ FAR = torch.tensor([1e3, -1e3, 12345.0, -30.0, 400.0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_the_whole_line(name: str) -> None:
+@in_one_graph
+def test_on_the_whole_line(name: str) -> Cases:
     op = getattr(torch.ops.aten, f"special_{name}").default
     for x in (LINE, EDGES, SEAMS, FAR):
-        check(op, x)
-        check(op, x.double())
-    check(op, torch.arange(-3, 7, dtype=I64))
+        yield op, x
+        yield op, x.double()
+    yield op, torch.arange(-3, 7, dtype=I64)
     for dtype in (F32, F64):
         for x in layouts(dtype):
-            check(op, x)
+            yield op, x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.codegen.lower.test_ops import BF16, F32, F64, I64, check
+from tests.codegen.lower.test_ops import BF16, F32, F64, I64, Cases, in_one_graph
 
 aten = torch.ops.aten
 INF, NAN = float("inf"), float("nan")
@@ -14,10 +14,11 @@ EDGES = torch.tensor([0.0, -0.0, 1.0, -1.0, 7.9999, 8.0, 8.0001, 10.0, 0.5, 0.7,
 
 
 @pytest.mark.parametrize("name", ["i0", "special_i0e", "special_i1", "special_i1e", "digamma"])
-def test_on_the_whole_line(name: str) -> None:
+@in_one_graph
+def test_on_the_whole_line(name: str) -> Cases:
     op = getattr(aten, name).default
     for x in (LINE, EDGES, LINE.to(BF16), LINE.double(), EDGES.double(), torch.arange(5, dtype=I64)):
-        check(op, x)
+        yield op, x
 
 
 BESSEL = ("modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1",
@@ -25,37 +26,42 @@ BESSEL = ("modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0
 
 
 @pytest.mark.parametrize("name", BESSEL)
-def test_bessel_functions(name: str) -> None:
+@in_one_graph
+def test_bessel_functions(name: str) -> Cases:
     op = getattr(aten, f"special_{name}").default
     for x in (LINE, EDGES, LINE.double(), EDGES.double(), torch.tensor([1e-8, 1.9999, 2.0, 2.0001])):
-        check(op, x)
+        yield op, x
 
 
-def test_scaled_erfc() -> None:
+@in_one_graph
+def test_scaled_erfc() -> Cases:
     for dtype in (F32, F64):
-        check(aten.special_erfcx.default, torch.linspace(-9, 60, 200).to(dtype))
-        check(aten.special_erfcx.default, torch.cat([EDGES, torch.tensor([1e-30, 1e8, 1e30, -1e30])]).to(dtype))
-    check(aten.special_erfcx.default, torch.arange(-3, 5))
+        yield aten.special_erfcx.default, torch.linspace(-9, 60, 200).to(dtype)
+        yield aten.special_erfcx.default, torch.cat([EDGES, torch.tensor([1e-30, 1e8, 1e30, -1e30])]).to(dtype)
+    yield aten.special_erfcx.default, torch.arange(-3, 5)
 
 
 @pytest.mark.parametrize("name", ["erfinv", "special_ndtri"])
-def test_between_bounds(name: str) -> None:
+@in_one_graph
+def test_between_bounds(name: str) -> Cases:
     op = getattr(aten, name).default
     for dtype in (F32, F64) if name == "special_ndtri" else (F32, F64, BF16):
-        check(op, torch.linspace(0.01, 0.99, 50).to(dtype))
-        check(op, EDGES.to(dtype))
-    check(op, torch.tensor([1e-6, 1e-20, 1e-35, 0.135, 0.136, 0.864, 0.865]))
+        yield op, torch.linspace(0.01, 0.99, 50).to(dtype)
+        yield op, EDGES.to(dtype)
+    yield op, torch.tensor([1e-6, 1e-20, 1e-35, 0.135, 0.136, 0.864, 0.865])
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 5])
-def test_polygamma(order: int) -> None:
+@in_one_graph
+def test_polygamma(order: int) -> Cases:
     for x in (LINE[49:] + 0.1, LINE[:48] - 0.1, LINE.double() + 0.05, torch.tensor([1.0, 30.0, 1e6])):
-        check(lambda x: aten.polygamma(order, x), x)
+        yield lambda x: aten.polygamma(order, x), x
 
 
-def test_zeta() -> None:
+@in_one_graph
+def test_zeta() -> Cases:
     for dtype in (F32, F64):
         x, q = torch.linspace(1.1, 12, 40).to(dtype), torch.linspace(0.2, 20, 40).to(dtype)
-        check(aten.special_zeta.default, x, q)
-        check(aten.special_zeta.default, EDGES.to(dtype)[:, None], EDGES.to(dtype)[None])
-    check(lambda q: aten.special_zeta.self_scalar(3.0, q), torch.linspace(-5.3, 5, 40))
+        yield aten.special_zeta.default, x, q
+        yield aten.special_zeta.default, EDGES.to(dtype)[:, None], EDGES.to(dtype)[None]
+    yield lambda q: aten.special_zeta.self_scalar(3.0, q), torch.linspace(-5.3, 5, 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import types
 import typing
@@ -278,6 +279,12 @@ def _fields() -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(Config)}
 
 
+@functools.cache
+def _types() -> dict[str, Any]:
+    """What the fields declare. It is Python that is evaluated, 80 pieces of it."""
+    return typing.get_type_hints(Config)
+
+
 def _variable(name: str) -> str:
     """The environment variable of a field."""
     return f"DCOMPILE_{name.upper()}"
@@ -312,7 +319,7 @@ def _from_environment() -> dict[str, str]:
 
 def _checked(name: str, value: Any) -> Any:
     """`value` as the type that the field declares; strings are read as the environment writes them."""
-    hint = typing.get_type_hints(Config)[name]
+    hint = _types()[name]
     if typing.get_origin(hint) in (Literal, types.UnionType):
         if value not in typing.get_args(hint):
             valid = ", ".join(map(str, typing.get_args(hint)))

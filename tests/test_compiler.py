@@ -20,7 +20,7 @@ from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.pipeline import Begun, Pipeline
 from dcompile.runtime import cache as cache_module
-from tests import nursery
+from tests import compiled_once, nursery
 from tests.distributed.harness import Ranks
 from tests.subject import ROOT
 
@@ -38,6 +38,7 @@ def config(tmp_path):
 @pytest.fixture(autouse=True)
 def nothing_refused_before(monkeypatch):
     monkeypatch.setattr(cache_module, "_refused", {})
+    monkeypatch.setenv("CXX", compiled_once.compiler())
 
 
 def body(x, y):
@@ -248,27 +249,34 @@ def test_a_graph_that_cannot_be_kept_runs_all_the_same(config, capsys, monkeypat
 # --- other processes --------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 import torch
 import dcompile
-torch.manual_seed(0)
+
+def train(directory):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+    dcompile.compile(model, options={"receipt": False, "cache_dir": directory})
+    x = torch.randn(4, 8)
+    results = []
+    for _ in range(2):
+        loss = model(x).square().mean()
+        loss.backward()
+        results += [loss.item()] + [p.grad.sum().item() for p in model.parameters()]
+    receipt = dcompile.receipt(model)
+    return {
+        "results": [value.hex() for value in results],
+        "cached": receipt.graphs_cached, "built": receipt.built, "kernels": receipt.kernels,
+        "hash": hash("a"),
+        "starts": open(os.environ["STARTS"]).read() if "STARTS" in os.environ else "",
+        "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
+    }
+
 torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
-dcompile.compile(model, options={"receipt": False})
-x = torch.randn(4, 8)
-results = []
-for _ in range(2):
-    loss = model(x).square().mean()
-    loss.backward()
-    results += [loss.item()] + [p.grad.sum().item() for p in model.parameters()]
-receipt = dcompile.receipt(model)
-print("RESULT " + json.dumps({
-    "results": [value.hex() for value in results],
-    "cached": receipt.graphs_cached, "built": receipt.built, "kernels": receipt.kernels,
-    "hash": hash("a"),
-    "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
-}))
+print("RESULT " + json.dumps([train(directory) for directory in sys.argv[1:]]))
 """
+"""Trains once with each cache that it is given."""
 TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.codegen.lower.changing",
          "dcompile.codegen.lower.decompositions", "dcompile.codegen.lower.foreach", "dcompile.codegen.lower.fusible",
          "dcompile.codegen.lower.grids", "dcompile.codegen.lower.random_table",
@@ -276,18 +284,19 @@ TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.code
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 
-def start(directory, python=sys.executable, **environment):
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "DCOMPILE_CACHE_DIR": str(directory), "OMP_NUM_THREADS": "1"}
+def start(*directories, python=sys.executable, **environment):
+    # products of ours are one kernel that both graphs share: the second would find what the first has built
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DCOMPILE_MATMUL": "aten"}
     return subprocess.Popen(
-        [python, "-c", SCRIPT],
-        env={**variables, "DCOMPILE_VERIFY": "0", **environment},
+        [python, "-c", SCRIPT, *map(str, directories)],
+        env={**variables, "DCOMPILE_VERIFY": "0", "CXX": "g++", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def result(process):
+def results(process):
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert errors == ""
@@ -295,45 +304,48 @@ def result(process):
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """(where a first process put its entries and how it was started, what it came to)."""
-    folder = tmp_path_factory.mktemp("first")
-    compiler = folder / "g++"
-    compiler.write_text(f'#!/bin/sh\necho started >> {folder}/starts\nPATH={os.environ["PATH"]} exec g++ "$@"\n')
+def started(tmp_path_factory):
+    """(caches; what a first process came to, with the first, and a second one, as another rank, with each).
+
+    Python goes through sets in another order in each. The second has imported nothing of a compiler before.
+    """
+    folder = tmp_path_factory.mktemp("started")
+    caches, starts, compiler = (folder / "cache", folder / "other"), folder / "starts", folder / "g++"
+    compiler.write_text(f'#!/bin/sh\necho started >> {starts}\nPATH={os.environ["PATH"]} exec g++ "$@"\n')
     compiler.chmod(0o755)
-    # products of ours are one kernel that both graphs share: the second would find what the first has built
-    environment = {"CXX": str(compiler), "DCOMPILE_MATMUL": "aten"}
-    return folder, environment, result(start(folder / "cache", **environment, PYTHONHASHSEED="0"))
+    environment = {"CXX": str(compiler), "STARTS": str(starts)}
+    (cold,) = results(start(caches[0], python=nursery.python(), **environment))
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    ranks = {"RANK": "1", "LOCAL_RANK": "1"}
+    warm, other = results(start(*caches, **environment, **ranks, PYTHONHASHSEED=seed))
+    return caches, cold, warm, other
 
 
-def test_a_second_process_loads_no_compiler_stage_and_starts_no_compiler(first):
+def test_a_second_process_loads_no_compiler_stage_and_starts_no_compiler(started):
     """Also when started as another rank."""
-    folder, environment, cold = first
-    starts = (folder / "starts").read_text()
-    warm = result(start(folder / "cache", **environment, RANK="1", LOCAL_RANK="1"))
+    _, cold, warm, _ = started
     assert cold["cached"] == 0 and cold["built"] == cold["kernels"] > 0 and "dcompile.pipeline" in cold["stages"]
     assert warm["cached"] == 2 and warm["built"] == 0
     assert warm["stages"] == TABLE
     assert warm["results"] == cold["results"]
-    assert (folder / "starts").read_text() == starts
+    assert warm["starts"] == cold["starts"] != ""
+
+
+def test_two_processes_write_the_same_entries(started):
+    """Whatever the order in which Python goes through sets there: ranks run one program, each its own copy."""
+    caches, cold, _, found = started
+    assert found["hash"] != cold["hash"]
+    assert found["cached"] == 0 and found["built"] == cold["built"] and found["starts"] != cold["starts"]
+    one, other = ({path.name: path.read_text() for path in folder.glob("*.graph")} for folder in caches)
+    assert one == other and len(one) == 2
 
 
 def test_two_processes_on_one_cold_cache(tmp_path):
-    python = nursery.python()
-    one, other = map(result, [start(tmp_path / "cache", python), start(tmp_path / "cache", python)])
-    warm = result(start(tmp_path / "cache", python))
+    python, cache = nursery.python(), tmp_path / "cache"
+    (one,), (other,) = map(results, [start(cache, python=python), start(cache, python=python)])
+    (warm,) = results(start(cache, python=python))
     assert one["results"] == other["results"] == warm["results"]
-    assert warm["cached"] == 2 and not list((tmp_path / "cache").glob("tmp-*"))
-
-
-def test_two_processes_write_the_same_entries(first, tmp_path):
-    """Whatever the order in which Python goes through sets there: ranks run one program, each its own copy."""
-    folder, environment, cold = first
-    found = result(start(tmp_path / "cache", **environment, PYTHONHASHSEED="1"))
-    assert found["hash"] != cold["hash"]
-    folders = folder / "cache", tmp_path / "cache"
-    one, other = ({path.name: path.read_text() for path in folder.glob("*.graph")} for folder in folders)
-    assert one == other and len(one) == 2
+    assert warm["cached"] == 2 and not list(cache.glob("tmp-*"))
 
 
 def test_two_ranks_start_warm(tmp_path):

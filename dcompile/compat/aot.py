@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.drawing import is_drawn_again as is_drawn_again
-from dcompile.compat.drawing import states_of_what_draws
+from dcompile.compat.drawing import no_unread_counters, states_of_what_draws
 from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.lean import lean_runtime, unpacked
 from dcompile.compat.outputs import results_in_their_places
@@ -54,6 +54,7 @@ def aot_compile(
         strides_of_indices(),
         remembering,
         no_unread_graphs(),
+        no_unread_counters(),
         results_in_their_places(),
         unseen_statistics(),
         lean,

@@ -330,21 +330,30 @@ def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
     return inputs
 
 
-def _quiet_metrics() -> contextlib.AbstractContextManager[Any]:
-    """Keep Dynamo's metrics from logging an error: those of torch 2.11 cannot write functions among its settings."""
+@contextlib.contextmanager
+def _quiet_metrics() -> Iterator[None]:
+    """Keep Dynamo's metrics from logging an error: those of torch 2.11 cannot write functions among its settings.
+
+    Inductor's settings are left out everywhere: it has no part in our frames, and to write them takes a millisecond.
+    """
     import torch._dynamo.utils as utils
 
-    name = "_get_dynamo_config_for_logging"
-    if not hasattr(utils, name) or _can_log_functions():
-        return contextlib.nullcontext()
-    return unittest.mock.patch.object(utils, name, lambda: None)
+    names = ["_scrubbed_inductor_config_for_logging"]
+    if not _can_log_functions():
+        names.append("_get_dynamo_config_for_logging")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if hasattr(utils, name):
+                stack.enter_context(unittest.mock.patch.object(utils, name, lambda: None))
+        yield
 
 
 @functools.cache
 def _can_log_functions() -> bool:
     import torch._dynamo.utils as utils
 
-    return "ignore_logging_functions" in inspect.getsource(utils._get_dynamo_config_for_logging)
+    own = getattr(utils, "_get_dynamo_config_for_logging", None)
+    return own is None or "ignore_logging_functions" in inspect.getsource(own)
 
 
 def _transformers_logging() -> set[Any]:

@@ -7,6 +7,7 @@ import functools
 import sys
 import types
 import unittest.mock
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,21 +122,25 @@ def collect_finalizers(found: list[Any]) -> Iterator[None]:
 
     They wait for the death of what is compared by identity, often a function that never dies, and keep the guards.
     """
-    import weakref
-
     from torch._dynamo import guards
 
-    class Weakref:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(weakref, name)
-
-        def finalize(self, *args: Any, **kwargs: Any) -> Any:
-            finalizer = weakref.finalize(*args, **kwargs)
-            found.append(finalizer)
-            return finalizer
-
-    with unittest.mock.patch.object(guards, "weakref", Weakref()):
+    with unittest.mock.patch.object(guards, "weakref", _Weakref(found)):
         yield
+
+
+class _Weakref:
+    """The module weakref, whose finalizers are added to `found`."""
+
+    def __init__(self, found: list[Any]) -> None:
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(weakref, name)
+
+    def finalize(self, *args: Any, **kwargs: Any) -> Any:
+        finalizer = weakref.finalize(*args, **kwargs)
+        self._found.append(finalizer)
+        return finalizer
 
 
 @contextlib.contextmanager

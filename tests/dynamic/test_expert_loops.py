@@ -17,7 +17,7 @@ pytestmark = [
     # Dynamo looks at what code behind a graph break is given
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-EXPERTS, CHOSEN, WIDTH, INNER, ROWS = 4, 2, 16, 24, 10
+EXPERTS, CHOSEN, WIDTH, INNER, ROWS = 3, 2, 16, 24, 10
 
 
 class Mixture(nn.Module):
@@ -89,8 +89,8 @@ class Hitting(Mixture):
 
 
 def batches() -> list[torch.Tensor]:
-    """The last sends all rows to the same experts, and others get none."""
-    same = torch.randn(1, WIDTH).expand(ROWS, WIDTH)
+    """The last sends all rows to the same experts, and one gets none."""
+    same = torch.randn(1, WIDTH).expand(ROWS, WIDTH)  # of three experts, each row has two
     return [torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), same + 0.01 * torch.randn(ROWS, WIDTH)]
 
 

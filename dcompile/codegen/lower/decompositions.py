@@ -81,7 +81,9 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
         found = {op: rule for op, rule in found.items() if op not in drawn}
     else:
         found |= own
-    return found | {op: _unless_empty(found[op]) for op in found if str(op) in _DIVIDING}
+    dividing = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
+    # torch's rules for these divide by the number of elements, as a Python number
+    return found | {op: _unless_empty(found[op]) for packet in dividing if (op := packet.default) in found}
 
 
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
@@ -97,11 +99,6 @@ def as_strided_scatter(
         return NotImplemented
     places = torch.empty_strided(size, stride, device="meta")
     return values.reshape(x.shape).clone() if places.is_contiguous() and x.is_contiguous() else NotImplemented
-
-
-_DIVIDING = ("aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default",
-             "aten.huber_loss_backward.default")  # fmt: skip
-"""torch's rules for these divide by the number of elements, as a Python number."""
 
 
 def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:

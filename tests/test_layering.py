@@ -4,6 +4,7 @@ what makes a tensor says on which device."""
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,9 +31,24 @@ MEETING_POINT = "dcompile.collectives.params"
 """The one module of a middle package that the other middle packages may import."""
 
 
-def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+@functools.cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """All of a module's nodes. Kept: each rule below looks through the same files."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def path_of(node: ast.AST) -> str:
+    """`a.b.c` as it is written; nothing for other expressions. `ast.unparse` took most of this file's time."""
+    pieces = []
+    while isinstance(node, ast.Attribute):
+        pieces.append(node.attr)
+        node = node.value
+    return ".".join((node.id, *reversed(pieces))) if isinstance(node, ast.Name) else ""
+
+
+def imports(nodes: tuple[ast.AST, ...], module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that a module imports, wherever in the file: inside functions too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -53,7 +69,7 @@ def upward_arrows(source: str, module: str, is_package: bool = False) -> list[st
     """What is wrong with the imports of one module."""
     wrong: list[str] = []
     mine = part_of(module, frozenset(LEVEL))
-    for line, name in imports(ast.parse(source), module, is_package):
+    for line, name in imports(nodes_of(source), module, is_package):
         where = f"{module}:{line} imports {name}"
         if mine == "ir" and name.split(".")[0] == "torch":
             wrong.append(f"{where}: ir/ must not need torch")
@@ -69,10 +85,10 @@ def upward_arrows(source: str, module: str, is_package: bool = False) -> list[st
 
 def private_torch_names(source: str, module: str) -> list[str]:
     """Uses of `torch._x`, at any depth, however imported."""
-    tree = ast.parse(source)
-    found = {(line, name) for line, name in imports(tree, module, False) if _is_private(name)}
+    nodes = nodes_of(source)
+    found = {(line, name) for line, name in imports(nodes, module, False) if _is_private(name)}
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 names |= (
@@ -80,16 +96,16 @@ def private_torch_names(source: str, module: str) -> list[str]:
                 )
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
-            path = ast.unparse(node)
+            path = path_of(node)
             head, _, rest = path.partition(".")
-            if all(piece.isidentifier() for piece in path.split(".")) and _is_private(f"{names.get(head, '')}.{rest}"):
+            if path and _is_private(f"{names.get(head, '')}.{rest}"):
                 found.add((node.lineno, path))
     return [f"{module}:{line} uses {name}: private torch names belong in compat/" for line, name in sorted(found)]
 
 
-FACTORIES = frozenset((
+FACTORIES = frozenset(f"torch.{name}" for name in (
     "arange", "as_tensor", "empty", "empty_permuted", "empty_strided", "eye", "frombuffer", "full", "linspace", "ones",
     "rand", "randint", "randn", "tensor", "zeros",
 ))  # fmt: skip
@@ -97,12 +113,11 @@ FACTORIES = frozenset((
 
 def factories_without_device(source: str, module: str) -> list[str]:
     """Tensors that would be made on the user's default device (`torch.set_default_device`), whatever they are for."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes_of(source) if isinstance(node, ast.Call)]
     return [
-        f"{module}:{call.lineno} makes a tensor by {ast.unparse(call.func)} and does not say on which device"
+        f"{module}:{call.lineno} makes a tensor by {path_of(call.func)} and does not say on which device"
         for call in calls
-        if ast.unparse(call.func) in {f"torch.{name}" for name in FACTORIES}
-        and not any(keyword.arg == "device" for keyword in call.keywords)
+        if path_of(call.func) in FACTORIES and not any(keyword.arg == "device" for keyword in call.keywords)
     ]
 
 
@@ -116,6 +131,13 @@ def modules() -> list[tuple[Path, str]]:
     paths = sorted((ROOT / "dcompile").rglob("*.py"))
     dotted = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths)
     return list(zip(paths, dotted, strict=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """Half a million nodes would be in the way of the tests behind these, whenever garbage is looked for."""
+    yield
+    nodes_of.cache_clear()
 
 
 def test_imports_point_down() -> None:

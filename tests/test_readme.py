@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import nursery
 from tests.job import ROOT, one_layer, run
 
 TEXT = (ROOT / "README.md").read_text()
@@ -49,7 +49,8 @@ def shortened(command: str, folder: Path) -> str:
         backend = "BACKEND=eager" if given else ""  # what matters there is how arguments reach the script
         return f'{rest} {backend} STEPS=2 ARGS="{given[1] if given else ""} {small}"'
     if first.endswith("torchrun"):
-        return f"{command} --steps 2 --data {ROOT / 'LICENSE'} {small}"  # `make train` reads the standard library
+        # `make train` compiles in such ranks, and reads the standard library
+        return f"{command} --steps 2 --data {ROOT / 'LICENSE'} --backend eager {small}"
     if first.endswith("pytest"):
         return f"{command} $TESTS"
     if "pip install" in command:
@@ -60,9 +61,25 @@ def shortened(command: str, folder: Path) -> str:
     return command
 
 
+def fork() -> str:
+    """Python with all imported. Those that only collect `TESTS` in this file need not import torch for it."""
+    from tests import nursery
+
+    return nursery.python()
+
+
 def test_commands_are_found() -> None:
     assert "make train" in COMMANDS and "make test" in COMMANDS
     assert len(COMMANDS) >= 8 and len(blocks("python")) >= 2
+
+
+def test_make_train_is_the_same_by_hand() -> None:
+    """So one of the two compiles for both."""
+    by_hand = next(command for command in COMMANDS if "torchrun" in command)
+    variables = {**os.environ, **ENVIRONMENT, "NPROC": "2"}
+    said = subprocess.run(["make", "-n", "train"], cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    made = shlex.split(said.stdout.replace("\\\n", " "))
+    assert made[1:3] == ["-m", "torch.distributed.run"] and made[3:] == shlex.split(by_hand)[1:]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -70,7 +87,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     # Processes that train are forks. From nothing: torchrun itself here, launch/train.py in tests/launch/test_train.py
     # (one process), and DDP with dcompile in the second example.
     trains = command.startswith("make train") or "torchrun" in command
-    python = nursery.python() if trains else sys.executable
+    python = fork() if trains else sys.executable
     environment = {**ENVIRONMENT, "PYTHON": python, "PYTHON_EXEC": python}
     status, output = run(["bash", "-ec", shortened(command, tmp_path)], tmp_path, **environment)
     assert status == 0, output
@@ -82,7 +99,7 @@ def test_command(command: str, tmp_path: Path) -> None:
 def test_example(number: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(blocks("python")[number].replace("timeline.svg", str(tmp_path / "timeline.svg")))
-    python = sys.executable if number else nursery.python()  # the second, with DDP, starts from nothing
+    python = sys.executable if number else fork()  # the second, with DDP, starts from nothing
     status, output = run([python, str(script)], tmp_path)
     assert status == 0, output
     assert "adapter=" in output, "the receipt is printed"

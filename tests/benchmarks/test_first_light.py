@@ -23,7 +23,7 @@ def test_every_line_gives_what_eager_gives(name, small):
     torch.manual_seed(0)
     ours = case.make(lambda f: torch.compile(f, backend=BACKEND, fullgraph=True, dynamic=False, **options))
     eager = first_light.build(case, "eager")
-    for _ in range(2):
+    for _ in range(2 if name == "adamw" else 1):  # no other one leaves the next call something else
         assert first_light.largest_difference(ours(), eager()) < 1e-4
 
 

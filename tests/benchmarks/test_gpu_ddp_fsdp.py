@@ -1,4 +1,5 @@
-"""The benchmark on several GPUs, tried on two Gloo ranks: all lines run, peers compute the same, numbers are right."""
+"""The benchmark on several GPUs, tried on two Gloo ranks and a small model: all lines run, peers compute the same,
+numbers are right."""
 
 import json
 
@@ -12,9 +13,18 @@ from benchmarks.ranks import run_job
 @pytest.mark.timeout(280)
 def test_every_line_runs_on_two_ranks(tmp_path, forks):
     out = tmp_path / "out.json"
-    arguments = ["--only", "tiny-ddp,tiny-fsdp2", "--peers", "eager,dcompile", "--device", "cpu", "--quiet"]
+    arguments = [
+        gpu_ddp_fsdp.MODULE,
+        "--only",
+        "tiny-ddp,tiny-fsdp2",
+        "--peers",
+        "eager,dcompile",
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
     arguments += ["--rounds", "2", "--steps", "1", "--out", str(out), "--timelines", str(tmp_path)]
-    assert not run_job(gpu_ddp_fsdp.MODULE, arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
+    assert not run_job("tests.small_llama", arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
     result = json.loads(out.read_text())
     assert result["complete"] and result["ranks"] == 2 and 0 <= result["teardown_s"] < 5
     for line in result["lines"].values():
@@ -33,9 +43,18 @@ def test_every_line_runs_on_two_ranks(tmp_path, forks):
 @pytest.mark.timeout(280)
 def test_mixed_precision_checkpoints_and_several_batches_run_on_two_ranks(tmp_path, forks):
     out = tmp_path / "out.json"
-    arguments = ["--only", "tiny-fsdp2-mixed,tiny-ddp-amp", "--peers", "eager,dcompile", "--device", "cpu", "--quiet"]
+    arguments = [
+        gpu_ddp_fsdp.MODULE,
+        "--only",
+        "tiny-fsdp2-mixed,tiny-ddp-amp",
+        "--peers",
+        "eager,dcompile",
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
     arguments += ["--rounds", "1", "--steps", "1", "--out", str(out)]
-    assert not run_job(gpu_ddp_fsdp.MODULE, arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
+    assert not run_job("tests.small_llama", arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
     result = json.loads(out.read_text())
     assert result["complete"]
     for line in result["lines"].values():

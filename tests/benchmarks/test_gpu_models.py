@@ -1,12 +1,14 @@
 """The GPU models' benchmark: its script on a small model, and what it makes of lines and spans."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import gpu_models
-from benchmarks.amp_models import MODELS, without_dropout
+from benchmarks.amp_models import MODELS, Model, WithLoss, without_dropout
+from tests.small_llama import SmallLlama
 
 EXPERTS = ("olmoe", "olmoe_bfloat16", "mixtral", "qwen3_moe", "deepseek_v3")
 
@@ -17,10 +19,12 @@ def test_the_models_are_the_fourteen_and_mixtures_of_experts():
 
 def test_a_small_model_is_built_compared_and_timed_on_the_cpu():
     torch.compiler.reset()
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    small = Model(lambda _: WithLoss(SmallLlama(SimpleNamespace(**sizes))), MODELS["llama"].batch)
     arguments = gpu_models.parse(
         ["--only", "llama", "--peers", "eager,dcompile", "--device", "cpu", "--small", "--no-dropout"]
     )
-    peers, line = gpu_models.build(gpu_models.MODELS["llama"], arguments)
+    peers, line = gpu_models.build(small, arguments)
     assert [peer.peer for peer in peers] == ["eager", "dcompile"]
     assert line["dcompile"]["loss_difference"] < 1e-3 and line["dcompile"]["gradient_difference"] < 2e-2
     line = gpu_models.measure(peers, line, rounds=2, steps=1)

@@ -7,11 +7,16 @@ import pytest
 
 from benchmarks import overlap_cpu
 from benchmarks.overlap_cpu import Sample, show, summary
+from benchmarks.ranks import run_job
 from tests.job import one_layer
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_end_with_one_line_of_json(tmp_path, capsys, forks):
+def test_two_ranks_end_with_one_line_of_json(tmp_path, capsys, monkeypatch, forks):
+    def run_small(module, arguments, *rest):
+        return run_job("tests.small_llama", [module, *arguments], *rest)
+
+    monkeypatch.setattr(overlap_cpu, "run_job", run_small)
     picture = tmp_path / "x.svg"
     model = one_layer(tmp_path).with_suffix("")  # a path of its own is no file of launch/configs
     arguments = ["--config", str(model), "--length", "32", "--rounds", "2", "--peers", "stock,dcompile"]

@@ -1,4 +1,4 @@
-"""launch/train.py with a fault in step 8 of rank 1: FAULT=die (first attempt only), sleep, or nan."""
+"""launch/train.py on a small model, with a fault in step 8 of rank 1: FAULT=die (first attempt only), sleep, or nan."""
 
 import math
 import os
@@ -13,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 import torch
 import train
 
+from tests.small_llama import SmallLlama
+
+FAULT = os.environ.get("FAULT", "none")
+
 stock_step, stock_batch = train.training_step, train.batch
 now = {"step": 0}
 
@@ -23,18 +27,17 @@ def remember(model: Any, wrapped: Any, optimizer: Any, text: Any, step: int, arg
 
 
 def faulty_batch(tokens: Any, size: int, seq_len: int, key: tuple[int, ...]) -> torch.Tensor:
-    fault = os.environ["FAULT"]
     if (now["step"], os.environ["RANK"]) == (8, "1"):
-        if fault == "die" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if FAULT == "die" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "sleep":
+        if FAULT == "sleep":
             print(f"process {os.getpid()}, rank 1, sleeps", flush=True)
             time.sleep(1000)
     return stock_batch(tokens, size, seq_len, key)
 
 
 def poisoned(model: Any, args: tuple[Any, ...], output: Any) -> Any:
-    if (now["step"], os.environ["RANK"]) == (8, "1") and os.environ["FAULT"] == "nan":
+    if (now["step"], os.environ["RANK"]) == (8, "1") and FAULT == "nan":
         output.loss = output.loss * math.nan
     return output
 
@@ -46,7 +49,8 @@ def build(*args: Any) -> Any:
 
 
 stock_build = train.build_model
+train.LlamaForCausalLM = SmallLlama
 train.training_step, train.batch = remember, faulty_batch
-if os.environ["FAULT"] == "nan":
+if FAULT == "nan":
     train.build_model = build
 train.main()

@@ -1,4 +1,7 @@
-"""launch/train.py under torchrun, two Gloo ranks: what it leaves behind; that it learns, resumes, restarts, stops."""
+"""launch/train.py under torchrun, two Gloo ranks: what it leaves behind; that it learns, resumes, restarts, stops.
+
+The model is a small one in place of Llama, but where there is one process: tests/test_readme.py trains a Llama on two.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from tests.subject import BACKEND, IS_DCOMPILE
 STEPS = 12
 ARGUMENTS = (
     f"--steps={STEPS}", "--checkpoint-interval=5", "--eval-freq=5", "--log-freq=4",
-    "--batch-size=2", "--seq-len=64", "--grad-accum=2", "--clip-norm=1", "--bucket-cap-mb=0.2", "--device=cpu",
+    "--batch-size=2", "--seq-len=64", "--grad-accum=2", "--clip-norm=1", "--bucket-cap-mb=0.1", "--device=cpu",
     # the default, the Python standard library, takes each rank half a second to read: README's make train does so
     f"--data={ROOT / 'LICENSE'}",
 )  # fmt: skip
@@ -46,12 +49,13 @@ class Run(NamedTuple):
         return {line["step"]: line["loss"] for line in read_metrics(self.folder / "metrics.jsonl") if "loss" in line}
 
 
-def start(folder: Path, backend: str, *more: str, script: str = "launch/train.py", **options: Any) -> Job:
+def start(folder: Path, backend: str, *more: str, **options: Any) -> Job:
     folder.mkdir(exist_ok=True)
     environment = {k: v for k, v in options.items() if k.isupper()}
     model = f"--config={one_layer(folder)}"
-    command = (script, "--backend", backend, "--output-dir", str(folder), model, *ARGUMENTS, *more)
-    launched = torchrun(2, *command, restarts=options.get("restarts", 0), python=nursery.python())
+    command = (f"--backend={backend}", f"--output-dir={folder}", model, *ARGUMENTS, *more)
+    script = "tests/launch/faulty_train.py"
+    launched = torchrun(2, script, *command, restarts=options.get("restarts", 0), python=nursery.python())
     return Job(launched, folder, **environment)
 
 
@@ -125,9 +129,8 @@ def test_sharded_by_fsdp_it_trains_the_same_and_reads_checkpoints_of_ddp(eager: 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled: Run, tmp_path: Path) -> None:
     once = "--eval-freq=0"  # at the end: the rank that is killed need not trace it before
-    script = "tests/launch/faulty_train.py"
     how = {"FAULT": "die", "DCOMPILE_VERIFY": "0"}  # as users start it: with what was compiled before, and unverified
-    run = trained(tmp_path, BACKEND, "--resume=auto", once, script=script, restarts=1, **how)
+    run = trained(tmp_path, BACKEND, "--resume=auto", once, restarts=1, **how)
     assert run.status == 0, run.output
     assert f"continuing from {tmp_path / 'step-000005'}, step 5" in run.output
     assert run.losses == compiled.losses, "the same steps, bit for bit"
@@ -136,7 +139,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled:
 
 
 def test_sigterm_ends_all_processes_soon_even_in_a_collective(tmp_path: Path) -> None:
-    job = start(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="sleep")
+    job = start(tmp_path, "eager", FAULT="sleep")
     job.wait_for("rank 1, sleeps", 60)
     # torchrun and its ranks may all be forks of one server: what that has started is the family, too
     rank = psutil.Process(int(re.search(r"process (\d+), rank 1, sleeps", job.output)[1]))
@@ -154,7 +157,7 @@ def test_sigterm_ends_all_processes_soon_even_in_a_collective(tmp_path: Path) ->
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: Path) -> None:
-    run = trained(tmp_path, "eager", script="tests/launch/faulty_train.py", FAULT="nan")
+    run = trained(tmp_path, "eager", FAULT="nan")
     assert run.status != 0
     assert "step 8: the loss of rank 1 is nan; parameters are as after step 7" in run.output
     assert list(run.losses) == list(range(1, 8))

@@ -1,6 +1,7 @@
 """The sync token: where it travels, and that compiled programs never see it."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -70,28 +71,31 @@ def test_a_backward_of_tangents_alone():
     assert (outputs(forward), take_token(forward), take_token(backward)) == (["x", TOKEN], 1, 0)
 
 
+@functools.cache
+def saved_and_gradients(**options):
+    """How many bytes a model of several layers saves for its backward, and what that computes."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))]
+    model, x = torch.nn.Sequential(*layers), torch.randn(64, 32)
+    own, saved = {p.data_ptr() for p in model.parameters()}, dict[int, int]()
+
+    def pack(tensor):
+        saved[tensor.data_ptr()] = 0 if tensor.data_ptr() in own else tensor.nbytes
+        return tensor
+
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="dcompile", options=options)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = call(x).square().sum()
+    return sum(saved.values()), torch.autograd.grad(loss, [*model.parameters()])
+
+
 @pytest.mark.parametrize(
     ("options", "part"), [({"activation_memory_budget": 0.4}, 0.5), ({"recompute": "memory"}, 0.7)], ids=str
 )
 def test_what_is_saved_can_be_less_and_is_computed_again(options, part):
-    torch.manual_seed(0)
-    layers = [m for _ in range(6) for m in (torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))]
-    model, x = torch.nn.Sequential(*layers), torch.randn(64, 32)
-    own = {p.data_ptr() for p in model.parameters()}
-    found = []
-    for chosen in ({}, options):
-        saved: dict[int, int] = {}
-
-        def pack(tensor, saved=saved):
-            saved[tensor.data_ptr()] = 0 if tensor.data_ptr() in own else tensor.nbytes
-            return tensor
-
-        torch._dynamo.reset()
-        call = torch.compile(model, backend="dcompile", options=dict(chosen))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = call(x).square().sum()
-        found.append((sum(saved.values()), torch.autograd.grad(loss, [*model.parameters()])))
-    (usual, expected), (less, gradients) = found
+    usual, expected = saved_and_gradients()
+    less, gradients = saved_and_gradients(**options)
     assert less <= part * usual
     for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, b)

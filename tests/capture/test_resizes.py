@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import nursery
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     """What is wrong with each case, from a process that may end with a segmentation fault."""
-    command = [sys.executable, "-m", "tests.capture.resized"]
+    command = [nursery.python(), "-m", "tests.capture.resized"]  # born with torch imported
     done = subprocess.run(
         command, env=dict(os.environ), capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2]
     )

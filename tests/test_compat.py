@@ -192,12 +192,12 @@ def test_what_torch_simplifies_is_simplified_once(monkeypatch):
     own = home.signsimp
     monkeypatch.setattr(home, "signsimp", lambda expr, **how: calls.append(expr) or own(expr, **how))
     size = nested = sympy.Symbol("s0", integer=True, positive=True)
-    for _ in range(9):
+    for _ in range(6):
         nested = FloorDiv(nested + 1, 3)
     with compat.sizes.simplifying_once():
         found = sympy.simplify(2 * nested)
         counted = len(calls)
-    assert found.subs(size, 10**6) == 2 * nested.subs(size, 10**6) and counted < 200
+    assert found.subs(size, 10**6) == 2 * nested.subs(size, 10**6) and counted < 100
     sympy.simplify(2 * nested)  # as it was before
     assert len(calls) - counted > 2**9
 

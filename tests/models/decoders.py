@@ -120,7 +120,7 @@ EXPERTS = {
 
 MAMBA = {"state_size": 4, "conv_kernel": 3, "expand": 2, "time_step_rank": 4}
 RECURRENT = {
-    "mamba": decoder("Mamba", **MAMBA, use_associative_scan=False, num_hidden_layers=1),
+    "mamba": decoder("Mamba", **MAMBA, use_associative_scan=False, num_hidden_layers=1, lengths=(4, 6)),
     "falcon-mamba": decoder("FalconMamba", **MAMBA, use_associative_scan=False),
     "mamba2": decoder("Mamba2", state_size=8, conv_kernel=3, num_heads=8, head_dim=8, n_groups=2, chunk_size=4),
     "jamba": decoder(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.device import device
 from tests.models.checks import LOSS, LR, TENSOR, assert_close, assert_same_state, compiled, twins
-from tests.models.zoo import CASES, MLP, ResNet, llama
+from tests.models.zoo import CASES, MLP, ResNet, gpt2, llama
 from tests.subject import IS_DCOMPILE
 
 # Dynamo itself reads .grad of what crosses a graph break
@@ -43,9 +43,31 @@ def short_resnet(dropout=0.0):
     return model
 
 
+def short_gpt2(dropout=0.0):
+    """One layer, which already draws for an embedding, attention and two residuals."""
+    return gpt2(dropout, layers=1)
+
+
+def short_bert(dropout=0.0):
+    """One layer."""
+    model = CASES["bert"].make(dropout)
+    model.bert.encoder.layer = model.bert.encoder.layer[1:]
+    return model
+
+
+def short_mlp(dropout=0.0):
+    """Two linear layers."""
+    model = MLP(dropout)
+    model.layers = model.layers[:2]
+    return model
+
+
+SHORT = {"llama": short_llama, "resnet": short_resnet, "gpt2": short_gpt2, "bert": short_bert}
+
+
 def small(name):
-    """How to make a model without dropout, the transformer with one layer, the ResNet with one block."""
-    return {"llama": short_llama, "resnet": short_resnet}.get(name, CASES[name].make)
+    """How to make a model, the transformers with one layer, the ResNet with one block."""
+    return SHORT.get(name, CASES[name].make)
 
 
 def forward_backward(call, batch, seed=5):
@@ -71,8 +93,9 @@ def assert_trains_alike(model, theirs, call, batches, tolerance=TENSOR, steps=No
 
 @pytest.mark.parametrize("name", CASES)
 def test_three_adamw_steps(name):
+    """The Llama with two layers, which stands for all models that have one behind another."""
     case = CASES[name]
-    model, theirs = twins(case.make, 0.0)
+    model, theirs = twins(case.make if name in ("llama", "resnet") else small(name), 0.0)
     batches = [case.batch(4, 12) for _ in range(3)]
     call = compiled(model, fullgraph=case.fullgraph)
     assert_trains_alike(model.train(), theirs.train(), call, batches)
@@ -86,7 +109,7 @@ def test_three_adamw_steps(name):
 @cases("mlp", "gpt2")
 def test_dropout_draws_what_eager_draws(name):
     case = CASES[name]
-    model, theirs = twins(case.make, 0.3)
+    model, theirs = twins(small(name), 0.3)
     batch = case.batch(4, 12)
     call = compiled(model.train(), eagers_bits=True, fullgraph=case.fullgraph)
     output = forward_backward(call, batch, seed=7)
@@ -97,21 +120,25 @@ def test_dropout_draws_what_eager_draws(name):
     assert abs(other["loss"] - expected["loss"]) > 1e-4, "dropout does nothing here"
 
 
-@cases("mlp", "resnet", "llama")
+@cases("mlp")
 def test_evaluation_without_gradients(name):
+    """Without dropout; a ResNet is evaluated in the next test, and a decoder in tests/models/test_decoders.py."""
     case = CASES[name]
     model, theirs = twins(case.make, 0.3)
     batch = case.batch(4, 12)
-    with torch.no_grad():
-        output, expected = compiled(model.eval(), fullgraph=case.fullgraph)(**batch), theirs.eval()(**batch)
-    assert not output["logits"].requires_grad
-    assert_close(output["loss"], expected["loss"], LOSS)
-    assert_close(output["logits"], expected["logits"], TENSOR)
+    call = compiled(model.eval(), fullgraph=case.fullgraph)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            output, expected = call(**batch), theirs.eval()(**batch)
+        assert not output["logits"].requires_grad
+        assert output["logits"].is_inference() == expected["logits"].is_inference()
+        assert_close(output["loss"], expected["loss"], LOSS)
+        assert_close(output["logits"], expected["logits"], TENSOR)
 
 
 def test_training_and_evaluation_in_turn():
-    model, theirs = twins(ResNet)
-    call = compiled(model)
+    model, theirs = twins(short_resnet)
+    call = compiled(model, fullgraph=True)
     for training in (True, False, True, False):
         batch = CASES["resnet"].batch(4, 12)
         model.train(training), theirs.train(training)
@@ -119,6 +146,8 @@ def test_training_and_evaluation_in_turn():
             output, expected = call(**batch), theirs(**batch)
         if training:
             output["loss"].backward(), expected["loss"].backward()
+        assert output["logits"].requires_grad == training
+        assert_close(output["loss"], expected["loss"], LOSS)
         assert_close(output["logits"], expected["logits"], TENSOR)
         assert_same_state(model, theirs)
 
@@ -163,11 +192,10 @@ def test_autocast(name):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
+def test_gradient_checkpointing():
     model, theirs = twins(short_llama)
     for m in (model, theirs):
-        m.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        m.gradient_checkpointing_enable({"use_reentrant": False})
         m.train()
     batches = [CASES["llama"].batch(4, 12) for _ in range(2)]
     call = compiled(model, fullgraph=True)
@@ -183,16 +211,23 @@ def test_gradient_checkpointing(reentrant):
 class Checkpointed(MLP):
     """The layers run again in the backward, dropout included."""
 
+    reentrant = False
+
     def forward(self, x, labels):
-        logits = self.head(checkpoint(self.layers, x, use_reentrant=False))
+        logits = self.head(checkpoint(self.layers, x, use_reentrant=self.reentrant))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def test_checkpointing_keeps_the_dropout_mask():
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_keeps_the_dropout_mask(reentrant, monkeypatch):
     """What is run again must drop what the forward dropped, or gradients belong to another function."""
+    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
     model, theirs = twins(Checkpointed, 0.5)
     call = compiled(model, eagers_bits=True, fullgraph=True)
-    assert_trains_alike(model, theirs, call, [CASES["mlp"].batch(8, 0) for _ in range(2)])
+    batches = [CASES["mlp"].batch(8, 0) for _ in range(2)]
+    for batch in batches:
+        batch["x"].requires_grad_()  # else eager's reentrant one gives no gradients
+    assert_trains_alike(model, theirs, call, batches)
     if IS_DCOMPILE:  # what eager's numbers made is kept: running it again would leave all of the graph to ATen
         import dcompile
 
@@ -205,7 +240,7 @@ def test_checkpointing_keeps_the_dropout_mask():
 def test_dropout_of_our_own(name):
     """A gradient belongs to the masks of its forward: it says how the loss moves along it, under the same seed."""
     case = CASES[name]
-    model, _ = twins(case.make, 0.3)
+    model, _ = twins(small(name), 0.3)
     batch = case.batch(4, 12)
     call = compiled(model.train(), fullgraph=case.fullgraph)
     first = forward_backward(call, batch, seed=7)["loss"]
@@ -224,23 +259,37 @@ def test_dropout_of_our_own(name):
     assert abs(float(call(**batch)["loss"].detach()) - float(first.detach())) > 1e-4, "another seed, another loss"
 
 
+class Tied(nn.Module):
+    """One matrix for the embedding and the head, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.layer(self.embed(input_ids)).tanh())
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
 def test_tied_weights():
-    model, theirs = twins(lambda: llama(tie_word_embeddings=True, num_hidden_layers=1))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model, theirs = twins(Tied)
+    assert model.head.weight is model.embed.weight
     batches = [CASES["llama"].batch(4, 12) for _ in range(2)]
     assert_trains_alike(model, theirs, compiled(model, fullgraph=True), batches)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.head.weight is model.embed.weight
 
 
 def test_frozen_parameters_get_no_gradient():
-    model, theirs = twins(llama)
+    """A first layer, behind which nothing asks for gradients; a weight through which they pass; a scale."""
+    model, theirs = twins(MLP)
     for m in (model, theirs):
-        m.model.embed_tokens.requires_grad_(False)
-        m.model.layers[0].requires_grad_(False)
-        m.model.layers[1].mlp.up_proj.requires_grad_(False)
-    batches = [CASES["llama"].batch(4, 12) for _ in range(2)]
+        m.layers[0].requires_grad_(False)
+        m.layers[2].weight.requires_grad_(False)
+        m.layers[4].weight.requires_grad_(False)
+    batches = [CASES["mlp"].batch(4, 0) for _ in range(2)]
     assert_trains_alike(model, theirs, compiled(model, fullgraph=True), batches)
-    assert model.model.embed_tokens.weight.grad is None
+    assert model.layers[0].weight.grad is None and model.layers[4].weight.grad is None
 
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("llama", marks=pytest.mark.full), "resnet"])
@@ -259,8 +308,8 @@ def test_other_shapes_and_a_ragged_last_batch(name):
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_dynamic_as_asked_for(dynamic):
-    model, theirs = twins(MLP)
-    batches = [CASES["mlp"].batch(rows, 0) for rows in (4, 6, 5)]
+    model, theirs = twins(short_mlp)
+    batches = [CASES["mlp"].batch(rows, 0) for rows in (4, 6)]
     assert_trains_alike(model, theirs, compiled(model, dynamic=dynamic, fullgraph=True), batches)
 
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 ALL = MODULES
 SAMPLE = {
-    "lstm": "infer",
+    "lstm": "inference_mode",
     "lstm-projected": "train",
     "rnn": "bfloat16",
     "u-net": "infer",
@@ -26,7 +26,7 @@ SAMPLE = {
     "statistics": "train",
     "in-place": "train",
     "losses": "train",
-    "attention": "infer",
+    "attention": "inference_mode",
 }
 
 

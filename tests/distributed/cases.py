@@ -28,9 +28,10 @@ ATEN = {"kernels": "aten"}
 GRAPHS = {"kernels": "aten", "triton.cudagraphs": True}
 MAKE = {
     "mlp": models.Mlp,
+    "two": models.Two,
     "shared": models.SharedOverBreak,
     "tied_break": models.TiedOverBreak,
-    "layers": models.BrokenLayers,
+    "layers": lambda: models.BrokenLayers(2),
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
     "norm": models.NormUnused,
@@ -154,9 +155,28 @@ def group_of(ranks: Literal["all", "half"]) -> Any:
 # --- one thing at a time: each case runs the same steps under stock DDP and under dcompile, and compares gradients
 
 
-def pair(name: str = "mlp", order: str = "compile(ddp)", options: dict[str, Any] | None = None, **ddp: Any) -> Any:
+def pair(name: str = "two", order: str = "compile(ddp)", options: dict[str, Any] | None = None, **ddp: Any) -> Any:
     """(stock DDP, what to call, its DDP module), with equal parameters."""
+    if _in_turn and (name, order, options, ddp) == ("two", "compile(ddp)", None, {}):
+        for each in (_in_turn[0], _in_turn[2]):
+            each.module.load_state_dict(make(name).state_dict())
+            each.zero_grad()
+        return _in_turn
     return DDP(make(name), **ddp), *wrap(make(name), order, options, **ddp)
+
+
+_in_turn: tuple[Any, Any, Any] | tuple[()] = ()
+"""What `pair` returns to the cases of `in_turn`."""
+
+
+def in_turn(cases: tuple[str, ...]) -> dict[str, Any]:
+    """What each case finds, one behind the other with one pair of models: what all of them trace is traced once."""
+    global _in_turn
+    _in_turn = pair()
+    try:
+        return {case: globals()[case]() for case in cases}
+    finally:
+        _in_turn = ()
 
 
 def inputs(step: int = 0) -> torch.Tensor:
@@ -217,7 +237,7 @@ def interleaved() -> dict[str, Any]:
 
     Stock DDP keeps one flag for both, so the expected values are put together by hand.
     """
-    reference, call, ddp = make("mlp"), *wrap(make("mlp"), "compile(ddp)", None)
+    reference, (_, call, ddp) = make("two"), pair()
     backward(call)  # compile and take over first
     ddp.zero_grad()
     found = []
@@ -290,7 +310,7 @@ def retained_graph() -> dict[str, Any]:
     loss = loss_of(call(inputs()))
     loss.backward(retain_graph=True)
     loss.backward()
-    expected = {n: 2 * g for n, g in average(by_hand(make("mlp"), 0)).items()}
+    expected = {n: 2 * g for n, g in average(by_hand(make("two"), 0)).items()}
     return {
         "grad": largest_difference(expected, gradients(ddp)), "ranks": across_ranks(gradients(ddp)),
         "receipt": dcompile.receipt(call),
@@ -303,7 +323,7 @@ def autograd_grad() -> dict[str, Any]:
     backward(call)
     before = gradients(ddp)
     found = torch.autograd.grad(loss_of(call(inputs(1))), list(ddp.parameters()))
-    local = by_hand(make("mlp"), 1)
+    local = by_hand(make("two"), 1)
     return {
         "grad": largest_difference(before, gradients(ddp)),
         "found": worst_of((a - b).abs().max().item() for a, b in zip(found, local.values(), strict=True)),
@@ -512,8 +532,8 @@ def alone(call: Any, ddp: Any, how: str) -> None:
 
 def two_models_in_other_orders() -> dict[str, Any]:
     """One rank calls the second of two models first, alone."""
-    both = [wrap(make(name), "compile(ddp)", None) for name in ("mlp", "lora")]
-    stock = DDP(make("mlp"))
+    both = [wrap(make(name), "compile(ddp)", None) for name in ("two", "mlp")]
+    stock = DDP(make("two"))
     if dist.get_rank() == 1:
         with torch.no_grad():
             both[1][0](inputs())
@@ -642,16 +662,16 @@ def mixed_precision() -> dict[str, Any]:
 
 
 def checkpointed(reentrant: bool) -> dict[str, Any]:
-    """Gradient checkpointing of every Llama block."""
+    """Gradient checkpointing of every block."""
+    MAKE["checkpointed"] = functools.partial(models.checkpointed_decoder, reentrant)
 
     def steps(call: Any, ddp: Any) -> None:
         inner = getattr(ddp.module, "_orig_mod", ddp.module)
-        inner.gradient_checkpointing_enable({"use_reentrant": reentrant})
         for step in range(2):
-            values = {name: value.to(device()) for name, value in batch(inner, dist.get_rank(), step).items()}
-            loss_of(call(**values, use_cache=False)).backward()
+            tokens = batch(inner, dist.get_rank(), step)["tokens"].to(device())
+            loss_of(call(tokens)).backward()
 
-    return same_as_stock(steps, name="llama_one")
+    return same_as_stock(steps, name="checkpointed")
 
 
 def uneven_batches() -> dict[str, Any]:
@@ -676,7 +696,7 @@ def stock_by_option() -> dict[str, Any]:
 
 def compiled_parts() -> dict[str, Any]:
     """Only a part of the module is compiled: DDP's reducer serves it like any other part."""
-    stock, ddp = DDP(make("mlp")), DDP(make("mlp"))
+    stock, ddp = DDP(make("two")), DDP(make("two"))
     part = dcompile.compile(ddp.module.b, options=dict(ATEN))
     for step in range(2):
         backward(stock, step)
@@ -704,20 +724,20 @@ def new_parameters() -> dict[str, Any]:
     backward(call)
     ddp.load_state_dict({k: v.clone() for k, v in ddp.state_dict().items()}, assign=True)
     backward(call, 1)
-    expected = average(by_hand(make("mlp"), 1))
+    expected = average(by_hand(make("two"), 1))
     found = {n: p.grad.clone() for n, p in ddp.module.named_parameters()}
     return {"grad": largest_difference(expected, found)}
 
 
 def wrapped_again() -> dict[str, Any]:
     """A second DDP around the same compiled module."""
-    module = dcompile.compile(make("mlp"), options=dict(ATEN))
+    module = dcompile.compile(make("two"), options=dict(ATEN))
     backward(module)  # alone, before any DDP
     first = DDP(module)
     first.zero_grad()
     backward(first)
     del first
-    second, stock = DDP(module), DDP(make("mlp"))
+    second, stock = DDP(module), DDP(make("two"))
     for call in (stock, second):
         call.zero_grad()
         backward(call, 3)
@@ -741,7 +761,7 @@ def called_past_ddp() -> dict[str, Any]:
 
 def whole_graph() -> dict[str, Any]:
     """torch.compile(ddp, fullgraph=True), which stock DDP does not allow."""
-    stock, ddp = DDP(make("mlp")), DDP(make("mlp"))
+    stock, ddp = DDP(make("two")), DDP(make("two"))
     call = torch.compile(ddp, backend="dcompile", fullgraph=True, options=dict(ATEN))
     backward(stock)
     backward(call)
@@ -806,16 +826,16 @@ def dies_while_it_writes_to_the_store() -> bool:
     return bool(store.check(["never written"]))
 
 
-def sync_norm(options: dict[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:
+def sync_norm(options: dict[str, Any], rows: tuple[int, ...], norms: int = 2) -> dict[str, Any]:
     """SyncBatchNorm against BatchNorm over all ranks' batches at once; `rows` is the size of each rank's batch.
 
     Stock SyncBatchNorm has no kernels on CPUs; this is what it stands for. Losses of ranks are averaged, as by DDP.
     """
-    rank = dist.get_rank()
+    rank, model = dist.get_rank(), models.Normed if norms == 2 else models.NormedOnce
     torch.manual_seed(7)
-    reference = models.Normed()
+    reference = model()
     torch.manual_seed(7)
-    ddp = dcompile.compile(DDP(models.Normed(models.SyncNorm)), options=dict(options))
+    ddp = dcompile.compile(DDP(model(models.SyncNorm)), options=dict(options))
     worst: dict[str, Any] = {"loss": 0, "grad": 0, "buffer": 0}
     for step in range(3):
         generator = torch.Generator().manual_seed(step)

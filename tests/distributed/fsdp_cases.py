@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_by_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -109,33 +108,26 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
-def checkpointed_llama() -> nn.Module:
-    """Each layer is computed again in the backward; the causal mask is made outside of them."""
-    model: Any = models.llama(layers=1)
-    for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
-    model.config.use_cache = False  # that would grow with each time that a layer is computed
-    return model  # type: ignore[no-any-return]
-
-
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "composable": Blocks,
     "composable_break": lambda: Blocks(breaks=True),
     "mlp": models.Mlp,
+    "two": models.Two,
     "uneven": Uneven,
     "shared": models.SharedOverBreak,
     "tied_break": models.TiedOverBreak,
-    "layers": models.BrokenLayers,
-    "layers_then_torchs": lambda: models.BrokenLayers(last=nn.Linear(12, 4)),
+    "layers": lambda: models.BrokenLayers(2),
+    "layers_then_torchs": lambda: models.BrokenLayers(2, last=nn.Linear(12, 4)),
     "llama_broken": models.broken_llama,
     "llama_broken_tied": lambda: models.broken_llama(tied=True),
     "decides": models.Decides,
     "between": models.Between,
     "checkpointed": Checkpointed,
     "nested": models.Nested,
-    "llama_checkpointed": checkpointed_llama,
+    "decoder_checkpointed": functools.partial(models.checkpointed_decoder, masked=True),
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
+    "decoder": models.Decoder,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
     "llama_one": lambda: models.llama(layers=1),
@@ -178,6 +170,8 @@ def make(name: str, wrap: str = "blocks", mesh: tuple[int, ...] = (), replicas: 
 
 
 def blocks(module: Any) -> list[nn.Module]:
+    if isinstance(module, models.Two):
+        return [module.b]
     if hasattr(module, "layers"):
         return list(module.layers)
     if hasattr(module, "shared"):
@@ -211,10 +205,17 @@ def parameters(module: Any) -> dict[str, Any]:
 
 
 def inputs(module: Any, step: int) -> dict[str, Any]:
-    plain: nn.Module = models.llama() if hasattr(module, "model") else models.Mlp()
-    plain = models.Classes() if isinstance(module, models.Classes | models.TiedOverBreak) else plain
-    found = batch(plain, dist.get_rank(), step)
+    tokens = isinstance(module, models.Classes | models.TiedOverBreak | models.Decoder)
+    plain = "llama" if hasattr(module, "model") else "classes" if tokens else "mlp"
+    found = batch(unsharded(plain), dist.get_rank(), step)
     return {name: value.to(device()) for name, value in found.items()}
+
+
+@functools.cache
+def unsharded(name: str) -> nn.Module:
+    """A model that is only asked for its kind of inputs; making it must draw no random numbers."""
+    with torch.device("meta"):
+        return MAKE[name]()
 
 
 class FsdpTraining(Training):
@@ -275,6 +276,7 @@ def against_stock(
     options: dict[str, Any] | None = None,
     fullgraph: bool = True,
     saved: str = "whole",
+    steps: int = 3,
     **how: Any,
 ) -> dict[str, Any]:
     """The same training with stock eager FSDP2 and with dcompile: largest differences, and the receipt.
@@ -292,7 +294,7 @@ def against_stock(
         for number, training in enumerate(trainings):
             training.folder = f"{shared[0]}/{number}" if saved == "parts" else ""
             training.clip = training.clip if clips else 0
-        found = compare(*trainings)
+        found = compare(*trainings, steps=steps)
         dist.barrier()
     found["receipt"] = dcompile.receipt(module)
     if "mp_policy" in how and dist.get_world_size() > 2:
@@ -311,14 +313,11 @@ def scatter(mp_policy: MixedPrecisionPolicy, accumulate: bool, **how: Any) -> fl
 
 
 def same_as_stock(
-    steps: Callable[[Any, Any], Any], name: str = "mlp", wrap: str = "blocks", **how: Any
+    steps: Callable[[Any, Any], Any], name: str = "two", wrap: str = "blocks", **how: Any
 ) -> dict[str, Any]:
     """Run `steps(call, module)` both ways: largest difference of gradients and of what it returns, and the receipt."""
-    order, options, more = how.pop("order", "compile"), how.pop("options", None), {}
-    if "fullgraph" in how:
-        more["fullgraph"] = how.pop("fullgraph")
-    stock, module = make(name, wrap, **how), make(name, wrap, **how)
-    call = compiled(module, order, options, **more)
+    usual = (name, wrap, how) == ("two", "blocks", {})
+    stock, module, call = _in_turn.pair() if _in_turn and usual else pair(name, wrap, **how)
     expected, found = steps(stock, stock), steps(call, module)
     return {
         "grad": largest_difference(gradients(stock), gradients(module)),
@@ -326,6 +325,48 @@ def same_as_stock(
         "result": 0.0 if expected is None else largest_difference(expected, found),
         "receipt": dcompile.receipt(module),
     }
+
+
+def pair(name: str, wrap: str = "blocks", **how: Any) -> tuple[Any, Any, Any]:
+    """(stock's module, ours, what to call for ours)."""
+    order, options, more = how.pop("order", "compile"), how.pop("options", None), {}
+    if "fullgraph" in how:
+        more["fullgraph"] = how.pop("fullgraph")
+    stock, module = make(name, wrap, **how), make(name, wrap, **how)
+    return stock, module, compiled(module, order, options, **more)
+
+
+class InTurn:
+    """One pair of models for several cases, so that what all of them trace is traced once."""
+
+    def __init__(self) -> None:
+        self._pair = pair("two")
+        self._made = [parameter.detach().clone() for parameter in self._pair[0].parameters()]
+
+    def pair(self) -> tuple[Any, Any, Any]:
+        """As it was made, but for what is compiled."""
+        for module in self._pair[:2]:
+            with torch.no_grad():
+                for parameter, made in zip(module.parameters(), self._made, strict=True):
+                    parameter.copy_(made)
+            module.zero_grad()
+        return self._pair
+
+
+_in_turn: InTurn | None = None
+
+
+def in_turn(cases: tuple[str, ...], copied: Callable[[], int] = lambda: 0) -> dict[str, Any]:
+    """What each case finds, one behind the other with one pair of models, and how many bytes it has `copied`."""
+    global _in_turn
+    _in_turn, found = InTurn(), {}
+    try:
+        for case in cases:
+            before = copied()
+            found[case] = globals()[case]() | {"copied": copied() - before}
+    finally:
+        _in_turn = None
+    return found
 
 
 def backward(call: Any, module: Any, step: int = 0) -> None:
@@ -353,7 +394,7 @@ def all_gather_extensions(**how: Any) -> dict[str, Any]:
     return {"loss": max(abs(a - b) for a, b in zip(*losses, strict=True)), "receipt": dcompile.receipt(module)}
 
 
-def counted(warm: bool) -> dict[str, Any]:
+def counted(warm: bool = False) -> dict[str, Any]:
     """Collectives that torch's mode counts in each of two steps, stock's first; a step without it comes last.
 
     `warm`: a step without it comes before, too.
@@ -372,9 +413,13 @@ def counted(warm: bool) -> dict[str, Any]:
     return same_as_stock(steps) | {"counts": counts}
 
 
+def counted_when_warm() -> dict[str, Any]:
+    return counted(warm=True)
+
+
 def counted_backward() -> int:
     """The collectives of a compiled backward, of which the mode sees nothing else."""
-    module = make("mlp")
+    module = make("two")
     call = compiled(module)
     for _ in range(2):
         loss = loss_of(call(**inputs(module, 0)))
@@ -396,7 +441,7 @@ def forwards_of_all_kinds() -> dict[str, Any]:
             found["inference"] = call(**inputs(module, 2)).clone()
         module.train()
         call(**inputs(module, 3))  # its graph is dropped
-        found["part"] = module.a(inputs(module, 4)["x"]).detach()
+        found["part"] = module.b(inputs(module, 4)["x"]).detach()
         backward(call, module, 5)
         return found
 
@@ -494,7 +539,7 @@ def parts_for_the_backward() -> dict[str, Any]:
         noted("next", lambda: backward(call, module, 3))
 
     with unittest.mock.patch("dcompile.runtime.shards.Flight", flight):
-        return same_as_stock(steps, reshard_after_forward=2) | {"over": found}
+        return same_as_stock(steps, "mlp", reshard_after_forward=2) | {"over": found}
 
 
 def left_over() -> dict[str, Any]:
@@ -552,7 +597,7 @@ def hooks_and_settings() -> dict[str, Any]:
     return found | {"fired": (half, sorted(fired[:half]) == sorted(fired[half:]))}
 
 
-class ReturnsWeight(models.Mlp):
+class ReturnsWeight(models.Two):
     """Hands out a look at a parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -560,7 +605,7 @@ class ReturnsWeight(models.Mlp):
         return super().forward(x) + 0 * self.seen.sum()
 
 
-class ChangesWeight(models.Mlp):
+class ChangesWeight(models.Two):
     """Writes to a parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -615,7 +660,7 @@ def ranks_go_apart(how: str) -> dict[str, Any]:
 
 def one_rank_fails(where: str) -> None:
     """Rank 1 raises in a forward or a backward; rank 0 is left in a collective."""
-    module = make("mlp")
+    module = make("two")
     call = compiled(module)
     backward(call, module)
     if dist.get_rank() == 1 and where == "forward":
@@ -685,7 +730,7 @@ def settled(**how: Any) -> dict[str, Any]:
 
 def checkpoints(folder: str) -> dict[str, Any]:
     """What stock FSDP2 saves is loaded into a compiled module and back; names and values are the same."""
-    stock, module = make("mlp"), make("mlp")
+    stock, module = make("two"), make("two")
     call = compiled(module)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (stock, module)]
     for step in range(2):
@@ -788,7 +833,7 @@ class Unreachable(ProcessReach):
 def unreachable() -> dict[str, Any]:
     """One rank cannot map the other's memory, so none copies."""
     with unittest.mock.patch(f"{__name__}.ProcessReach", Unreachable):
-        return copied(name="mlp")
+        return copied(name="two", steps=2)
 
 
 def moved() -> dict[str, Any]:
@@ -835,10 +880,13 @@ def _set_by_checkpoints(module: Any) -> None:
     set_model_state_dict(module, {name: 0.5 * value for name, value in whole.items()}, options=options)
 
 
-def _stepped(module: Any, fused: bool = False, compiles: bool = False) -> None:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
-    step = dcompile.compile(optimizer.step, options=ATEN) if compiles else optimizer.step
-    step()
+def _stepped(module: Any, fused: bool = False) -> None:
+    torch.optim.AdamW(module.parameters(), lr=1e-2, fused=fused).step()
+
+
+def _stepped_compiled(module: Any, compiles: bool = True) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)  # AdamW's step takes longer to trace
+    (dcompile.compile(optimizer.step, options=ATEN) if compiles else optimizer.step)()
 
 
 WRITES: dict[str, Callable[[Any], None]] = {
@@ -849,7 +897,7 @@ WRITES: dict[str, Callable[[Any], None]] = {
     "set by checkpoints": _set_by_checkpoints,
     "optimizer": _stepped,
     "fused optimizer": functools.partial(_stepped, fused=True),
-    "compiled optimizer": functools.partial(_stepped, compiles=True),
+    "compiled optimizer": _stepped_compiled,
     "data": _written_through_data,
 }
 """Ways to change sharded parameters."""
@@ -865,7 +913,8 @@ def written(mp_policy: MixedPrecisionPolicy = MIXED, **how: Any) -> dict[str, An
 
     def steps(call: Any, module: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for number, (name, write) in enumerate(WRITES.items()):
+        writes = WRITES | {"compiled optimizer": functools.partial(_stepped_compiled, compiles=call is not module)}
+        for number, (name, write) in enumerate(writes.items()):
             loss = loss_of(call(**inputs(module, number)))
             loss.backward()
             write(module)
@@ -920,6 +969,8 @@ def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
         unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach),
         unittest.mock.patch("dcompile.runtime.nearby.LEAST_COPIED", 0),
     ):
+        if of == "in_turn":
+            how["copied"] = lambda: reach.copied
         found: dict[str, Any] = globals()[of](**how)
     return found | {"copied": reach.copied}
 
@@ -947,7 +998,7 @@ def memory(**how: Any) -> dict[str, Any]:
 def started_again(folder: str) -> dict[str, Any]:
     """The same model compiled twice with one cache: the second takes its graphs from there."""
     options = {"verify": False, "matmul": "aten", "cache_dir": f"{folder}/rank{dist.get_rank()}"}
-    modules = [make("mlp"), make("mlp")]
+    modules = [make("two"), make("two")]
     for module in modules:
         backward(compiled(module, options=options), module)
     receipts = [dcompile.receipt(module) for module in modules]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.modules._functions import SyncBatchNorm
 
 
@@ -19,6 +20,17 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+class Two(nn.Module):
+    """As few layers as leave one that is gathered again for the backward; each takes what the model takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
 
 
 @dataclasses.dataclass
@@ -224,6 +236,49 @@ class Classes(nn.Module):
         return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class DecoderLayer(nn.Module):
+    """Causal attention behind a norm, and beside what goes past it."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        split = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        found = nn.functional.scaled_dot_product_attention(*split.unbind(), attn_mask=mask, is_causal=mask is None)
+        return x + nn.functional.silu(self.out(found.transpose(1, 2).flatten(2)))
+
+
+class Decoder(nn.Module):
+    """What Llama is made of, in a tenth of the time that tracing Hugging Face's takes.
+
+    `masked`: layers are given a causal mask that is made outside of them.
+    """
+
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        self.masked = masked
+        self.embed, self.layers = nn.Embedding(30, 16), nn.ModuleList([DecoderLayer()])
+        self.norm, self.head = nn.RMSNorm(16), nn.Linear(16, 30, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, mask = self.embed(tokens), None
+        if self.masked:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            mask = (places <= places[:, None])[None, None]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(self.norm(x))
+
+
+def checkpointed_decoder(reentrant: bool = False, masked: bool = False) -> Decoder:
+    """Each layer is computed again in the backward."""
+    how, model = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT, Decoder(masked)
+    model.layers = nn.ModuleList(checkpoint_wrapper(layer, how) for layer in model.layers)
+    return model
+
+
 class NormUnused(nn.Module):
     """BatchNorm buffers, and parameters that no loss reaches."""
 
@@ -262,6 +317,17 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm_a(self.a(x)))
         return self.head(torch.relu(self.norm_b(self.b(x))).mean((2, 3)))
+
+
+class NormedOnce(nn.Module):
+    """A convolution with a norm behind it: half of what `Normed` takes to trace."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
 class UsedOutside(nn.Module):
@@ -382,9 +448,9 @@ def broken_llama(tied: bool = False) -> nn.Module:
 def batch(model: nn.Module, rank: int, step: int) -> dict[str, Any]:
     """Inputs of one step: another batch on every rank."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    if isinstance(model, NormUnused | Normed):
+    if isinstance(model, NormUnused | Normed | NormedOnce):
         return {"x": torch.randn(4, 3, 6, 6, generator=generator)}
-    if isinstance(model, TiedOverBreak | Classes):
+    if isinstance(model, TiedOverBreak | Classes | Decoder):
         return {"tokens": torch.randint(0, 30, (4, 6), generator=generator)}
     if type(model).__name__.startswith("Llama"):
         tokens = torch.randint(0, 64, (2, 10), generator=generator)

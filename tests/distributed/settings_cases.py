@@ -49,7 +49,7 @@ def finalized_by_hand(when: When) -> dict[str, Any]:
 
 def finalized_too_early() -> str:
     """finalize_backward() inside a backward says what to do."""
-    call = dcompile.compile(DDP(cases.make("mlp")), options=dict(cases.ATEN))
+    call = dcompile.compile(DDP(cases.make("two")), options=dict(cases.ATEN))
     cases.backward(call, 0)
     call.require_manual_backward_finalization = True
     result = call(cases.inputs(1))

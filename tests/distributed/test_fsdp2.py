@@ -7,6 +7,8 @@ from tests.distributed.matrix import BF16, FP16, MIXED, WIDE
 
 CASES = "tests.distributed.fsdp_cases:"
 STOCK = {"kernels": "aten", "distributed": "stock"}
+IN_TURN = ("forwards_of_all_kinds", "kept_graph", "autograd_grad", "counted_when_warm", "hooks_and_settings")
+IN_TURN_COPIED = ("forwards_of_all_kinds", "kept_graph", "hooks_and_settings")
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +22,19 @@ def values(ranks, case, **keywords):
     return ranks.run(CASES + case, 150, **keywords)
 
 
+def trained(ranks, **how):
+    """Two steps before the checkpoint show what three do: the second is the first from the gradients of a step."""
+    return values(ranks, "against_stock", steps=2, **how)
+
+
+@pytest.fixture(scope="module")
+def in_turn(ranks):
+    """Ways to run that trace the same graph, one behind the other with one pair of models."""
+    return values(ranks, "in_turn", cases=IN_TURN)
+
+
 def test_ignored_parameters_are_each_ranks_own(ranks):
-    results = values(ranks, "against_stock", name="mlp", wrap="ignored")
+    results = trained(ranks, name="two", wrap="ignored")
     for found in results:
         assert found["receipt"].eligible and found["receipt"].collectives == 2
         assert (found["loss"], found["grad"], found["param"], found["after loading"]) == (0, 0, 0, 0)
@@ -29,20 +42,25 @@ def test_ignored_parameters_are_each_ranks_own(ranks):
     assert max(found["ranks"] for found in results) > 0
 
 
-@pytest.mark.parametrize(
-    "case", ["forwards_of_all_kinds", "kept_graph", "frozen", "autograd_grad", "left_over", "replicas"]
-)
+@pytest.mark.parametrize("case", ["frozen", "left_over", "replicas"])
 def test_ways_to_run_equal_stock_fsdp(ranks, case):
     for found in values(ranks, case):
         assert (found["grad"], found["param"], found["result"]) == (0, 0, 0)
         assert found["receipt"].eligible
 
 
+@pytest.mark.parametrize("case", IN_TURN)
+def test_ways_to_run_in_turn_equal_stock_fsdp(in_turn, case):
+    for found in in_turn:
+        assert (found[case]["grad"], found[case]["param"], found[case]["result"]) == (0, 0, 0)
+        assert found[case]["receipt"].eligible
+
+
 @pytest.mark.parametrize("name", ["classes", pytest.param("classes_tied", marks=pytest.mark.full)])
 def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
     collectives = set()
     for options in ({}, {"chunked_loss": 4}):
-        for found in values(ranks, "against_stock", name=name, options={"kernels": "aten", **options}):
+        for found in trained(ranks, name=name, options={"kernels": "aten", **options}):
             assert found["receipt"].eligible
             assert any("chunked_loss: 4 parts" in note for note in found["receipt"].notes) == bool(options)
             assert max(found["loss"], found["grad"], found["param"]) < 1e-9
@@ -51,8 +69,8 @@ def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_mode_that_counts_collectives_counts_those_that_run(ranks, warm):
-    for found in values(ranks, "counted", warm=warm):
+def test_a_mode_that_counts_collectives_counts_those_that_run(ranks, in_turn, warm):
+    for found in [each["counted_when_warm"] for each in in_turn] if warm else values(ranks, "counted"):
         stock, own = found["counts"][:2], found["counts"][2:]
         assert own == stock and sum(own[0].values()) > 0
         assert (found["grad"], found["param"]) == (0, 0)
@@ -75,18 +93,18 @@ def test_collectives_of_a_compiled_backward_are_counted(ranks):
 
 @pytest.mark.parametrize(("name", "order"), [("composable", "compile"), ("composable", "torch.compile")])
 def test_layers_that_hooks_run_again_are_compiled_whole(ranks, name, order):
-    for found in values(ranks, "against_stock", name=name, order=order):
+    for found in trained(ranks, name=name, order=order):
         assert found["receipt"].eligible and found["receipt"].graph_breaks == 0
         assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
 
 
 def test_layers_that_hooks_run_again_beside_a_graph_break(ranks):
-    for found in values(ranks, "against_stock", name="composable_break", fullgraph=False):
+    for found in trained(ranks, name="composable_break", fullgraph=False):
         assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
 
 
 def test_checkpointed_attention_reads_no_mask(ranks):
-    for found in values(ranks, "against_stock", name="llama_checkpointed", options={}):
+    for found in trained(ranks, name="decoder_checkpointed", options={}):
         receipt = found["receipt"]
         assert receipt.eligible and receipt.graphs == 1 and not receipt.fallbacks
         assert any(note.startswith("1 attention calls were given a causal mask") for note in receipt.notes)
@@ -103,10 +121,10 @@ def test_a_model_that_nobody_holds_is_freed(ranks, cases):
     "how",
     [
         {},
-        {"name": "llama_one"},
+        {"name": "decoder"},
         {"reshard_after_forward": False},
         {"mp_policy": BF16},
-        {"name": "llama_one", "mp_policy": MIXED},
+        {"name": "decoder", "mp_policy": MIXED},
     ],
     ids=str,
 )
@@ -124,9 +142,9 @@ def test_what_is_added_to_kept_gradients_is_not_recorded(ranks):
         assert any(kept in note for note in found["receipt"].notes)
 
 
-@pytest.mark.parametrize("how", [{"name": "uneven"}, {"name": "mlp", "wrap": "root", "accumulate": True}], ids=str)
+@pytest.mark.parametrize("how", [{"name": "uneven"}, {"name": "two", "wrap": "root", "accumulate": True}], ids=str)
 def test_units_in_one_message_equal_stock_fsdp(ranks, how):
-    for found in values(ranks, "packed", **how):
+    for found in values(ranks, "packed", steps=2, **how):
         assert found["packed"] > 1 and found["receipt"].eligible
         assert (found["loss"], found["grad"], found["param"], found["after loading"]) == (0, 0, 0, 0)
 
@@ -134,26 +152,35 @@ def test_units_in_one_message_equal_stock_fsdp(ranks, how):
 @pytest.mark.parametrize(
     "how",
     [
-        {"name": "llama_one"},
+        {"name": "decoder"},
         {"name": "uneven", "accumulate": True},
-        {"name": "mlp", "reshard_after_forward": False},
+        {"name": "two", "reshard_after_forward": False},
         {"of": "recorded"},
-        {"of": "forwards_of_all_kinds"},
-        {"of": "kept_graph"},
         {"of": "left_over"},
-        {"of": "hooks_and_settings"},
         {"of": "moved"},
-        {"of": "recorded", "name": "llama_one", "mp_policy": MIXED},
+        {"of": "recorded", "name": "decoder", "mp_policy": MIXED},
         {"of": "written"},
     ],
     ids=lambda how: ", ".join(map(str, how.values())),
 )
 def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
-    for found in values(ranks, "copied", **how):
+    for found in values(ranks, "copied", **({} if "of" in how else {"steps": 2}), **how):
         assert found["copied"] > 0
         assert (found["grad"], found["param"]) == (0, 0)
         assert found.get("loss", 0) == found.get("after loading", 0) == found.get("result", 0) == 0
         assert found.get("left", 0) == 0
+
+
+@pytest.fixture(scope="module")
+def copied_in_turn(ranks):
+    return values(ranks, "copied", of="in_turn", cases=IN_TURN_COPIED)
+
+
+@pytest.mark.parametrize("case", IN_TURN_COPIED)
+def test_ways_to_run_with_shards_that_are_copied_equal_stock_fsdp(copied_in_turn, case):
+    for each in copied_in_turn:
+        assert each[case]["copied"] > 0
+        assert (each[case]["grad"], each[case]["param"], each[case]["result"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("how", [{"mp_policy": MIXED}, {"mp_policy": WIDE, "wrap": "root"}], ids=str)
@@ -171,7 +198,7 @@ def test_changed_parameters_are_converted_whatever_changed_them(ranks):
 
 def test_shards_that_are_converted_for_each_gather_are_not_copied_and_it_is_said(ranks):
     options = {"kernels": "aten", "shard_copies": "gather"}
-    for found in values(ranks, "copied", name="mlp", mp_policy=MIXED, options=options):
+    for found in values(ranks, "copied", name="two", steps=2, mp_policy=MIXED, options=options):
         assert (found["loss"], found["grad"], found["param"], found["copied"]) == (0, 0, 0, 0)
         said = "they are converted for each gather: option shard_copies='gather'"
         assert any(said in note for note in found["receipt"].notes)
@@ -185,15 +212,15 @@ def test_shards_that_one_rank_cannot_reach_are_gathered_by_collectives_on_all(ra
         )
 
 
-def test_hooks_and_settings_equal_stock_fsdp(ranks):
-    for found in values(ranks, "hooks_and_settings"):
-        assert (found["grad"], found["param"], found["fired"]) == (0, 0, (6, True))
+def test_hooks_and_settings_equal_stock_fsdp(in_turn):
+    for each in in_turn:
+        assert each["hooks_and_settings"]["fired"] == (4, True)
 
 
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"name": "mlp", "options": STOCK}, "option distributed='stock'"),
+        ({"name": "two", "options": STOCK}, "option distributed='stock'"),
         ({"name": "returns", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
         ({"name": "changes", "wrap": "root"}, "the model returns or changes a parameter in its forward: a.weight"),
     ],
@@ -208,26 +235,26 @@ def test_what_cannot_be_taken_over_stays_stock(ranks, how, reason):
 @pytest.mark.parametrize(
     ("how", "graphs"),
     [
-        ({"name": "layers_then_torchs"}, 7),
-        pytest.param({"name": "layers"}, 7, marks=pytest.mark.full),
+        ({"name": "layers_then_torchs"}, 5),
+        pytest.param({"name": "layers"}, 5, marks=pytest.mark.full),
         pytest.param({"name": "llama_broken"}, None, marks=pytest.mark.full),
         pytest.param({"name": "llama_broken_tied", "wrap": "root", "accumulate": True}, None, marks=pytest.mark.full),
         ({"name": "decides"}, 3),
-        pytest.param({"name": "layers", "wrap": "root", "accumulate": True}, 7, marks=pytest.mark.full),
-        pytest.param({"name": "layers", "reshard_after_forward": False}, 7, marks=pytest.mark.full),
-        pytest.param({"name": "layers", "wrap": "meta", "saved": "parts"}, 7, marks=pytest.mark.full),
-        pytest.param({"name": "layers", "mp_policy": BF16}, 7, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "wrap": "root", "accumulate": True}, 5, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "reshard_after_forward": False}, 5, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "wrap": "meta", "saved": "parts"}, 5, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "mp_policy": BF16}, 5, marks=pytest.mark.full),
         # conversions of inputs and outputs are graphs of their own
         pytest.param(
             {"name": "shared", "wrap": "root", "mp_policy": WIDE, "accumulate": True}, 4, marks=pytest.mark.full
         ),
-        pytest.param({"name": "layers", "order": "module.compile", "replicas": 2}, 7, marks=pytest.mark.full),
-        pytest.param({"name": "layers", "order": "torch.compile", "placement": 1}, 7, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "order": "module.compile", "replicas": 2}, 5, marks=pytest.mark.full),
+        pytest.param({"name": "layers", "order": "torch.compile", "placement": 1}, 5, marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_each_graph_behind_a_break_gathers_and_reduces_its_own(ranks, how, graphs):
-    for found in values(ranks, "against_stock", fullgraph=False, **how):
+    for found in trained(ranks, fullgraph=False, **how):
         receipt = found["receipt"]
         assert (receipt.eligible, receipt.reasons) == (True, ())
         assert receipt.graphs == graphs if graphs else receipt.graphs > 5  # as versions of torch cut it
@@ -238,7 +265,7 @@ def test_each_graph_behind_a_break_gathers_and_reduces_its_own(ranks, how, graph
 
 @pytest.mark.parametrize("name", ["layers", pytest.param("shared", marks=pytest.mark.full)])
 def test_graphs_behind_a_break_take_shards_from_the_other_ranks_memory(ranks, name):
-    for found in values(ranks, "copied", name=name, fullgraph=False):
+    for found in values(ranks, "copied", name=name, steps=2, fullgraph=False):
         assert found["copied"] > 0 and found["receipt"].eligible
         assert (found["loss"], found["grad"], found["param"], found["after loading"]) == (0, 0, 0, 0)
 
@@ -283,13 +310,6 @@ def test_breaks_with_cuda_graphs_stay_stock(ranks):
         )
 
 
-def test_ranks_that_go_apart_behind_a_break_run_or_say_so(ranks):
-    assert all(found["receipt"].eligible for found in values(ranks, "ranks_go_apart", how="tanh"))
-    for how, text in (("short", "ranks disagree on their sharded coll"), ("layer", "ranks disagree on their use of")):
-        first, second = ranks.outcomes(CASES + "ranks_go_apart", 100, how=how)
-        assert first.error and second.kind == "PlanMismatchError" and text in second.error
-
-
 def test_checkpoints_go_both_ways(ranks, tmp_path):
     for found in values(ranks, "checkpoints", folder=str(tmp_path)):
         assert found == {"keys0": True, "same0": True, "keys1": True, "same1": True, "grad": 0}
@@ -309,6 +329,13 @@ def test_gathered_parameters_are_not_kept(ranks):
 def test_sharded_columns_are_not_kept(ranks):
     for found in values(ranks, "memory", placement=1):
         assert found["gathered again"] == [] and found["modules"]
+
+
+def test_ranks_that_go_apart_behind_a_break_run_or_say_so(ranks):
+    assert all(found["receipt"].eligible for found in values(ranks, "ranks_go_apart", how="tanh"))
+    for how, text in (("short", "ranks disagree on their sharded coll"), ("layer", "ranks disagree on their use of")):
+        first, second = ranks.outcomes(CASES + "ranks_go_apart", 100, how=how)
+        assert first.error and second.kind == "PlanMismatchError" and text in second.error
 
 
 @pytest.mark.parametrize(("where", "what"), [("forward", "the all-gather gather0 of"), ("backward", "the all-gather")])

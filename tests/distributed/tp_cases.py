@@ -45,21 +45,21 @@ class Sequence(nn.Module):
         return self.head(self.last(x + self.b(torch.relu(self.a(self.norm(x))))))
 
 
-class Checkpointed(models.Mlp):
+class Checkpointed(models.Two):
     """Computes all of it again in the backward: a body in the captured graph, which takes DTensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class ReturnsWeight(models.Mlp):
+class ReturnsWeight(models.Two):
     """Hands out a parameter that is a DTensor."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), self.a.weight
 
 
-class ChangesWeight(models.Mlp):
+class ChangesWeight(models.Two):
     """Writes to a parameter that is a DTensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +77,7 @@ SEQUENCE = {
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
 MLP = {"a": ColwiseParallel(), "b": RowwiseParallel(), "c": ColwiseParallel(output_layouts=Replicate())}
+TWO = {"a": ColwiseParallel(), "b": RowwiseParallel()}
 ATTENTION = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
 MLP_LAYER = {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {"mlp.down_proj": RowwiseParallel()}
 LLAMA = {f"model.layers.*.{name}": style for name, style in (ATTENTION | MLP_LAYER).items()}
@@ -87,14 +88,15 @@ UNEVEN = {
 }
 PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mlp": (models.Mlp, MLP),
-    "checkpointed": (Checkpointed, MLP),
+    "two": (models.Two, TWO),
+    "checkpointed": (Checkpointed, TWO),
     "mixed": (models.Mlp, {"a": ColwiseParallel(), "b": RowwiseParallel()}),
     "uneven": (Uneven, UNEVEN),
     "sequence": (Sequence, SEQUENCE),
     "loss": (Sequence, SEQUENCE | {"head": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)}),
     "llama": (models.llama, LLAMA),
-    "returns": (ReturnsWeight, MLP),
-    "changes": (ChangesWeight, MLP),
+    "returns": (ReturnsWeight, TWO),
+    "changes": (ChangesWeight, TWO),
 }
 """Model, and how each of its modules is spread over the parallel ranks."""
 
@@ -188,7 +190,7 @@ def against_stock(
     pair = ParallelTraining(stock, stock, accumulate), ParallelTraining(call, module, accumulate)
     for training in pair:
         training.shape = shape
-    return compare(*pair) | {"receipt": dcompile.receipt(call)}
+    return compare(*pair, steps=2) | {"receipt": dcompile.receipt(call)}
 
 
 def same_as_stock(name: str, shape: tuple[int, ...], **how: Any) -> dict[str, Any]:
@@ -255,7 +257,7 @@ def checkpoints(shape: tuple[int, ...], folder: str) -> dict[str, Any]:
     """What DCP saves of a stock model is loaded into a compiled one, and back."""
     import torch.distributed.checkpoint as dcp
 
-    stock, module = make("mlp", shape), make("mlp", shape)
+    stock, module = make("two", shape), make("two", shape)
     call = compiled(module)
     pairs = [
         (run, each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for run, each in ((stock, stock), (call, module))

@@ -141,6 +141,8 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "llama_one": lambda: models.llama(layers=1),
     "llama_one_tied": lambda: models.llama(tied=True, layers=1),
     "llama_wide": lambda: models.llama(vocabulary=8192),
+    "llama_shaped_tied": lambda: models.LlamaShaped(tied=True),
+    "llama_shaped_wide": lambda: models.LlamaShaped(vocabulary=8192, layers=2),
 }
 
 
@@ -211,7 +213,7 @@ def parameters(module: Any) -> dict[str, Any]:
 
 
 def inputs(module: Any, step: int) -> dict[str, Any]:
-    plain: nn.Module = models.llama() if hasattr(module, "model") else models.Mlp()
+    plain: nn.Module = models.LlamaShaped() if hasattr(module, "model") else models.Mlp()
     plain = models.Classes() if isinstance(module, models.Classes | models.TiedOverBreak) else plain
     found = batch(plain, dist.get_rank(), step)
     return {name: value.to(device()) for name, value in found.items()}
@@ -275,6 +277,7 @@ def against_stock(
     options: dict[str, Any] | None = None,
     fullgraph: bool = True,
     saved: str = "whole",
+    steps: int = 3,
     **how: Any,
 ) -> dict[str, Any]:
     """The same training with stock eager FSDP2 and with dcompile: largest differences, and the receipt.
@@ -292,7 +295,7 @@ def against_stock(
         for number, training in enumerate(trainings):
             training.folder = f"{shared[0]}/{number}" if saved == "parts" else ""
             training.clip = training.clip if clips else 0
-        found = compare(*trainings)
+        found = compare(*trainings, steps=steps)
         dist.barrier()
     found["receipt"] = dcompile.receipt(module)
     if "mp_policy" in how and dist.get_world_size() > 2:

@@ -91,12 +91,13 @@ def against_stock(
     accumulate: bool = False,
     options: dict[str, Any] | None = None,
     fullgraph: bool = True,
+    steps: int = 3,
     **how: Any,
 ) -> dict[str, Any]:
     """The same training with stock eager FSDP and with dcompile: largest differences, and the receipt."""
     stock, module = make(name, wrap, **how), make(name, wrap, **how)
     call = compiled(module, order, options, fullgraph=fullgraph)
-    found = compare(FsdpTraining(stock, stock, accumulate), FsdpTraining(call, module, accumulate))
+    found = compare(FsdpTraining(stock, stock, accumulate), FsdpTraining(call, module, accumulate), steps=steps)
     if "precision" in how and dist.get_world_size() > 2:
         # how far stock is from itself with sums of 32 bits, or where other parameters share a reduction
         wide = how | {"precision": how["precision"] | {"reduce_dtype": "float32"}}

@@ -30,7 +30,7 @@ class Counted(Lora):
     """Frozen layers, of which one is a table of integers; one can be run eagerly."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__((12, 20, 4))
         self.steps = nn.Parameter(torch.tensor([2, 3, 4, 5]), requires_grad=False)
 
     def forward(self, x: torch.Tensor, apart: bool = False) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Counted(Lora):
 
     @torch._dynamo.disable
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up[2](self.down[2](torch.relu(self.base[0](x.repeat(1, 3)))))
+        return self.up[1](self.down[1](torch.relu(self.base[0](x.repeat(1, 3)))))
 
 
 def counted() -> nn.Module:
@@ -139,7 +139,7 @@ class Outputs(nn.Module):
 
     def __init__(self, broken: bool = False) -> None:
         super().__init__()
-        self.trunk, self.middle = nn.Linear(12, 16), nn.Linear(16, 16)
+        self.trunk, self.middle = nn.Linear(12, 16, bias=False), nn.Linear(16, 16, bias=False)
         self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
         self.broken = broken
 

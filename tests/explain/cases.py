@@ -14,6 +14,9 @@ import dcompile
 from dcompile.explain import clocks
 from tests.distributed import fsdp1_cases
 
+PLAIN = {"receipt": False, "kernels": "aten"}
+"""For what is about exchanges: kernels of our own take as long again to make."""
+
 
 class SlowGradient(torch.autograd.Function):
     """Takes its time in the backward, between the compiled programs of two layers."""
@@ -82,7 +85,7 @@ def sharded():
     before = [p.to_local().clone() for p in model.parameters()]
     report = dcompile.explain(model, x)
     assert all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))
-    dcompile.compile(model, options={"receipt": False})
+    dcompile.compile(model, options=PLAIN)
 
     def step():
         model.zero_grad()
@@ -112,7 +115,7 @@ def parallel():
     model = tp_cases.make("sequence", (1, 2))
     tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
     report = dcompile.explain(model, tokens)
-    dcompile.compile(model, options={"receipt": False})
+    dcompile.compile(model, options=PLAIN)
 
     def step():
         model.zero_grad()
@@ -195,7 +198,7 @@ def explained_alone():
 
     from tests.distributed import tp_cases
 
-    options, found, x = {"receipt": False}, {}, torch.randn(4, 8)
+    options, found, x = PLAIN, {}, torch.randn(4, 8)
     tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
     others = {"fsdp1": (fsdp1_cases.make("mlp"), torch.randn(8, 12)),
               "parallel": (tp_cases.make("sequence", (1, 2)), tokens)}  # fmt: skip

@@ -13,7 +13,7 @@ from dcompile.codegen.lower.graph import dtype_name
 from dcompile.codegen.lower.tensor import T
 from dcompile.codegen.lower.views import RULES as VIEWS
 from dcompile.ir.float8 import BYTES, LARGEST, OPAQUE
-from dcompile.ir.nodes import Apply, Ref, View
+from dcompile.ir.nodes import Apply, Const, Ref, Value, View
 from dcompile.ir.ops import DTYPES
 
 CONVERSIONS = frozenset((
@@ -65,7 +65,7 @@ def _dtypes_of(value: Any) -> Iterator[str]:
 
 def bounded(body: Body, ref: Ref) -> Ref:
     """A float32 that becomes a float8_e4m3fn, at most the largest of those where ATen saturates; NaN stays as it is."""
-    if not compat.tensors.saturates_float8() or _was_bounded(body, ref):
+    if not compat.tensors.saturates_float8() or _is_bounded(body, ref):
         return ref
     for limit, beyond in ((LARGEST, "gt"), (-LARGEST, "lt")):
         most = body.const(limit, "float32")
@@ -73,7 +73,24 @@ def bounded(body: Body, ref: Ref) -> Ref:
     return ref
 
 
-def _was_bounded(body: Body, ref: Ref) -> bool:
-    """Whether a value was a float8_e4m3fn before."""
-    value = body.values[ref]
-    return isinstance(value, Apply) and value.op == "cast" and body.dtype(value.args[0]) == "float8_e4m3fn"
+def _is_bounded(body: Body, ref: Ref) -> bool:
+    """Whether a value has been a float8_e4m3fn before, or comes out of a clamp to numbers of that size."""
+    match body.values[ref]:
+        case Apply("cast", (arg,), _):
+            wide = DTYPES[body.dtype(arg)] == "float" and body.dtype(arg) != "float64"
+            return body.dtype(arg) == "float8_e4m3fn" or (wide and _is_bounded(body, arg))
+        case Apply("min", (arg, most), _):
+            return _is_within(body.values[most]) and _is_at_least(body, arg)
+    return False
+
+
+def _is_at_least(body: Body, ref: Ref) -> bool:
+    """Whether a value is not below a number that float8_e4m3fn has."""
+    match body.values[ref]:
+        case Apply("max", (_, least), _):
+            return _is_within(body.values[least])
+    return False
+
+
+def _is_within(value: Value) -> bool:
+    return isinstance(value, Const) and abs(value.value) <= LARGEST

@@ -5,6 +5,7 @@ The largest magnitude makes a scale; scaled, bounded and rounded, a tensor is ke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ class Layers(torch.nn.Module):
     def __init__(self, widths: list[int], product: Product) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(b, a) / a**0.5) for a, b in zip(widths, widths[1:], strict=False)
+            torch.nn.Parameter(torch.randn(b, a) / a**0.5) for a, b in itertools.pairwise(widths)
         )
         self.product = product
 

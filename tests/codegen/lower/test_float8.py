@@ -8,7 +8,7 @@ import torch
 import dcompile
 from dcompile import compat
 from dcompile.ir.float8 import FLOAT8, OPAQUE
-from dcompile.ir.nodes import Extern, Loop
+from dcompile.ir.nodes import Apply, Extern, Loop
 from tests.codegen.emit import float8
 from tests.codegen.lower import float8_recipe as recipe
 from tests.codegen.lower.test_program import program_of
@@ -80,6 +80,16 @@ def test_what_is_too_large_is_what_this_torch_makes_of_it(saturates, monkeypatch
     monkeypatch.setattr(compat.tensors, "saturates_float8", lambda: saturates)
     made = compiled(lambda x: x.to(torch.float8_e4m3fn))(x).float()
     assert made[0] == 448 and (made[1:4].abs() == 448).all() == saturates and made[1:4].isnan().all() != saturates
+
+
+@pytest.mark.parametrize(("most", "bounds"), [(448.0, 0), (100.0, 0), (460.0, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_clamped_is_not_bounded_again(dtype, most, bounds, monkeypatch):
+    monkeypatch.setattr(compat.tensors, "saturates_float8", lambda: True)
+    program = program_of(lambda x: x.clamp(-most, most).to(torch.float8_e4m3fn), torch.randn(9).to(dtype))
+    (loop,) = program.steps
+    assert isinstance(loop, Loop)
+    assert sum(isinstance(value, Apply) and value.op == "where" for value in loop.body) == bounds
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,16 @@ typedef uint8 float8_e4m3fn; typedef uint8 float8_e5m2; typedef uint8 float8_e8m
 typedef uint8 float8_e4m3fnuz; typedef uint8 float8_e5m2fnuz; typedef uint8 float4_e2m1fn_x2;
 /* what has fewer digits than others is rounded by adding a number whose last digit is the least one */
 INLINE uint8 nearest_float8_e4m3fn(float x) {
-  const u32 sign = bits(x) >> 24 & 0x80, u = bits(x) & 0x7fffffff;
-  const u32 tiny = bits(unbits(u < 121u << 23 ? u : 0u) + 16384.f) - (141u << 23);
-  const u32 normal = (u - (120u << 23) + 0x7ffff + (u >> 20 & 1)) >> 20;
-  return uint8(sign | (u >= 1087u << 20 ? 0x7fu : u < 121u << 23 ? tiny : normal));
+  const int32 sign = int32(bits(x) >> 24 & 0x80), u = int32(bits(x) & 0x7fffffff);
+  const int32 tiny = int32(bits(unbits(u32(u < 121 << 23 ? u : 0)) + 16384.f)) - (141 << 23);
+  const int32 normal = (u - (120 << 23) + 0x7ffff + (u >> 20 & 1)) >> 20, found = u < 121 << 23 ? tiny : normal;
+  return uint8(sign | (found < 0x7f ? found : 0x7f));
 }
 INLINE uint8 nearest_float8_e5m2(float x) {
-  const u32 sign = bits(x) >> 24 & 0x80, u = bits(x) & 0x7fffffff;
-  const u32 tiny = bits(unbits(u < 113u << 23 ? u : 0u) + 128.f) - (134u << 23);
-  const u32 normal = (u - (112u << 23) + 0xfffff + (u >> 21 & 1)) >> 21;
-  const u32 special = u > 0x7f800000u ? 0x7fu : 0x7cu;
-  return uint8(sign | (u >= 143u << 23 ? special : u < 113u << 23 ? tiny : normal));
+  const int32 sign = int32(bits(x) >> 24 & 0x80), u = int32(bits(x) & 0x7fffffff);
+  const int32 tiny = int32(bits(unbits(u32(u < 113 << 23 ? u : 0)) + 128.f)) - (134 << 23);
+  const int32 normal = (u - (112 << 23) + 0xfffff + (u >> 21 & 1)) >> 21, found = u < 113 << 23 ? tiny : normal;
+  return uint8(sign | (found < 0x7c ? found : 0x7c) | (u > 0x7f800000 ? 0x7f : 0));
 }
 /* powers of two: no sign, and halfway goes up, but for the least number */
 INLINE uint8 nearest_float8_e8m0fnu(float x) {

@@ -93,6 +93,7 @@ template <class T> static T* scratch(int64 count) {
 
 /* to[c, r] = from[r, c]; `lines` are the distances of neighbouring rows */
 template <int bytes> struct Lanes;
+template <> struct Lanes<1> { typedef uint8 vector __attribute__((vector_size(8))); };
 template <> struct Lanes<2> { typedef u16 vector __attribute__((vector_size(16))); };
 template <> struct Lanes<4> { typedef u32 vector __attribute__((vector_size(32))); };
 template <> struct Lanes<8> { typedef u64 vector __attribute__((vector_size(32))); };

@@ -14,7 +14,7 @@ def to_float8_e4m3fn(a):
     tiny = (tl.where(u < 0x3C800000, u, 0).to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
     normal = (u - 0x3C000000 + 0x7FFFF + ((u >> 20) & 1)) >> 20
     found = tl.where(u < 0x3C800000, tiny - 0x46800000, normal)
-    return (tl.where(u >= 0x43F00000, 0x7F, found) | sign).to(tl.uint8)
+    return (tl.minimum(found, 0x7F) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -24,8 +24,8 @@ def to_float8_e5m2(a):
     tiny = (tl.where(u < 0x38800000, u, 0).to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True)
     normal = (u - 0x38000000 + 0xFFFFF + ((u >> 21) & 1)) >> 21
     found = tl.where(u < 0x38800000, tiny - 0x43000000, normal)
-    special = tl.where(u > 0x7F800000, 0x7F, 0x7C)
-    return (tl.where(u >= 0x47800000, special, found) | sign).to(tl.uint8)
+    found = tl.where(u > 0x7F800000, 0x7F, tl.minimum(found, 0x7C))
+    return (found | sign).to(tl.uint8)
 
 
 @triton.jit

@@ -44,13 +44,15 @@ def to_bytes(x: Array, dtype: str) -> Array:
     found = np.where(small, tiny, _rounded(normal, 23 - fraction))
     found = np.minimum(found, np.uint32(_OVERFLOW[dtype]))
     found = np.where(magnitude > np.uint32(0x7F800000), np.uint32(0x7F), found)
-    return (found | ((bits >> np.uint32(24)) & np.uint32(0x80))).astype(np.uint8)
+    raw: Array = (found | ((bits >> np.uint32(24)) & np.uint32(0x80))).astype(np.uint8)
+    return raw
 
 
 def _rounded(magnitude: Array, digits: int) -> Array:
     """Without so many binary digits at the end: to the nearest, ties to even."""
     odd = (magnitude >> np.uint32(digits)) & np.uint32(1)
-    return (magnitude + odd + np.uint32((1 << (digits - 1)) - 1)) >> np.uint32(digits)
+    found: Array = (magnitude + odd + np.uint32((1 << (digits - 1)) - 1)) >> np.uint32(digits)
+    return found
 
 
 def _to_exponents(magnitude: Array) -> Array:
@@ -66,7 +68,8 @@ def from_bytes(raw: Array, dtype: str) -> Array:
     wide = np.asarray(raw, np.uint8).astype(np.uint32)
     if dtype == "float8_e8m0fnu":
         bits = np.where(wide == 0, np.uint32(0x400000), wide << np.uint32(23))
-        return np.where(wide == 255, np.uint32(0x7F800001), bits).view(np.float32)
+        bits = np.where(wide == 255, np.uint32(0x7F800001), bits)
+        return bits.view(np.float32)
     fraction, bias, magnitude = _FRACTION[dtype], _BIAS[dtype], wide & np.uint32(0x7F)
     tiny = magnitude.astype(np.float32) * np.float32(2.0 ** (1 - bias - fraction))
     normal = (magnitude << np.uint32(23 - fraction)) + np.uint32((127 - bias) << 23)
@@ -74,4 +77,5 @@ def from_bytes(raw: Array, dtype: str) -> Array:
     if dtype == "float8_e5m2":
         bits = np.where(magnitude == np.uint32(0x7C), np.uint32(0x7F800000), bits)
     bits = np.where(magnitude >= np.uint32(_NAN[dtype]), normal | np.uint32(0x7FC00000), bits)
-    return (bits | ((wide & np.uint32(0x80)) << np.uint32(24))).view(np.float32)
+    numbers: Array = (bits | ((wide & np.uint32(0x80)) << np.uint32(24))).view(np.float32)
+    return numbers

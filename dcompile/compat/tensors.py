@@ -368,6 +368,17 @@ def slow_products() -> frozenset[torch.dtype]:
     return frozenset() if has else frozenset([torch.bfloat16])
 
 
+@functools.cache
+def saturates_float8() -> bool:
+    """Whether ATen makes the largest number of float8_e4m3fn of larger ones, as from 2.13 on: NaN before."""
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        number = torch.full((), 1000.0, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
+        return bool(number.float().isfinite())
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is kept as numbers in the program text are: a tensor of no dimensions on the CPU."""
     import torch

@@ -3,7 +3,7 @@
 Memory is kept as the machine keeps it: a buffer is a flat run of raw elements, buffers placed in the arena or in a
 bucket are slices of one byte array (which starts as garbage), and a bfloat16 is the upper half of a float32. So a wrong
 memory plan gives wrong values here too. Values in flight are whole arrays over the iteration space, broadcast where
-they do not vary; bfloat16 values are float32 arrays that hold representable numbers only.
+they do not vary; bfloat16 values are float32 arrays that hold representable numbers only, float8 values are bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, outer_names, product_buffer
+from dcompile.ir.float8 import BYTES, FLOAT8, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -105,8 +106,15 @@ def from_bfloat16(bits: Array) -> Array:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def cast(x: Array, dtype: str) -> Array:
-    """Convert as torch does: round to nearest even, truncate towards zero, anything but zero is true."""
+def cast(x: Array, dtype: str, source: str = "") -> Array:
+    """Convert as torch does: round to nearest even, truncate towards zero, anything but zero is true.
+
+    Bytes are told from integers by their dtype, `source`.
+    """
+    if source in FLOAT8 and source != dtype:
+        x = from_bytes(x, source)
+    if dtype in FLOAT8:
+        return x if source == dtype else to_bytes(x.astype(np.float32), dtype)
     if dtype == "bfloat16":
         return from_bfloat16(to_bfloat16(x.astype(np.float32)))
     if dtype == "float16" and x.dtype.kind in "iub":
@@ -116,12 +124,12 @@ def cast(x: Array, dtype: str) -> Array:
 
 def _numpy(dtype: str) -> np.dtype[Any]:
     """How values of a dtype are held while computing."""
-    return np.dtype("float32" if dtype == "bfloat16" else dtype)
+    return np.dtype("float32" if dtype == "bfloat16" else "uint8" if dtype in BYTES else dtype)
 
 
 def _raw(dtype: str) -> np.dtype[Any]:
     """How elements of a dtype lie in memory."""
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    return np.dtype("uint16" if dtype == "bfloat16" else "uint8" if dtype in BYTES else dtype)
 
 
 def _decode(raw: Array, dtype: str) -> Array:
@@ -270,7 +278,7 @@ class _Machine:
             self._product(loop.product)
         space = _Space(loop, self.sizes(loop.outer), self.sizes(loop.inner), self.symbols)
         for value in loop.body:
-            space.values.append(self._value(value, space))
+            space.values.append(self._value(value, space, loop.body))
         for store in loop.stores:
             self._store(loop, store, space)
 
@@ -281,7 +289,7 @@ class _Machine:
             self.memory[product.out] = self._allocate(self.table[product.out])
         self.extern(product.call)
 
-    def _value(self, value: Value, space: _Space) -> Array:
+    def _value(self, value: Value, space: _Space, body: tuple[Value, ...]) -> Array:
         match value:
             case Const(literal, dtype):
                 return np.asarray(literal).astype(_numpy(dtype)).reshape(space.ones)
@@ -290,7 +298,7 @@ class _Machine:
             case Load():
                 return self._load(value, space)
             case Apply("cast", (arg,), dtype):
-                return cast(space.values[arg], dtype)
+                return cast(space.values[arg], dtype, body[arg].dtype)
             case Apply(op, args, dtype):
                 result = np.asarray(OPS[op].meaning(*(space.values[arg] for arg in args)))
                 return result.astype(_numpy(dtype), copy=False)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from dcompile.ir.float8 import BYTES
 from dcompile.ir.index import Index, Size, as_index, as_size
 
 Ref: TypeAlias = int
@@ -334,7 +335,7 @@ OBJECT = "object"
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
-    "uint16": 2, "uint32": 4, "uint64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "uint16": 2, "uint32": 4, "uint64": 8, **dict.fromkeys(BYTES, 1),
     NUMBER: 8, OBJECT: 8,
 }  # fmt: skip
 """Bytes of one element."""

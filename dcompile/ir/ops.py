@@ -1,7 +1,7 @@
 """The op table: every operation a loop body may apply, with its reference meaning.
 
 Folding, the interpreter, lowering and every emitter read this table; facts about an op live in its columns. Arithmetic
-is never done in bfloat16 or float16: bodies cast to float32 after a load and back before a store, so `cast` is where
+is never done in 8 or 16 bits: bodies cast to float32 after a load and back before a store, so `cast` is where
 rounding happens.
 """
 
@@ -14,15 +14,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dcompile.ir.float8 import BYTES, FLOAT8, OPAQUE
 from dcompile.ir.philox import philox
 
 DTYPES: Mapping[str, str] = {
     "bool": "bool", "uint8": "int", "int8": "int", "int16": "int", "int32": "int", "int64": "int",
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float",
+    **dict.fromkeys(FLOAT8, "float"), **dict.fromkeys(OPAQUE, "opaque"),
 }  # fmt: skip
 """Data types a loop may load and store, and their kind."""
 
-COMPUTE_DTYPES = frozenset(DTYPES) - {"float16", "bfloat16"}
+COMPUTE_DTYPES = frozenset(DTYPES) - {"float16", "bfloat16"} - BYTES
 
 DtypeRule = Literal["same", "bool", "int32", "given"]
 """same: arguments and result share one dtype; bool, int32: the result's; given: the node says (casts, where)."""

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, operands, outer_names, sizes
+from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, as_index, evaluate_on, upper_bound
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS, REDUCTIONS, SCANS
@@ -86,8 +87,9 @@ def _check_value(
 
 def _check_apply(op: str, args: tuple[str, ...], dtype: str) -> None:
     if op == "cast":
+        require(not {*args, dtype} & {*OPAQUE}, f"a cast of {args[0]} to {dtype}: bytes that loops only copy")
         return
-    require({*args, dtype} <= COMPUTE_DTYPES, f"{op} on {args}: arithmetic in 16 bits; cast to float32 first")
+    require({*args, dtype} <= COMPUTE_DTYPES, f"{op} on {args}: arithmetic in 8 or 16 bits; cast to float32 first")
     if op == "where":
         require(args == ("bool", dtype, dtype), f"where({', '.join(args)}) gives {dtype}")
         return

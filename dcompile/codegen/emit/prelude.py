@@ -15,6 +15,7 @@ from __future__ import annotations
 from dcompile.codegen.emit.arcs import ARCS
 from dcompile.codegen.emit.double_arcs import DOUBLE_ARCS
 from dcompile.codegen.emit.doubles import DOUBLES
+from dcompile.codegen.emit.float8 import FLOAT8_PRELUDE
 from dcompile.codegen.emit.functions import FUNCTIONS
 from dcompile.codegen.emit.random_prelude import RANDOM
 from dcompile.codegen.emit.wide_prelude import WIDE
@@ -92,6 +93,7 @@ template <class T> static T* scratch(int64 count) {
 
 /* to[c, r] = from[r, c]; `lines` are the distances of neighbouring rows */
 template <int bytes> struct Lanes;
+template <> struct Lanes<1> { typedef uint8 vector __attribute__((vector_size(8))); };
 template <> struct Lanes<2> { typedef u16 vector __attribute__((vector_size(16))); };
 template <> struct Lanes<4> { typedef u32 vector __attribute__((vector_size(32))); };
 template <> struct Lanes<8> { typedef u64 vector __attribute__((vector_size(32))); };
@@ -325,4 +327,4 @@ INLINE bool isinf_(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 INLINE bool isinf_(double x) { return __builtin_fabs(x) == __builtin_inf(); }
 """
 
-PRELUDE = _BASE + WIDE + RANDOM + DOUBLES + FUNCTIONS + ARCS + DOUBLE_ARCS
+PRELUDE = _BASE + FLOAT8_PRELUDE + WIDE + RANDOM + DOUBLES + FUNCTIONS + ARCS + DOUBLE_ARCS

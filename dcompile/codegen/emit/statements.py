@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import isnan
 
 from dcompile.codegen.emit.columns import collects_in_place
+from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_shorten
 from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
@@ -294,7 +295,9 @@ class Statements:
                 exact = exact or (dtype in self.round and source == "float32" and arg in self.round[dtype])
                 if not exact and dtype == "bfloat16" and source == "float32" and arg in self.short_nans:
                     return f"nearest_bfloat16({self.name(arg)})"
-                return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
+                return (
+                    self.name(arg) if exact else SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
+                )
             case Apply("where", (mask, arg, other), _) if self._is_zero_anyway(mask, arg, other):
                 return self.name(arg)
             case Apply("where", (mask, *args), "float32") if self.levels.element[mask] and any(map(self._jumps, args)):

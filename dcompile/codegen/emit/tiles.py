@@ -14,7 +14,7 @@ from dcompile.codegen.emit.nest import Axis, Nest
 from dcompile.ir.index import Index, Size, as_size, is_symbol, substitute, typical, var
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Load, Ref
 
-ITEMSIZES = (2, 4, 8)
+ITEMSIZES = (1, 2, 4, 8)
 """Bytes of elements that `turn` knows how to exchange between registers."""
 
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
+from dcompile.codegen.emit.triton_float8 import FLOAT8_FUNCTIONS
+
 HEADER = """\
 import triton
 import triton.language as tl
@@ -386,9 +388,8 @@ def to_float16(a):
 @lru_cache(maxsize=1)
 def functions() -> Mapping[str, str]:
     """Name -> text of each function that kernels may use."""
-    texts = [
-        f"@triton.jit{text.rstrip()}\n" for text in _FUNCTIONS.replace("ZETA", _zeta_terms()).split("@triton.jit")[1:]
-    ]
+    whole = _FUNCTIONS.replace("ZETA", _zeta_terms()) + FLOAT8_FUNCTIONS
+    texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from dcompile.ir.float8 import BYTES
 from dcompile.ir.ops import DTYPES
 
 SPELLING: Mapping[str, str] = {
@@ -37,10 +38,12 @@ SPELLING: Mapping[str, str] = {
 TYPES: Mapping[str, str] = {
     "bool": "int1", "uint8": "uint8", "int8": "int8", "int16": "int16", "int32": "int32", "int64": "int64",
     "float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float64",
+    **dict.fromkeys(BYTES, "uint8"),
 }  # fmt: skip
 POINTERS: Mapping[str, str] = {
     "bool": "*i1", "uint8": "*u8", "int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64",
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "float64": "*fp64",
+    **dict.fromkeys(BYTES, "*u8"),
 }  # fmt: skip
 """The type of a pointer to elements of each dtype, in a kernel's signature."""
 ALIGNED = ":16"

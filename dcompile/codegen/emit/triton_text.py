@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.nest import Axis, Levels, levels, may_exceed
 from dcompile.codegen.emit.triton_spelling import SPELLING, literal, register_type
 from dcompile.codegen.emit.triton_tiles import MULTIPROCESSORS, Dim, Plan, count, row_number
@@ -248,7 +249,9 @@ class Text:
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
                 exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
-                return self.name(arg) if exact else SPELLING["cast"].format(self.name(arg), dtype=dtype)
+                return (
+                    self.name(arg) if exact else SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
+                )
             case Apply(op, args, dtype):
                 text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
                 # Triton computes 8 and 16 bits in 32

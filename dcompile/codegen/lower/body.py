@@ -15,6 +15,7 @@ import numpy as np
 from dcompile.codegen.lower.indices import lower_bound, simplify
 from dcompile.codegen.lower.reals import OPS as REALS
 from dcompile.codegen.lower.reals import Real
+from dcompile.ir.float8 import FLOAT8, OPAQUE, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, is_nonnegative, size_product, substitute, upper_bound, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS
@@ -28,7 +29,7 @@ MAX_ANEW = 64
 """Values in a body beyond which no element is computed anew."""
 
 _EXACT = {
-    "bool": frozenset(DTYPES),
+    "bool": frozenset(DTYPES) - {*OPAQUE},
     "uint8": frozenset(("int16", "int32", "int64", "float32", "float64")),
     "int8": frozenset(("int16", "int32", "int64", "float32", "float64")),
     "int16": frozenset(("int32", "int64", "float32", "float64")),
@@ -38,6 +39,8 @@ _EXACT = {
     "float16": frozenset(("float32", "float64")),
     "float32": frozenset(("float64",)),
     "float64": frozenset[str](),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), frozenset(("bfloat16", "float16", "float32", "float64"))),
+    "float8_e8m0fnu": frozenset(("bfloat16", "float32", "float64")),
 }
 """Casts that lose nothing: going there and back is the identity."""
 
@@ -295,6 +298,8 @@ def as_dtype(value: bool | int | float, dtype: str) -> bool | int | float:
         return number
     if dtype == "bfloat16":
         return _round_bfloat16(number)
+    if dtype in FLOAT8:
+        return float(from_bytes(to_bytes(np.asarray(number, np.float32), dtype), dtype))
     with np.errstate(all="ignore"):
         return float(np.asarray(number).astype(dtype))
 

@@ -17,6 +17,7 @@ from dcompile.codegen.lower.sizes import opaque_shape, variables_of
 from dcompile.codegen.lower.sizes import shape_of as shape_of
 from dcompile.codegen.lower.sizes import strides_of as strides_of
 from dcompile.codegen.lower.tensor import T, constant, from_view, laid_out_as, remapped
+from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
 from dcompile.ir.ops import DTYPES
@@ -303,7 +304,7 @@ def _sizes_in(arg: Arg) -> list[Size]:
 
 def _or_nothing(tensor: T) -> T:
     """An empty tensor as a constant: a loop over no elements should share no memory that fusion could join it by."""
-    return constant(0, tensor.shape, tensor.dtype) if 0 in tensor.shape else tensor
+    return constant(0, tensor.shape, tensor.dtype) if 0 in tensor.shape and tensor.dtype not in OPAQUE else tensor
 
 
 @lru_cache(maxsize=64)

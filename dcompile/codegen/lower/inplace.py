@@ -15,6 +15,7 @@ from dcompile.codegen.lower.indices import ranges_of, variables
 from dcompile.codegen.lower.pointwise import to_dtype
 from dcompile.codegen.lower.puts import ONE_THREAD
 from dcompile.codegen.lower.tensor import T, broadcast, computed
+from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import flatten, size_product
 from dcompile.ir.nodes import Load, Store
 from dcompile.ir.ops import DTYPES
@@ -35,6 +36,8 @@ def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_
         return target  # the values were put in place
     if view is None or view.buffer not in low.inputs or {target.dtype, source.dtype} - DTYPES.keys():
         raise Unsupported("dcompile: copy_ into something that is not an input of the graph")
+    if source.dtype != target.dtype and {source.dtype, target.dtype} & {*OPAQUE}:
+        raise Unsupported(f"dcompile: copy_ of {source.dtype} into {target.dtype}")
     if any(view.buffer in step.writes for step in low.steps):
         raise Unsupported(f"dcompile: {view.buffer} is overwritten twice")
     low.keep_before_overwrite(view.buffer, low.position)

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.ops import DTYPES
 
 OWN = ("aten", "prims")
@@ -41,7 +42,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return compat.tensors.is_number(value) and str(value.dtype).removeprefix("torch.") in DTYPES
+    return compat.tensors.is_number(value) and str(value.dtype).removeprefix("torch.") in DTYPES.keys() - {*OPAQUE}
 
 
 def _lifted(gm: GraphModule, node: Node) -> torch.Tensor | None:

@@ -10,10 +10,12 @@ import torch
 
 from dcompile.codegen.lower import meanings
 from dcompile.codegen.lower.body import Body, Coords
+from dcompile.codegen.lower.dtypes import bounded
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.indices import Shape
 from dcompile.codegen.lower.rule import Result, Rule, common_dtype, opmath
 from dcompile.codegen.lower.tensor import T, broadcast, computed
+from dcompile.ir.float8 import FLOAT8
 from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
 
@@ -62,13 +64,13 @@ class Pointwise:
 
 
 def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
-    """A cast by way of a compute dtype: integers become 16-bit floats through float32, as in eager."""
+    """A cast by way of a compute dtype: integers become floats of 8 and 16 bits through float32, as in eager."""
     source = body.dtype(ref)
     if source == dtype:
         return ref
-    if DTYPES[source] != "float" and dtype in ("bfloat16", "float16"):
+    if (DTYPES[source] != "float" and dtype in ("bfloat16", "float16")) or dtype in FLOAT8:
         ref = body.cast(ref, "float32")
-    return body.cast(ref, dtype)
+    return body.cast(bounded(body, ref) if dtype == "float8_e4m3fn" else ref, dtype)
 
 
 _UNARY = {

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.codegen.lower import aten_graph, products
 from dcompile.codegen.lower.assembled import find_assembled, read_from
+from dcompile.codegen.lower.dtypes import fits_a_loop
 from dcompile.codegen.lower.extern import Fixed, Unsupported, call_library
 from dcompile.codegen.lower.graph import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.indices import same_layout
@@ -233,7 +234,7 @@ class _Walk:
         if (put := put_in_place(self.low, node, args)) is not None:
             return put
         rule = None if _looks_behind_a_slice(node) else RULES.get(str(node.target))
-        if rule is not None and _fits_a_loop(value) and all(map(_fits_a_loop, args)):
+        if rule is not None and fits_a_loop(node.target, value, args):
             try:
                 self._require_known(value, args)
                 result = rule.lower(self.low, value, *self._small([self._brought(arg) for arg in args]), **kwargs)
@@ -381,18 +382,3 @@ def _is_strided(value: Any) -> bool:
 
 def _in_memory(result: T | Sequence[T]) -> bool:
     return all(t.view is not None for t in (result if isinstance(result, Sequence) else [result]))
-
-
-def _fits_a_loop(value: Any) -> bool:
-    """A tensor (or several) of dtypes that loops may hold, or no tensor at all."""
-    if isinstance(value, T):
-        return value.dtype in DTYPES
-    if isinstance(value, View):
-        return False  # a number that a library call has computed
-    if isinstance(value, torch.Tensor):
-        return dtype_name(value.dtype) in DTYPES and value.layout == torch.strided
-    if isinstance(value, complex):
-        return False
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return all(map(_fits_a_loop, value))
-    return True

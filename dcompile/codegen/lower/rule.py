@@ -11,6 +11,7 @@ import torch
 
 from dcompile.codegen.lower.tensor import T
 from dcompile.codegen.lower.uses import Kind
+from dcompile.ir.float8 import FLOAT8
 from dcompile.ir.index import Index, Size
 from dcompile.ir.ops import DTYPES
 
@@ -28,7 +29,7 @@ class Rule:
 
 def opmath(dtype: str) -> str:
     """The dtype that arithmetic on `dtype` is done in."""
-    return "float32" if dtype in ("bfloat16", "float16") else dtype
+    return "float32" if dtype in ("bfloat16", "float16", *FLOAT8) else dtype
 
 
 @lru_cache(maxsize=256)

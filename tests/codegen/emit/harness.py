@@ -22,6 +22,7 @@ from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.config import Config
+from dcompile.ir.float8 import BYTES
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
 from dcompile.ir.ops import DTYPES
@@ -50,7 +51,7 @@ def raw(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def placed(buffer: Buffer, values: np.ndarray | None) -> np.ndarray:
     """Flat memory of a buffer, filled with values or with garbage; 64 elements of guard behind."""
-    kind = np.dtype("uint16" if buffer.dtype == "bfloat16" else buffer.dtype)
+    kind = np.dtype("uint16" if buffer.dtype == "bfloat16" else "uint8" if buffer.dtype in BYTES else buffer.dtype)
     flat = np.full((buffer.nbytes // ITEMSIZE[buffer.dtype] + 64) * kind.itemsize, GARBAGE, np.uint8).view(kind)
     if DTYPES[buffer.dtype] == "int":
         flat[:-64] = np.resize(UNWRITTEN, len(flat) - 64).astype(kind)

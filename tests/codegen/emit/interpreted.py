@@ -28,6 +28,7 @@ from dcompile.codegen.emit import triton as emitter
 from dcompile.codegen.emit import triton_groups, triton_product
 from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.triton_joint import joined
+from dcompile.ir.float8 import BYTES
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Buffer, Loop, Program
@@ -335,6 +336,8 @@ def _module(name: str, text: str):
 
 
 def _tensor(flat: np.ndarray, dtype: str) -> torch.Tensor:
+    if dtype in BYTES:  # kernels see no more of them
+        return torch.from_numpy(flat)
     signed = flat.view(np.int16) if dtype == "bfloat16" else flat
     return torch.from_numpy(signed).view(getattr(torch, dtype))
 

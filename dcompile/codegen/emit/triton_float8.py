@@ -1,0 +1,61 @@
+"""Floats of 8 bits in Triton: kernels hold them as their bytes, as loops do, and convert them by way of float32.
+
+In integer arithmetic, which runs on every GPU: Triton's conversions saturate, and need compute capability 8.9 for
+float8_e4m3fn.
+"""
+
+from __future__ import annotations
+
+FLOAT8_FUNCTIONS = r"""
+@triton.jit
+def to_float8_e4m3fn(a):
+    u = a.to(tl.float32).to(tl.int32, bitcast=True)
+    sign, u = (u >> 24) & 0x80, u & 0x7FFFFFFF
+    tiny = (tl.where(u < 0x3C800000, u, 0).to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
+    normal = (u - 0x3C000000 + 0x7FFFF + ((u >> 20) & 1)) >> 20
+    found = tl.where(u < 0x3C800000, tiny - 0x46800000, normal)
+    return (tl.minimum(found, 0x7F) | sign).to(tl.uint8)
+
+
+@triton.jit
+def to_float8_e5m2(a):
+    u = a.to(tl.float32).to(tl.int32, bitcast=True)
+    sign, u = (u >> 24) & 0x80, u & 0x7FFFFFFF
+    tiny = (tl.where(u < 0x38800000, u, 0).to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True)
+    normal = (u - 0x38000000 + 0xFFFFF + ((u >> 21) & 1)) >> 21
+    found = tl.where(u < 0x38800000, tiny - 0x43000000, normal)
+    found = tl.where(u > 0x7F800000, 0x7F, tl.minimum(found, 0x7C))
+    return (found | sign).to(tl.uint8)
+
+
+@triton.jit
+def to_float8_e8m0fnu(a):
+    u = a.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    rounded = (u + tl.where(u < 0x800000, 0x3FFFFF, 0x400000)) >> 23
+    return tl.where(u >= 0x7F800000, 0xFF, rounded).to(tl.uint8)
+
+
+@triton.jit
+def from_float8_e4m3fn(a):
+    sign, u = (a.to(tl.int32) & 0x80) << 24, a.to(tl.int32) & 0x7F
+    tiny = (u.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    normal = tl.where(u == 0x7F, 0x7FF00000, (u << 20) + 0x3C000000)
+    return (tl.where(u < 8, tiny, normal) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def from_float8_e5m2(a):
+    sign, u = (a.to(tl.int32) & 0x80) << 24, a.to(tl.int32) & 0x7F
+    tiny = (u.to(tl.float32) * 0.0000152587890625).to(tl.int32, bitcast=True)
+    special = tl.where(u > 0x7C, 0x7FC00000, tl.where(u == 0x7C, 0x7F800000, 0))
+    normal = ((u << 21) + 0x38000000) | special
+    return (tl.where(u < 4, tiny, normal) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def from_float8_e8m0fnu(a):
+    u = a.to(tl.int32)
+    bits = tl.where(u == 0, 0x400000, tl.where(u == 0xFF, 0x7F800001, u << 23))
+    return bits.to(tl.float32, bitcast=True)
+"""
+"""Functions of kernels, in the form of `triton_prelude`."""

@@ -1,0 +1,96 @@
+"""Which dtypes loops hold; which operations they do with 8-bit floats, and how ATen bounds what becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.codegen.lower.body import Body
+from dcompile.codegen.lower.graph import dtype_name
+from dcompile.codegen.lower.tensor import T
+from dcompile.codegen.lower.views import RULES as VIEWS
+from dcompile.ir.float8 import BYTES, LARGEST, OPAQUE
+from dcompile.ir.nodes import Apply, Const, Ref, Value, View
+from dcompile.ir.ops import DTYPES
+
+CONVERSIONS = frozenset((
+    "aten.clone.default", "aten._to_copy.default", "aten.lift_fresh_copy.default", "aten.copy.default",
+    "prims.convert_element_type.default",
+))  # fmt: skip
+"""Operations that loops do with such numbers."""
+
+
+def fits_a_loop(target: Any, value: Any, args: list[Any]) -> bool:
+    """Whether a loop can hold arguments and results of an operation; 8-bit floats, if it only moves and converts them.
+
+    ATen does little else with those. What is bytes to loops is moved alone.
+    """
+    if not all(map(_is_held, (value, *args))):
+        return False
+    dtypes = {dtype for item in (value, *args) for dtype in _dtypes_of(item)}
+    if not dtypes & BYTES:
+        return True
+    converted = str(target) in CONVERSIONS and (len(dtypes) == 1 or not dtypes & {*OPAQUE})
+    return converted or str(target) in VIEWS
+
+
+def _is_held(value: Any) -> bool:
+    """A tensor (or several) of dtypes that loops may hold, or no tensor at all."""
+    if isinstance(value, T):
+        return value.dtype in DTYPES
+    if isinstance(value, View):
+        return False  # a number that a library call has computed
+    if isinstance(value, torch.Tensor):
+        return dtype_name(value.dtype) in DTYPES and value.layout == torch.strided
+    if isinstance(value, complex):
+        return False
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(map(_is_held, value))
+    return True
+
+
+def _dtypes_of(value: Any) -> Iterator[str]:
+    """Those of a tensor, or of several."""
+    if isinstance(value, T):
+        yield value.dtype
+    elif isinstance(value, torch.Tensor):
+        yield dtype_name(value.dtype)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _dtypes_of(item)
+
+
+def bounded(body: Body, ref: Ref) -> Ref:
+    """A float32 that becomes a float8_e4m3fn, at most the largest of those where ATen saturates; NaN stays as it is."""
+    if not compat.tensors.saturates_float8() or _is_bounded(body, ref):
+        return ref
+    for limit, beyond in ((LARGEST, "gt"), (-LARGEST, "lt")):
+        most = body.const(limit, "float32")
+        ref = body.apply("where", body.apply(beyond, ref, most), most, ref)
+    return ref
+
+
+def _is_bounded(body: Body, ref: Ref) -> bool:
+    """Whether a value has been a float8_e4m3fn before, or comes out of a clamp to numbers of that size."""
+    match body.values[ref]:
+        case Apply("cast", (arg,), _):
+            wide = DTYPES[body.dtype(arg)] == "float" and body.dtype(arg) != "float64"
+            return body.dtype(arg) == "float8_e4m3fn" or (wide and _is_bounded(body, arg))
+        case Apply("min", (arg, most), _):
+            return _is_within(body.values[most]) and _is_at_least(body, arg)
+    return False
+
+
+def _is_at_least(body: Body, ref: Ref) -> bool:
+    """Whether a value is not below a number that float8_e4m3fn has."""
+    match body.values[ref]:
+        case Apply("max", (_, least), _):
+            return _is_within(body.values[least])
+    return False
+
+
+def _is_within(value: Value) -> bool:
+    return isinstance(value, Const) and abs(value.value) <= LARGEST

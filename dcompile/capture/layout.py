@@ -34,6 +34,11 @@ DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch
 """What is laid out so on each kind of device. float32 on GPUs is left alone: it was not measured."""
 TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
 """Where these say that they are transposed: such convolutions are left alone."""
+STRIDES = {aten.convolution.default: 3, aten.convolution_backward.default: 4}
+"""Where these have the steps of their filters."""
+FEW_CHANNELS = 8
+"""Below, oneDNN's gradient of 1 x 1 filters in steps of more than one writes beyond its memory, if channels-last
+(torch 2.13, AVX2, 3 to 5 channels)."""
 VIEWS = {aten.view.default, aten._unsafe_view.default}
 """Where strides do not allow the view any more, it gets a copy that does."""
 _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
@@ -85,7 +90,7 @@ class _Plan:
 
     def visit(self, node: Node) -> None:
         """Decide on one node, after all that it reads."""
-        if node.op == "output" or not self._follows(node):
+        if node.op == "output" or not self._follows(node) or _has_to_stay(node):
             for source in node.all_input_nodes:
                 if source in self.values:
                     self._as_before(source, node)
@@ -175,7 +180,7 @@ class _Plan:
 def _images(node: Node) -> list[Node]:
     """The images (and filters) that a convolution reads, if it is one that runs faster channels-last."""
     target: Any = node.target
-    if node.op != "call_function" or target not in IMAGES or node.args[TRANSPOSED[target]]:
+    if node.op != "call_function" or target not in IMAGES or node.args[TRANSPOSED[target]] or _has_to_stay(node):
         return []
     found = [node.args[position] for position in (*IMAGES[target], FILTERS[target])]
     images = [argument for argument in found if isinstance(argument, Node)]
@@ -184,6 +189,19 @@ def _images(node: Node) -> list[Node]:
     if not fit:
         return []
     return images if values[0].device.type == "cuda" else images[:-1]
+
+
+def _has_to_stay(node: Node) -> bool:
+    """A convolution that the CPU's library computes wrong channels-last."""
+    target: Any = node.target
+    if node.op != "call_function" or target not in IMAGES:
+        return False
+    weight: Any = node.args[FILTERS[target]]
+    filters, steps = weight.meta.get("val"), node.args[STRIDES[target]]
+    if not isinstance(filters, torch.Tensor) or filters.device.type != "cpu" or filters.dim() != 4:
+        return False
+    single = all(isinstance(size, int) and size == 1 for size in filters.shape[2:])
+    return single and max(steps) > 1 and filters.shape[1] < FEW_CHANNELS  # type: ignore[arg-type, type-var]
 
 
 def _may_change(value: torch.Tensor) -> bool:

@@ -158,3 +158,23 @@ def test_an_enlarged_image_stays_channels_last():
     assert is_channels_last(gather) and is_channels_last(gather.args[0])
     assert all(node.args[0] is not gather for node in gm.graph.nodes if node.target is aten.clone.default)
     torch.testing.assert_close(gm(*INPUTS), function(*INPUTS))
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_filters_of_one_pixel_in_steps_over_few_channels_stay(channels):
+    """oneDNN's gradient of them corrupts the heap where images lie channels-last."""
+
+    def function(x, w, v):
+        y = torch.conv2d(torch.relu(torch.conv2d(x, w, padding=1)), v, stride=2)
+        return torch.autograd.grad(y.square().sum(), [x, w, v])
+
+    x = torch.randn(4, 8, 12, 12, requires_grad=True)
+    w, v = torch.randn(channels, 8, 3, 3, requires_grad=True), torch.randn(8, channels, 1, 1, requires_grad=True)
+    gm = traced(function, x, w, v)
+    assert lay_channels_last(gm) > 0
+    own = [node for node in gm.graph.nodes if node.target is aten.convolution_backward.default]
+    small = [node for node in own if node.args[2].meta["val"].shape[-1] == 1]
+    assert len(own) == 2 and len(small) == 1
+    assert [is_channels_last(node.args[1]) for node in small] == [channels == 16]
+    for found, expected in zip(gm(x, w, v), function(x, w, v), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

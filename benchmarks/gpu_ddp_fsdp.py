@@ -166,7 +166,8 @@ class Training:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.call = spread(model, line.kind, name, job.device, mixed=line.precision == "mixed")
         whole = name.endswith("+ optimizer")
-        kind = {"foreach": True} if whole and name.startswith("torch.compile") else {"fused": True}
+        many = not line.momentum or (whole and name.startswith("torch.compile"))  # DTensor has no fused SGD
+        kind = {"foreach": True} if many else {"fused": True}
         optimizer = torch.optim.AdamW if line.momentum else torch.optim.SGD
         self.optimizer = optimizer(self.call.parameters(), lr=1e-4, **kind)
         self.update = compiler(name)(self.optimizer.step) if whole else self.optimizer.step

@@ -18,19 +18,27 @@ from tests import nursery_shared
 NURSERY = pytest.StashKey[str]()
 GOLDEN = Path(__file__).parent / "golden"
 LONGEST = (
-    "distributed/test_matrix.py", "launch/test_train.py", "models/test_models.py", "faults/test_rank_faults.py",
-    "test_readme.py", "distributed/test_ddp.py", "distributed/test_fsdp2.py", "test_compiler.py",
-    "ops/test_sample.py", "capture/test_unfold.py", "codegen/lower/test_ops.py", "codegen/emit/test_triton.py",
-    "faults/test_build_faults.py", "codegen/emit/test_wide.py", "benchmarks/test_gpu_ddp_fsdp.py",
-    "dynamic/test_late.py", "models/test_modules.py", "dynamic/test_ops.py", "launch/test_generate.py",
-    "simulate/test_simulate.py", "models/test_decoders.py", "benchmarks/test_cpu_kernels.py",
-    "benchmarks/test_first_light.py", "distributed/test_tp_fsdp.py", "codegen/emit/test_cpp.py",
-    "models/test_vision.py", "models/test_encoders.py", "codegen/lower/test_models.py",
-    "dynamic/test_recompiles.py", "capture/test_entry.py", "benchmarks/test_overlap_cpu.py",
-    "dynamic/test_gpu_plans.py", "dynamic/test_models.py", "codegen/emit/test_prelude.py",
-    "integrations/test_transformers.py",
+    "test_lifetime.py", "distributed/test_fsdp2.py", "models/test_models.py", "distributed/test_matrix.py",
+    "faults/test_rank_faults.py", "test_readme.py", "distributed/test_ddp.py", "codegen/emit/test_triton.py",
+    "ops/test_sample.py", "dynamic/test_ops.py", "launch/test_train.py", "codegen/emit/test_wide.py",
+    "capture/test_chunked.py", "compat/test_fused_optimizers.py", "capture/test_unfold.py",
+    "distributed/test_unused.py", "fuzz/test_fuzz.py", "models/test_experts.py", "dynamic/test_late.py",
+    "test_compiler.py", "benchmarks/test_first_light.py", "models/test_modules.py", "codegen/emit/test_behind.py",
+    "codegen/lower/test_ops.py", "capture/test_entry.py", "faults/test_build_faults.py",
+    "distributed/test_tp_fsdp.py", "explain/test_profile.py", "codegen/emit/test_cpp.py",
+    "codegen/lower/test_extremes.py", "dynamic/test_expert_loops.py", "codegen/lower/test_models.py",
+    "models/test_decoders.py", "simulate/test_simulate.py", "dynamic/test_recompiles.py", "dynamic/test_models.py",
+    "benchmarks/test_gpu_ddp_fsdp.py", "codegen/lower/test_changing.py", "distributed/test_replicate.py",
+    "codegen/schedule/test_lodging.py", "codegen/emit/test_triton_product.py", "capture/test_ahead.py",
+    "capture/test_tangents.py", "codegen/lower/test_grids.py", "capture/test_causal.py", "test_pipeline.py",
+    "fuzz/test_ranks.py", "models/test_vision.py", "capture/test_aliases.py", "launch/test_generate.py",
+    "explain/test_explain.py", "capture/test_windows.py", "capture/test_checkpointed.py",
+    "integrations/test_accelerate.py", "capture/test_elements.py", "test_backend.py", "dynamic/test_gpu_plans.py",
+    "test_random_ops.py", "test_graph_module.py", "capture/test_batched.py", "codegen/emit/test_prelude.py",
+    "test_compat.py", "codegen/emit/test_lanes.py",
 )  # fmt: skip
-"""Files that take ten seconds or more. They come first: begun last, one would leave the other workers idle."""
+"""Files that take eight seconds or more, the longest first: begun last, one would leave the other workers idle. Before
+them comes the one that looks through all objects there are, while there are few."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -279,8 +279,8 @@ print("RESULT " + json.dumps([train(directory) for directory in sys.argv[1:]]))
 """Trains once with each cache that it is given."""
 TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.codegen.lower.changing",
          "dcompile.codegen.lower.decompositions", "dcompile.codegen.lower.foreach", "dcompile.codegen.lower.fusible",
-         "dcompile.codegen.lower.grids", "dcompile.codegen.lower.random_table",
-         "dcompile.codegen.lower.rewrites"]  # fmt: skip
+         "dcompile.codegen.lower.grids", "dcompile.codegen.lower.group_norms",
+         "dcompile.codegen.lower.random_table", "dcompile.codegen.lower.rewrites"]  # fmt: skip
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.fx import Graph, GraphModule, Node, map_arg
-from torch.utils._pytree import tree_leaves
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule, Node
 
 FLEX = ("flex_attention", "flex_attention_backward")
 """Names of higher-order operators."""
@@ -27,6 +26,8 @@ def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] |
 
     The reason, where TorchInductor has no kernel for it: on the CPU, or with an error of its own.
     """
+    import torch
+
     values = [n.meta.get("val") for n in node.all_input_nodes if n not in fixed]
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values):
         return "not on a GPU"
@@ -38,6 +39,9 @@ def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] |
 
 def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
     """A graph of this call alone."""
+    import torch
+    from torch.fx import Graph, GraphModule, map_arg
+
     graph, root = Graph(), torch.nn.Module()
     given: dict[Node, Node] = {}
     for place, source in enumerate(n for n in node.all_input_nodes if n not in fixed):
@@ -69,6 +73,8 @@ def _decomposed(part: GraphModule) -> GraphModule:
 
 def _leaves(graph: Graph, whole: Node, place: int, value: Any, is_used: bool) -> list[Node | None]:
     """What one part of a result is made of, one after another; None for what is not used."""
+    from torch.utils._pytree import tree_leaves
+
     if not is_used:
         return [None] * len(tree_leaves(value))
     part = graph.call_function(operator.getitem, (whole, place))

@@ -133,7 +133,7 @@ def test_origin_names_module_op_and_line() -> None:
 def test_decompositions_keep_whole_what_has_one_rule() -> None:
     names = {str(op) for op in table()}
     for kept in ("aten._softmax.default", "aten.native_layer_norm.default", "aten.gelu.default", "aten.silu.default",
-                 "aten.embedding.default", "aten.addmm.default", "aten.convolution.default", "aten.baddbmm.default",
+                 "aten.embedding.default", "aten.addmm.default", "aten.baddbmm.default",
                  "aten._scaled_dot_product_flash_attention_for_cpu.default"):  # fmt: skip
         assert kept not in names
     for split in ("aten.nll_loss_forward.default", "aten.native_layer_norm_backward.default",
@@ -142,6 +142,17 @@ def test_decompositions_keep_whole_what_has_one_rule() -> None:
     changed = table()
     changed.clear()
     assert table()
+
+
+def test_a_bias_is_added_apart_from_its_convolution_on_gpus_alone() -> None:
+    x, weight, bias = (torch.empty(size, device="meta") for size in ((2, 3, 8, 8), (4, 3, 3, 3), (4,)))
+    how = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    rule = table()[torch.ops.aten.convolution.default]
+    graph = make_fx(lambda *given: rule(*given, *how))(x, weight, bias).graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names == ["aten.convolution.default", "aten.view.default", "aten.add.Tensor"]
+    assert rule(x, weight, None, *how) is NotImplemented
+    assert rule(*(torch.empty(t.shape) for t in (x, weight, bias)), *how) is NotImplemented
 
 
 def test_what_reads_no_memory_is_stored_on_its_own_device() -> None:

@@ -77,7 +77,8 @@ def test_make_train_is_the_same_by_hand() -> None:
     """So one of the two compiles for both."""
     by_hand = next(command for command in COMMANDS if "torchrun" in command)
     variables = {**os.environ, **ENVIRONMENT, "NPROC": "2"}
-    said = subprocess.run(["make", "-n", "train"], cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "-n", "train"]
+    said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
     made = shlex.split(said.stdout.replace("\\\n", " "))
     assert made[1:3] == ["-m", "torch.distributed.run"] and made[3:] == shlex.split(by_hand)[1:]
 

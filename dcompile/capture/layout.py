@@ -201,7 +201,7 @@ def _has_to_stay(node: Node) -> bool:
     if not isinstance(filters, torch.Tensor) or filters.device.type != "cpu" or filters.dim() != 4:
         return False
     single = all(isinstance(size, int) and size == 1 for size in filters.shape[2:])
-    return single and max(steps) > 1 and filters.shape[1] < FEW_CHANNELS  # type: ignore[arg-type, type-var]
+    return single and max(steps) > 1 and filters.shape[1] < FEW_CHANNELS  # type: ignore[arg-type]
 
 
 def _may_change(value: torch.Tensor) -> bool:

@@ -54,5 +54,6 @@ def _is_plain_cast(node: Any) -> bool:
     if not (isinstance(node, Node) and node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}):
         return False
     value, before = node.meta.get("val"), node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
-    same = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
-    return same and value.stride() == before.stride()
+    if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return False
+    return value.stride() == before.stride()

@@ -52,7 +52,7 @@ class Classifier(nn.Module):
 # --- language ---------------------------------------------------------------------------------------------------------
 
 
-def _language(kind: str, config: str, head: str, small: Mapping[str, Any], **full: Any) -> Callable[[bool], nn.Module]:
+def language(kind: str, config: str, head: str, small: Mapping[str, Any], **full: Any) -> Callable[[bool], nn.Module]:
     """A transformers model. `small` are the sizes to try it with."""
 
     def make(is_small: bool) -> nn.Module:
@@ -64,12 +64,12 @@ def _language(kind: str, config: str, head: str, small: Mapping[str, Any], **ful
     return make
 
 
-def _in_bfloat16(make: Callable[[bool], nn.Module]) -> Callable[[bool], nn.Module]:
+def in_bfloat16(make: Callable[[bool], nn.Module]) -> Callable[[bool], nn.Module]:
     """The same model with bfloat16 parameters."""
     return lambda is_small: make(is_small).bfloat16()
 
 
-def _tokens(rows: int, length: int, vocabulary: int) -> Callable[[bool], Batch]:
+def tokens(rows: int, length: int, vocabulary: int) -> Callable[[bool], Batch]:
     def make(is_small: bool) -> Batch:
         found = torch.randint(5, 500 if is_small else vocabulary, (2, 32) if is_small else (rows, length))
         return {"input_ids": found, "labels": found.clone()}
@@ -85,15 +85,15 @@ def _encoder(inner: str = "intermediate_size", width: str = "hidden_size", layer
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
 _OPT = {**_encoder("ffn_dim"), "word_embed_proj_dim": 64}
 _T5 = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 512}
-_DECODER = {**_encoder(), "num_key_value_heads": 1}
-_EXPERTS = {**_DECODER, "moe_intermediate_size": 64, "head_dim": 32, "num_experts": 4,
+DECODER = {**_encoder(), "num_key_value_heads": 1}
+_EXPERTS = {**DECODER, "moe_intermediate_size": 64, "head_dim": 32, "num_experts": 4,
             "num_experts_per_tok": 2}  # fmt: skip
 _DEEPSEEK = {**_EXPERTS, "num_hidden_layers": 1, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32,
              "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4, "n_group": 2,
              "topk_group": 1, "num_experts_per_tok": 2}  # fmt: skip
 del _DEEPSEEK["head_dim"], _DEEPSEEK["num_experts"]
-_OLMOE = _language(
-    "Olmoe", "Config", "ForCausalLM", {**_DECODER, "num_experts": 4, "num_experts_per_tok": 2}, hidden_size=1024,
+_OLMOE = language(
+    "Olmoe", "Config", "ForCausalLM", {**DECODER, "num_experts": 4, "num_experts_per_tok": 2}, hidden_size=1024,
     intermediate_size=1024, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=16, num_experts=16,
     num_experts_per_tok=4, use_cache=False,
 )  # fmt: skip
@@ -130,50 +130,50 @@ def _images(rows: int, name: str = "x") -> Callable[[bool], Batch]:
 
 
 MODELS: Mapping[str, Model] = {
-    "bert": Model(_language("Bert", "Config", "ForMaskedLM", _encoder()), _tokens(32, 512, 30522)),
+    "bert": Model(language("Bert", "Config", "ForMaskedLM", _encoder()), tokens(32, 512, 30522)),
     "distilbert": Model(
-        _language("DistilBert", "Config", "ForMaskedLM", _encoder("hidden_dim", "dim", "n_layers", "n_heads")),
-        _tokens(32, 512, 30522),
+        language("DistilBert", "Config", "ForMaskedLM", _encoder("hidden_dim", "dim", "n_layers", "n_heads")),
+        tokens(32, 512, 30522),
     ),
     "roberta": Model(
-        _language("Roberta", "Config", "ForMaskedLM", _encoder(), vocab_size=50265, max_position_embeddings=514),
-        _tokens(32, 512, 50265),
+        language("Roberta", "Config", "ForMaskedLM", _encoder(), vocab_size=50265, max_position_embeddings=514),
+        tokens(32, 512, 50265),
     ),
-    "gpt2": Model(_language("GPT2", "Config", "LMHeadModel", _GPT2, use_cache=False), _tokens(8, 1024, 50257)),
-    "opt": Model(_language("OPT", "Config", "ForCausalLM", _OPT, use_cache=False), _tokens(8, 1024, 50272)),
+    "gpt2": Model(language("GPT2", "Config", "LMHeadModel", _GPT2, use_cache=False), tokens(8, 1024, 50257)),
+    "opt": Model(language("OPT", "Config", "ForCausalLM", _OPT, use_cache=False), tokens(8, 1024, 50272)),
     "t5": Model(
-        _language("T5", "Config", "ForConditionalGeneration", _T5, use_cache=False, decoder_start_token_id=0),
-        _tokens(32, 512, 32128),
+        language("T5", "Config", "ForConditionalGeneration", _T5, use_cache=False, decoder_start_token_id=0),
+        tokens(32, 512, 32128),
     ),
     "llama": Model(
-        _language("Llama", "Config", "ForCausalLM", _DECODER, hidden_size=1024, intermediate_size=2816,
+        language("Llama", "Config", "ForCausalLM", DECODER, hidden_size=1024, intermediate_size=2816,
                   num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16, use_cache=False),
-        _tokens(8, 1024, 32000),
+        tokens(8, 1024, 32000),
     ),
     "qwen2": Model(
-        _language("Qwen2", "Config", "ForCausalLM", _DECODER, hidden_size=896, intermediate_size=4864,
+        language("Qwen2", "Config", "ForCausalLM", DECODER, hidden_size=896, intermediate_size=4864,
                   num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
                   use_cache=False),
-        _tokens(4, 1024, 151936),
+        tokens(4, 1024, 151936),
     ),
-    "olmoe": Model(_OLMOE, _tokens(4, 1024, 50304)),
-    "olmoe_bfloat16": Model(_in_bfloat16(_OLMOE), _tokens(4, 1024, 50304)),
+    "olmoe": Model(_OLMOE, tokens(4, 1024, 50304)),
+    "olmoe_bfloat16": Model(in_bfloat16(_OLMOE), tokens(4, 1024, 50304)),
     "mixtral": Model(
-        _language("Mixtral", "Config", "ForCausalLM", {**_DECODER, "num_local_experts": 4}, hidden_size=1024,
+        language("Mixtral", "Config", "ForCausalLM", {**DECODER, "num_local_experts": 4}, hidden_size=1024,
                   intermediate_size=3584, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
                   num_local_experts=8, use_cache=False),
-        _tokens(4, 1024, 32000),
+        tokens(4, 1024, 32000),
     ),
     "qwen3_moe": Model(
-        _language("Qwen3Moe", "Config", "ForCausalLM", _EXPERTS, hidden_size=1024, moe_intermediate_size=384,
+        language("Qwen3Moe", "Config", "ForCausalLM", _EXPERTS, hidden_size=1024, moe_intermediate_size=384,
                   num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=128, num_experts=64,
                   num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936, use_cache=False),
-        _tokens(4, 1024, 151936),
+        tokens(4, 1024, 151936),
     ),
     "deepseek_v3": Model(  # one layer, with fewer experts and words, or it would not fit beside its peers
-        _language("DeepseekV3", "Config", "ForCausalLM", _DEEPSEEK, num_hidden_layers=1, first_k_dense_replace=0,
+        language("DeepseekV3", "Config", "ForCausalLM", _DEEPSEEK, num_hidden_layers=1, first_k_dense_replace=0,
                   n_routed_experts=16, vocab_size=32000, use_cache=False),
-        _tokens(2, 1024, 32000),
+        tokens(2, 1024, 32000),
     ),
     "vit": Model(_vit, _images(64, "pixel_values")),
     "resnet50": Model(_torchvision("resnet50"), _images(128)),

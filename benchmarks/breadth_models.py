@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.amp_models import Batch, Model, WithLoss
+from benchmarks.amp_models import DECODER, Batch, Model, in_bfloat16, language, tokens
 
 # --- attention of one's own -------------------------------------------------------------------------------------------
 
@@ -205,27 +205,14 @@ def _rows(is_small: bool) -> Batch:
     return {"x": torch.randn(*((64, 64) if is_small else (8192, 4096)), dtype=torch.bfloat16)}
 
 
-def _llama(is_small: bool, **more: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
-             "vocab_size": 512, "num_hidden_layers": 2} if is_small else more  # fmt: skip
-    return WithLoss(LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=False, **sizes)).bfloat16())
-
-
-def _long(is_small: bool) -> nn.Module:
-    return _llama(
-        is_small, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=16384,
-    )  # fmt: skip
-
-
-def _tokens(rows: int, length: int, vocabulary: int) -> Callable[[bool], Batch]:
-    def batch(is_small: bool) -> Batch:
-        found = torch.randint(5, 500 if is_small else vocabulary, (2, 32) if is_small else (rows, length))
-        return {"input_ids": found, "labels": found.clone()}
-
-    return batch
+_long = in_bfloat16(language(
+    "Llama", "Config", "ForCausalLM", DECODER, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4,
+    num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=16384, use_cache=False,
+))  # fmt: skip
+_llama_8b = in_bfloat16(language(
+    "Llama", "Config", "ForCausalLM", DECODER, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, use_cache=False,
+))  # fmt: skip
 
 
 class Head(nn.Module):
@@ -252,10 +239,7 @@ def _lora(is_small: bool) -> nn.Module:
     """Llama of 8B shape, PEFT's adapters of rank 16 at all linear layers, checkpointed."""
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
 
-    made = _llama(
-        is_small, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256,
-    )  # fmt: skip
+    made: Any = _llama_8b(is_small)
     made.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     made.model.enable_input_require_grads()
     made.model = get_peft_model(made.model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
@@ -271,7 +255,7 @@ MODELS: Mapping[str, Model] = {
     "video_decoder": Model(_half(VideoDecoder), _latents(1, 16, 8, 32, 32), autocast=False, training=False),
     "dcgan": Model(Generator, lambda small: {"noise": torch.randn(4 if small else 128, 100, 1, 1)}),
     "float8": Model(_float8, _rows, autocast=False),
-    "long_context": Model(_long, _tokens(1, 16384, 128256), autocast=False),
+    "long_context": Model(_long, tokens(1, 16384, 128256), autocast=False),
     "logits": Model(_head, _classified, autocast=False),
-    "lora_8b": Model(_lora, _tokens(1, 4096, 128256), autocast=False),
+    "lora_8b": Model(_lora, tokens(1, 4096, 128256), autocast=False),
 }

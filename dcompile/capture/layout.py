@@ -90,7 +90,7 @@ class _Plan:
 
     def visit(self, node: Node) -> None:
         """Decide on one node, after all that it reads."""
-        if node.op == "output" or not self._follows(node) or _has_to_stay(node):
+        if node.op == "output" or not self._follows(node):
             for source in node.all_input_nodes:
                 if source in self.values:
                     self._as_before(source, node)
@@ -122,6 +122,8 @@ class _Plan:
         if getattr(target, "namespace", "") not in ("aten", "prims") or not hasattr(target, "_schema"):
             return False
         if target._schema.is_mutable or target in BOUND:
+            return False
+        if target in IMAGES and _has_to_stay(node):
             return False
         if target in GATHERS:
             return self._reads_pixels(node)
@@ -180,7 +182,7 @@ class _Plan:
 def _images(node: Node) -> list[Node]:
     """The images (and filters) that a convolution reads, if it is one that runs faster channels-last."""
     target: Any = node.target
-    if node.op != "call_function" or target not in IMAGES or node.args[TRANSPOSED[target]] or _has_to_stay(node):
+    if node.op != "call_function" or target not in IMAGES or node.args[TRANSPOSED[target]]:
         return []
     found = [node.args[position] for position in (*IMAGES[target], FILTERS[target])]
     images = [argument for argument in found if isinstance(argument, Node)]
@@ -194,8 +196,6 @@ def _images(node: Node) -> list[Node]:
 def _has_to_stay(node: Node) -> bool:
     """A convolution that the CPU's library computes wrong channels-last."""
     target: Any = node.target
-    if node.op != "call_function" or target not in IMAGES:
-        return False
     weight: Any = node.args[FILTERS[target]]
     filters, steps = weight.meta.get("val"), node.args[STRIDES[target]]
     if not isinstance(filters, torch.Tensor) or filters.device.type != "cpu" or filters.dim() != 4:

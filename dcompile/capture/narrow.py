@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from dcompile.capture.layout import GATHERS
+
 aten = torch.ops.aten
 
-GATHERS = {aten.index.Tensor, aten._unsafe_index.Tensor}
-"""Read elements by their places, as torch enlarges images."""
 WIDE = (torch.float32, torch.float64)
 
 

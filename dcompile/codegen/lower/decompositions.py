@@ -112,7 +112,7 @@ def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> Any:
     """On GPUs without the bias, which cuDNN's caller adds by a kernel of its own: here what follows adds it."""
-    if bias is None or x.device.type == "cpu" or weight.dim() != x.dim():
+    if bias is None or x.device.type == "cpu":
         return NotImplemented
     found = torch.ops.aten.convolution.default(x, weight, None, *how)
     return found + bias.view(-1, *[1] * (x.dim() - 2))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dcompile.codegen.emit.nest import accesses, stride
+from dcompile.codegen.emit.triton_tiles import reach
 from dcompile.codegen.schedule.space import respace
 from dcompile.codegen.schedule.spread import on_gpu
 from dcompile.ir.analysis import inner_names
-from dcompile.ir.index import Size, typical, var
+from dcompile.ir.index import var
 from dcompile.ir.nodes import Loop, Program, Reduce, Scan, Step
 from dcompile.ir.ops import REDUCTIONS
 
@@ -35,7 +35,7 @@ def _ordered(loop: Loop) -> Loop:
     names = inner_names(loop)
     if len(names) < 2 or not _may_be_permuted(loop):
         return loop
-    order = sorted(range(len(names)), key=lambda place: -_reach(loop, names[place]))
+    order = sorted(range(len(names)), key=lambda place: -reach(loop, names[place]))
     if order == [*range(len(names))]:
         return loop
     values = {f"i{place}": var(f"i{place}") for place in range(len(loop.outer))}
@@ -49,13 +49,3 @@ def _may_be_permuted(loop: Loop) -> bool:
         return False
     known = all(REDUCTIONS[value.op].combine is not None for value in reduces)
     return known and all(store.mode == "set" for store in loop.stores)
-
-
-def _reach(loop: Loop, name: str) -> int:
-    """How far apart neighbours along an axis lie, over all accesses; an axis of unknown steps counts as the nearest."""
-    found = [(stride(index, name), weight) for index, weight in accesses(loop.body, loop.stores)]
-    return sum(weight * _elements(step) for step, weight in found if step is not None)
-
-
-def _elements(step: Size) -> int:
-    return abs(step if isinstance(step, int) else typical(step))

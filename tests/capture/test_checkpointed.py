@@ -138,7 +138,7 @@ def test_attention_reads_no_mask_and_no_more_is_saved_than_by_stock(way, attenti
     assert 0 < saved <= stocks
 
 
-@pytest.mark.parametrize("way", ["wrapped", pytest.param("enabled", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["wrapped", "enabled"])
 def test_sizes_may_be_symbols(way, attentions):
     model, theirs = twins(one_layer if way in OF_TRANSFORMERS else Decoder)
     for each in (model, theirs):

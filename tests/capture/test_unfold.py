@@ -187,7 +187,7 @@ def looked_for(model: nn.Module, **how: Any) -> Layers | None:
     return layers
 
 
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.full)], ids=["training", "inference"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("case", WHOLE)
 def test_layers_that_are_few_or_not_alike_are_not_found(case: str, training: bool) -> None:
     with torch.set_grad_enabled(training):

@@ -45,8 +45,6 @@ MAKE = {
     "llama_tied": lambda: models.llama(tied=True),
     "llama_one": lambda: models.llama(layers=1),
     "llama_one_tied": lambda: models.llama(tied=True, layers=1),
-    "llama_shaped": models.LlamaShaped,
-    "llama_shaped_tied": lambda: models.LlamaShaped(tied=True),
 }
 """By name. Tracing a layer of Llama takes each rank two seconds: "one" is for what is not between layers."""
 

@@ -133,8 +133,6 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "llama_one": lambda: models.llama(layers=1),
     "llama_one_tied": lambda: models.llama(tied=True, layers=1),
     "llama_wide": lambda: models.llama(vocabulary=8192),
-    "llama_shaped_tied": lambda: models.LlamaShaped(tied=True),
-    "llama_shaped_wide": lambda: models.LlamaShaped(vocabulary=8192, layers=2),
 }
 
 

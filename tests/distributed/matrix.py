@@ -81,8 +81,7 @@ DDP_ROWS = (
     _ddp("LoRA, bf16 hook", name="lora", hook="bf16_compress_hook", always=False),
     _ddp("llama", name="llama_one"),
     _ddp("llama, bf16 hook", hook="bf16_compress_hook", always=False),
-    _ddp("tied Llama, no_sync", name="llama_one_tied", accumulate=True, always=False),
-    _ddp("tied decoder, no_sync", name="llama_shaped_tied", accumulate=True),
+    _ddp("tied Llama, no_sync", name="llama_one_tied", accumulate=True),
 )
 
 
@@ -110,8 +109,7 @@ FSDP1_ROWS = (
     _fsdp1("uneven"),
     _fsdp1("LoRA", name="lora", wrap="root"),
     _fsdp1("BatchNorm, unused parameters", name="norm", wrap="root"),
-    _fsdp1("llama", name="llama_one", always=False),
-    _fsdp1("decoder", name="llama_shaped"),
+    _fsdp1("llama", name="llama_one"),
     _fsdp1("tied Llama, root, no_sync", name="llama_tied", wrap="root", accumulate=True, always=False),
     _fsdp1("flat parameters alone", 0, ("FullyShardedDataParallel has use_orig_params=False",), name="mlp",
            use_orig_params=False),
@@ -168,10 +166,8 @@ FSDP2_ROWS = (
     _fsdp2("Llama, parts saved, not resharded", 3, 0, 3, name="llama", saved="parts", reshard_after_forward=False,
            always=False),
     # the root's in two: the embedding, and the last projection with its norm
-    _fsdp2("Llama, many tokens", 4, 2, 4, name="llama_wide", always=False),
-    _fsdp2("decoder, many tokens", 4, 2, 4, name="llama_shaped_wide"),
-    _fsdp2("tied Llama, no_sync", 2, 1, 2, name="llama_one_tied", accumulate=True, always=False),
-    _fsdp2("tied decoder, no_sync", 2, 1, 2, name="llama_shaped_tied", accumulate=True),
+    _fsdp2("Llama, many tokens", 4, 2, 4, name="llama_wide"),
+    _fsdp2("tied Llama, no_sync", 2, 1, 2, name="llama_one_tied", accumulate=True),
     _fsdp2("layer shared over a graph break", 4, 2, 4, **SHARED_LAYER),
     _fsdp2("weights tied over a graph break, no_sync", 2, 0, 2, accumulate=True, **TIED_BREAK),
     _fsdp2("graph break, not resharded", 4, 0, 4, reshard_after_forward=False, always=False, **SHARED_LAYER),

@@ -423,54 +423,6 @@ def llama(tied: bool = False, vocabulary: int = 64, layers: int = 2) -> nn.Modul
     return LlamaForCausalLM(config)
 
 
-class Attending(nn.Module):
-    """A decoder's layer: causal attention and a gated product, each behind a norm."""
-
-    def __init__(self, width: int = 32, inner: int = 48, heads: int = 4) -> None:
-        super().__init__()
-        self.heads, self.norm_a, self.norm_b = heads, nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norm_a(x)).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
-        gate, up = self.up(self.norm_b(x)).chunk(2, -1)
-        return x + self.down(nn.functional.silu(gate) * up)
-
-
-class Stack(nn.Module):
-    """All of a decoder but its last projection."""
-
-    def __init__(self, vocabulary: int, layers: int) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(vocabulary, 32)
-        self.layers, self.norm = nn.ModuleList(Attending() for _ in range(layers)), nn.RMSNorm(32)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-
-class LlamaShaped(nn.Module):
-    """Called as Hugging Face's Llama, with its parts and its kind of result, and a third of its trace."""
-
-    def __init__(self, tied: bool = False, vocabulary: int = 64, layers: int = 1) -> None:
-        super().__init__()
-        self.model, self.lm_head = Stack(vocabulary, layers), nn.Linear(32, vocabulary, bias=False)
-        if tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        from transformers.modeling_outputs import CausalLMOutput
-
-        logits = self.lm_head(self.model(input_ids))
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutput(loss=loss, logits=logits)
-
-
 class Broken(nn.Module):
     """A module with a graph break behind it."""
 

@@ -65,7 +65,7 @@ def run(ranks, row, kernels):
     return results
 
 
-# the tied decoder has all that Llama has, which is trained with our kernels
+# the tied Llama has all that the other has, and more
 @pytest.mark.parametrize("row", rows([row for row in ROWS if row.always and row.name != "DDP: llama"]))
 def test_two_ranks_equal_stock(pair, row):
     for found in run(pair, row, "aten"):

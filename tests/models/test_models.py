@@ -120,9 +120,8 @@ def test_dropout_draws_what_eager_draws(name):
     assert abs(other["loss"] - expected["loss"]) > 1e-4, "dropout does nothing here"
 
 
-@cases("mlp")
+@cases("mlp", "resnet", "llama")
 def test_evaluation_without_gradients(name):
-    """Without dropout; a ResNet is evaluated in the next test, and a decoder in tests/models/test_decoders.py."""
     case = CASES[name]
     model, theirs = twins(case.make, 0.3)
     batch = case.batch(4, 12)

@@ -33,8 +33,8 @@ def own_function() -> Callable[[Any, Any, Any], object]:
     """Our kernel as a function of left, right and result."""
     from dcompile.codegen.emit import build, gemm
     from dcompile.config import Config
-    from dcompile.runtime.cache import KernelCache
-    from dcompile.runtime.libraries import kernel
+    from dcompile.runtime.cache.disk import KernelCache
+    from dcompile.runtime.program.kernel_library import kernel
 
     source = gemm.source()
     function = kernel(build.build([source], Config(), KernelCache.open(Config())).libraries[source.name], source.name)

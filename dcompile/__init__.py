@@ -8,8 +8,8 @@ from dcompile.config import Config
 
 if TYPE_CHECKING:
     from dcompile.api import compile, list_mode_options, list_options, receipt
+    from dcompile.explain.plan_only import explain
     from dcompile.explain.profile import profile
-    from dcompile.explain.trace import explain
 
 __all__ = ["Config", "compile", "explain", "list_mode_options", "list_options", "profile", "receipt"]
 

@@ -10,18 +10,18 @@ from typing import Any, TypeVar, overload
 from torch.nn import Module
 
 from dcompile import artifacts, compat
+from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.entry import compile_function, compile_module, find_model
-from dcompile.capture.model import CompiledModel, Settings
-from dcompile.capture.toolbox import Toolbox
-from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.capture.services import Toolbox
+from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.agree import agree, said_by_any
-from dcompile.runtime.buckets import Buckets, average
-from dcompile.runtime.calibrate import figures_for
-from dcompile.runtime.shards import Shards
+from dcompile.runtime.communication.ddp_buckets import Buckets, average
+from dcompile.runtime.communication.fsdp_shards import Shards
+from dcompile.runtime.coordination.agreement import agree, said_by_any
+from dcompile.runtime.measure.calibration import figures_for
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -132,7 +132,7 @@ def make_toolbox(config: Config) -> Toolbox:
 
 
 def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ...]:
-    from dcompile.collectives.insert import all_idle  # late: few models come to it
+    from dcompile.collectives.ddp_all_reduce import all_idle  # late: few models come to it
 
     return all_idle(params, rule)
 

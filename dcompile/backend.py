@@ -15,9 +15,9 @@ from torch.nn import Module
 from dcompile import compat
 from dcompile.api import make_toolbox
 from dcompile.artifacts import own_dump
+from dcompile.capture.compiled_model import CompiledModel, Settings
+from dcompile.capture.dynamo_backend import Graph
 from dcompile.capture.entry import compile_function, compiled_call
-from dcompile.capture.graph import Graph
-from dcompile.capture.model import CompiledModel, Settings
 from dcompile.config import Config
 
 _MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dcompile.config import Config
-from dcompile.figures import to_record
-from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.calibrate import device_name, keep, measure
+from dcompile.machine_model import to_record
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.measure.calibration import device_name, keep, measure
 
 RELEASE_SECONDS = 0.2
 """Before the group ends: Gloo's threads ask for the interpreter's lock to release the last collective's tensors, and a

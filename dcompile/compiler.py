@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcompile.artifacts import log
-from dcompile.collectives.params import Executable, Foreseen, Request
-from dcompile.compat import storages
+from dcompile.collectives.contract import Executable, Foreseen, Request
+from dcompile.compat import storage_offsets
 from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config
 from dcompile.errors import BuildError
-from dcompile.garbage import without_collecting
-from dcompile.machine import own_products, products_key
-from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.compiled import Loadable
-from dcompile.runtime.graph_key import (
+from dcompile.gc_pause import without_collecting
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.cache.key import (
     NotCacheable,
     constants_of,
     device_numbers,
@@ -31,11 +29,13 @@ from dcompile.runtime.graph_key import (
     without_groups,
     without_numbers,
 )
-from dcompile.runtime.graph_trees import Replayed, Tree
-from dcompile.runtime.launch import HostProgram
-from dcompile.runtime.peers import Alone, Peers, peers_of
-from dcompile.runtime.share import Sharing
-from dcompile.runtime.workspaces import Workspaces
+from dcompile.runtime.coordination.artifact_sharing import Sharing
+from dcompile.runtime.coordination.heartbeat import Alone, Peers, peers_of
+from dcompile.runtime.cuda_graphs.trees import Replayed, Tree
+from dcompile.runtime.program.artifact import Loadable
+from dcompile.runtime.program.executable import HostProgram
+from dcompile.runtime.program.workspace import Workspaces
+from dcompile.toolchain import own_products, products_key
 
 if TYPE_CHECKING:
     from dcompile.pipeline import Begun, Pipeline
@@ -80,17 +80,17 @@ class CachingCompiler:
         """The table AOTAutograd decomposes with; empty when ATen runs everything, so that eager's own kernels run."""
         if self.config.kernels == "aten":
             return {}
-        from dcompile.codegen.lower import decompositions
+        from dcompile.codegen.lower.decompositions import table
 
-        return decompositions.table(fallback_random=self.config.fallback_random)
+        return table.table(fallback_random=self.config.fallback_random)
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """What the partitioner may count on; nothing where ATen runs everything."""
         if self.config.kernels == "aten":
             return frozenset(), frozenset()
-        from dcompile.codegen.lower import fusible
+        from dcompile.codegen.lower import fusible_ops
 
-        return fusible.table()
+        return fusible_ops.table()
 
     def expect_products(self) -> None:
         """Have the kernel of matrix products built, if there are to be some and it is not there.
@@ -135,19 +135,19 @@ class CachingCompiler:
             why = "it reads numbers out of tensors, to compare them with what is said of them"
         elif program.on_host:
             why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
-        elif storages.gives_data(gm):
+        elif storage_offsets.gives_data(gm):
             why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
-        elif any(storages.resizes(node.target) for node in gm.graph.nodes):
+        elif any(storage_offsets.resizes(node.target) for node in gm.graph.nodes):
             why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program
         (device,) = devices
         if device not in self._trees:
-            from dcompile.runtime.cuda_graphs import CudaRecorder
+            from dcompile.runtime.cuda_graphs.recorder import CudaRecorder
 
             self._trees[device] = Tree(CudaRecorder(torch.device(device)))
-        whole = storages.looked_beyond(gm)
+        whole = storage_offsets.looked_beyond(gm)
         return Replayed(program, self._trees[device], results=request.results, saved=bool(request.saved), whole=whole)
 
     def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:

@@ -12,43 +12,45 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from dcompile.artifacts import dump, log
-from dcompile.codegen.emit import build, gemm, host, targets, triton_build
+from dcompile.autotune import Tuner
+from dcompile.codegen.emit import build, gemm, select_target
 from dcompile.codegen.emit.build import Built
-from dcompile.codegen.emit.emitter import Kernels, KernelSource
-from dcompile.codegen.lower.program import Lowered, lower
-from dcompile.codegen.lower.sizes import traced_sizes
-from dcompile.codegen.schedule.accumulate import accumulate_products
-from dcompile.codegen.schedule.again import compute_again
-from dcompile.codegen.schedule.dependences import drop_dead
-from dcompile.codegen.schedule.endings import end_products
-from dcompile.codegen.schedule.fuse import fuse
-from dcompile.codegen.schedule.inner_order import order_rows
-from dcompile.codegen.schedule.online import sum_exponentials
-from dcompile.codegen.schedule.order import start_early_wait_late
-from dcompile.codegen.schedule.overlap import overlap, predicted
-from dcompile.codegen.schedule.peak import plan_frugally
-from dcompile.codegen.schedule.reorient import reorient_columns
-from dcompile.codegen.schedule.spread import fuse_sums, spread_columns, spread_rows
-from dcompile.codegen.schedule.together import bring_together
-from dcompile.collectives.gather import insert_gathers
-from dcompile.collectives.insert import insert_buckets
-from dcompile.collectives.pack import pack_small
-from dcompile.collectives.params import Report, Request
-from dcompile.collectives.scale import scale_products
-from dcompile.collectives.scatter import copied_bytes, insert_scatters
+from dcompile.codegen.emit.host import program as host_program
+from dcompile.codegen.emit.target import Kernels, KernelSource
+from dcompile.codegen.emit.triton import compile as triton_compile
+from dcompile.codegen.lower.lower import Lowered, lower
+from dcompile.codegen.lower.symbolic.shapes import traced_sizes
+from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_products
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.inner_loop_order import order_rows
+from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
+from dcompile.codegen.schedule.fusion.matmul_epilogue import end_products
+from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
+from dcompile.codegen.schedule.fusion.rematerialize import compute_again
+from dcompile.codegen.schedule.fusion.split_reductions import fuse_sums, spread_columns, spread_rows
+from dcompile.codegen.schedule.memory.reorder_for_peak import plan_frugally
+from dcompile.codegen.schedule.order.dependences import drop_dead
+from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
+from dcompile.codegen.schedule.order.group_updates import bring_together
+from dcompile.codegen.schedule.order.overlap_collectives import overlap, predicted
+from dcompile.collectives.coalesce_small import pack_small
+from dcompile.collectives.contract import Report, Request
+from dcompile.collectives.ddp_all_reduce import insert_buckets
+from dcompile.collectives.fold_average import scale_products
+from dcompile.collectives.fsdp_all_gather import insert_gathers
+from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_scatters
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import draw
-from dcompile.ir.geometry import Chosen
+from dcompile.ir.gemm import Chosen
 from dcompile.ir.nodes import Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
-from dcompile.machine import own_products, products_key, triton_version
-from dcompile.runtime import gpu
-from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.compiled import CompiledGraph, Loadable
-from dcompile.tuning import Tuner
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.program import cuda_launch
+from dcompile.runtime.program.artifact import CompiledGraph, Loadable
+from dcompile.toolchain import own_products, products_key, triton_version
 
 Result = TypeVar("Result")
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
@@ -120,8 +122,8 @@ REPRO = '''"""The graph as it came from lowering: run this file to schedule it a
 
 from math import inf, nan
 
-from dcompile.codegen.schedule.fuse import fuse
-from dcompile.codegen.schedule.reorient import reorient_columns
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
 from dcompile.ir.index import *
 from dcompile.ir.nodes import *
 from dcompile.ir.text import show
@@ -148,7 +150,7 @@ class Begun:
     plan: Plan
     source: str
     """Its host program."""
-    building: triton_build.Both
+    building: triton_compile.Both
 
     @property
     def waits(self) -> bool:
@@ -166,7 +168,7 @@ class Pipeline:
             if wanted not in names:
                 raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
         self._compilers = build.Compilers(config)
-        self._crews: dict[int, triton_build.Crew] = {}
+        self._crews: dict[int, triton_compile.Crew] = {}
         """Those who compile kernels for GPUs of one compute capability, for all graphs."""
         self._tuner = Tuner()
 
@@ -177,7 +179,9 @@ class Pipeline:
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
-        kernels = self._timed(request, "emit", lambda: targets.emit_all(program, request.kind, self._own_products()))
+        kernels = self._timed(
+            request, "emit", lambda: select_target.emit_all(program, request.kind, self._own_products())
+        )
         report = _report(program, kernels)
         if program.buckets:
             foreseen = predicted(program, request.figures, dict(request.groups))
@@ -203,7 +207,9 @@ class Pipeline:
         chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if measures else None
         saved = frozenset(plan.lowered.program.inputs[position] for position in request.saved)
         source = self._timed(
-            request, "host", lambda: host.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen, saved=saved)
+            request,
+            "host",
+            lambda: host_program.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen, saved=saved),
         )
         return Begun(plan, source, building)
 
@@ -263,19 +269,19 @@ class Pipeline:
         major, minor = torch.cuda.get_device_capability(next(iter(gpus)))
         return 10 * major + minor
 
-    def _crew(self, arch: int, cache: KernelCache) -> triton_build.Crew:
-        return self._crews.setdefault(arch, triton_build.Crew(arch, cache.directory))
+    def _crew(self, arch: int, cache: KernelCache) -> triton_compile.Crew:
+        return self._crews.setdefault(arch, triton_compile.Crew(arch, cache.directory))
 
-    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_build.Both:
+    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_compile.Both:
         """Have all kernels compiled."""
         sources = [source for source in kernels.sources if not source.launches]
         others = [source for source in kernels.sources if source.launches]
         if not others:
-            return triton_build.Both(self._compiled(sources, cache), None)
+            return triton_compile.Both(self._compiled(sources, cache), None)
         assert arch is not None, "a graph with kernels for a GPU is on one"
-        theirs = triton_build.Building(others, arch, self.config, cache, self._crew(arch, cache))
-        launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
-        return triton_build.Both(self._compiled([*sources, launcher], cache), theirs)
+        theirs = triton_compile.Building(others, arch, self.config, cache, self._crew(arch, cache))
+        launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
+        return triton_compile.Both(self._compiled([*sources, launcher], cache), theirs)
 
     def _compiled(self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False) -> build.Building:
         return self._compilers.begin(sources, cache, early=early, aliases={gemm.source().name: products_key()})

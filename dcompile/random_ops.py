@@ -5,7 +5,7 @@ from torch's generator once a call of a graph) and `draw`, which tells the opera
 so a backward computes a mask again instead of saving it. A key of None draws one here: that is for graphs inside
 graphs, to which no key is handed.
 
-The numbers come from Philox (`ir/philox.py`); `codegen/lower/randoms.py` says the same in loops.
+The numbers come from Philox (`ir/philox.py`); `codegen/lower/rules/random.py` says the same in loops.
 """
 
 from __future__ import annotations

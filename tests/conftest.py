@@ -13,32 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import nursery_shared
+from tests import durations, nursery_shared
 
 NURSERY = pytest.StashKey[str]()
 GOLDEN = Path(__file__).parent / "golden"
-LONGEST = (
-    "test_lifetime.py", "distributed/test_fsdp2.py", "models/test_models.py", "distributed/test_matrix.py",
-    "faults/test_rank_faults.py", "test_readme.py", "distributed/test_ddp.py", "codegen/emit/test_triton.py",
-    "ops/test_sample.py", "dynamic/test_ops.py", "launch/test_train.py", "codegen/emit/test_wide.py",
-    "capture/test_chunked.py", "compat/test_fused_optimizers.py", "capture/test_unfold.py",
-    "distributed/test_unused.py", "fuzz/test_fuzz.py", "models/test_experts.py", "dynamic/test_late.py",
-    "test_compiler.py", "benchmarks/test_first_light.py", "models/test_modules.py", "codegen/emit/test_behind.py",
-    "codegen/lower/test_ops.py", "capture/test_entry.py", "faults/test_build_faults.py",
-    "distributed/test_tp_fsdp.py", "explain/test_profile.py", "codegen/emit/test_cpp.py",
-    "codegen/lower/test_extremes.py", "dynamic/test_expert_loops.py", "codegen/lower/test_models.py",
-    "models/test_decoders.py", "simulate/test_simulate.py", "dynamic/test_recompiles.py", "dynamic/test_models.py",
-    "benchmarks/test_gpu_ddp_fsdp.py", "codegen/lower/test_changing.py", "distributed/test_replicate.py",
-    "codegen/schedule/test_lodging.py", "codegen/emit/test_triton_product.py", "capture/test_ahead.py",
-    "capture/test_tangents.py", "codegen/lower/test_grids.py", "capture/test_causal.py", "test_pipeline.py",
-    "fuzz/test_ranks.py", "models/test_vision.py", "capture/test_aliases.py", "launch/test_generate.py",
-    "explain/test_explain.py", "capture/test_windows.py", "capture/test_checkpointed.py",
-    "integrations/test_accelerate.py", "capture/test_elements.py", "test_backend.py", "dynamic/test_gpu_plans.py",
-    "test_random_ops.py", "test_graph_module.py", "capture/test_batched.py", "codegen/emit/test_prelude.py",
-    "test_compat.py", "codegen/emit/test_lanes.py",
-)  # fmt: skip
-"""Files that take eight seconds or more, the longest first: begun last, one would leave the other workers idle. Before
-them comes the one that looks through all objects there are, while there are few."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,14 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matmul", choices=("own", "aten"), help="float32 products on CPU as on other processors than this one"
     )
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json, which orders files")
     parser.addoption("--device", default="cpu", help="where tests/ops and tests/models run: cpu or cuda")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `make test-full` is for; the longest files first."""
-    root = Path(__file__).parent
-    places = {root / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+    durations.sort_longest_first(items, durations.recorded())
     if config.getoption("--all-models"):
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
@@ -125,6 +102,8 @@ def compiled_anew() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see default settings, with the verifier on, whatever DCOMPILE_... the shell exports."""
     gc.disable()  # until all is imported
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(durations.Recorder())
     settings.register_profile("tests", deadline=None)  # Hypothesis's 200 ms an example: a busy machine takes longer
     settings.load_profile("tests")
     config.option.loadscopereorder = False  # files in the order above, not by their numbers of tests

@@ -21,9 +21,9 @@ BYTE = 255
 @contextlib.contextmanager
 def poisoned(byte: int = BYTE) -> Iterator[None]:
     """Fill arenas before each call, and all memory of results as it is given out; for programs made in here."""
-    from dcompile.runtime import quick
-    from dcompile.runtime.arena import Fresh, Recycled
-    from dcompile.runtime.workspaces import Workspace
+    from dcompile.runtime.program import fast_aten
+    from dcompile.runtime.program.arena import Fresh, Recycled
+    from dcompile.runtime.program.workspace import Workspace
 
     prepare = Workspace.call
 
@@ -35,7 +35,12 @@ def poisoned(byte: int = BYTE) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Workspace, "call", call))
-        for owner, name in ((Fresh, "__call__"), (Recycled, "__call__"), (quick, "empty_cpu"), (quick, "empty_cuda")):
+        for owner, name in (
+            (Fresh, "__call__"),
+            (Recycled, "__call__"),
+            (fast_aten, "empty_cpu"),
+            (fast_aten, "empty_cuda"),
+        ):
             stack.enter_context(mock.patch.object(owner, name, _filled(getattr(owner, name), byte)))
         yield
 

@@ -14,12 +14,13 @@ from torch import nn
 import dcompile
 from dcompile import artifacts
 from dcompile.config import Config
-from dcompile.runtime import exchange, peers
+from dcompile.runtime.communication import work
+from dcompile.runtime.coordination import heartbeat
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 SOURCES = Path(artifacts.__file__).parent
-MAY_PRINT = {"artifacts.py", "calibrate.py", "simulate/__main__.py", "codegen/emit/triton_worker.py"}
+MAY_PRINT = {"artifacts.py", "calibrate.py", "simulate/__main__.py", "codegen/emit/triton/worker.py"}
 """The one safe place; two commands, whose output is what they are for; a script that runs without the package."""
 NAMES = ("stdout", "stderr", "__stderr__")
 
@@ -84,13 +85,13 @@ def test_a_process_ends_where_streams_cannot_be_flushed(stream, monkeypatch):
         raise dcompile.errors.PlanMismatchError("dcompile: ranks differ")
 
     ended = []
-    monkeypatch.setattr(exchange.os, "_exit", ended.append)
-    monkeypatch.setattr(exchange, "_STUCK", [Stuck()])
-    monkeypatch.setattr(peers, "_end", differ)
+    monkeypatch.setattr(work.os, "_exit", ended.append)
+    monkeypatch.setattr(work, "_STUCK", [Stuck()])
+    monkeypatch.setattr(heartbeat, "_end", differ)
     with unusable(stream, monkeypatch):
-        exchange._leave()
+        work._leave()
         assert ended == [1]
-        peers._end_at_exit()
+        heartbeat._end_at_exit()
     assert ended[:2] == [1, 1]
 
 

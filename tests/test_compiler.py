@@ -15,11 +15,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
-from dcompile.collectives.params import BucketRule, ParamInfo, Request
+from dcompile.collectives.contract import BucketRule, ParamInfo, Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.pipeline import Begun, Pipeline
-from dcompile.runtime import cache as cache_module
+from dcompile.runtime.cache import disk as cache_module
 from tests import compiled_once, nursery
 from tests.distributed.harness import Ranks
 from tests.subject import ROOT
@@ -277,10 +277,10 @@ torch.set_num_threads(1)
 print("RESULT " + json.dumps([train(directory) for directory in sys.argv[1:]]))
 """
 """Trains once with each cache that it is given."""
-TABLE = ["dcompile.codegen.lower", "dcompile.codegen.lower.bags", "dcompile.codegen.lower.changing",
-         "dcompile.codegen.lower.decompositions", "dcompile.codegen.lower.foreach", "dcompile.codegen.lower.fusible",
-         "dcompile.codegen.lower.grids", "dcompile.codegen.lower.group_norms",
-         "dcompile.codegen.lower.random_table", "dcompile.codegen.lower.rewrites"]  # fmt: skip
+LOWER = "dcompile.codegen.lower"
+TABLE = [LOWER, f"{LOWER}.decompositions", *(f"{LOWER}.decompositions.{name}" for name in (
+    "aten", "embedding_bag", "foreach", "grid_sample", "group_norm", "random", "symbolic_scalars", "table",
+)), f"{LOWER}.fusible_ops"]  # fmt: skip
 """What AOTAutograd traces with: needed before anybody knows what the graph is."""
 
 

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("errors",),  # names only; imports nothing, so that the verifier in ir/ can raise one
     ("ir",),
-    ("config", "artifacts", "compat", "figures", "garbage", "grouped_ops", "machine", "random_ops", "rnn_ops"),
+    ("config", "artifacts", "compat", "gc_pause", "grouped_ops", "machine_model", "random_ops", "rnn_ops", "toolchain"),
     ("capture", "collectives", "codegen", "runtime"),
-    ("tuning",),
+    ("autotune",),
     ("pipeline",),
     ("compiler",),
     ("api", "backend", "calibrate", "explain", "simulate", "__init__"),
@@ -27,7 +27,7 @@ LEVELS = (
 
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 MIDDLE = ("capture", "collectives", "codegen", "runtime")
-MEETING_POINT = "dcompile.collectives.params"
+MEETING_POINT = "dcompile.collectives.contract"
 """The one module of a middle package that the other middle packages may import."""
 
 
@@ -175,7 +175,7 @@ def test_every_part_has_a_level() -> None:
         ("dcompile.config", "from dcompile import pipeline"),
         ("dcompile.capture.entry", "from dcompile.codegen.lower import lower"),
         ("dcompile.capture.entry", "from ..codegen import lower"),
-        ("dcompile.runtime.launch", "import dcompile.codegen.emit.cpp"),
+        ("dcompile.runtime.program.executable", "import dcompile.codegen.emit.cpp"),
         ("dcompile.codegen.lower.table", "from dcompile.collectives import insert"),
         ("dcompile.pipeline", "from dcompile import compile"),
         ("dcompile.api", "from dcompile.integrations.accelerate import DcompilePlugin"),
@@ -190,7 +190,7 @@ def test_finds_an_arrow_that_points_up(module: str, source: str) -> None:
     [
         (
             "dcompile.capture.entry",
-            "from dcompile.collectives.params import Request\nfrom dcompile.ir.nodes import Bucket",
+            "from dcompile.collectives.contract import Request\nfrom dcompile.ir.nodes import Bucket",
         ),
         ("dcompile.capture.entry", "from dcompile.capture.adapters import ddp\nfrom .joint import trace"),
         ("dcompile.api", "from dcompile import pipeline\nfrom dcompile.errors import DcompileError\nimport torch"),

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import dcompile
+from dcompile.capture.compiled_model import CompiledModel
+from dcompile.capture.dynamo_backend import Graph
 from dcompile.capture.entry import Entry
-from dcompile.capture.graph import Graph
-from dcompile.capture.model import CompiledModel
 
 pytestmark = [
     pytest.mark.usefixtures("compiled_anew"),

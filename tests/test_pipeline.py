@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.collectives.params import Request
+from dcompile.collectives.contract import Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.pipeline import PASSES, Pipeline
-from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.program.executable import HostProgram
 
 
 def net():

@@ -19,11 +19,11 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.fsdp_common import GivenBack, ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.adapters.sharded import GivenBack, ShardedAdapter
-from dcompile.capture.graph import Backend, Graph
-from dcompile.capture.model import CompiledModel, Settings
-from dcompile.capture.toolbox import Toolbox
+from dcompile.capture.compiled_model import CompiledModel, Settings
+from dcompile.capture.dynamo_backend import Backend, Graph
+from dcompile.capture.services import Toolbox
 from dcompile.errors import DcompileError, PlanMismatchError
 
 _SERIAL = itertools.count()
@@ -44,7 +44,7 @@ class Made:
         for finalizer in self.finalizers:
             finalizer.detach()
         for code in self.codes:
-            compat.frames.forget_code(code)
+            compat.skip_frame_eval.forget_code(code)
         for backend in self.backends:
             compat.dynamo.forget_backend(backend)
         model.release()
@@ -67,7 +67,7 @@ class Entry:
         *,
         in_place: bool = False,
     ) -> None:
-        self._held = compat.frames.Held(target if root is None else root, weakly=in_place)
+        self._held = compat.skip_frame_eval.Held(target if root is None else root, weakly=in_place)
         self._is_module = root is not None
         self._graph = graph
         self._hooks = None if root is None else compat.hooks.Hooks(root)
@@ -75,7 +75,7 @@ class Entry:
         self.model = CompiledModel(settings, toolbox)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
-        self._frames = compat.frames.Frames()
+        self._frames = compat.skip_frame_eval.Frames()
         """Compiled code that calls may go to at once: only of models with nothing to keep in step around a call."""
         self._made = Made()
         weakref.finalize(self, self._made.forget, self.model).atexit = False
@@ -140,7 +140,7 @@ class Entry:
         def whole(*args: Any, **kwargs: Any) -> Any:
             return traced(*args, **kwargs) if torch.compiler.is_compiling() else self(*args, **kwargs)
 
-        call = compat.frames.entrance(self._frames, self._held, whole, self.model.calls, self._hooks)
+        call = compat.skip_frame_eval.entrance(self._frames, self._held, whole, self.model.calls, self._hooks)
         if not self._is_module:
             functools.update_wrapper(call, self.target)
         call._dcompile_entry = self  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.ir.nodes import ITEMSIZE, Bucket
 
 ALIGN_BYTES = 64

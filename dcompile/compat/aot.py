@@ -8,16 +8,16 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.drawing import is_drawn_again as is_drawn_again
-from dcompile.compat.drawing import no_unread_counters, states_of_what_draws
-from dcompile.compat.indexed import strides_of_indices
-from dcompile.compat.lean import lean_runtime, unpacked
-from dcompile.compat.outputs import results_in_their_places
-from dcompile.compat.regions import regions_without_inductor
+from dcompile.compat.patches.batch_norm_statistics import unseen_statistics
+from dcompile.compat.patches.cse import regions_without_inductor
+from dcompile.compat.patches.index_strides import strides_of_indices
+from dcompile.compat.patches.lean_wrappers import lean_runtime, unpacked
+from dcompile.compat.patches.mutated_input_order import results_in_their_places
+from dcompile.compat.patches.quiet_dumps import no_unread_backwards, no_unread_graphs
+from dcompile.compat.patches.rng_under_checkpoint import is_drawn_again as is_drawn_again
+from dcompile.compat.patches.rng_under_checkpoint import no_unread_counters, states_of_what_draws
+from dcompile.compat.patches.symbolic_views import views_as_asked
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
-from dcompile.compat.statistics import unseen_statistics
-from dcompile.compat.unread import no_unread_backwards, no_unread_graphs
-from dcompile.compat.views import views_as_asked
 
 if TYPE_CHECKING:
     import torch

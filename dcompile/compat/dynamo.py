@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dcompile.compat.guards import guard_methods, short_guard_of_hooks
-from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.optimizers import optimizers_whole
+from dcompile.compat.patches.index_strides import strides_of_indices
+from dcompile.compat.patches.quiet_dumps import no_unread_latencies
+from dcompile.compat.patches.symbolic_views import views_as_asked
 from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
-from dcompile.compat.unread import no_unread_latencies
-from dcompile.compat.views import views_as_asked
 
 
 def optimize(

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.watching import STANDS_IN
+from dcompile.compat.dispatch_watch import STANDS_IN
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ class _Explain(types.ModuleType):
     """A package and the function of its name: importing a part of it must not hide the function."""
 
     def __call__(self, model: Any, /, *args: Any, **kwargs: Any) -> Report:
-        from dcompile.explain.trace import explain
+        from dcompile.explain.plan_only import explain
 
         return explain(model, *args, **kwargs)
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dcompile.explain.lanes import LANES, bars
 from dcompile.explain.timeline import Timeline
+from dcompile.explain.timeline_bars import LANES, bars
 
 
 def trace(timeline: Timeline) -> str:

@@ -17,14 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.sharded import ShardedAdapter
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter
+from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.entry import find_model
-from dcompile.capture.model import CompiledModel
 from dcompile.errors import NotCompiledError
-from dcompile.explain.clocks import latest_arrivals
+from dcompile.explain.arrival_skew import latest_arrivals
 from dcompile.explain.timeline import Arrived, Timeline, steps_of
-from dcompile.ir.functional import kind_of
-from dcompile.runtime.probe import Call, Measurable, Recorder, Statement
+from dcompile.ir.functional_collectives import kind_of
+from dcompile.runtime.measure.instrumentation import Call, Measurable, Recorder, Statement
 
 _NEWEST: weakref.WeakKeyDictionary[CompiledModel, Timeline] = weakref.WeakKeyDictionary()
 _SERIAL = itertools.count()
@@ -67,13 +67,13 @@ class Profile:
         return self._timeline
 
     def __str__(self) -> str:
-        from dcompile.explain.saving import timeline_lines
+        from dcompile.explain.export import timeline_lines
 
         return "\n".join(timeline_lines(self.timeline))
 
     def save(self, path: str | Path) -> Path:
         """Write the timeline: a trace for Perfetto (.json), a picture (.svg, .png), a page (.html), else text."""
-        from dcompile.explain.saving import save_timeline
+        from dcompile.explain.export import save_timeline
 
         return save_timeline(self.timeline, Path(path))
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dcompile.capture.model import CompiledModel, Variant
-from dcompile.collectives.params import Report
+from dcompile.capture.compiled_model import CompiledModel, Variant
+from dcompile.collectives.contract import Report
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dcompile.collectives.params import Report as Counts
-from dcompile.explain.exchanges import Exchange, exchange_lines, exchanges_of
-from dcompile.explain.lanes import duration
+from dcompile.collectives.contract import Report as Counts
+from dcompile.explain.collective_table import Exchange, exchange_lines, exchanges_of
+from dcompile.explain.export import PICTURES, save_timeline, timeline_lines
 from dcompile.explain.receipt import Receipt
-from dcompile.explain.saving import PICTURES, save_timeline, timeline_lines
 from dcompile.explain.sources import Source
 from dcompile.explain.timeline import Timeline
+from dcompile.explain.timeline_bars import duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.nodes import Extern, Loop, Program
 
@@ -121,7 +121,7 @@ class Report:
                 )
             return save_timeline(self.timeline, path)
         if path.suffix in (".html", ".htm"):
-            from dcompile.explain.page import page
+            from dcompile.explain.html import page
 
             path.write_text(page(self))
         else:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from dcompile.explain.lanes import COLOURS, LANES, bars, caption
 from dcompile.explain.timeline import Timeline
+from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption
 
 WIDTH, LEFT, TOP, LANE, GAP = 1000, 120, 40, 44, 14
 _EDGE = ' stroke="#ffffff" stroke-width="0.8"'

@@ -264,7 +264,9 @@ REDUCTIONS: Mapping[str, Reduction] = {
         # position in the inner space, row-major; the first of equals; NaN wins
         Reduction("argmax", None, np.argmax, lambda _: 0),
         Reduction("argmin", None, np.argmin, lambda _: 0),
-        Reduction("sum_exp", None, _sum_exp, lambda _: 0),  # of exp(x - max(x)), in one pass: `schedule/online.py`
+        Reduction(
+            "sum_exp", None, _sum_exp, lambda _: 0
+        ),  # of exp(x - max(x)), in one pass: `schedule/fusion/online_softmax.py`
     )
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcompile.errors import OptionError
-from dcompile.figures import FABRICS
+from dcompile.machine_model import FABRICS
 from dcompile.simulate.check import check
 from dcompile.simulate.estimate import Setup, estimate, extrapolated
 from dcompile.simulate.models import SHAPES, configuration, with_layers

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dcompile.errors import OptionError
-from dcompile.figures import table_figures
+from dcompile.machine_model import table_figures
 from dcompile.simulate.estimate import Setup, estimate
 from dcompile.simulate.models import SHAPES, configuration
 from dcompile.simulate.trace import Spread, trace

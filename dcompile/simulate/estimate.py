@@ -8,13 +8,13 @@ from math import prod
 
 import numpy as np
 
-from dcompile.codegen.schedule.cost import collective_bytes, durations
-from dcompile.codegen.schedule.overlap import overlap
-from dcompile.codegen.schedule.timeline import Timeline, timeline
-from dcompile.collectives.params import ParamInfo
-from dcompile.figures import LEAST_COPIED, Figures
+from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
+from dcompile.codegen.schedule.order.overlap_collectives import overlap
+from dcompile.codegen.schedule.order.simulate import Timeline, timeline
+from dcompile.collectives.contract import ParamInfo
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Program, View, Wait, holder_of
+from dcompile.machine_model import LEAST_COPIED, Figures
 from dcompile.simulate.trace import Spread, Traced
 
 UPDATE_SHARE = 0.63

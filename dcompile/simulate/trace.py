@@ -17,17 +17,17 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.compiled_model import Settings
+from dcompile.capture.dynamo_backend import Graph
 from dcompile.capture.entry import Entry
-from dcompile.capture.graph import Graph
-from dcompile.capture.model import Settings
-from dcompile.capture.tangents import tangents, without
-from dcompile.capture.toolbox import Toolbox
-from dcompile.collectives.params import BucketRule, BucketSource, Foreseen, ParamInfo, Report, Request, Shard
+from dcompile.capture.passes.joint.absent_gradients import tangents, without
+from dcompile.capture.services import Toolbox
+from dcompile.collectives.contract import BucketRule, BucketSource, Foreseen, ParamInfo, Report, Request, Shard
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.errors import OptionError
-from dcompile.figures import Group
 from dcompile.ir.nodes import Program
+from dcompile.machine_model import Group
 from dcompile.pipeline import Pipeline
 
 DDP_RULE = BucketRule(1 << 20, 25 << 20)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dcompile.collectives.bucket import assign, lay_out
-from dcompile.collectives.params import BucketSource, Foreseen, Report, Request
+from dcompile.collectives.contract import BucketSource, Foreseen, Report, Request
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.peers import Alone, peers_of
+from dcompile.runtime.coordination.heartbeat import Alone, peers_of
 
 
 class InterpreterExecutable:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import dcompile
-from dcompile.capture.graph import Graph
+from dcompile.capture.dynamo_backend import Graph
 from tests.models.checks import LOSS, assert_close, assert_same_state, compiled, twins
 from tests.models.zoo import CASES, llama
 from tests.subject import IS_DCOMPILE

@@ -9,7 +9,7 @@ import torch
 import dcompile
 from dcompile import compat
 from dcompile.backend import dcompile_backend
-from dcompile.capture import results
+from dcompile.capture.aliasing import output_views
 from dcompile.compat.tensors import quick_look
 
 # Dynamo itself looks at .grad of a non-leaf
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 def is_lean(result):
-    return result.grad_fn._forward_cls.forward.__module__ == compat.lean.__name__
+    return result.grad_fn._forward_cls.forward.__module__ == compat.lean_wrappers.__name__
 
 
 def compared(function, *inputs, times=3):
@@ -108,7 +108,7 @@ def test_looks_are_made_of_tuples(monkeypatch):
         kinds.extend((type(shape), type(strides)))
         return quick_look()(tensor, shape, strides, more)
 
-    monkeypatch.setattr(results, "look", look)
+    monkeypatch.setattr(output_views, "look", look)
     torch._dynamo.reset()
     rows, _ = dcompile.compile(rows_and_loss)(torch.randn(3, 2, 5, requires_grad=True), torch.randn(5, 7))
     rows.sum().backward()

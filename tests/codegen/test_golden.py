@@ -15,9 +15,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.lower.decompositions import table
-from dcompile.codegen.lower.program import lower
-from dcompile.collectives.params import Request
+from dcompile.codegen.lower.decompositions.table import table
+from dcompile.codegen.lower.lower import lower
+from dcompile.collectives.contract import Request
 from dcompile.ir.nodes import Loop
 from dcompile.ir.text import show
 from dcompile.pipeline import PASSES

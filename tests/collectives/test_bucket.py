@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile.collectives.bucket import ALIGN_BYTES, assign, lay_out
-from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.ir.nodes import ITEMSIZE
 
 

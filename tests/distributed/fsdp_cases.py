@@ -31,11 +31,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dcompile
-from dcompile.figures import table_figures
-from dcompile.runtime.driver import CudaReach
-from dcompile.runtime.exchange import Flight
-from dcompile.runtime.parcels import in_order
-from dcompile.runtime.shards import Exchange
+from dcompile.machine_model import table_figures
+from dcompile.runtime.communication.fsdp_shards import Exchange
+from dcompile.runtime.communication.packing import in_order
+from dcompile.runtime.communication.peer_memory.cuda_ipc import CudaReach
+from dcompile.runtime.communication.work import Flight
 from tests.distributed import models
 from tests.distributed.cases import ATEN, device, largest_difference
 from tests.distributed.matrix import MIXED
@@ -538,7 +538,7 @@ def parts_for_the_backward() -> dict[str, Any]:
             noted("evaluation", lambda: call(**inputs(module, 1)))
         noted("next", lambda: backward(call, module, 3))
 
-    with unittest.mock.patch("dcompile.runtime.shards.Flight", flight):
+    with unittest.mock.patch("dcompile.runtime.communication.fsdp_shards.Flight", flight):
         return same_as_stock(steps, "mlp", reshard_after_forward=2) | {"over": found}
 
 
@@ -709,7 +709,7 @@ def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
 
     with (
         unittest.mock.patch("dcompile.compiler.gpus", lambda gm: {"cpu"}),
-        unittest.mock.patch("dcompile.runtime.cuda_graphs.CudaRecorder", RecordedOnce),
+        unittest.mock.patch("dcompile.runtime.cuda_graphs.recorder.CudaRecorder", RecordedOnce),
     ):
         return same_as_stock(steps, options=ATEN | {"triton.cudagraphs": True}, **how) | {"left": len(left)}
 
@@ -766,8 +766,8 @@ def packed(**how: Any) -> dict[str, Any]:
         return in_order(bucket)
 
     with (
-        unittest.mock.patch("dcompile.runtime.calibrate.table_figures", lambda name: slow),
-        unittest.mock.patch("dcompile.runtime.shards.in_order", order),
+        unittest.mock.patch("dcompile.runtime.measure.calibration.table_figures", lambda name: slow),
+        unittest.mock.patch("dcompile.runtime.communication.fsdp_shards.in_order", order),
     ):
         return against_stock(**how) | {"packed": max(seen)}
 
@@ -966,8 +966,8 @@ def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
     """Another case, where ranks copy shards from each other's memory, however small."""
     reach = CountedReach() if device().type == "cuda" else ProcessReach()
     with (
-        unittest.mock.patch("dcompile.runtime.nearby.reach_of", lambda device: reach),
-        unittest.mock.patch("dcompile.runtime.nearby.LEAST_COPIED", 0),
+        unittest.mock.patch("dcompile.runtime.communication.peer_memory.shards.reach_of", lambda device: reach),
+        unittest.mock.patch("dcompile.runtime.communication.peer_memory.shards.LEAST_COPIED", 0),
     ):
         if of == "in_turn":
             how["copied"] = lambda: reach.copied

@@ -354,6 +354,6 @@ def test_the_harness_ends_a_hang_with_every_ranks_stacks(ranks):
 
 
 def test_a_rank_that_is_killed_while_it_writes_to_the_store_leaves_it_to_the_others(ranks):
-    """As the thread of `runtime/peers.py` may be; of half an entry in a file, torch's FileStore never finds the end."""
+    """As the thread of `coordination/heartbeat.py` may be. torch's FileStore never finds the end of half an entry."""
     first, second = ranks.outcomes(CASES + "dies_while_it_writes_to_the_store", 20)
     assert (first.value, first.error) == (False, "") and second.kind == "EOFError"

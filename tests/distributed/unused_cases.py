@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.runtime import buckets
-from dcompile.runtime.exchange import Flight
+from dcompile.runtime.communication import ddp_buckets
+from dcompile.runtime.communication.work import Flight
 from tests.distributed.cases import average, by_hand, gradients, inputs, make, wrap
 from tests.distributed.fsdp_cases import compiled
 from tests.distributed.models import Lora, loss_of
@@ -61,8 +61,8 @@ def frozen(apart: bool = False, **ddp: Any) -> dict[str, Any]:
         exchanged.append(tensor.numel())
         return start_sum(group, tensor, label)
 
-    start_sum = buckets.start_sum
-    with mock.patch.object(buckets, "start_sum", noted):
+    start_sum = ddp_buckets.start_sum
+    with mock.patch.object(ddp_buckets, "start_sum", noted):
         for step in range(2):
             exchanged.clear()
             for each, module in ((stock, stock), (call, wrapped)):

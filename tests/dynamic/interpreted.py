@@ -16,22 +16,22 @@ import numpy as np
 import torch
 
 from dcompile import pipeline
-from dcompile.codegen.emit import host
-from dcompile.codegen.emit.emitter import KernelSource
-from dcompile.codegen.emit.triton import ALIGNED
-from dcompile.codegen.emit.triton_spelling import POINTERS
+from dcompile.codegen.emit.host import program as host_program
+from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.triton.kernel import ALIGNED
+from dcompile.codegen.emit.triton.ops import POINTERS
 from dcompile.compiler import CachingCompiler
-from dcompile.runtime import gpu, workspaces
-from dcompile.runtime.arena import like
-from dcompile.runtime.compiled import CompiledGraph, Loadable
-from dcompile.runtime.launch import HostProgram
-from dcompile.runtime.tables import Address
+from dcompile.runtime.program import cuda_launch, workspace
+from dcompile.runtime.program.arena import like
+from dcompile.runtime.program.argument_table import Address
+from dcompile.runtime.program.artifact import CompiledGraph, Loadable
+from dcompile.runtime.program.executable import HostProgram
 from tests.codegen.emit.interpreted import _module
 
 DTYPES = {pointer: getattr(torch, name) for name, pointer in POINTERS.items()}
 
 
-class Interpreting(workspaces.Run):
+class Interpreting(workspace.Run):
     """What a host program for a GPU asks for, on the CPU. `kernels`: those of all graphs, by name."""
 
     kernels: dict[str, KernelSource]
@@ -49,7 +49,7 @@ class Interpreting(workspaces.Run):
             assert stream == 0 and len(given) == count
             for name, function, grid, arguments in kernels:
                 values = [int(a) if isinstance(a, Address) else given[a] for a in arguments]
-                programs = given[grid.place] if isinstance(grid, gpu.Grid) else grid
+                programs = given[grid.place] if isinstance(grid, cuda_launch.Grid) else grid
                 if programs:
                     self._start(name, function, programs, values)
 
@@ -90,7 +90,7 @@ def on_cpu() -> Iterator[list[str]]:
         with mock.patch.object(pipeline, "lower", elsewhere):
             plan = pipeline.Pipeline(self.config).plan(gm, request)
         program = plan.program
-        text = host.emit(program, plan.kernels, recycle=request.kind == "inference")
+        text = host_program.emit(program, plan.kernels, recycle=request.kind == "inference")
         texts.append(text)
         kernels.update({source.name: source for source in plan.kernels.sources})
         text = text.replace("empty_cuda(", "empty_cpu(").replace("device='cuda'", "device='cpu'")
@@ -100,5 +100,5 @@ def on_cpu() -> Iterator[list[str]]:
         return HostProgram(request.name, Loadable(graph, {}, constants), self._workspaces)
 
     run = type("Run", (Interpreting,), {"kernels": kernels})
-    with mock.patch.object(workspaces, "Run", run), mock.patch.object(CachingCompiler, "compile_graph", compile_graph):
+    with mock.patch.object(workspace, "Run", run), mock.patch.object(CachingCompiler, "compile_graph", compile_graph):
         yield texts

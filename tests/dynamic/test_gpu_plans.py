@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcompile import pipeline
-from dcompile.codegen.emit import host
+from dcompile.codegen.emit.host import program
 from dcompile.pipeline import Plan
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
@@ -48,7 +48,7 @@ def plans(monkeypatch) -> list[tuple[Plan, str]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "lower", elsewhere)
             made = plan(self, gm, request, *measure)
-        found.append((made, host.emit(made.program, made.kernels, recycle=request.kind == "inference")))
+        found.append((made, program.emit(made.program, made.kernels, recycle=request.kind == "inference")))
         return plan(pipeline.Pipeline(replace(self.config, kernels="aten")), gm, request, *measure)
 
     monkeypatch.setattr(pipeline.Pipeline, "plan", both)

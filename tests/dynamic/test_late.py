@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dcompile.machine import triton_version
+from dcompile.toolchain import triton_version
 from tests.dynamic import late_cases
 
 needs_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.model import Settings, Variant
-from dcompile.collectives.params import Report
+from dcompile.capture.compiled_model import Settings, Variant
+from dcompile.collectives.contract import Report
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError
 from dcompile.explain.receipt import make_receipt

@@ -5,12 +5,12 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from dcompile.explain.lanes import bars, caption
+from dcompile.explain.export import save_timeline, timeline_lines
 from dcompile.explain.perfetto import trace
-from dcompile.explain.saving import save_timeline, timeline_lines
 from dcompile.explain.svg import draw_timeline, ticks
 from dcompile.explain.timeline import Timeline, covered, label, steps_of
-from dcompile.runtime.probe import Call, Exchange, Statement
+from dcompile.explain.timeline_bars import bars, caption
+from dcompile.runtime.measure.instrumentation import Call, Exchange, Statement
 
 MS = 1e-3
 

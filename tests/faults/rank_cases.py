@@ -23,7 +23,7 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.entry import find_model
 from dcompile.errors import DcompileError
 from dcompile.pipeline import Pipeline
-from dcompile.runtime import peers, waiting
+from dcompile.runtime.coordination import heartbeat, wait_policy
 from tests.distributed.models import Normed, SyncNorm
 
 
@@ -81,10 +81,10 @@ def model_of(kind: type[nn.Module] = Mlp, seconds: float = 60, wrap: str = "ddp"
     return dcompile.compile(model, options={"receipt": False, "kernels": "aten", **options})
 
 
-def line_of(model: Any) -> peers.Peers:
+def line_of(model: Any) -> heartbeat.Peers:
     """The line to the other ranks of a model that has run."""
     found = find_model(model)
-    line = peers.peers_of(found.adapter.group) if found is not None else None
+    line = heartbeat.peers_of(found.adapter.group) if found is not None else None
     assert line is not None
     return line
 
@@ -306,7 +306,7 @@ def killed_in_backward(wrap: str = "ddp", said: str = "", died: str = "", **opti
     """
     if said and not is_second():
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-        waiting.SILENT_S, waiting.STALE_S = 5.0, 4.0
+        wait_policy.SILENT_S, wait_policy.STALE_S = 5.0, 4.0
     model = model_of(wrap=wrap, **options)
     for _ in range(4):  # with CUDA graphs, the last of them are replays
         step(model)
@@ -321,7 +321,7 @@ def _die(died: str) -> None:
 
 
 def killed_while_compiling() -> Any:
-    waiting.SILENT_S, waiting.STALE_S = 4.0, 2.0
+    wait_policy.SILENT_S, wait_policy.STALE_S = 4.0, 2.0
     model = model_of()
     if is_second():
         Pipeline.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]

@@ -13,17 +13,17 @@ from unittest.mock import patch
 import numpy as np
 
 from dcompile.codegen.emit import cpp, wide
-from dcompile.codegen.emit.emitter import KernelSource
-from dcompile.codegen.emit.triton_spelling import has_atomic
-from dcompile.codegen.emit.triton_tiles import make_plan
-from dcompile.codegen.schedule import spread
-from dcompile.codegen.schedule.again import compute_again
-from dcompile.codegen.schedule.dependences import drop_dead
-from dcompile.codegen.schedule.fuse import fuse
-from dcompile.codegen.schedule.memory import plan_memory
-from dcompile.codegen.schedule.online import sum_exponentials
-from dcompile.codegen.schedule.reorient import reorient_columns
-from dcompile.codegen.schedule.together import bring_together
+from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.triton.ops import has_atomic
+from dcompile.codegen.emit.triton.tiling import make_plan
+from dcompile.codegen.schedule.fusion import split_reductions
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
+from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
+from dcompile.codegen.schedule.fusion.rematerialize import compute_again
+from dcompile.codegen.schedule.memory.plan import plan_memory
+from dcompile.codegen.schedule.order.dependences import drop_dead
+from dcompile.codegen.schedule.order.group_updates import bring_together
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
@@ -136,12 +136,16 @@ def planned(program: Program) -> Program:
 def planned_for_gpu(program: Program) -> Program:
     """What the pipeline makes of it on a GPU; each buffer has memory of its own."""
     program = fuse(reorient_columns(sum_exponentials(drop_dead(on_a_gpu(program)))))
-    return bring_together(spread.fuse_sums(spread.spread_rows(spread.spread_columns(compute_again(program)))))
+    return bring_together(
+        split_reductions.fuse_sums(
+            split_reductions.spread_rows(split_reductions.spread_columns(compute_again(program)))
+        )
+    )
 
 
 def shared_on_gpu(program: Program) -> Program:
     """The same with small loops shared among programs (the GPU's), or taken apart, as large ones are."""
-    with patch.multiple(spread, LONG=8, PART=3, PROGRAMS=4, UNKNOWN_ROWS=3, PERSISTENT=8):
+    with patch.multiple(split_reductions, LONG=8, PART=3, PROGRAMS=4, UNKNOWN_ROWS=3, PERSISTENT=8):
         return planned_for_gpu(program)
 
 

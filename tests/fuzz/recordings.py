@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from dcompile import compat, compiler
-from dcompile.capture import programs
-from dcompile.runtime import cuda_graphs
-from dcompile.runtime.arena import copy_elements
+from dcompile.capture import graph_runner
+from dcompile.runtime.cuda_graphs import recorder
+from dcompile.runtime.program.arena import copy_elements
 
 
 class Repeats:
@@ -90,8 +90,8 @@ def _write_again(to: torch.Tensor, made: torch.Tensor) -> None:
 def recorded() -> Iterator[None]:
     """Programs on the CPU are recorded and replayed as those on a GPU are."""
     with (
-        mock.patch.object(cuda_graphs, "CudaRecorder", Repeats),
+        mock.patch.object(recorder, "CudaRecorder", Repeats),
         mock.patch.object(compiler, "gpus", lambda gm: {"cpu"}),
-        mock.patch.object(programs, "donated_positions", lambda gm: ()),
+        mock.patch.object(graph_runner, "donated_positions", lambda gm: ()),
     ):
         yield

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcompile.codegen.schedule.dependences import drop_dead
-from dcompile.codegen.schedule.merge import without
+from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.codegen.schedule.order.dependences import drop_dead
 from dcompile.errors import VerifyError
 from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.interpret import execute, interpret

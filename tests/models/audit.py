@@ -21,15 +21,16 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dcompile.codegen.emit import host, targets
+from dcompile.codegen.emit import select_target
+from dcompile.codegen.emit.host import program as host_program
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Program, View
 from dcompile.ir.symbols import sources, specialise
 from dcompile.pipeline import PASSES, Begun, Pipeline, Plan, _report
-from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.program.executable import HostProgram
 
 TOLERANCE = 1e-4
 """Of the largest element: float32 sums in another order."""
@@ -49,10 +50,12 @@ def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tu
     shown = [b for b in program.buffers if b.name in written - hidden]
     views = tuple(View(b.name, b.shape, b.strides) for b in shown)
     program = PASSES[-1].run(replace(program, outputs=program.outputs + views), request)
-    kernels = targets.emit_all(program, request.kind, pipeline._own_products())
+    kernels = select_target.emit_all(program, request.kind, pipeline._own_products())
     plan = Plan(lowered, program, kernels, _report(program, kernels))
     building = pipeline._begin(kernels, pipeline._arch(gm), cache)
-    made, _ = pipeline.finish(Begun(plan, host.emit(program, kernels, recycle=False), building), gm, request, cache)
+    made, _ = pipeline.finish(
+        Begun(plan, host_program.emit(program, kernels, recycle=False), building), gm, request, cache
+    )
     return program, HostProgram(request.name, made), [b.name for b in shown]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcompile.machine import own_source
+from dcompile.toolchain import own_source
 from tests.ops import record
 from tests.ops.cases import DTYPES, KINDS, Case, all_cases, grouped
 from tests.ops.pool import TIMEOUT_S, run_all

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.runtime import peers as module
-from dcompile.runtime.peers import Peers
+from dcompile.runtime.coordination import heartbeat as module
+from dcompile.runtime.coordination.heartbeat import Peers
 
 _NUMBERS = itertools.count()
 

@@ -7,8 +7,8 @@ when it was recorded and not handed over to it. So a replay where the rule forbi
 import torch
 
 from dcompile import compat
-from dcompile.collectives.params import Report
-from dcompile.runtime.graph_trees import Replayed, Tree
+from dcompile.collectives.contract import Report
+from dcompile.runtime.cuda_graphs.trees import Replayed, Tree
 
 
 class Worst:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import dcompile
-from dcompile.runtime.arena import RECYCLE_BYTES, Fresh, Recycled
+from dcompile.runtime.program.arena import RECYCLE_BYTES, Fresh, Recycled
 
 ROWS = RECYCLE_BYTES // 4 // 64
 """Rows of 64 float32 that make a result large enough to be given out again."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.machine import own_products_pay
+from dcompile.toolchain import own_products_pay
 
 
 def frames_of(call):

@@ -10,8 +10,8 @@ from torch import nn
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.runtime.arena import like
-from dcompile.runtime.workspaces import Run
+from dcompile.runtime.program.arena import like
+from dcompile.runtime.program.workspace import Run
 
 
 class Block(nn.Module):
@@ -133,7 +133,7 @@ def test_only_what_nobody_else_refers_to_is_inherited():
 def anew(monkeypatch):
     """Shapes of what is allocated because somebody still holds what the plan takes."""
     shapes: list[tuple[int, ...]] = []
-    monkeypatch.setattr("dcompile.runtime.workspaces.like", lambda x: shapes.append(tuple(x.shape)) or like(x))
+    monkeypatch.setattr("dcompile.runtime.program.workspace.like", lambda x: shapes.append(tuple(x.shape)) or like(x))
     return shapes
 
 
@@ -162,8 +162,8 @@ class Tagger(nn.Module):
 @pytest.fixture
 def tagger(monkeypatch):
     """(eager, compiled, inputs); the backward is planned on a CPU as it is on GPUs, where results may be dropped."""
-    monkeypatch.setattr("dcompile.capture.joint._may_be_lent", lambda result: True)
-    monkeypatch.setattr("dcompile.capture.graph.make_gradients_ahead", lambda gm: None)
+    monkeypatch.setattr("dcompile.capture.joint_graph._may_be_lent", lambda result: True)
+    monkeypatch.setattr("dcompile.capture.dynamo_backend.make_gradients_ahead", lambda gm: None)
     torch.manual_seed(0)
     eager, ours = Tagger(), Tagger()
     ours.load_state_dict(eager.state_dict())

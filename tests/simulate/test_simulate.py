@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from dcompile.errors import OptionError
-from dcompile.figures import FABRICS
+from dcompile.machine_model import FABRICS
 from dcompile.simulate.__main__ import main
 from dcompile.simulate.check import check
 from dcompile.simulate.estimate import Setup, _reduced_bytes, estimate, extrapolated

@@ -16,7 +16,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
-from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.collectives.contract import BucketRule, ParamInfo
 
 
 def _add(numbers: set[int], number: int, _parameter: Any) -> None:

@@ -19,8 +19,8 @@ from torch.distributed import ReduceOp
 
 from dcompile import compat
 from dcompile.capture.adapters.fsdp2 import converted
-from dcompile.capture.adapters.sharded import Alone, ShardedAdapter, present
-from dcompile.collectives.params import ParamInfo, Reduction, Shard
+from dcompile.capture.adapters.fsdp_common import Alone, ShardedAdapter, present
+from dcompile.collectives.contract import ParamInfo, Reduction, Shard
 from dcompile.errors import DcompileError
 
 

@@ -20,8 +20,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from dcompile import compat
-from dcompile.capture.adapters.sharded import Alone, ShardedAdapter, present
-from dcompile.collectives.params import ParamInfo, Reduction, Shard
+from dcompile.capture.adapters.fsdp_common import Alone, ShardedAdapter, present
+from dcompile.collectives.contract import ParamInfo, Reduction, Shard
 
 
 class Unit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcompile.collectives.params import BucketRule, ParamInfo
+from dcompile.collectives.contract import BucketRule, ParamInfo
 
 
 def new_subject(compared: set[tuple[str, ...]], plan: tuple[str, ...], what: str) -> str | None:

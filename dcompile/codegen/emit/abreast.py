@@ -6,10 +6,10 @@ What a row is summed up in, and in what order, stays the same. A row at a time t
 
 from __future__ import annotations
 
-from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.passes import Passes
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import c_type
+from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.ir.index import size_product
 from dcompile.ir.nodes import Load, Reduce, Ref
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcompile.codegen.emit.narrow import Counted, count_in_int32
-from dcompile.codegen.emit.nest import Axis, may_exceed, stride
 from dcompile.codegen.emit.scans import Scans
+from dcompile.codegen.nest.loop_nest import Axis, may_exceed, stride
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Index, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Ref

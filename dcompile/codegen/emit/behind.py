@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 
 from dcompile.codegen.emit.asked import Delay
-from dcompile.codegen.emit.nest import may_exceed
 from dcompile.codegen.emit.spelling import c_type
 from dcompile.codegen.emit.statements import BEFORE, LOCAL
 from dcompile.codegen.emit.vectors import Vectors
 from dcompile.codegen.emit.wide import STEPS
+from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.ir.index import Size, size_product
 from dcompile.ir.nodes import Scan
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Protocol
 
 from dcompile.artifacts import say
-from dcompile.codegen.emit.emitter import KernelSource
 from dcompile.codegen.emit.needed import needed
 from dcompile.codegen.emit.prelude import PRELUDE
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
-from dcompile.machine import (
+from dcompile.toolchain import (
     COMPILERS,
     cache_bytes,
     caches_are_far,

@@ -16,15 +16,15 @@ from dataclasses import replace
 from dcompile.codegen.emit import gemm
 from dcompile.codegen.emit.beside import Beside
 from dcompile.codegen.emit.columns import rows_of_block
-from dcompile.codegen.emit.emitter import Emitter, Kernels, KernelSource
-from dcompile.codegen.emit.nest import make_nest, may_exceed
 from dcompile.codegen.emit.spelling import SPELLING, c_type, literal, memory_type
 from dcompile.codegen.emit.statements import SPLIT
 from dcompile.codegen.emit.tables import computation
+from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource
 from dcompile.codegen.emit.unscaled import scaling_of
 from dcompile.codegen.emit.wide import WAYS, may_stream
+from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
+from dcompile.ir.canonical_names import Nameless, nameless
 from dcompile.ir.index import Size, size_product
-from dcompile.ir.naming import Nameless, nameless
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dcompile.codegen.emit.asked import AHEAD_BYTES
-from dcompile.codegen.emit.nest import stride
 from dcompile.codegen.emit.statements import Statements
+from dcompile.codegen.nest.loop_nest import stride
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import ZERO, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Ref

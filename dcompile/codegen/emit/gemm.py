@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.emitter import KernelSource, Product
+from dcompile.codegen.emit.target import KernelSource, Product
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import Buffer, Extern, Program, View
 

@@ -9,9 +9,9 @@ float16 0.3 (Zen 3).
 from __future__ import annotations
 
 from dcompile.codegen.emit.behind import Behind
-from dcompile.codegen.emit.nest import LANES, Axis
 from dcompile.codegen.emit.spelling import c_type, literal
 from dcompile.codegen.emit.wide import FLOATS, STEPS
+from dcompile.codegen.nest.loop_nest import LANES, Axis
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Ref

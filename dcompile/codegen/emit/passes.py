@@ -7,11 +7,11 @@ import math
 from dcompile.codegen.emit.asked import AHEAD_BYTES
 from dcompile.codegen.emit.fetched import ask_ahead
 from dcompile.codegen.emit.lanes import Lanes
-from dcompile.codegen.emit.nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
 from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import BEFORE
+from dcompile.codegen.nest.loop_nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
 from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref, Scan

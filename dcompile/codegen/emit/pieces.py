@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from dcompile.codegen.emit.nest import Axis, Nest
+from dcompile.codegen.nest.loop_nest import Axis, Nest
 from dcompile.ir.analysis import turning_point
 from dcompile.ir.index import Div, Index, Mod, Var, substitute, var
 from dcompile.ir.nodes import Apply, IndexOf, Load, Ref, Store, Value

@@ -36,7 +36,7 @@ extern "C" void free(void*) noexcept;
 /* what a kernel returns: 0, or 1 after an integer division by zero, or 4 * position + 2 of a position that is none */
 static int64 failure;
 static int64 take_failure() { const int64 was = failure; failure = 0; return was; }
-/* of Python's stable interface, what calls without ctypes take (runtime/tables.py) */
+/* of Python's stable interface, what calls without ctypes take (runtime/program/argument_table.py) */
 struct PyObject;
 extern "C" PyObject* PyExc_TypeError;
 extern "C" u64 PyLong_AsUnsignedLongLongMask(PyObject*) noexcept;

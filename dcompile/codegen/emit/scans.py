@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.nest import LANES, Axis, cone_cost
 from dcompile.codegen.emit.spelling import SPELLING, c_type, literal
 from dcompile.codegen.emit.statements import KEEP_COST, Statements
+from dcompile.codegen.nest.loop_nest import LANES, Axis, cone_cost
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import Apply, Load, Ref, Scan

@@ -8,10 +8,10 @@ from math import isnan
 from dcompile.codegen.emit.columns import collects_in_place
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_shorten
-from dcompile.codegen.emit.nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
 from dcompile.codegen.emit.tables import find_tables
 from dcompile.codegen.emit.tiles import Turned, find_turned
+from dcompile.codegen.nest.loop_nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.emit.nest import Levels, Nest, cone_cost, may_exceed
+from dcompile.codegen.nest.loop_nest import Levels, Nest, cone_cost, may_exceed
 from dcompile.ir.analysis import behind, operands
 from dcompile.ir.index import is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Ref, Value

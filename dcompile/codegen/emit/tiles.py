@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.nest import Axis, Nest
+from dcompile.codegen.nest.loop_nest import Axis, Nest
 from dcompile.ir.index import Index, Size, as_size, is_symbol, substitute, typical, var
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Load, Ref
 

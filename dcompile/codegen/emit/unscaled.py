@@ -1,13 +1,13 @@
 """Loops that multiply a tensor by one number, which may turn out to be 1: in its own memory nothing is to be done then.
 
-So backwards of losses begin whose gradient was made with them (`capture/ahead.py`).
+So backwards of losses begin whose gradient was made with them (`capture/passes/dynamo/loss_gradient_in_forward.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.nest import Nest
+from dcompile.codegen.nest.loop_nest import Nest
 from dcompile.ir.nodes import Apply, Load, Ref
 
 _WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from dcompile.codegen.emit.nest import Axis
 from dcompile.codegen.emit.spelling import literal, watches_nan
 from dcompile.codegen.emit.wide import KEPT, PAIR_WAYS, STEPS, Wide
+from dcompile.codegen.nest.loop_nest import Axis
 from dcompile.ir.nodes import Apply, IndexOf, Load, Ref
 from dcompile.ir.ops import REDUCTIONS
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import functools
 
 from dcompile.codegen.emit.asked import Asked
-from dcompile.codegen.emit.nest import Axis, may_exceed
-from dcompile.codegen.emit.uses import known_bytes
+from dcompile.codegen.emit.host.buffer_uses import known_bytes
+from dcompile.codegen.nest.loop_nest import Axis, may_exceed
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan
 
 WIDTH = 16

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.codegen.lower.body import Body
-from dcompile.codegen.lower.graph import dtype_name
-from dcompile.codegen.lower.tensor import T
-from dcompile.codegen.lower.views import RULES as VIEWS
+from dcompile.codegen.lower.context import dtype_name
+from dcompile.codegen.lower.lazy_tensor import T
+from dcompile.codegen.lower.loop_builder import Body
+from dcompile.codegen.lower.rules.views import RULES as VIEWS
 from dcompile.ir.float8 import BYTES, LARGEST, OPAQUE
 from dcompile.ir.nodes import Apply, Const, Ref, Value, View
 from dcompile.ir.ops import DTYPES

@@ -9,10 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower import embedding
-from dcompile.codegen.lower.decompositions import table
-from dcompile.codegen.lower.program import lower
-from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.lower.decompositions.table import table
+from dcompile.codegen.lower.lower import lower
+from dcompile.codegen.lower.rules import embedding_backward
+from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.ir.nodes import Program
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def sum_groups(values: np.ndarray, index: np.ndarray, chunk: int) -> tuple[np.nd
     return sums, room, room, np.zeros((2, -(-len(index) // chunk), values.shape[1]), np.float32)
 
 
-MEANINGS = {embedding.GROUPED: sum_groups}
+MEANINGS = {embedding_backward.GROUPED: sum_groups}
 
 CASES = {
     f"{dtype} {kind} {'x'.join(map(str, count))} of {rows}": (count, rows, width, dtype, kind, padding)
@@ -72,11 +72,11 @@ CASES = {
 @cache
 def small_gradient(count, rows, width, dtype, padding) -> Program:
     """As of a table with more rows; indices have 32 bits where a row is for padding."""
-    few, embedding.few_rows = embedding.few_rows, lambda *_: False
+    few, embedding_backward.few_rows = embedding_backward.few_rows, lambda *_: False
     try:
         return gradient(count, rows, width, dtype, torch.int64 if padding < 0 else torch.int32, padding)
     finally:
-        embedding.few_rows = few
+        embedding_backward.few_rows = few
 
 
 def case(name: str) -> tuple[Program, dict[str, np.ndarray]]:

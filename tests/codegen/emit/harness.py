@@ -20,13 +20,13 @@ import torch  # also for the OpenMP run time that kernels are linked with
 
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
-from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
 from dcompile.ir.ops import DTYPES
-from dcompile.runtime.cache import KernelCache
+from dcompile.runtime.cache.disk import KernelCache
 from tests.codegen.emit.cases import random_inputs
 
 Test = TypeVar("Test", bound=Callable[..., Any])

@@ -24,10 +24,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from dcompile.codegen.emit import triton as emitter
-from dcompile.codegen.emit import triton_groups, triton_product
-from dcompile.codegen.emit.emitter import KernelSource
-from dcompile.codegen.emit.triton_joint import joined
+from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.triton import kernel as emitter
+from dcompile.codegen.emit.triton import matmul_epilogue, segment_sum
+from dcompile.codegen.emit.triton.horizontal_fusion import joined
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
@@ -364,8 +364,8 @@ def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
     loops = [step for step in symbolic.steps if isinstance(step, Loop)]
-    made = [(emitter if loop.product is None else triton_product).emit(loop, symbolic.table) for loop in loops]
-    products = triton_groups.products(symbolic)
+    made = [(emitter if loop.product is None else matmul_epilogue).emit(loop, symbolic.table) for loop in loops]
+    products = segment_sum.products(symbolic)
     assert len(loops) + len(products) == len(program.steps)
     kernels = iter(joined(symbolic, made))
     for position in range(len(program.steps)):

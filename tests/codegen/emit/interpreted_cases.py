@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dcompile.codegen.emit import triton_groups
-from dcompile.codegen.schedule import endings, spread, together
+from dcompile.codegen.emit.triton import segment_sum
+from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions
+from dcompile.codegen.schedule.order import group_updates
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
@@ -36,7 +37,7 @@ def all_cases() -> Iterator[Case]:
     for seed in range(0, 40, EACH):
         program, inputs = random_program(seed, 6, exact=True, symbolic=True)
         if seed >= 24:
-            spread.UNKNOWN_ROWS = 3  # so that small loops are shared among programs
+            split_reductions.UNKNOWN_ROWS = 3  # so that small loops are shared among programs
             program = spread_out(program)
         yield f"symbolic {seed}", program, inputs, numbers_of(program, inputs), 0
 
@@ -45,17 +46,17 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     for name, program in cases.HAND.items():
         yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
     for name, sizes in (("optimizer", loops.OPTIMIZED), ("optimizer of sizes", [256] * 3 + [512] * 7 + [128] * 2)):
-        updates = together.bring_together(loops.on_a_gpu(loops.optimizer(sizes)))
+        updates = group_updates.bring_together(loops.on_a_gpu(loops.optimizer(sizes)))
         yield name, updates, cases.random_inputs(updates), 1.6e-2
     yield "side by side", loops.side_by_side(), cases.random_inputs(loops.side_by_side()), 2e-6
     for name, program in cases.operations().items():
         yield name, program, cases.operands(program, name.split()[0]), 2e-6
     for source, target in cases.CASTS:
         yield f"cast {source} {target}", cases.cast(source, target), cases.cast_inputs(source, target), 0
-    triton_groups.ENDS = 4  # so that groups reach across more runs than are looked at in one go
+    segment_sum.ENDS = 4  # so that groups reach across more runs than are looked at in one go
     for name in groups.CASES:
         yield f"groups {name}", *groups.case(name), 1.6e-2 if "16" in name else 2e-6
-    endings.LEAST = 0  # products of any size
+    matmul_epilogue.LEAST = 0  # products of any size
     for name in products.CASES:
         yield f"product {name}", products.case(name), products.inputs(products.case(name)), 1.6e-2
     for seed in range(0, 40, EACH):
@@ -65,7 +66,11 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
         yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
     for seed in range(500, 510):
         yield f"random {seed}", *random_program(seed, 8), 2e-2
-    spread.LONG, spread.PART, spread.PROGRAMS = 8, 3, 4  # so that small loops are shared among programs
+    split_reductions.LONG, split_reductions.PART, split_reductions.PROGRAMS = (
+        8,
+        3,
+        4,
+    )  # so that small loops are shared among programs
     for seed in range(24, 44, EACH):
         program, inputs = random_program(seed, 8, exact=True)
         yield f"spread {seed}", spread_out(program), inputs, 0
@@ -73,7 +78,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
 
 def spread_out(program: Program) -> Program:
     """A program as it would be made for a GPU."""
-    return spread.spread_rows(spread.spread_columns(loops.on_a_gpu(program)))
+    return split_reductions.spread_rows(split_reductions.spread_columns(loops.on_a_gpu(program)))
 
 
 def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, int], tolerance: float) -> str:

@@ -8,16 +8,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dcompile.codegen.emit import build, triton, triton_build
-from dcompile.codegen.emit.emitter import KernelSource
-from dcompile.codegen.schedule.spread import spread_columns, spread_rows
+from dcompile.codegen.emit import build
+from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.triton import compile as triton_compile
+from dcompile.codegen.emit.triton import kernel
+from dcompile.codegen.schedule.fusion.split_reductions import spread_columns, spread_rows
 from dcompile.config import Config
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
-from dcompile.runtime import gpu, libraries
-from dcompile.runtime.tables import Address
+from dcompile.runtime.program import cuda_launch, kernel_library
+from dcompile.runtime.program.argument_table import Address
 from tests.codegen.emit.harness import NONE, placed, read, store
 
 GUARD = 64
@@ -31,14 +33,14 @@ def for_gpu(program: Program) -> Program:
 
 def compiled(programs: list[Program]) -> dict[str, object]:
     """All kernels of some programs, and the launcher: name -> file."""
-    sources = [triton.emit(step, p.table) for p in programs for step in p.steps]
+    sources = [kernel.emit(step, p.table) for p in programs for step in p.steps]
     major, minor = torch.cuda.get_device_capability()
-    launcher = KernelSource(gpu.LAUNCHER, gpu.LAUNCHER_TEXT, (), 1, False)
+    launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
     found = dict(build.build([launcher], Config(), store()).libraries)
     arch = 10 * major + minor
-    crew = triton_build.Crew(arch, store().directory)
+    crew = triton_compile.Crew(arch, store().directory)
     try:
-        return found | dict(triton_build.Building(sources, arch, Config(), store(), crew).result().libraries)
+        return found | dict(triton_compile.Building(sources, arch, Config(), store(), crew).result().libraries)
     finally:
         crew.close()
 
@@ -54,15 +56,15 @@ def run(
     names = {name: place for place, name in enumerate(there)}
     kernels = []
     for step in symbolic.steps:
-        source = triton.emit(step, symbolic.table)
+        source = kernel.emit(step, symbolic.table)
         known = [*(names[name] for name in source.arguments), *(Address(numbers[name]) for name in source.sizes)]
         known += map(Address, source.numbers)
         for n in source.launches:
             grid = evaluate(as_index(n.grid), numbers)
             if grid:
                 kernels.append((built[source.name], n.function, grid, [known[place] for place in n.arguments]))
-    launches = gpu.launches(libraries.library(built[gpu.LAUNCHER]), 0, len(names), kernels)
-    launches(gpu.stream_of(0), *(tensor.data_ptr() for tensor in there.values()))
+    launches = cuda_launch.launches(kernel_library.library(built[cuda_launch.LAUNCHER]), 0, len(names), kernels)
+    launches(cuda_launch.stream_of(0), *(tensor.data_ptr() for tensor in there.values()))
     torch.cuda.synchronize()
     for name, flat in memory.items():
         flat.view(np.uint8)[...] = there[name].cpu().numpy()

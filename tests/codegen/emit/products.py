@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower.decompositions import table
-from dcompile.codegen.lower.program import lower
-from dcompile.codegen.schedule.dependences import drop_dead
-from dcompile.codegen.schedule.endings import end_products, endings
-from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.lower.decompositions.table import table
+from dcompile.codegen.lower.lower import lower
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.matmul_epilogue import end_products, endings
+from dcompile.codegen.schedule.order.dependences import drop_dead
 from dcompile.ir.nodes import Program, Tile
 
 

@@ -12,7 +12,7 @@ import dcompile
 from dcompile.codegen.emit import statements
 from dcompile.codegen.emit.behind import Behind
 from dcompile.codegen.emit.build import build
-from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Program, Store

@@ -11,12 +11,12 @@ import torch
 
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import Compilers, balance, build, find_compiler, text_of
-from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
-from dcompile.machine import cache_bytes, cpu_features, openmp_library
-from dcompile.runtime.cache import KernelCache
-from dcompile.runtime.libraries import kernel
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.program.kernel_library import kernel
+from dcompile.toolchain import cache_bytes, cpu_features, openmp_library
 from tests.codegen.emit import loops
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.emit import cpp, targets
-from dcompile.codegen.emit.nest import make_nest
+from dcompile.codegen.emit import cpp, select_target
 from dcompile.codegen.emit.prelude import PRELUDE
+from dcompile.codegen.nest.loop_nest import make_nest
+from dcompile.ir.canonical_names import renamed
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.naming import renamed
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
 from tests.codegen.emit import loops
 from tests.codegen.emit.cases import HAND, random_inputs
@@ -220,7 +220,7 @@ def test_what_a_later_step_or_the_backward_reads_may_stay_in_the_caches():
     buffers = (*first.buffers, replace(first.table["y"], name="w"))
     program = replace(first, steps=(loop, second), buffers=buffers)
     for kind, expected in (("inference", [True, False]), ("backward", [True, False]), ("forward", [True, True])):
-        kernels = targets.emit_all(program, kind, own_products=False).calls
+        kernels = select_target.emit_all(program, kind, own_products=False).calls
         assert ["stays<" in kernel.text for kernel in kernels] == expected
         assert all("stream_float32(" in kernel.text for kernel in kernels)
 

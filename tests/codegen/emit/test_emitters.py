@@ -6,10 +6,10 @@ import pkgutil
 import pytest
 
 from dcompile.codegen import emit
-from dcompile.codegen.emit.emitter import Emitter
+from dcompile.codegen.emit.target import Emitter
 from dcompile.ir.ops import OPS
 
-MODULES = [importlib.import_module(f"{emit.__name__}.{found.name}") for found in pkgutil.iter_modules(emit.__path__)]
+MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(emit.__path__, f"{emit.__name__}.")]
 EMITTERS = {
     value.language: value for module in MODULES for value in vars(module).values() if isinstance(value, Emitter)
 }

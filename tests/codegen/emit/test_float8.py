@@ -12,9 +12,9 @@ import pytest
 
 from dcompile.ir.interpret import interpret
 from dcompile.ir.verify import verify
-from dcompile.machine import triton_version
+from dcompile.toolchain import triton_version
 from tests.codegen.emit import float8, harness
-from tests.codegen.emit.test_triton import assert_nothing_spilled, compiled, source
+from tests.codegen.emit.triton.test_kernel import assert_nothing_spilled, compiled, source
 
 PROGRAMS = float8.programs()
 with_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit import cpp, gemm, host
+from dcompile.codegen.emit import cpp, gemm
 from dcompile.codegen.emit.build import build
-from dcompile.collectives.params import Report
+from dcompile.codegen.emit.host import program as host_program
+from dcompile.collectives.contract import Report
 from dcompile.config import Config
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Buffer, Extern, Program, View
-from dcompile.runtime.compiled import CompiledGraph, Loadable
-from dcompile.runtime.launch import HostProgram
+from dcompile.runtime.program.artifact import CompiledGraph, Loadable
+from dcompile.runtime.program.executable import HostProgram
 from tests.codegen.emit.harness import store
 
 LAYOUTS = ("rows", "columns", "slice", "every second")
@@ -51,7 +52,7 @@ def load(program: Program) -> HostProgram:
     kernels = cpp.emit_all(program, own_products=True)
     assert list(kernels.products) == [0], f"not served: {program.steps[0]}"
     built = build(kernels.sources, Config(), store())
-    graph = CompiledGraph(host.emit(program, kernels), (), (), 0, built.keys, Report())
+    graph = CompiledGraph(host_program.emit(program, kernels), (), (), 0, built.keys, Report())
     return HostProgram(program.name, Loadable(graph, built.libraries, {}))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.emit.lanes import GROUP
-from dcompile.codegen.emit.nest import LANES, make_nest
+from dcompile.codegen.nest.loop_nest import LANES, make_nest
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Program, Store

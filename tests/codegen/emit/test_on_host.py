@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile import pipeline
-from dcompile.codegen.emit import host
-from dcompile.codegen.lower.decompositions import table
+from dcompile.codegen.emit.host import program as host_program
+from dcompile.codegen.lower.decompositions.table import table
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 
@@ -37,7 +37,7 @@ def graph_of(function: Any) -> tuple[FakeTensorMode, Any]:
 def text_of(mode: FakeTensorMode, gm: Any) -> str:
     with mode, mock.patch.object(pipeline, "_why_not_gpu", lambda devices: None):
         plan = pipeline.Pipeline(Config.make()).plan(gm, pipeline.Request("inference0", "inference"))
-    return host.emit(plan.program, plan.kernels)
+    return host_program.emit(plan.program, plan.kernels)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,7 +50,7 @@ def test_a_program_for_a_gpu_says_what_it_computes_on_the_cpu(case: str) -> None
 def test_a_program_for_the_cpu_says_nothing_of_it() -> None:
     gm = make_fx(lambda x: x.exp())(torch.ones(3))
     plan = pipeline.Pipeline(Config.make()).plan(gm, pipeline.Request("inference0", "inference"))
-    assert "on_host" not in host.emit(plan.program, plan.kernels)
+    assert "on_host" not in host_program.emit(plan.program, plan.kernels)
 
 
 def test_it_is_not_recorded() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.nest import make_nest
 from dcompile.codegen.emit.pieces import PIECES, pieces, within
+from dcompile.codegen.nest.loop_nest import make_nest
 from dcompile.ir.index import Index, evaluate, floordiv, modulo, var
 from dcompile.ir.nodes import Load, Loop, Program, Store
 from tests.codegen.emit import loops

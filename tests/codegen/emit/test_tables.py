@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.nest import levels, make_nest
 from dcompile.codegen.emit.tables import TABLE_BYTES, TABLE_ROWS, find_tables
+from dcompile.codegen.nest.loop_nest import levels, make_nest
 from dcompile.ir.nodes import Loop, Program
 from tests.codegen.emit import loops
 from tests.codegen.emit.harness import interpret, run

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.emit import cpp, wide
-from dcompile.codegen.emit.nest import TILE, WIDE_TILE, make_nest
 from dcompile.codegen.emit.tiles import find_turned
+from dcompile.codegen.nest.loop_nest import TILE, WIDE_TILE, make_nest
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Load, Loop, Program, Store

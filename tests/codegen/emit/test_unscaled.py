@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.nest import make_nest
 from dcompile.codegen.emit.unscaled import scaling_of
+from dcompile.codegen.nest.loop_nest import make_nest
 from dcompile.ir.index import ZERO, var
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Store, View

@@ -12,7 +12,7 @@ import torch
 import dcompile
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.build import build
-from dcompile.codegen.emit.emitter import KernelSource
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.wide import GAINS, PAIR_WAYS, ROUNDING, STREAM_BYTES, WAYS
 from dcompile.config import Config
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16

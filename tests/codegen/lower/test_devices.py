@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower.program import lower
-from dcompile.codegen.schedule.fuse import fuse
+from dcompile.codegen.lower.lower import lower
+from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.ir.verify import verify
 
 aten = torch.ops.aten

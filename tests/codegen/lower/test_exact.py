@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower.indices import is_distinct
-from dcompile.codegen.lower.program import lower
+from dcompile.codegen.lower.lower import lower
+from dcompile.codegen.lower.symbolic.strides import is_distinct
 from dcompile.ir.index import modulo, var
 from dcompile.ir.nodes import Extern, Loop, Program, View
 

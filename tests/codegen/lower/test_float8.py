@@ -11,7 +11,7 @@ from dcompile.ir.float8 import FLOAT8, OPAQUE
 from dcompile.ir.nodes import Apply, Extern, Loop
 from tests.codegen.emit import float8
 from tests.codegen.lower import float8_recipe as recipe
-from tests.codegen.lower.test_program import program_of
+from tests.codegen.lower.test_lower import program_of
 
 CAST = "aten._to_copy.default"
 DTYPES = [getattr(torch, name) for name in FLOAT8]

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile import pipeline
-from dcompile.codegen.emit import host
-from dcompile.collectives.params import Request
+from dcompile.codegen.emit.host import program
+from dcompile.collectives.contract import Request
 from dcompile.config import Config
 from dcompile.grouped_ops import grouped_mm
 
@@ -35,7 +35,7 @@ def planned(dtype: torch.dtype, monkeypatch) -> tuple[pipeline.Plan, str]:
             torch.empty(ROWS, RESULT, dtype=dtype, device="cuda"),
         )
     plan = pipeline.Pipeline(Config(verify=True)).plan(gm, Request(name="layer", kind="inference"))
-    return plan, host.emit(plan.program, plan.kernels, recycle=True)
+    return plan, program.emit(plan.program, plan.kernels, recycle=True)
 
 
 def test_the_grouped_gemm_is_no_fallback_and_leaves_offsets_on_the_device(monkeypatch):

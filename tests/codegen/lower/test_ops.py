@@ -12,9 +12,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
-from dcompile.codegen.lower import rewrites
-from dcompile.codegen.lower.decompositions import table
-from dcompile.codegen.lower.program import lower
+from dcompile.codegen.lower.decompositions import aten as decompositions_aten
+from dcompile.codegen.lower.decompositions.table import table
+from dcompile.codegen.lower.lower import lower
 from dcompile.ir.nodes import Apply, Extern, Loop, Program, Reduce
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run
@@ -530,7 +530,7 @@ def test_creation() -> Cases:
 @pytest.mark.parametrize("name", ["tril_indices", "triu_indices"])
 def test_places_of_triangles(name: str) -> None:
     """What they are made of, for every shape of a triangle; some of them traced and lowered."""
-    make, ours = getattr(torch, name), getattr(rewrites, name)
+    make, ours = getattr(torch, name), getattr(decompositions_aten, name)
     for row, col, offset in itertools.product((0, 1, 3, 5), (0, 1, 4), (-6, -2, -1, 0, 1, 2, 5)):
         assert torch.equal(ours(row, col, offset), make(row, col, offset)), (row, col, offset)
 

@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional as F
 
 import dcompile
-from dcompile.codegen.lower import embedding, scatter
+from dcompile.codegen.lower.rules import embedding_backward, scatter
 
 
 @pytest.fixture(autouse=True)
 def in_no_order(monkeypatch):
-    for module in (scatter, embedding):
+    for module in (scatter, embedding_backward):
         monkeypatch.setattr(module, "ordered", lambda low: False)
     torch.compiler.reset()
 

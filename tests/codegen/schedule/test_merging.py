@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from dcompile.codegen.emit import cpp
-from dcompile.codegen.schedule import fuse as fusing
-from dcompile.codegen.schedule.merge import Merging, merge
-from dcompile.ir.naming import renamed
+from dcompile.codegen.schedule.fusion import fuse as fusing
+from dcompile.codegen.schedule.fusion.merge import Merging, merge
+from dcompile.ir.canonical_names import renamed
 from dcompile.ir.nodes import Loop, Program
 from tests.ir.fuzz import random_program
-from tests.ir.test_naming import scaled
+from tests.ir.test_canonical_names import scaled
 
 
 def test_pairs_merge_as_by_themselves_whatever_was_merged_before():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dcompile.codegen.schedule.reorient import reorient_columns
+from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Buffer, Const, Load, Loop, Program, Reduce, Store, View

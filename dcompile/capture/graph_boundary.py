@@ -1,0 +1,259 @@
+"""The border of a captured graph: sharded parameters come in as they are gathered, DTensors as plain tensors.
+
+What modules compute with may have to be made of what is gathered: shards of columns are put side by side, and with
+tensor parallelism a DTensor is made. The graph then does so as its first step, and autograd takes gradients the
+way back. AOTAutograd would take DTensors apart by itself, but then wants a DTensor for each gradient, where programs of
+ours reduce gradients and return none. Made inside, plain operations are all that is left of one when the graph is
+traced, among them those collectives that its placements ask for. A DTensor that the graph returns is taken apart
+inside, and put together by the caller; device meshes do not come in at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.fsdp_common import GivenBack, ShardedAdapter
+from dcompile.capture.adapters.plain import PlainAdapter
+
+Compiled = Callable[..., Any]
+COPIED = "an input that is marked as the negative of its memory is copied in, and back where it was changed"
+COPIES_IN, COPIES_BACK = "input marked as negative, copied", "input marked as negative, copied back"
+"""What the receipt counts: of a call, and of all calls so far."""
+
+Convert = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Border:
+    """How to call what is compiled of a graph with plain inputs and outputs, as Dynamo calls the graph that it gave."""
+
+    kept: tuple[int, ...] = ()
+    """Positions of the inputs that are left."""
+    inputs: Mapping[int, Convert] | None = None
+    """Position of an input -> what is given in its place; None where the graph is as it was."""
+    outputs: Mapping[int, Convert] | None = None
+    """Position of an output -> what makes a DTensor of it."""
+    copies: tuple[int, ...] = ()
+    """Positions of inputs in whose place a copy is given, as long as it has not changed: then they change as well."""
+
+    def around(self, compiled: Compiled, counted: Counter[str]) -> Compiled:
+        """What Dynamo is to call. What is copied back is counted."""
+        if self.inputs is None or self.outputs is None:
+            return compiled
+        steps = [(position, self.inputs.get(position)) for position in self.kept]
+        outputs, copies = self.outputs, [(self.kept.index(position), position) for position in self.copies]
+
+        def call(*args: Any) -> Any:
+            given = [args[n] if convert is None else convert(args[n]) for n, convert in steps]
+            results = compiled(*given)
+            for place, position in copies:
+                if given[place]._version:
+                    args[position].copy_(given[place])
+                    counted[COPIES_BACK] += 1
+            if not outputs:
+                return results
+            return [outputs[n](result) if n in outputs else result for n, result in enumerate(results)]
+
+        return compat.dynamo.no_dynamo(call, "a compiled graph")
+
+
+def with_flat_inputs(gm: Any, inputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Flat]:
+    """A graph that takes each tensor of a list of tensors as an input, its inputs, and the way from lists to these.
+
+    Compiled autograd keeps what a backward has saved in one list, to be emptied when the graph starts.
+    """
+    lists = {position: len(value) for position, value in enumerate(inputs) if isinstance(value, list)}
+    if not lists:
+        return gm, inputs, Flat()
+    gm = _copied(gm)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if position in lists:
+            _unpack(gm, node, inputs[position])
+    gm.recompile()
+    return gm, _flattened(inputs), Flat(tuple(lists))
+
+
+def _unpack(gm: Any, node: Any, values: Sequence[Any]) -> None:
+    """Replace the placeholder of a list by one for each of its elements."""
+    with gm.graph.inserting_before(node):
+        elements = [gm.graph.placeholder(f"{node.name}_{number}") for number in range(len(values))]
+    for element, value in zip(elements, values, strict=True):
+        element.meta["example_value"] = value
+    for user in list(node.users):
+        if user.target is operator.getitem and isinstance(user.args[1], int):
+            element = elements[user.args[1]]
+            element.meta.update(user.meta)
+            user.replace_all_uses_with(element)
+            gm.graph.erase_node(user)
+        else:
+            user.args = torch.fx.map_arg(user.args, lambda arg: elements if arg is node else arg)
+            user.kwargs = torch.fx.map_arg(user.kwargs, lambda arg: elements if arg is node else arg)
+    gm.graph.erase_node(node)
+
+
+def _flattened(values: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value) if isinstance(value, list) else flat.append(value)
+    return flat
+
+
+@dataclass(frozen=True)
+class Flat:
+    """How to call what takes the elements of lists, as Dynamo calls the graph that takes lists."""
+
+    lists: tuple[int, ...] = ()
+    """Positions of the lists: they are emptied, so that what was saved goes once it has been used."""
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """What Dynamo is to call."""
+        if not self.lists:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            flat = _flattened(args)
+            for position in self.lists:
+                args[position].clear()
+            return compiled(*flat)
+
+        return compat.dynamo.no_dynamo(call, "a compiled graph")
+
+
+def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], Border]:
+    """Inputs without the subclasses of tensors that say nothing of operators, such as an image's; a way to take these.
+
+    What they say of functions (`__torch_function__`) Dynamo has traced. torch's look at a first call's custom operators
+    refuses them, and so all of that call. And what is marked as the negative of its memory (`z.conj().imag`) comes in
+    as a copy with the signs that it has: kernels read memory. Dynamo guards on such marks.
+    """
+    classes = {position: _plain for position, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
+    marked = {n: _unmarked for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
+    found = classes | marked
+    if not found:
+        return inputs, Border()
+    plain = list(inputs)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if position in found:
+            plain[position] = _without_mark(node.meta["example_value"])
+    return plain, Border(tuple(range(len(inputs))), found, {}, tuple(marked))
+
+
+def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> tuple[Any, Sequence[Any], Border]:
+    """A graph that takes and returns plain tensors where `gm` has DTensors, its inputs, and the way between the two.
+
+    Only of models whose parameters are not as they are gathered. Meshes become constants: Dynamo has guarded what they
+    look like.
+    Raises GivenBack where the size of a DTensor at the border is not known while compiling.
+    """
+    parameters = _parameters(inputs, adapter)
+    if not parameters:
+        return gm, inputs, Border()
+    gm = _copied(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
+    for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if position in parameters:
+            plain[position], make = parameters[position]
+            convert[position] = _always(plain[position])
+            _make(gm, node, placeholders[-1], make, plain[position])
+        elif compat.dtensor.is_dtensor(value):
+            make = compat.dtensor.wrapper(_fixed(node, "takes"))
+            plain[position] = compat.aot.fake_input(value.to_local())
+            convert[position] = _to_local
+            _make(gm, node, placeholders[-1], make, plain[position])
+    for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if compat.dtensor.is_mesh(value):
+            del plain[position]
+            _hold(gm, node, f"mesh{position}", value)
+    outputs = _take_outputs_apart(gm)
+    gm.recompile()
+    return gm, list(plain.values()), Border(tuple(plain), convert, outputs)
+
+
+def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:
+    """For each input that is made of a gathered parameter: the parameter, and what makes the one of the other."""
+    found: dict[int, tuple[torch.nn.Parameter, Convert]] = {}
+    for position, value in enumerate(inputs):
+        number = adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
+        if number is not None and isinstance(adapter, ShardedAdapter):
+            make = adapter.made_of(number)
+            if make is not None:
+                found[position] = adapter.virtual(number), make
+    return found
+
+
+def _copied(gm: Any) -> Any:
+    """Dynamo reads from its own graph what to call the compiled function with. Bodies of operators are shared."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = torch.fx.GraphModule(gm, graph)  # takes over what the graph refers to, and so has to see all of it
+    copy.meta = gm.meta
+    return copy
+
+
+def _fixed(node: Any, what: str) -> Any:
+    """The DTensor that a node stands for, if its size is known."""
+    value = node.meta["example_value"]
+    if not compat.sizes.is_fixed(value):
+        raise GivenBack(f"the model {what} a DTensor of symbolic size")
+    return value
+
+
+def _make(gm: Any, node: Any, last: Any, make: Convert, given: torch.Tensor) -> None:
+    """Have the graph make what this placeholder has stood for out of what is given now."""
+    with gm.graph.inserting_after(last):
+        made = gm.graph.call_function(make, (node,))
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    made.meta["example_value"] = node.meta["example_value"]
+    node.meta["example_value"] = compat.aot.fake_input(given)
+
+
+def _hold(gm: Any, node: Any, name: str, value: Any) -> None:
+    """Make an input a constant of the graph."""
+    setattr(gm, name, value)
+    with gm.graph.inserting_before(node):
+        constant = gm.graph.create_node("get_attr", name)  # get_attr() warns of all but parameters and modules
+    node.replace_all_uses_with(constant)
+    gm.graph.erase_node(node)
+
+
+def _take_outputs_apart(gm: Any) -> dict[int, Convert]:
+    """Have the graph return local parts; what makes the DTensor of each, by its position among the outputs."""
+    output = gm.graph.output_node()
+    results, found = list(output.args[0]), dict[int, Convert]()
+    for position, node in enumerate(results):
+        value: Any = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+        if compat.dtensor.is_dtensor(value):
+            found[position] = compat.dtensor.wrapper(_fixed(node, "returns"))
+            with gm.graph.inserting_before(output):
+                results[position] = gm.graph.call_method("to_local", (node,))
+            results[position].meta["example_value"] = value.to_local()
+    output.args = (tuple(results),)
+    return found
+
+
+def _always(value: Any) -> Convert:
+    return lambda _: value
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.as_subclass(torch.Tensor)
+
+
+def _unmarked(value: torch.Tensor) -> torch.Tensor:
+    return _plain(value).resolve_neg()
+
+
+def _without_mark(fake: torch.Tensor) -> torch.Tensor:
+    return fake.detach().resolve_neg().requires_grad_(fake.requires_grad) if fake.is_neg() else fake
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local()

@@ -1,0 +1,511 @@
+"""The programs of one Dynamo graph, and what runs around them in forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.agreement.collective_plan import plan_of
+from dcompile.capture.aliasing import batched_backward
+from dcompile.capture.aliasing.input_views import look_at_inputs
+from dcompile.capture.aliasing.output_views import (
+    constant_pairs,
+    hand_out,
+    look_as_other_dtypes,
+    returned_again,
+    saved_looks,
+    saved_with,
+    take_other_dtypes,
+    tell_apart,
+    to_be_detached,
+    to_be_told_apart,
+)
+from dcompile.capture.aliasing.unshare_gradients import Apart
+from dcompile.capture.aliasing.view_bases import with_bases_as_traced
+from dcompile.capture.compiled_model import CompiledModel
+from dcompile.capture.joint_graph import Cut, donated_positions, saved_positions, take_token
+from dcompile.capture.passes.joint.absent_gradients import (
+    fixed,
+    following,
+    take_out,
+    tangents,
+    unlikely,
+    unsure,
+    without,
+    zeros_for,
+    zeros_of,
+)
+from dcompile.capture.services import GradientBuckets, Line
+from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Phase, Request
+from dcompile.machine_model import Group
+
+Boxed = Callable[[list[Any]], list[Any]]
+NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
+"""What the receipt counts, of all backwards so far: `y.backward(torch._neg_view(x))`."""
+WHOLE = "whole_backward"
+"""The program of a backward that takes every gradient, where the first one could do without some."""
+
+
+class Programs:
+    """Forward and backward, or inference program of one Dynamo graph."""
+
+    def __init__(self, model: CompiledModel, example_inputs: Sequence[Any]) -> None:
+        self.model = model
+        self.number = len(model.graphs)
+        self.training = False
+        self.executables: dict[str, Executable] = {}
+        self.buckets: GradientBuckets | None = None
+        self.adapter = model.adapter
+        self.shards = model.shards
+        """What its sharded parameters are exchanged through, also after they were given back: for backwards to come."""
+        # Dynamo hands over the parameters themselves
+        self.params: dict[int, int] = {}
+        """Position among the graph's inputs -> the parameter's number."""
+        for position, value in enumerate(example_inputs):
+            number = self.adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
+            if number is not None:
+                self.params[position] = number
+        self.grads: tuple[tuple[int, int], ...] = ()
+        """(position among the backward's outputs, parameter number)."""
+        devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
+        self.device = min(devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu"))
+        """What the graph runs on: a GPU if any input is on one."""
+        self.notes: list[str] = []
+        """What was done to the graph before AOTAutograd saw it, for people."""
+        self.fallbacks: Counter[str] = Counter()
+        """What runs without kernels of ours because of how the graph is called, and how often."""
+        self._own: dict[str, list[str]] = {}
+        """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
+        self._agreed: set[str] = set()
+        """Kinds of programs whose collectives were compared between ranks."""
+        self.later: set[int] = set()
+        """Units whose gradients an earlier graph of a call has a share in: its backward, the later one, reduces all."""
+        self._sharded: dict[str, int] = {}
+        """Name of a placeholder -> number of the sharded parameter that it stands for."""
+        self._goes_on = False
+        """Whether other graphs of a call may come behind, so that none of this one's results has a gradient."""
+        self.captured: list[Line] = []
+        """What ranks compare of the graph before its first collective; empty once they have, or need not."""
+        self._may_lack = False
+        """Whether the backward may be left without gradients of results that nothing was computed with."""
+        self._shapes_kept: tuple[int, ...] = ()
+        """Results of symbolic sizes, whose shapes a backward asks for where it gets no gradient of them."""
+        self._own_results: tuple[int, ...] = ()
+        self._learning: frozenset[int] = frozenset()
+        """Results that AOTAutograd gives a gradient."""
+        self._every: bool | None = None
+        """Whether the backward's program has places for all parameters, once it is compiled."""
+        self._lacks: frozenset[int] | None = None
+        """Positions of the gradients that the backward's program does without, once it is compiled."""
+        self._follows: dict[frozenset[int], tuple[int, ...]] = {}
+        """Absent gradients -> positions of the backward's results that are absent, too."""
+        self._unsure: tuple[int, ...] = ()
+        """Parameters that a backward may have no gradient of."""
+        self._numbers: tuple[int, ...] = ()
+        """Positions of the forward's inputs that are numbers."""
+        self.changed: frozenset[int] | None = None
+        """Positions of the inputs that the graph writes to, as far as that is known."""
+        self._cut = Cut(())
+        self._parted: Any = None
+        """The backward as partitioning left it, until the forward is compiled."""
+        model.graphs.append(self)
+
+    def _build(
+        self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
+    ) -> Executable:
+        self._own[WHOLE if whole else kind] = list(own_collectives(gm))
+        request = self._request(gm, kind, whole, **more)
+        executable = self.model.toolbox.compiler.compile_graph(gm, request, foreseen)
+        self.executables[WHOLE if whole else kind] = executable
+        return executable
+
+    def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
+        if self._sharded:
+            more = self._shards(gm, kind) | more
+        empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
+        donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
+        if self.model.settings.config.triton_cudagraphs and self.device.type != "cpu":
+            donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
+        return Request(
+            name=f"{WHOLE if whole else kind}{self.number}",
+            kind=kind,
+            donated=donated,
+            saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
+            **self._machine(),
+            **more,
+        )
+
+    def _foreseen(self) -> tuple[Any, Request] | None:
+        """The backward that most likely follows: it is planned while the forward's kernels are compiled.
+
+        Not where ranks have to agree on it first.
+        """
+        backward, self._parted = self._parted, None
+        if backward is None or self.adapter.carries_sync or self.adapter.communicators():
+            return None
+        likely = without(backward, unlikely(backward) if self._may_lack else (), self._exchanged)
+        return likely, self._request(likely, "backward", **self._reduces())
+
+    def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
+        """What a program has to gather and to reduce."""
+        infos = self.adapter.param_infos()
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        held = [(position, self._sharded[name]) for position, name in enumerate(names) if name in self._sharded]
+        # what the forward has kept arrives in the backward as it was gathered
+        gathers = tuple(entry for entry in held if kind != "backward" or _reshards(infos[entry[1]]))
+        grads = self.grads if kind == "backward" else ()
+        used = sorted({number for _, number in (*gathers, *grads)})
+        params = tuple(infos[number] for number in used)
+        return {"gathers": gathers, "grads": grads, "params": params, "reductions": self.adapter.reductions}
+
+    def _gathering(self, run: Executable) -> Boxed:
+        """A forward or inference program, with what it gathers through."""
+        adapter, shards = self.adapter, self.shards
+        kind = "inference" if not self.training else "forward"
+        if isinstance(adapter, DdpAdapter) and self._own[kind]:
+
+            def agreeing(args: list[Any]) -> list[Any]:
+                self._agree(kind)
+                return run(args)
+
+            return agreeing
+        if not self._sharded or not run.buckets:
+            return run
+        assert isinstance(adapter, ShardedAdapter) and shards is not None, "only sharded parameters are gathered"
+        phase: Phase = "forward" if self.training else "inference"
+
+        def gathering(args: list[Any]) -> list[Any]:
+            self._agree(kind)
+            return run(args, buckets=shards.source(run.buckets, phase))
+
+        return gathering
+
+    def _machine(self) -> dict[str, Any]:
+        """What the cost model is told."""
+        found, replicas = self.adapter.communicators(), self.adapter.replicas()
+        lanes: dict[int, str] = {}
+        for name, group in found.items():
+            lanes.setdefault(id(group), name)
+        copied = self._copied(found)
+        config = self.model.settings.config
+        return {
+            "figures": self.model.toolbox.figures(self.device, next(iter(found.values()), None)),
+            "groups": tuple(
+                (name, Group(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
+                for name, group in found.items()
+            ),
+            "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
+        }
+
+    def _copied(self, names: Iterable[str]) -> set[str]:
+        """Groups whose gathers are copies from the other ranks' memory; a note says why others' are not."""
+        if self.shards is None:
+            return set()
+        found = {name: self.shards.copied(name) for name in names}
+        reasons = dict.fromkeys(reason for _, reason in found.values() if reason)
+        self.notes += [f"shards are gathered by collectives, not copied: {reason}" for reason in reasons]
+        return {name for name, (copies, _) in found.items() if copies}
+
+    def _inference(self, gm: Any) -> Boxed:
+        compat.sizes.multiply_two_by_two(gm)
+        look_at_inputs(gm, compat.aot.looks_at_inputs())
+        pairs, again = to_be_told_apart(gm), returned_again(gm)
+        retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))
+        run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
+        gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
+
+        def inference(args: list[Any]) -> list[Any]:
+            newest = model.newest
+            if model.calls or newest is None or newest.graphs != alone:  # else that is what would be noted: 2 us less
+                model.ran(self)
+            results = gathering(args)
+            if pairs:
+                tell_apart(results, pairs)
+            if retyped:
+                look_as_other_dtypes(results, retyped)
+            for place, earlier in again:
+                results[place] = results[earlier]
+            return results
+
+        asks = gathering is not run or pairs or retyped or again
+        return compat.lean_wrappers.marked_direct(inference, None if asks else getattr(run, "direct", None))
+
+    def _forward(self, gm: Any) -> Boxed:
+        position = take_token(gm)
+        look_at_inputs(gm, compat.aot.looks_at_inputs())
+        inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
+        self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
+        views = saved_with(gm, compat.aot.take_views(), self._cut.results)
+        constant = compat.aot.constant_results()
+        pairs, detached = constant_pairs(gm, constant), to_be_detached(gm, constant, self._cut.results)
+        looks = saved_looks(gm, self._cut.results)
+        retyped = take_other_dtypes(gm, self._cut.results)
+        run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
+        model = self.model
+        gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
+
+        def forward(args: list[Any]) -> list[Any]:
+            newest = model.newest
+            if position is not None or model.calls or newest is None or newest.graphs != alone:
+                token = model.ran(self)
+            results = list(gathering(args))
+            if views:
+                hand_out(results, views)
+            if retyped:
+                look_as_other_dtypes(results, retyped)
+            for place in looks:
+                results[place] = results[place].detach()
+            if pairs:
+                tell_apart(results, pairs)
+            for place, *others in detached:
+                results[place] = results[place].detach()
+                for other in others:
+                    results[other] = results[place]
+            if position is not None:
+                results.insert(position, token)
+            return results
+
+        return forward
+
+    def _backward(self, gm: Any) -> Boxed:
+        """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
+        position = take_token(gm)
+        given = tangents(gm)
+        places = given if self._may_lack else ()
+        numbers = dict(self.grads)
+        self._unsure = tuple(sorted({numbers[place] for place in unsure(gm, numbers)}))
+        alone = position is None and not places and type(self.adapter) is PlainAdapter
+        settled: Boxed | None = None
+        is_batch, apart = compat.aot.batch_test(), Apart()
+
+        def backward(args: list[Any]) -> list[Any]:
+            nonlocal settled
+            sync = position is not None and self._syncs(int(args.pop(position)))
+            for place in given:
+                if args[place] is not None:
+                    if is_batch(args[place]):
+                        return self._batched(gm, args)
+                    if args[place].is_neg():  # kernels read memory
+                        args[place] = args[place].resolve_neg()
+                        self.fallbacks[NEGATIVE_GRADIENTS] += 1
+            if settled is not None:
+                return settled(args)
+            self.model.before_backward(self, sync)
+            absent = frozenset(place for place in places if args[place] is None)
+            if absent and len(absent) == len(given) and not self.grads:
+                return self._nothing(gm, absent)
+            kind = self._backward_for(gm, absent)
+            lacks = self._lacks if self._lacks is not None and kind == "backward" else frozenset[int]()
+            for place in absent - lacks:
+                args[place] = zeros_for(gm, place)
+            take_out(args, lacks)
+            gone, zeros = self._what_follows(gm, absent) if absent else ((), ())
+            results = apart.of((kind, sync, self._every), self._run_backward(kind, args, sync, gone))
+            if alone:  # all that is asked above has been answered for good
+                settled = apart.around((kind, sync, self._every), self.executables[kind])
+            for place in zeros:
+                known = results[place] is not None
+                results[place] = torch.zeros_like(results[place]) if known else zeros_of(gm, place)
+            for place in gone:
+                results[place] = None
+            return results
+
+        return backward
+
+    def _syncs(self, token: int) -> bool:
+        """Whether a backward is to reduce gradients, by what its forward has left (see `Invocation.token`)."""
+        return token > 0 or (token == 0 and self.adapter.prepared)
+
+    def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
+        """A backward of several gradients at once, which are for the caller alone: none is reduced."""
+        self.notes += [] if batched_backward.NOTE in self.notes else [batched_backward.NOTE]
+        self.fallbacks[batched_backward.COUNTED] += 1
+        return batched_backward.run_batched(gm, args, bool(self._sharded))
+
+    def _what_follows(self, gm: Any, absent: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Positions of results that are absent because what they follow from is; and of those to be zeros all the same.
+
+        The latter are gradients of leaves with hooks. What DDP's own reducer waits for is in neither.
+        """
+        if absent not in self._follows:
+            self._follows[absent] = following(gm, absent)
+        follows = self._follows[absent]
+        hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
+        if not hooked and not self.grads:
+            return follows, ()
+        expected, gone, zeros = self._expected(), list[int](), list[int]()
+        for place in follows:
+            # eager calls no hook where there is no gradient; the edge is there now, and a hook would get None
+            stays = hooked and place - sum(number < place for number in self._numbers) in hooked
+            if stays and place not in self._exchanged:  # what is exchanged are zeros already
+                zeros.append(place)
+            elif not stays and place not in expected:
+                gone.append(place)
+        return gone, zeros
+
+    def _expected(self) -> frozenset[int]:
+        """Positions of the backward's results that somebody waits for, whatever it lacks.
+
+        DDP's own reducer, unless told otherwise, waits for all of them. Where programs exchange gradients, ranks can
+        say of some alone that they have none.
+        """
+        adapter = self.adapter
+        if isinstance(adapter, DdpAdapter) and (adapter.every or (adapter.uneven and not adapter.eligible)):
+            return frozenset()
+        waits = isinstance(adapter, DdpAdapter) and not adapter.eligible
+        return frozenset(place for place, number in self.grads if waits or number not in self._unsure)
+
+    def _nothing(self, gm: Any, absent: frozenset[int]) -> list[Any]:
+        """The results of a backward that no gradient has come to: none either."""
+        _, zeros = self._what_follows(gm, absent)
+        results: list[Any] = [None] * len(gm.graph.output_node().args[0])
+        for place in zeros:
+            results[place] = zeros_of(gm, place)
+        return results
+
+    @property
+    def _exchanged(self) -> frozenset[int]:
+        """Positions of the backward's results that ranks exchange."""
+        return frozenset(place for place, _ in self.grads)
+
+    def _backward_for(self, gm: Any, absent: frozenset[int]) -> str:
+        """Which program to run where these gradients are absent.
+
+        The first backward's absent ones are left out of its program, and most models never see others. Where one of
+        them is there after all, a program that takes all serves this and every such call.
+        """
+        if self.buckets is not None and isinstance(self.adapter, DdpAdapter) and self._every != self.adapter.every:
+            self._lacks = self.buckets = None  # compiled for a backward that reduced nothing, before ranks had decided
+            self.executables.pop(WHOLE, None)
+        if self._lacks is None:
+            lacks = fixed(gm, absent) if len(absent) < len(tangents(gm)) else frozenset[int]()
+            with self.model.peers.busy("compiling"):
+                self._build_backward(without(gm, lacks, self._exchanged))
+            self._lacks = lacks
+        if self._lacks <= absent:
+            return "backward"
+        if WHOLE not in self.executables:
+            began = time.perf_counter()
+            with self.model.peers.busy("compiling"):
+                self._build_whole_backward(gm)
+            self.model.compile_seconds += time.perf_counter() - began
+        return WHOLE
+
+    def _build_backward(self, gm: Any) -> None:
+        began = time.perf_counter()
+        adapter = self.adapter
+        executable = self._build(gm, "backward", **self._reduces())
+        if self.grads and adapter.bucket_rule() is not None:
+            assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
+            model, self._every = self.model, adapter.every
+            self.buckets = model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group, model.pool)
+        self.model.compile_seconds += time.perf_counter() - began
+
+    def _build_whole_backward(self, gm: Any) -> None:
+        """The backward that takes every gradient, of which the first one lacked some: its buckets are the same."""
+        first = self.executables["backward"]
+        whole = self._build(gm, "backward", whole=True, **self._reduces())
+        if self.buckets is not None and whole.buckets:  # none, if DDP reduces by now
+            same = {b.name: b for b in whole.buckets} == {b.name: b for b in first.buckets}
+            assert same, "buckets follow from parameters alone"
+
+    def _reduces(self) -> dict[str, Any]:
+        """What a backward's program has to put into buckets, if DDP's gradients are reduced in it."""
+        rule = self.adapter.bucket_rule() if self.grads else None
+        if rule is None:
+            return {}
+        assert isinstance(self.adapter, DdpAdapter), "only DDP has buckets"
+        params = self.adapter.exchanged({number for _, number in self.grads})
+        rule = dataclasses.replace(rule, unsure=self._unsure)
+        return {"grads": self.grads, "params": params, "rule": rule}
+
+    def _run_backward(self, kind: str, args: list[Any], sync: bool, gone: Collection[int]) -> list[Any]:
+        """`gone`: positions of results that there are none of in this call."""
+        run, buckets, adapter = self.executables[kind], self.buckets, self.adapter
+        if isinstance(adapter, ShardedAdapter) and run.buckets:
+            return self._run_sharded_backward(run, adapter, args, gone)
+        if buckets is None:
+            return run(args)
+        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
+        accumulates = self.accumulates()
+        sync = sync and adapter.eligible and accumulates
+        if sync:
+            self._agree("backward")
+            absent = frozenset(number for place, number in self.grads if place in gone)
+            sync = self.model.begin_sync(buckets, adapter, self.grads, absent)
+        elif accumulates:
+            adapter.unreduced.update(number for place, number in self.grads if place not in gone)
+        return run(args, buckets=buckets, sync=sync)
+
+    def _run_sharded_backward(
+        self, run: Executable, adapter: ShardedAdapter, args: list[Any], gone: Collection[int]
+    ) -> list[Any]:
+        shards = self.shards
+        assert shards is not None, "only sharded parameters are reduced to shards"
+        accumulates = self.accumulates()
+        self._agree("backward")
+        if accumulates:
+            self.model.flush_after_backward(shards)
+            shards.may_lack(self._units_of(self._unsure))
+        absent = set[int]()
+        if gone:
+            absent = self.units() - self._units_of(number for place, number in self.grads if place not in gone)
+        return run(args, buckets=shards.source(run.buckets, "backward", accumulates, self.later, absent))
+
+    def accumulates(self) -> bool:
+        """Inside its backward: whether that adds to any parameter's .grad, which torch.autograd.grad does not."""
+        adapter, numbers = self.adapter, (number for _, number in self.grads)
+        if isinstance(adapter, DdpAdapter):
+            return adapter.accumulates(numbers)
+        assert isinstance(adapter, ShardedAdapter), "of others, nobody asks"
+        return any(compat.tensors.will_accumulate(adapter.virtual(number)) for number in numbers)
+
+    def units(self) -> set[int]:
+        """Of sharded parameters: those that a backward has gradients of."""
+        return self._units_of(number for _, number in self.grads)
+
+    def _units_of(self, numbers: Iterable[int]) -> set[int]:
+        infos = self.adapter.param_infos()
+        return {shard.unit for number in numbers if (shard := infos[number].shard) is not None}
+
+    def _agree(self, kind: str) -> None:
+        """Before a program's first collective: see that every rank is about to run the same ones."""
+        if kind in self._agreed:
+            return
+        self._agreed.add(kind)
+        if self.captured and isinstance(self.adapter, ShardedAdapter):  # DDP's are compared before a backward
+            self.model.compare_captures([self])
+        self.model.agree_on(self.plan(kind))
+
+    def plan(self, kind: str = "backward") -> list[str]:
+        """The collectives of a program, one line each, the same on every rank that runs the same program."""
+        return plan_of(self.executables[kind].buckets, self.adapter.param_infos()) + self._own[kind]
+
+
+def own_collectives(gm: Any) -> Iterator[str]:
+    """Collectives that are operations of a graph, one line each; not how much they exchange, as batches may differ."""
+    for node in gm.graph.nodes:
+        op = str(node.target)
+        if node.op == "call_function" and op.startswith("_c10d_functional.") and "wait_tensor" not in op:
+            *how, group = [arg for arg in node.args if isinstance(arg, str)]
+            yield f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
+
+
+def _reshards(info: ParamInfo) -> bool:
+    return info.shard is not None and info.shard.reshard
+
+
+def boxed(function: Any) -> Any:
+    """Mark a function that takes one list and empties it."""
+    function._boxed_call = True
+    return function

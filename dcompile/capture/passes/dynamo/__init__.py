@@ -1,0 +1,1 @@
+"""Rewrites of the graph that TorchDynamo captured, before autograd traces it."""

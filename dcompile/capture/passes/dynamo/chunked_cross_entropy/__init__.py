@@ -1,0 +1,1 @@
+"""Cross-entropy behind a linear layer, computed in chunks without the logits."""

@@ -1,0 +1,144 @@
+"""Attention of one token to a cache, written out: three kernels of ours that read keys and values once.
+
+The library's kernels share out queries among a GPU's multiprocessors. With one query a head there is little to share:
+for 32 heads of 128 over 1024 places of a cache of 8 heads, cuDNN took 24 us, and 17 with keys and values repeated for
+each head, as Hugging Face's models do, where reading them takes 1 (one H200). Products of a row are sums, which loops
+of ours do well.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
+from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+
+DEVICES = ("cuda",)
+"""Where it was measured."""
+MOST = 132
+"""Queries, one for each of an H200's multiprocessors: the library has enough to share out where there are more."""
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_ALL = slice(None)
+
+
+def write_out_single_queries(gm: GraphModule) -> list[str]:
+    """Rewrite attention calls with one query a head, in inference, of a Dynamo graph and of bodies that it holds.
+
+    Returns a line for people. The graph is changed in place. Scores and weights are float32, as in the library, and
+    weights are not rounded before they meet the values.
+    """
+    nest = Nest(gm)
+    count = sum(_rewritten(nest.owner(node), node) for node in nest.nodes() if node.target is ATTENTION)
+    if not count:
+        return []
+    nest.recompile()
+    return [f"{count} attention calls of one query a head are written out, as kernels of ours"]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Attention of query [batch, heads, 1, width] to key and value [batch, groups, length, width].
+
+    Each of the groups' heads serves as many heads of queries in a row. `mask` broadcasts to [batch, 1, 1, length]:
+    truth values, or numbers to be added. Where nothing is allowed the result is 0, as from the library.
+    """
+    batch, heads, _, width = query.shape
+    groups = key.shape[1]
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows = query.reshape(batch, groups, heads // groups, 1, width)
+    scores = (rows * key[:, :, None].to(compute)).sum(-1) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top.masked_fill(top == -math.inf, 0.0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    result = (weights[..., None] * value[:, :, None].to(compute)).sum(-2)
+    return result.to(query.dtype).reshape(batch, heads, 1, value.shape[3])
+
+
+def _rewritten(gm: GraphModule, node: Node) -> bool:
+    given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+    query, mask, shape = given["query"], given.get("attn_mask"), _shape(given["query"])
+    if len(shape) != 4 or shape[2] != 1 or _value(query).device.type not in DEVICES:
+        return False
+    if given.get("dropout_p") or given.get("is_causal"):
+        return False
+    if mask is not None and (len(_shape(mask)) < 2 or any(size != 1 for size in _shape(mask)[-3:-1])):
+        return False
+    repeats = dict.fromkeys((given["key"], given["value"]))
+    key, value = (_repeated(given[name]) or given[name] for name in ("key", "value"))
+    if _shape(key)[:3] != _shape(value)[:3] or len(_shape(key)) != 4 or shape[1] % _shape(key)[1]:
+        return False
+    if shape[0] * shape[1] > MOST or _trains(query, key, value, mask):
+        return False
+    scale = given.get("scale")
+    with gm.graph.inserting_before(node):
+        arguments = (query, key, value, mask, 1 / math.sqrt(shape[3]) if scale is None else scale)
+        made = gm.graph.call_function(attend, arguments)
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+    gm.graph.erase_node(node)
+    for repeat in repeats:
+        _erase_unused(gm, repeat)
+    return True
+
+
+def _trains(*nodes: Any) -> bool:
+    """Does any value ask for a gradient?"""
+    return any(isinstance(value := _value(node), torch.Tensor) and value.requires_grad for node in nodes)
+
+
+def _erase_unused(gm: GraphModule, repeat: Any) -> None:
+    """Erase what repeated keys or values, as far as nothing else uses it: three nodes, none of which has an effect."""
+    if _repeated(repeat) is None:
+        return
+    for _ in range(3):
+        if repeat.users:
+            return
+        behind = repeat.args[0]
+        gm.graph.erase_node(repeat)
+        repeat = behind
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """The shape of a node's value, if all of it is known numbers."""
+    value = _value(node)
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+    return shape if all(isinstance(size, int) for size in shape) else ()
+
+
+def _repeated(node: Any) -> Node | None:
+    """What a tensor of [batch, heads, length, width] repeats along its heads, each one several times in a row."""
+    shape = _shape(node)
+    if len(shape) != 4 or _name(node) not in ("reshape", "view"):
+        return None
+    expanded = node.args[0]
+    apart = expanded.args[0] if _name(expanded) == "expand" else None
+    if not isinstance(apart, Node) or len(_shape(expanded)) != 5 or len(_shape(apart)) != 5:
+        return None
+    index = apart.args[1] if len(apart.args) > 1 else None
+    by_index = apart.target is operator.getitem and index == (_ALL, _ALL, None, _ALL, _ALL)
+    if not by_index and not (_name(apart) == "unsqueeze" and index == 2):
+        return None
+    source: Any = apart.args[0]
+    batch, heads, length, width = _shape(source) or (0, 0, 0, 0)
+    times = _shape(expanded)[2]
+    fits = _shape(expanded) == (batch, heads, times, length, width) and shape == (batch, heads * times, length, width)
+    return source if fits else None
+
+
+def _name(node: Any) -> str:
+    if not isinstance(node, Node) or node.op not in ("call_method", "call_function"):
+        return ""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -1,0 +1,188 @@
+"""Attention on keys and values that were repeated for groups of queries: kernels of GPUs do that by themselves.
+
+Where a model has fewer heads of keys than of queries, its code repeats them, or asks `scaled_dot_product_attention` to
+share them (`enable_gqa`). Hugging Face's models ask when they see no mask, and repeat while they are traced, since they
+have made one then. Repeated tensors are written, kept for the backward, and their gradients written and added up.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, MASK, argument, changes
+from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
+from dcompile.ir.index import Size
+
+GROUPED = "enable_gqa"
+WIDEST = 128
+"""Elements of a head, up to which every kernel that shares keys exists; one that does not would be slow."""
+_RESHAPES = ("reshape", "view", "contiguous", "clone")
+_SLICES, _REPEATS = ("getitem",), ("repeat_interleave",)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a body's placeholder repeats, where that is done outside: what is repeated, for each call of the body."""
+
+    placeholder: Node
+    sources: tuple[Source, ...]
+
+
+Source: TypeAlias = "Node | Outside"
+
+
+def share_repeated_heads(gm: GraphModule, on: str = "cuda") -> list[str]:
+    """Have attention share heads of keys and values that are repeated, in the graph or in a body that it holds.
+
+    `on` is the kind of device that stands for GPUs: another one where a graph is only planned. Returns a line for
+    people if anything changed; the graph is changed in place. Relies on: constant masks are gone. Gradients of a key's
+    copies are added up inside the kernel, without rounding each of them before.
+    """
+    nest, count, repeated = Nest(gm), 0, list[Node]()
+    for node in nest.nodes():
+        if node.op != "call_function" or node.target is not ATTENTION or not _has_kernel(node, on):
+            continue
+        query, *given = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
+        heads = sizes_of(query)[1]
+        key, value = (_once(tensor, heads, nest) for tensor in given)
+        if key is not None and value is not None and _heads(key) == _heads(value) != heads:
+            _share(node, _brought_in(key, nest), _brought_in(value, nest))
+            repeated += given
+            count += 1
+    if count:
+        nest.erase_unused(repeated, lambda node: _is(node, *_RESHAPES, "expand", "unsqueeze", *_SLICES, *_REPEATS))
+        nest.recompile()
+        return [f"{count} attention calls were given keys and values repeated for groups of queries; they share them"]
+    return []
+
+
+def _has_kernel(node: Node, on: str) -> bool:
+    """Whether attention shares heads without falling back to matrix products: 16 bits, no mask, heads that fit."""
+    values = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
+    if argument(node, MASK, "attn_mask") is not None or node.kwargs.get(GROUPED):
+        return False
+    shapes = [sizes_of(value) for value in values]
+    if not all(len(shape) == 4 and isinstance(shape[1], int) and isinstance(shape[3], int) for shape in shapes):
+        return False
+    example, width = values[0].meta["example_value"], shapes[0][3]
+    return (
+        example.device.type == on
+        and example.dtype in (torch.float16, torch.bfloat16)
+        and all(shape[3] == width for shape in shapes)
+        and isinstance(width, int)
+        and width % 8 == 0
+        and width <= WIDEST
+        and compat.tensors.has_flash_attention()
+    )
+
+
+def _once(node: Any, heads: Size, nest: Nest) -> Source | None:
+    """What `node` repeats: of shape (batch, fewer heads, length, width), each head as often as the next one, in a row.
+
+    The forms are repeat_interleave, and a new dimension behind the heads that is expanded and merged into them. Shapes
+    say the rest: there is one way to merge (b, h, r, n, d) into (b, h * r, n, d) by a reshape.
+    """
+    if not isinstance(node, Node) or len(sizes_of(node)) != 4 or sizes_of(node)[1] != heads:
+        return None
+    if node.op == "placeholder":
+        return _outside(node, heads, nest)
+    merged = node
+    while _is(merged, *_RESHAPES):
+        inner = merged.args[0]
+        if not isinstance(inner, Node):
+            return None
+        merged = inner
+    source = _interleaved(merged) if _is(merged, *_REPEATS) else _expanded(merged)
+    if source is None or _repeated(source, heads) != sizes_of(node) or _is_changed(node, source):
+        return None
+    return source
+
+
+def _outside(placeholder: Node, heads: Size, nest: Nest) -> Outside | None:
+    """What a body is given repeated, by each of its calls."""
+    given, body = nest.sources(placeholder), nest.owner(placeholder)
+    calls = nest.calls_of(body)
+    if given is None or any(map(changes, placeholder.users)) or any(len(call.bodies) > 1 for call in calls):
+        return None
+    found = [source for node in given if (source := _once(node, heads, nest)) is not None]
+    same = len(found) == len(given) and nest.can_give(body) and len({_heads(source) for source in found}) == 1
+    return Outside(placeholder, tuple(found)) if same else None
+
+
+def _heads(source: Source) -> Size:
+    return sizes_of(source)[1] if isinstance(source, Node) else _heads(source.sources[0])
+
+
+def _brought_in(source: Source, nest: Nest) -> Node:
+    """What is repeated, in the graph that needs it."""
+    if isinstance(source, Node):
+        return source
+    operands = [_brought_in(each, nest) for each in source.sources]
+    return nest.give(nest.owner(source.placeholder), operands)
+
+
+def _repeated(source: Node, heads: Size) -> tuple[Size, ...]:
+    batch, _, *rest = sizes_of(source)
+    return (batch, heads, *rest)
+
+
+def _is_changed(node: Node, source: Node) -> bool:
+    """Whether something writes into the source, or what is made of it on the way to `node`."""
+    while True:
+        if any(changes(user) for user in node.users):
+            return True
+        if node is source:
+            return False
+        node = node.all_input_nodes[0]
+
+
+def _expanded(node: Node) -> Node | None:
+    """(batch, heads, length, width) that this node expands to (batch, heads, copies, length, width)."""
+    if not _is(node, "expand") or len(sizes_of(node)) != 5:
+        return None
+    batch, heads, _, length, width = sizes_of(node)
+    apart = node.args[0]
+    if not isinstance(apart, Node) or sizes_of(apart) != (batch, heads, 1, length, width):
+        return None
+    source = apart.args[0] if _adds_third_dimension(apart) else None
+    return source if isinstance(source, Node) and sizes_of(source) == (batch, heads, length, width) else None
+
+
+def _interleaved(node: Node) -> Node | None:
+    source, repeats, dim = (argument(node, place, name) for place, name in enumerate(("input", "repeats", "dim")))
+    if not isinstance(source, Node) or not isinstance(repeats, int) or dim not in (1, -3) or len(sizes_of(source)) != 4:
+        return None
+    return source
+
+
+def _is(node: Node, *names: str) -> bool:
+    if node.op == "call_method":
+        return node.target in names
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in names
+
+
+def _adds_third_dimension(node: Node) -> bool:
+    if _is(node, "unsqueeze"):
+        return argument(node, 1, "dim") in (2, -3)
+    index: Any = node.args[1] if node.target is operator.getitem else None
+    every = slice(None, None, None)
+    if not isinstance(index, tuple) or index[:3] != (every, every, None):
+        return False
+    return all(part in (every, ...) for part in index[3:])
+
+
+def _share(node: Node, key: Node, value: Node) -> None:
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for place, (name, shared) in enumerate((("key", key), ("value", value)), 1):
+        if len(args) > place:
+            args[place] = shared
+        else:
+            kwargs[name] = shared
+    node.args, node.kwargs = tuple(args), {**kwargs, GROUPED: True}

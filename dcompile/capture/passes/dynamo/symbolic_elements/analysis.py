@@ -1,0 +1,72 @@
+"""Which elements the tensors of a captured graph have: the walk from a node to what it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
+    Elements,
+    Operation,
+    Unknown,
+    is_of_torch,
+    name_of,
+    shape_of,
+    value_of,
+)
+from dcompile.capture.passes.dynamo.symbolic_elements.rules import AS_OTHER, LIKE, RULES
+from dcompile.ir.piecewise import TooManyPieces
+
+
+class ElementsOf:
+    """Elements of the nodes of a nest of graphs, each worked out once."""
+
+    def __init__(self, nest: Nest, changed: Callable[[Node], bool]) -> None:
+        """`changed` tells nodes whose memory something writes to: these are unknown."""
+        self._nest, self._changed = nest, changed
+        self._known: dict[Node, Elements | None] = {}
+
+    def __call__(self, node: Node) -> Elements | None:
+        """The elements of a node's tensor; None if they are unknown."""
+        pending = [node]
+        while pending:
+            top = pending[-1]
+            needed = self._needed(top) if top not in self._known else []
+            missing = next((other for other in needed or () if other not in self._known), None)
+            if top in self._known:
+                pending.pop()
+            elif needed is None or any(self._known.get(other, top) is None for other in needed):
+                self._known[top] = None
+            elif missing is not None:
+                pending.append(missing)
+            else:
+                self._known[top] = self._worked_out(top, needed)
+        return self._known[node]
+
+    def _needed(self, node: Node) -> list[Node] | None:
+        """Nodes whose elements those of `node` are made from; None if it is no use to ask."""
+        if not isinstance(value_of(node), torch.Tensor) or self._changed(node):
+            return None
+        if node.op == "placeholder":
+            return self._nest.sources(node)
+        if not is_of_torch(node) or "out" in node.kwargs or name_of(node) not in RULES:
+            return None
+        inputs = [other for other in node.all_input_nodes if isinstance(value_of(other), torch.Tensor)]
+        if name_of(node) in LIKE:
+            return [other for other in inputs if other is not inputs[0]]  # it may be filled with another's element
+        return inputs[:1] if name_of(node) in AS_OTHER else inputs
+
+    def _worked_out(self, node: Node, needed: list[Node]) -> Elements | None:
+        known = {other: found for other in needed if (found := self._known[other]) is not None}
+        value = value_of(node)
+        try:
+            if node.op == "placeholder":
+                first, *others = known.values()
+                same = all(other == first for other in others) and first.shape == shape_of(value)
+                return first if same and first.dtype == value.dtype else None
+            return RULES[name_of(node)](Operation(node, known))
+        except (Unknown, TooManyPieces):
+            return None

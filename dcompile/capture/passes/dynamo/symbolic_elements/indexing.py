@@ -1,0 +1,122 @@
+"""Elements of a tensor that is indexed, by slices, numbers, None and tensors of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
+    Elements,
+    Operation,
+    Unknown,
+    axis,
+    name_of,
+    size_of,
+    value_of,
+)
+from dcompile.capture.passes.dynamo.symbolic_elements.values import (
+    position_in,
+    same_dtype,
+    whole,
+)
+from dcompile.ir.index import Index, Ranges, Size, as_index, is_nonnegative, var
+from dcompile.ir.piecewise import Leaf, Tree, combine, negated, variables
+
+
+def indexed(operation: Operation) -> Elements:
+    source, index = same_dtype(operation), operation.node.args[1]
+    parts: list[Any] = list(index) if isinstance(index, tuple | list) else [index]
+    if name_of(operation.node) == "index":  # ATen's operator has None for a dimension that is taken whole
+        parts = [slice(None) if part is None else part for part in parts]
+    tensors = [part for part in parts if isinstance(value_of(part), torch.Tensor)]
+    if any(part not in operation.known for part in tensors):
+        raise Unknown
+    parts = _written_out(parts, len(source.shape))
+    places = _Places(operation, parts, [operation.known[part] for part in tensors])
+    positions = dict[int, Index]()
+    by_tensor = dict[int, Tree]()
+    for dim, part, place in places.dims():
+        if part in tensors:
+            by_tensor[dim] = places.broadcast(operation.known[part])
+        elif isinstance(part, slice):
+            positions[dim] = _sliced(part, source.shape[dim], place, operation.shape)
+        else:
+            positions[dim] = _from_the_start(size_of(part), source.shape[dim])
+
+    def element(*leaves: Leaf) -> Tree:
+        found = dict(positions)
+        for dim, leaf in zip(by_tensor, leaves, strict=True):
+            if axis(dim) in variables(source.tree):  # negative ones count from the end
+                found[dim] = _from_the_start(whole(leaf), source.shape[dim], operation.ranges)
+            else:
+                found[dim] = as_index(0)
+        return operation.at(source, found)
+
+    return operation.made(combine(element, [*by_tensor.values()], operation.ranges))
+
+
+def _written_out(parts: list[Any], dims: int) -> list[Any]:
+    """An index with a slice for each dimension that it leaves out."""
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    if any(isinstance(part, bool) for part in parts) or used > dims:
+        raise Unknown
+    place = next((n for n, part in enumerate(parts) if part is Ellipsis), None)
+    if place is None:
+        return [*parts, *[slice(None)] * (dims - used)]
+    return [*parts[:place], *[slice(None)] * (dims - used), *parts[place + 1 :]]
+
+
+class _Places:
+    """Where in the result each dimension of an indexed tensor is, and those of the tensors that it is indexed by."""
+
+    def __init__(self, operation: Operation, parts: list[Any], tensors: list[Elements]) -> None:
+        """`parts` is an index with a slice for each dimension that is taken whole, `tensors` what is among them."""
+        self.operation, self.parts = operation, parts
+        self.count = max((len(tensor.shape) for tensor in tensors), default=0)
+        if any(tensor.dtype not in _POSITIONS or (self.count and not tensor.shape) for tensor in tensors):
+            raise Unknown  # truth values choose; one without dimensions is a number to torch
+        others = [part for part in parts if part is None or isinstance(part, slice) or _is_tensor(part)]
+        places = [n for n, part in enumerate(others) if _is_tensor(part)]
+        adjacent = places and places[-1] - places[0] == len(places) - 1
+        self.begin = sum(not _is_tensor(part) for part in others[: places[0]]) if adjacent else 0
+        """The first dimension of the result that is theirs."""
+
+    def dims(self) -> Iterator[tuple[int, Any, int]]:
+        """(dimension of the source, its index, dimension of the result) of each; the last is of use for slices."""
+        dim = sliced = 0
+        for part in self.parts:
+            if part is not None:
+                yield dim, part, sliced + (self.count if sliced >= self.begin else 0)
+                dim += 1
+            sliced += part is None or isinstance(part, slice)
+
+    def broadcast(self, tensor: Elements) -> Tree:
+        """An index's element at a position of the result."""
+        before = self.begin + self.count - len(tensor.shape)
+        return self.operation.at(tensor, {n: var(axis(before + n)) for n in range(len(tensor.shape))})
+
+
+_POSITIONS = (torch.int64, torch.int32)
+
+
+def _is_tensor(part: Any) -> bool:
+    return isinstance(value_of(part), torch.Tensor)
+
+
+def _sliced(part: slice, size: Size, place: int, shape: Sequence[Size]) -> Index:
+    step = 1 if part.step is None else part.step
+    if not isinstance(step, int) or step < 1:
+        raise Unknown
+    start = as_index(0) if part.start is None else _from_the_start(size_of(part.start), size)
+    return start + position_in(place, shape) * step
+
+
+def _from_the_start(position: Size, size: Size, ranges: Ranges | None = None) -> Index:
+    """A position that may be counted from the end. Raises Unknown where it is not known which."""
+    index = as_index(position)
+    for found, sign in ((index, 1), (index + size, -1)):
+        if is_nonnegative(found, ranges or {}) and (sign == 1 or is_nonnegative(negated(index), ranges or {})):
+            return found
+    raise Unknown

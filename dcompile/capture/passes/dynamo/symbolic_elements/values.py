@@ -1,0 +1,94 @@
+"""Single elements: constants and indices in the dtype of their tensor, and positions in its dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import Elements, Operation, Unknown, axis, fits, size_of
+from dcompile.ir.index import Index, Ranges, Size, as_index, var
+from dcompile.ir.piecewise import Leaf, Test, Tree, combine
+
+
+def number(value: Any) -> Leaf:
+    """A number of the graph. Raises Unknown."""
+    if isinstance(value, bool | int | float):
+        return value
+    return leaf_of(size_of(value))
+
+
+def leaf_of(size: Size) -> Leaf:
+    """A size as an element."""
+    return size if isinstance(size, int) or size.constant is None else size.constant
+
+
+def position_in(dim: int, shape: Sequence[Size]) -> Index:
+    """The position in a dimension."""
+    return as_index(0) if shape[dim] == 1 else var(axis(dim))
+
+
+def checked(operation: Operation, tree: Tree) -> Elements:
+    """The result, if its dtype holds what it should. Raises Unknown."""
+    return operation.made(in_range(tree, operation.dtype, operation.ranges))
+
+
+def in_range(tree: Tree, dtype: torch.dtype, ranges: Ranges) -> Tree:
+    """The tree, if a dtype holds each of its indices. Raises Unknown."""
+
+    def fitting(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, Index):
+            if not fits(leaf, dtype, ranges):
+                raise Unknown
+            leaf = leaf if leaf.constant is None else leaf.constant
+        if isinstance(leaf, int) and not isinstance(leaf, bool) and dtype.is_floating_point:
+            return float(leaf)
+        return leaf
+
+    return combine(fitting, (tree,), ranges)
+
+
+def single(value: Any, dtype: torch.dtype, dims: int) -> torch.Tensor:
+    """A tensor of one element; one of no dimensions takes another part in what dtype a result has."""
+    return torch.tensor(value, dtype=dtype, device="cpu").reshape((1,) if dims else ())
+
+
+def converted(leaf: Leaf, dtype: torch.dtype, ranges: Ranges, before: torch.dtype | None = None) -> Tree:
+    """An element of the dtype `before` as one of `dtype`, as torch converts it. Raises Unknown."""
+    if not isinstance(leaf, Index):
+        if isinstance(leaf, float) and not math.isfinite(leaf) and not dtype.is_floating_point and dtype != torch.bool:
+            raise Unknown  # each processor has a number of its own for that
+        return single(leaf, before or dtype, 0).to(dtype).item()
+    return equal(leaf, 0, yes=False) if dtype == torch.bool else in_range(leaf, dtype, ranges)
+
+
+def whole(value: Any) -> Index:
+    """A whole number as an index. Raises Unknown for any other."""
+    if isinstance(value, Index):
+        return value
+    if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
+        return as_index(int(value))
+    raise Unknown
+
+
+def equal(one: Any, other: Any, yes: bool = True) -> Tree:
+    """`yes` where two numbers are the same, `not yes` elsewhere."""
+    difference = whole(one) - whole(other)
+    return Test(difference, Test(difference * -1, yes, not yes), not yes)
+
+
+def dim_of(dim: Any, dims: Sequence[Any]) -> int:
+    """A dimension counted from the first one. Raises Unknown."""
+    if not isinstance(dim, int) or not -len(dims) <= dim < len(dims):
+        raise Unknown
+    return dim % len(dims)
+
+
+def same_dtype(operation: Operation) -> Elements:
+    """The tensor that is looked at, if as what it is. Raises Unknown."""
+    source = operation.first
+    if source.dtype != operation.dtype:
+        raise Unknown
+    return source

@@ -1,0 +1,76 @@
+"""Windows that a graph changes in place: `unfold` as views whose inverses leave alone what no window shows.
+
+Functionalization writes a change through `unfold` back by its gradient, `unfold_backward`: it puts zeros into the gaps
+between windows and behind the last (torch 2.11 to 2.15, under every compiler). Slices have inverses that are right.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from dcompile import compat
+
+ASSIGNMENTS = frozenset(
+    (
+        operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+        operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+    )
+)  # fmt: skip
+UNFOLDS = (torch.Tensor.unfold, torch.ops.aten.unfold.default)
+
+
+def see_windows_by_slices(gm: GraphModule) -> None:
+    """Have a captured graph, and the bodies of its operators, see by `windows` what they change, in place.
+
+    Guarantees: the same views of the same memory. Windows that nothing changes stay `unfold`, which adds no guard.
+    """
+    for module in gm.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        unfolds = [node for node in module.graph.nodes if _is_unfold(node)]
+        changed = {memory for node in module.graph.nodes for memory in _changed_memory(node)} if unfolds else set()
+        for node in unfolds:
+            memory = _memory_of(node)
+            if changed and (memory is None or memory in changed or None in changed):
+                node.op, node.target = "call_function", windows
+        if unfolds:
+            module.recompile()
+
+
+def _is_unfold(node: Any) -> bool:
+    is_method = node.op == "call_method" and node.target == "unfold"
+    return is_method or (node.op == "call_function" and node.target in UNFOLDS)
+
+
+def _changed_memory(node: Any) -> list[int | None]:
+    """What a node may change: the memory of its arguments, None where that is not known."""
+    is_change = node.target in ASSIGNMENTS or compat.cse.changes(node)
+    return [_memory_of(given) for given in node.all_input_nodes] if is_change else []
+
+
+def _memory_of(node: Any) -> int | None:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return compat.tensors.storage_key(value) if isinstance(value, torch.Tensor) else None
+
+
+def windows(x: torch.Tensor, dimension: Any, size: Any, step: Any) -> torch.Tensor:
+    """`x.unfold(dimension, size, step)`: the same shape, strides and memory, for windows that do not overlap by slices.
+
+    Through those that overlap eager mode changes nothing. Raises what `unfold` raises for arguments that it refuses.
+    """
+    seen = x.unfold(dimension, size, step)
+    if not x.dim() or size == 0 or step < size:
+        return seen
+    at = dimension % x.dim()
+    count = seen.shape[at]
+    if x.shape[at] >= count * step:
+        steps: torch.Tensor = torch.unflatten(x.narrow(at, 0, count * step), at, (count, step))
+        return steps.narrow(at + 1, 0, size).movedim(at + 1, -1)
+    # Behind the last window there is less than a step: no slice of whole steps shows all windows. Functionalization
+    # takes no as_strided of a view, so it is of what `x` is a view of.
+    base = x if x._base is None else x._base
+    return base.as_strided(seen.shape, seen.stride(), seen.storage_offset())

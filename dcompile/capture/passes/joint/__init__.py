@@ -1,0 +1,1 @@
+"""Rewrites of the joint, forward and backward graphs."""

@@ -1,0 +1,59 @@
+"""Reads by index in the dtype that memory has: torch enlarges images of 16 bits as float32, and rounds what it read.
+
+Widening is exact, so that rounding gives back what was there. A gather reads memory, hence its wider copy would be
+written first, in twice the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile.capture.passes.joint.channels_last import GATHERS
+
+aten = torch.ops.aten
+
+WIDE = (torch.float32, torch.float64)
+
+
+def gather_narrow(gm: GraphModule) -> int:
+    """Have gathers read what was widened as it was, if all that was read is rounded again; returns how many."""
+    changed = 0
+    for gather in [node for node in gm.graph.nodes if node.op == "call_function" and node.target in GATHERS]:
+        source = _widened(gather.args[0])
+        if source is None or not all(_narrows(user, source) for user in gather.users):
+            continue
+        gather.update_arg(0, source)
+        gather.meta["val"] = gather.meta["val"].to(source.meta["val"].dtype)
+        for user in list(gather.users):
+            user.replace_all_uses_with(gather)
+            gm.graph.erase_node(user)
+        changed += 1
+    if changed:
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+    return changed
+
+
+def _widened(node: Any) -> Node | None:
+    """What `node` is a wider copy of."""
+    if not _is_plain_cast(node) or node.meta["val"].dtype not in WIDE:
+        return None
+    source = node.args[0]
+    return source if source.meta["val"].dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _narrows(node: Node, source: Node) -> bool:
+    return _is_plain_cast(node) and node.meta["val"].dtype == source.meta["val"].dtype
+
+
+def _is_plain_cast(node: Any) -> bool:
+    """A copy that differs in its dtype alone."""
+    if not (isinstance(node, Node) and node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}):
+        return False
+    value, before = node.meta.get("val"), node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+        return False
+    return value.stride() == before.stride()

@@ -1,0 +1,1 @@
+"""Trace a few of many equal layers, and replicate the rest."""

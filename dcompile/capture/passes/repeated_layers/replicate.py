@@ -1,0 +1,351 @@
+"""Puts layers that were left out before tracing back into what AOTAutograd has made of the others (see `layers`).
+
+In the traced graph each layer has a stretch of the forward and, in training, one of the backward, in opposite order.
+The second and the third are compared, node by node: the same operations on the same kinds of values, taken from the
+same places, counted from the layer itself. As tracing knows nothing of a layer but what it is and what it gets, each
+one that was left out would have come out the same, too: it is a copy with the inputs of its own layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+from dcompile.capture.passes.repeated_layers.find import KEPT, TAG, Layers, Step, operations, renamed, spelled
+
+Place = tuple[str, int]
+"""Where in a layer: ("forward" | "backward" | "input", which one of them)."""
+STRETCHES = ("forward", "backward")
+LIKE = 2
+"""The traced layer that is copied."""
+
+
+class NotTheSame(Exception):
+    """Layers that looked the same were not traced to the same."""
+
+
+def unfold(traced: GraphModule, gm: GraphModule, layers: Layers) -> None:
+    """Complete what was traced of `shortened(gm, layers)`, in place. Raises NotTheSame before it has changed anything.
+
+    Guarantees: the graph that tracing `gm` gives, but for names. Relies on: nothing has changed it since it was traced.
+    """
+    found = _find(traced, layers)
+    _compare(found)
+    with compat.tensors.real_tensors():
+        _Copies(traced, gm, layers, found).make()
+    for node in traced.graph.nodes:
+        _drop_tag(node)
+    traced.recompile()
+
+
+def check_inputs(layers: Layers) -> None:
+    """Inside a compiler of AOTAutograd: raise NotTheSame if layers change inputs of theirs, even if only their shapes.
+
+    AOTAutograd does that outside the graph, and has seen it of the traced layers alone.
+    """
+    changed = compat.aot.not_only_read()
+    if any(not changed.isdisjoint(layers.inputs[layer]) for layer in layers.traced[1:3]):
+        raise NotTheSame("a layer changes or returns an input")
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A value of a layer."""
+
+    layer: int
+    """Among the KEPT."""
+    place: Place
+    number: int
+    """Among several results of one operation."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The layers of a traced graph."""
+
+    stretches: dict[str, list[list[Node]]]
+    """Name of a stretch -> nodes of each of the KEPT layers."""
+    where: dict[Node, tuple[int, Place]]
+    """Node or placeholder -> (layer among the KEPT, place there)."""
+    gradients: tuple[dict[int, object], ...]
+    """For each of the KEPT layers: number of its input -> its gradient, as seen from the layer."""
+    positions: dict[int, int]
+    """Position among the Dynamo graph's inputs -> of its gradient among the traced graph's outputs."""
+    owners: dict[int, _Owner | None]
+    """Memory -> the first of the layers' values that lies there; None for what is outside."""
+
+    def seen_from(self, layer: int) -> Callable[[Node], object]:
+        """How a layer's arguments are called."""
+
+        def name(argument: Node) -> object:
+            if argument not in self.where:
+                return argument.name
+            there, place = self.where[argument]
+            return Step(there - layer, place)
+
+        return name
+
+
+def _find(traced: GraphModule, layers: Layers) -> _Found:
+    stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(KEPT)] for name in STRETCHES}
+    for stretch, layer, node in _in_order(traced):
+        stretches[stretch][layer].append(node)
+    where: dict[Node, tuple[int, Place]] = {}
+    for stretch, rows in stretches.items():
+        for layer, row in enumerate(rows):
+            where |= {node: (layer, (stretch, number)) for number, node in enumerate(row)}
+    numbers = {p: (k, s) for k, layer in enumerate(layers.traced) for s, p in enumerate(layers.inputs[layer])}
+    for node in traced.graph.find_nodes(op="placeholder"):
+        position = compat.aot.input_index(node)
+        if position in numbers:
+            layer, number = numbers[position]
+            where[node] = (layer, ("input", number))
+    found = _Found(stretches, where, tuple({} for _ in range(KEPT)), {}, {})
+    for node in traced.graph.nodes:
+        for number, tensor in enumerate(_tensors(node.meta.get("val"))):
+            owner = _Owner(*where[node], number, tensor.dtype) if node in where else None
+            found.owners.setdefault(compat.tensors.storage_key(tensor), owner)
+    output: Any = traced.graph.output_node()
+    for place, description in enumerate(output.meta.get("desc", ())):
+        position = compat.aot.primal_index(description)
+        if position is not None:
+            found.positions[position] = place
+            gradient = output.args[0][place]
+            if position in numbers and gradient is not None:
+                layer, number = numbers[position]
+                found.gradients[layer][number] = found.seen_from(layer)(gradient)
+    return found
+
+
+def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
+    """(stretch, layer, node) of what lies in the traced layers.
+
+    A node without a tag, as where gradients are added up, belongs where the one before it does.
+    """
+    layer, last = -1, "forward"
+    for node in operations(traced):
+        stretch = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+        layer = KEPT if stretch != last else layer
+        tag = _tag(node)
+        if tag is not None:
+            before, layer = layer, min(max(tag[0], -1), KEPT)
+            if (stretch, last) == STRETCHES or (layer < before if stretch == "forward" else layer > before):
+                raise NotTheSame(f"{node.name} is not in the order of layers")
+        last = stretch
+        if 0 <= layer < KEPT:
+            yield stretch, layer, node
+
+
+def _tag(node: Node) -> tuple[int, int] | None:
+    tag = (node.meta.get("custom") or {}).get(TAG)
+    return tuple(tag) if tag is not None else None
+
+
+def _compare(found: _Found) -> None:
+    """See that the second and the third layer were traced to the same, and that nobody else looks into them."""
+    for stretch, rows in found.stretches.items():
+        if len(rows[1]) != len(rows[2]):
+            raise NotTheSame(f"{stretch}s of {len(rows[1])} and {len(rows[2])} operations")
+        for one, other in zip(rows[1], rows[2], strict=True):
+            if _text(one, 1, found) != _text(other, 2, found):
+                raise NotTheSame(f"{one.name} and {other.name} differ")
+            if _changes_something(one):
+                raise NotTheSame(f"{one.name} changes one of its arguments")
+    inside = all(isinstance(step, Step) for step in found.gradients[2].values())
+    if found.gradients[1] != found.gradients[2] or not inside:
+        raise NotTheSame("gradients come from other places")
+    for node, (layer, _) in found.where.items():
+        if layer in (1, 2):
+            _check_users(node, layer, found)
+
+
+def _check_users(node: Node, layer: int, found: _Found) -> None:
+    """Such a layer is looked into by itself and by those beside it; its inputs' gradients are returned."""
+    for user in node.users:
+        if user.op == "output":
+            results: Any = user.args[0]
+            returned = {place for place, result in enumerate(results) if result is node}
+            known = returned <= set(found.positions.values())
+        else:
+            known = user in found.where and abs(found.where[user][0] - layer) <= 1
+        if not known:
+            raise NotTheSame(f"{user.name} looks into a layer, at {node.name}")
+
+
+def _text(node: Node, layer: int, found: _Found) -> str:
+    """All that has to be the same of an operation in two layers."""
+    tag, value = _tag(node), node.meta.get("val")
+    memory = [_memory(tensor, layer, found) for tensor in _tensors(value)]
+    shown = (node.target, tag and (tag[0] - layer, tag[1]), _kind(value), memory, node.meta.get("recompute"))
+    return f"{shown} {spelled(node, found.seen_from(layer))}"
+
+
+def _memory(tensor: torch.Tensor, layer: int, found: _Found) -> object:
+    """Whose memory a value lies in, as seen from its layer."""
+    key = compat.tensors.storage_key(tensor)
+    owner = found.owners[key]
+    if owner is None:
+        return key
+    if abs(owner.layer - layer) > 1 or owner.dtype != tensor.dtype:
+        raise NotTheSame("a value lies in memory of a layer further away, or of another type")
+    return owner.layer - layer, owner.place, owner.number
+
+
+def _kind(value: Any) -> object:
+    if type(value) in (tuple, list):
+        return tuple(map(_kind, value))
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or not compat.sizes.is_fixed(value):
+            raise NotTheSame("sizes are symbols, or memory is not dense")
+        return value.dtype, value.device, value.shape, value.stride(), value.storage_offset()
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    raise NotTheSame(f"a value is a {type(value).__name__}")
+
+
+def _changes_something(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _drop_tag(node: Node) -> None:
+    custom = node.meta.get("custom")
+    if not custom or TAG not in custom:
+        return
+    rest = {name: value for name, value in custom.items() if name != TAG}
+    node.meta |= {"custom": rest}
+    if not rest:
+        del node.meta["custom"]
+
+
+class _Copies:
+    """Copies of the third traced layer, for those that were left out."""
+
+    def __init__(self, traced: GraphModule, gm: GraphModule, layers: Layers, found: _Found) -> None:
+        self.traced = traced
+        self.layers = layers
+        self.found = found
+        self.body = operations(gm)
+        self.left_out = range(2, layers.traced[2])
+        self.nodes: dict[tuple[int, Place], Node] = {}
+        """(layer of the whole model, place) -> node."""
+        for node, (layer, place) in found.where.items():
+            self.nodes[layers.traced[layer], place] = node
+        for node in traced.graph.find_nodes(op="placeholder"):
+            position = compat.aot.input_index(node)
+            for layer, row in enumerate(layers.inputs):
+                if position in row:
+                    self.nodes[layer, ("input", row.index(position))] = node
+        self.values = _Values(self)
+
+    def make(self) -> None:
+        for stretch, order in (("forward", self.left_out), ("backward", reversed(self.left_out))):
+            rows = self.found.stretches[stretch]
+            before = (rows[2] if stretch == "forward" else rows[1])[:1]
+            for layer in order if before else ():
+                with self.traced.graph.inserting_before(before[0]):
+                    for number, node in enumerate(rows[LIKE]):
+                        self._copy(node, layer, (stretch, number))
+        for layer, neighbour in ((1, 2), (2, 1)):  # they were traced side by side
+            for stretch in STRETCHES:
+                for node in self.found.stretches[stretch][layer]:
+                    self._turn(node, layer, neighbour)
+        self._return_gradients()
+
+    def _argument(self, argument: Node, layer: int) -> Node:
+        """What stands in a layer's copy where the third traced layer has `argument`."""
+        if argument not in self.found.where:
+            return argument
+        there, place = self.found.where[argument]
+        return self.nodes[layer + there - LIKE, place]
+
+    def _copy(self, node: Node, layer: int, place: Place) -> None:
+        args = renamed(node.args, lambda argument: self._argument(argument, layer))
+        kwargs = renamed(node.kwargs, lambda argument: self._argument(argument, layer))
+        made = self.traced.graph.create_node(node.op, node.target, args, kwargs)
+        self.nodes[layer, place] = made
+        made.meta = {**node.meta, **self._origin(node, layer)}
+        if "val" in node.meta:
+            made.meta["val"] = self.values.of(node.meta["val"], layer, place, like=LIKE)
+
+    def _origin(self, node: Node, layer: int) -> dict[str, Any]:
+        """The lines of the model and the path of the module that this comes from."""
+        tag = _tag(node)
+        if tag is None:
+            return {}
+        place = (layer + tag[0] - LIKE) * self.layers.length + tag[1]
+        origin = self.body[self.layers.begin + place].meta
+        found = {name: origin[name] for name in ("stack_trace",) if name in origin and name in node.meta}
+        for name in ("nn_module_stack", "source_fn_stack"):
+            found |= {key: origin[name] for key in (name, f"fwd_{name}") if key in node.meta and name in origin}
+        return found
+
+    def _turn(self, node: Node, layer: int, neighbour: int) -> None:
+        """Take from the neighbour that was left out what a layer took from the one it was traced beside."""
+        number = self.layers.traced[layer]
+
+        def other(argument: Node) -> Node:
+            there, place = self.found.where.get(argument, (layer, ("", 0)))
+            return self.nodes[number + neighbour - layer, place] if there == neighbour else argument
+
+        node.args, node.kwargs = renamed(node.args, other), renamed(node.kwargs, other)
+        if "val" in node.meta:
+            node.meta["val"] = self.values.of(node.meta["val"], number, self.found.where[node][1], like=layer)
+
+    def _return_gradients(self) -> None:
+        output: Any = self.traced.graph.output_node()
+        results = list(output.args[0])
+        for layer in self.left_out:
+            for number, step in self.found.gradients[LIKE].items():
+                assert isinstance(step, Step), "gradients of inputs of a layer are computed in layers"
+                position = self.found.positions[self.layers.inputs[layer][number]]
+                results[position] = self.nodes[layer + step.layers, step.place]
+        output.args = (type(output.args[0])(results),)
+
+
+class _Values:
+    """Values of copied nodes: fake tensors that share memory among each other as those of the traced layer do."""
+
+    def __init__(self, copies: _Copies) -> None:
+        self.copies = copies
+        self.new: dict[tuple[int, Place, int], Any] = {}
+        """(layer, place, number among several results) -> memory that was made for it."""
+
+    def of(self, value: Any, layer: int, place: Place, like: int) -> Any:
+        """What the value at this place of a traced layer is in some layer."""
+        if isinstance(value, tuple | list):
+            items = [self._tensor(item, layer, place, like, number) for number, item in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        return self._tensor(value, layer, place, like, 0)
+
+    def _tensor(self, tensor: Any, layer: int, place: Place, like: int, number: int) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        owner = self.copies.found.owners[compat.tensors.storage_key(tensor)]
+        if owner is None:
+            return tensor
+        there = layer + owner.layer - like
+        if self.copies.layers.traced[owner.layer] == there:
+            return tensor  # it lies there already
+        if (there, owner.place, owner.number) == (layer, place, number):
+            memory = self.new[layer, place, number] = compat.tensors.fake_memory(tensor.untyped_storage().nbytes())
+        else:
+            memory = self._memory(there, owner.place, owner.number)
+        return compat.tensors.fake_like(tensor, memory)
+
+    def _memory(self, layer: int, place: Place, number: int) -> Any:
+        if (layer, place, number) in self.new:
+            return self.new[layer, place, number]
+        return list(_tensors(self.copies.nodes[layer, place].meta["val"]))[number].untyped_storage()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(item, torch.Tensor) and item.layout == torch.strided:
+            yield item

@@ -1,0 +1,1 @@
+"""The host program: Python text that allocates, launches kernels and calls libraries."""

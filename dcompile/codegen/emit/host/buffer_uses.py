@@ -1,0 +1,37 @@
+"""Where a program looks at its buffers, and when it is done with them: what the host program's text goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from dcompile.codegen.emit.target import KernelSource
+from dcompile.ir.nodes import Buffer, Extern, Loop, Program, View, views_of
+
+
+def views_in(step: Extern) -> list[View]:
+    return [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
+
+
+def all_views(program: Program) -> Iterator[View]:
+    for step in program.steps:
+        if isinstance(step, Extern):
+            yield from views_in(step)
+    yield from (output for output in program.outputs if isinstance(output, View))
+
+
+def known_bytes(buffer: Buffer) -> int:
+    """Its size; 0 where that is not known yet."""
+    return buffer.nbytes if isinstance(buffer.extent, int) else 0
+
+
+def last_uses(program: Program, calls: Iterable[KernelSource], hosts: Mapping[str, str]) -> dict[str, int]:
+    """The last step that touches each buffer, or another one in its memory.
+
+    A kernel may do what earlier loops are for, too: it touches all that it is given.
+    """
+    given = iter(calls)
+    touched = (
+        (position, step.reads | step.writes | frozenset(next(given).arguments if isinstance(step, Loop) else ()))
+        for position, step in enumerate(program.steps)
+    )
+    return {n: at for at, names in touched for n in sorted(names.union(hosts[n] for n in names if n in hosts))}

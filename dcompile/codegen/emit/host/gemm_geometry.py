@@ -1,0 +1,67 @@
+"""Matrix products as BLAS describes them: which library calls another algorithm than ATen's may compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from dcompile.ir.gemm import ALIGNMENT, Geometry
+from dcompile.ir.nodes import ITEMSIZE, SCALED, Buffer, Extern, Program, View
+
+DTYPES = ("bfloat16", "float16")
+"""What is multiplied by the tensor cores, and summed up in float32, whatever the algorithm."""
+SHARE = 0.02
+"""Of a program's multiplications: products of a geometry that is less of them are not worth measuring."""
+
+
+def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
+    """Of a product on a GPU, if the library can be asked for it: known sizes, rows or columns dense in memory."""
+    factors = factors_of(step)
+    if step.mode != "out" or factors is None or step.outs[0] is None:
+        return None
+    left, right = factors
+    out = table[step.outs[0]]
+    whole = View(out.name, out.shape, out.strides)
+    if out.dtype not in DTYPES or not out.device.startswith("cuda"):
+        return None
+    a, b, c = (lying(view, out.dtype) for view in (right, left, whole))
+    if a is None or b is None or c is None or c[0]:
+        return None
+    (rows, inner), columns = left.shape, right.shape[1]
+    assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "seen by lying"
+    return Geometry(out.dtype, columns, rows, inner, a[0], b[0], a[1], b[1], c[1])
+
+
+def factors_of(step: Extern) -> tuple[View, View] | None:
+    """What a plain product multiplies, or one that is scaled as it is written (`collectives.scale`)."""
+    match step:
+        case Extern("aten.mm.default", (View() as left, View() as right), ()):
+            return left, right
+        case Extern("aten.addmm.default", (View(), View() as left, View() as right)) if step.kwargs == SCALED:
+            return left, right
+        case _:
+            return None
+
+
+def lying(view: View, dtype: str) -> tuple[bool, int] | None:
+    """Whether a matrix lies column by column as torch counts, and its leading dimension."""
+    numbers = [number for number in (*view.shape, *view.strides, view.offset) if isinstance(number, int)]
+    if len(numbers) != 5 or len(view.shape) != 2:
+        return None
+    rows, columns, down, right, offset = numbers
+    if min(rows, columns) < 2 or offset * ITEMSIZE[dtype] % ALIGNMENT:
+        return None
+    turned = down == 1
+    lead, least = (right, rows) if turned else (down, columns)
+    if 1 not in (down, right) or lead < least or lead * ITEMSIZE[dtype] % ALIGNMENT:
+        return None
+    return turned, lead
+
+
+def worth_measuring(program: Program) -> dict[Geometry, int]:
+    """The geometries of a program's products, and how many have each: those that are much of its multiplications."""
+    table = program.table
+    found = (geometry(step, table) for step in program.steps if isinstance(step, Extern))
+    counts = Counter(g for g in found if g is not None)
+    total = sum(g.flops * count for g, count in counts.items())
+    return {g: count for g, count in counts.items() if g.flops * count >= SHARE * total}

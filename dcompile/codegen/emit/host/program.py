@@ -1,0 +1,449 @@
+"""The host program: readable Python that calls kernels and the library in order, and knows every address beforehand.
+
+The text defines `make(run)`, which prepares kernels and arena memory through `run` (runtime/program/executable.py) and
+returns `call(args, buckets, sync)`. Names that begin with an underscore are ours, the others are buffers.
+
+Where sizes are symbols, `sizes(args)` reads them off the arguments, `arena_bytes(*sizes)` says how much memory is
+needed, and `make(run, *sizes)` prepares a call for these sizes: calls with the same sizes find all of it prepared.
+Sizes that only a library call tells, `late` ones, are not among them: kernels are given those as they are given
+addresses, and GPU kernels how many programs they have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+from dcompile import compat
+from dcompile.codegen.emit.host.aten_calls import (
+    NARROWED,
+    function,
+    has_late_shape,
+    in_torch,
+    is_custom,
+    out_overload,
+    returns_one_tensor,
+)
+from dcompile.codegen.emit.host.batch_launches import Launches
+from dcompile.codegen.emit.host.buffer_uses import all_views, last_uses
+from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
+from dcompile.codegen.emit.target import Kernels, KernelSource, Product
+from dcompile.ir.gemm import Chosen
+from dcompile.ir.index import Index, Size, as_index, var
+from dcompile.ir.nodes import SCALE, SCALED, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
+
+RECYCLE_BYTES = 1 << 18
+"""Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
+allocation cost up to three times what a memory-bound kernel does."""
+
+
+_IMPORTS = (
+    "import torch",
+    "from torch import as_strided, empty_strided",
+    "from dcompile.runtime.program.fast_aten import empty_cpu, empty_cuda, entry, look",
+)
+_QUICK = {"cpu": "empty_cpu", "cuda": "empty_cuda"}
+
+
+_STARTS = {"all_gather": "start_gather", "reduce_scatter": "start_scatter"}
+_WAITS = {"all_gather": "wait_gather", "reduce_scatter": "wait_scatter"}
+
+
+def emit(
+    program: Program,
+    kernels: Kernels,
+    *,
+    recycle: bool = True,
+    chosen: Chosen | None = None,
+    saved: frozenset[str] = frozenset(),
+) -> str:
+    """The text of the host program. `chosen`: algorithms for matrix products that are not to be ATen's.
+
+    `saved`: inputs of a backward that may lie otherwise than in the forward by now.
+
+    With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
+    in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
+    """
+    return _Host(program, kernels, recycle, chosen or {}, saved).text()
+
+
+class _Host(Launches):
+    """Collects the lines of `make` and of `call`."""
+
+    def __init__(
+        self, program: Program, kernels: Kernels, recycle: bool, chosen: Chosen, saved: frozenset[str]
+    ) -> None:
+        super().__init__(program, kernels, late_symbols(program))
+        self.recycle, self.chosen, self.saved = recycle, chosen, saved
+        self.calls, self.products = kernels.calls, kernels.products
+        self.last = last_uses(program, self.calls, self.hosts)
+        loops = [step for step in program.steps if isinstance(step, Loop)]
+        prepares = bool(loops) or isinstance(program.arena_bytes, Index)
+        self.sources = sources(program)
+        """Where sizes come from for which calls are prepared."""
+        self.early: dict[str, Source] = {}
+        """Sizes that the call itself reads off its arguments: where nothing is worth preparing for them."""
+        if not prepares:
+            self.early, self.sources, self.late = self.sources, {}, symbols_of(program)
+        self.learnt: set[str] = set(self.early)
+        self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
+        self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
+        self.in_kernels |= {name for product in self.products.values() for name in product.kernel.arguments}
+        self.in_kernels |= self._in_chosen()
+        self.exchanged = {bucket.name: bucket for bucket in program.buckets}
+        self.looks: dict[str, list[View]] = {}
+        """Every way in which library calls and outputs look at a buffer."""
+        for view in all_views(program):
+            self.looks.setdefault(view.buffer, []).append(view)
+
+    # --- text ---
+
+    def text(self) -> str:
+        self._call()
+        loops = sum(isinstance(step, Loop) for step in self.program.steps)
+        externs = sum(isinstance(step, Extern) for step in self.program.steps)
+        head = f'"""{loops} kernel calls, {externs} library calls, arena of {self.program.arena_bytes} bytes."""'
+        prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
+        body = [f"        {line}" for line in self.lines]
+        said = ["quiet = True"] if self._is_quiet() else []
+        said += [f"on_host = {found!r}"] if (found := self._on_host()) else []
+        lines = [head, "", *_IMPORTS, *said, "", ""]
+        lines += self._sizes()
+        lines += [f"def make({', '.join(('run', *map(self.name, self.sources)))}):"]
+        lines += [*prepared, "", "    def call(args, buckets=None, sync=False):", *body, "", "    return call", ""]
+        return "\n".join(lines)
+
+    def _is_quiet(self) -> bool:
+        """Whether all of it is kernels and memory for what they write: nothing that autograd would see."""
+        steps = enumerate(self.program.steps)
+        kernels = all(isinstance(step, Loop) or place in self.products for place, step in steps)
+        return kernels and not any("as_strided(" in line for line in self.lines)
+
+    def _on_host(self) -> str:
+        """What a program for a GPU computes on the CPU, if anything: what a replay would leave out.
+
+        Constants are the same each time: loops that read nothing.
+        """
+        if not any(buffer.device != "cpu" for buffer in self.program.buffers):
+            return ""
+        tensors = {b.name for b in self.program.buffers if b.device == "cpu" and b.is_tensor}
+        steps = (step for step in self.program.steps if not isinstance(step, Loop) or step.reads)
+        found = next((step for step in steps if not tensors.isdisjoint(step.writes)), None)
+        return "" if found is None else ", ".join(getattr(found, "origin", ())) or "a step of it"
+
+    def _sizes(self) -> list[str]:
+        """Functions that read the sizes off the arguments, and tell the memory needed."""
+        if not self.sources:
+            return []
+        names = ", ".join(map(self.name, self.sources))
+        lines = ["def sizes(args):"]
+        for symbol, source in self.sources.items():
+            given = f"args[{self.program.inputs.index(source.input)}]"
+            lines.append(f"    {self.name(symbol)} = {self._value(source, given)}")
+        lines += [f"    return ({names},)", "", "", f"def arena_bytes({names}):"]
+        return [*lines, f"    return {self._index(self.program.arena_bytes)}", "", ""]
+
+    def _value(self, source: Source, given: str) -> str:
+        """What a size is worth, `given` being its input."""
+        text = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
+        value = text[source.what]
+        if source.rest != as_index(0):
+            value = f"({value} - ({self._index(source.rest)}))"
+        return value if source.factor == as_index(1) else f"{value} // ({self._index(source.factor)})"
+
+    # --- the call ---
+
+    def _call(self) -> None:
+        self._inputs()
+        for bucket in self.program.buckets:
+            if bucket.kind == "all_reduce":
+                self.lines.append(f"{self._memory(bucket.name)} = buckets.acquire({bucket.name!r})")
+        if any(bucket.scaled for bucket in self.program.buckets):
+            self.lines.append(f"{SCALE.text} = buckets.scale(sync)")
+        calls = iter(self.calls)
+        dying: dict[int, list[str]] = {}
+        for name, position in self.last.items():
+            dying.setdefault(position, []).append(name)
+        for position, step in enumerate(self.program.steps):
+            product = self.products.get(position)
+            if not isinstance(step, Loop) and not (product and product.kernel.launches):
+                self._launch()
+            if position in self.products:
+                self._product(step, self.products[position])
+            else:
+                self._step(step, calls)
+            if self.waiting:
+                self.dying += dying.get(position, [])
+            else:
+                self._drop(dying.get(position, []))
+        self._launch()
+        outputs = ", ".join(self._output(output) for output in self.program.outputs)
+        self.lines.append(f"return [{outputs}]")
+
+    def _inputs(self) -> None:
+        names = [self.name(name) for name in self.program.inputs]
+        if names:
+            self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
+        for symbol, source in self.early.items():
+            if symbol not in self.program.inputs:
+                self.lines.append(f"{self.name(symbol)} = {self._value(source, self.name(source.input))}")
+        self._check_saved()
+        self._check_alignment()
+        if self.on_gpu:
+            self.lines.append("stream = run.stream()")
+        self.lines.append("args.clear()")
+        self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
+
+    def _check_saved(self) -> None:
+        """Kernels, and looks at a tensor in another shape, count on where tracing has seen what the forward saves.
+
+        Replayed as a CUDA graph, a program has these lines recorded for what they found (`runtime.recording`).
+        """
+        written = {name for step in self.program.steps for name in step.writes} - {*self.program.donated}
+        names, layouts, sizes = list[str](), list[str](), list[Size]()
+        for name in self.program.inputs:
+            if name in self.saved and self._relies_on(name):
+                buffer = self.table[name]
+                shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
+                names.append(self.name(name))
+                layouts.append(f"(torch.{buffer.dtype}, {shape}, {strides}, {buffer.device!r}, {name in written})")
+                sizes += [*buffer.shape, *buffer.strides]
+        if names:
+            text, given = f"run.saved({', '.join(layouts)})", ", ".join(names)
+            saved = self._prepared(text, "saved", sizes)
+            if saved == text:
+                saved = "_saved"
+                self.lines.append(f"{saved} = {text}")
+            self.lines += [f"if not {saved}.check({given}):", f"    [{given}] = {saved}.fit({given})"]
+
+    def _relies_on(self, name: str) -> bool:
+        """Whether the program knows by itself where the elements of an input lie."""
+        buffer = self.table[name]
+        whole = View(name, buffer.shape, buffer.strides)
+        return name in self.in_kernels or any(view != whole for view in self.looks.get(name, ()))
+
+    def _check_alignment(self) -> None:
+        """GPU kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""
+        used = [name for name in self.program.inputs if name in self.in_kernels and self.table[name].device != "cpu"]
+        pointers = [self._pointer(name) for name in used]
+        if pointers:
+            written = {name for step in self.program.steps for name in step.writes}
+            places = tuple(place for place, name in enumerate(self.program.inputs) if name in written)
+            around = {view.buffer for step in self.program.steps for view in _looked_around(step)}
+            whole = tuple(place for place, name in enumerate(self.program.inputs) if name in around)
+            self.lines += [
+                f"if ({' | '.join(pointers)}) & 15:",
+                f"    return run.realigned(call, args, {places!r}, buckets, sync{f', {whole!r}' if whole else ''})",
+            ]
+
+    def _step(self, step: Step, calls: Any) -> None:
+        match step:
+            case Loop():
+                self._loop(step, next(calls))
+            case Extern():
+                self._extern(step)
+            case Collective("all_reduce"):
+                memory = self._memory(step.bucket)
+                self.lines += ["if sync:", f"    buckets.start({step.bucket!r}, {memory})"]
+            case Collective(kind):
+                self._exchange(kind, self.exchanged[step.bucket])
+            case Wait():
+                self._wait(step.bucket)
+
+    def _exchange(self, kind: str, bucket: Bucket) -> None:
+        """Start gathering or reducing units, each as one flat tensor."""
+        for name in bucket.holders:
+            self._ensure(name)
+        whole = [View(name, (size,), (1,)) for name, size in zip(bucket.holders, bucket.sizes, strict=True)]
+        tensors = ", ".join(map(self._view, whole))
+        self.lines.append(f"buckets.{_STARTS[kind]}({bucket.name!r}, [{tensors}])")
+
+    def _wait(self, name: str) -> None:
+        kind = self.exchanged[name].kind
+        if kind == "all_reduce":
+            self.lines += ["if sync:", f"    buckets.wait({name!r}, {self._memory(name)})"]
+        else:
+            self.lines.append(f"buckets.{_WAITS[kind]}({name!r})")
+
+    # --- memory ---
+
+    def _ensure(self, name: str) -> None:
+        """Allocate an escaping buffer before the first step that writes it."""
+        buffer = self._placed(name)
+        if buffer.name != name:
+            self._ensure(buffer.name)
+            return
+        if name in self.hosts:
+            self._inherit(self.hosts[name])
+            return
+        if name in self.allocated or buffer.storage == "arena" or self._bucket_of(buffer) is not None:
+            return
+        self._make_room(buffer)
+        self.allocated.add(name)
+        shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
+        layout = f"torch.{buffer.dtype}, {shape}, {strides}"
+        late = any(not self.late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
+        recycle = self.recycle and buffer.device == "cpu" and not late and name in self.outputs
+        if recycle and not isinstance(buffer.extent, int):
+            self.lines.append(f"{self.name(name)} = {self.once(f'run.recycled({name!r}, {layout})', 'new')}()")
+            return
+        if recycle and buffer.nbytes >= RECYCLE_BYTES:
+            self.lines.append(f"{self.name(name)} = {self.once(f'run.fresh({layout})  # {name}', 'new')}()")
+            return
+        if buffer.device in _QUICK:
+            made = f"{_QUICK[buffer.device]}({shape}, {strides}, torch.{buffer.dtype})"
+        else:
+            made = f"empty_strided({shape}, {strides}, dtype=torch.{buffer.dtype}, device={buffer.device!r})"
+        self.lines.append(f"{self.name(name)} = {made}")
+
+    def _inherit(self, host: str) -> None:
+        """See that others may lie in a buffer's memory from now on, or where somebody else can see it, in as much."""
+        if self.table[host].storage == "out":
+            self._ensure(host)
+        elif host not in self.inherited:
+            self.inherited.add(host)
+            self.lines.append(f"{self._room(host)} = run.inherit({self.name(host)})")
+
+    def _loop(self, loop: Loop, kernel: KernelSource) -> None:
+        for name in sorted(loop.writes):
+            self._ensure(name)
+        if kernel.launches or not self.on_gpu:
+            self._wait_for_launch(kernel)
+        else:
+            self._call_kernel(kernel)
+
+    def _product(self, step: Step, product: Product) -> None:
+        """A call that a kernel of ours does; a matrix product takes sizes and strides as numbers in memory."""
+        for name in sorted(step.writes):
+            self._ensure(name)
+        if product.kernel.launches:
+            self._wait_for_launch(product.kernel)
+            return
+        sizes = self._prepared(f"run.numbers({', '.join(map(self._index, product.sizes))})", "n", product.sizes)
+        pointers = [sizes, *(self._address(view) if view else "0" for view in product.views)]
+        function = self.once(f"run.kernel({product.kernel.name!r}, {len(pointers)})", "k")
+        origin = step.origin if isinstance(step, Extern) else ()
+        if origin:
+            self.lines.append(f"# {', '.join(origin)}")
+        self.lines.append(f"{function}({', '.join(pointers)})")
+
+    # --- library calls ---
+
+    def _in_chosen(self) -> set[str]:
+        """What products by a chosen algorithm read: as kernels do, they rely on strides, and on whole 16 bytes."""
+        if not self.chosen:
+            return set()
+        steps = [step for step in self.program.steps if isinstance(step, Extern)]
+        found = [step for step in steps if geometry(step, self.table) in self.chosen]
+        return {view.buffer for step in found for view in factors_of(step) or ()}
+
+    def _chosen(self, step: Extern) -> bool:
+        """A matrix product by an algorithm that was chosen for it, if one was."""
+        shape = geometry(step, self.table) if self.chosen else None
+        if shape is None or shape not in self.chosen:
+            return False
+        factors, (out,) = factors_of(step), step.outs
+        assert factors is not None and out is not None, "what has a geometry multiplies two, and is written somewhere"
+        self._ensure(out)
+        whole = View(out, self.table[out].shape, self.table[out].strides)
+        given = [self._view(view) for view in (*factors, whole)] + ([SCALE.text] if step.kwargs == SCALED else [])
+        product = self.once(f"run.product({step.op!r}, {astuple(shape)}, {self.chosen[shape]})", "op")
+        self.lines += [f"# {', '.join(step.origin)}"] if step.origin else []
+        self.lines.append(f"{product}({', '.join(given)})")
+        return True
+
+    def _extern(self, step: Extern) -> None:
+        if self._chosen(step):
+            return
+        if step.mode == "mutate":
+            for out in filter(None, step.outs):
+                self._ensure(out)
+        written = step.mode == "mutate"
+        arguments = [self._argument(arg, written) for arg in step.args]
+        arguments += [f"{name}={self._argument(arg, written)}" for name, arg in step.kwargs]
+        if step.origin:
+            self.lines.append(f"# {', '.join(step.origin)}")
+        if step.mode == "out":
+            op, names = out_overload(step.op)
+            for result, keyword_ in zip(step.outs, names, strict=True):
+                assert result is not None, f"{step.op} drops a result that it is to write"
+                self._ensure(result)
+                whole = View(result, self.table[result].shape, self.table[result].strides)
+                arguments.append(f"{keyword_}={self._view(whole)}")
+            called = function(op)
+            if op in NARROWED and all(self._is_narrow(name) for name in step.outs if name is not None):
+                called = f"run.narrow_product({op!r}, {called})"
+            self.lines.append(f"{self.once(called, 'op')}({', '.join(arguments)})")
+            return
+        found = function(step.op) if in_torch(step.op) else f"run.function({step.op!r})"
+        call = f"{self.once(found, 'op')}({', '.join(arguments)})"
+        if step.mode == "mutate" or not any(step.outs):
+            self.lines.append(call)
+            return
+        targets = [self.name(out) if out is not None else "_" for out in step.outs]
+        single = len(targets) == 1 and returns_one_tensor(step.op)
+        self.lines.append(f"{targets[0] if single else '(' + ', '.join(targets) + ',)'} = {call}")
+        if "_" in targets:
+            self.lines.append("del _")
+        for out in filter(None, step.outs):
+            self.allocated.add(out)
+            self._learn(out)
+            self._check(out, step)
+            self._fit(out, copied="_copy." in step.op)  # aten.split_with_sizes_copy.default
+            if out not in self.last:
+                self._drop([out])
+
+    def _is_narrow(self, name: str) -> bool:
+        """Whether a product's result has 16 bits, and is computed on a CPU, which may have no instructions for it."""
+        return self.table[name].device == "cpu" and self.table[name].dtype in ("bfloat16", "float16")
+
+    def _learn(self, name: str) -> None:
+        """Sizes that a library result tells."""
+        for dim, size in enumerate(self.table[name].shape):
+            found = [symbol for symbol in as_index(size).variables if symbol in self.late and symbol not in self.learnt]
+            if len(found) == 1 and as_index(size) == var(found[0]):
+                self.learnt.add(found[0])
+                self.lines.append(f"{self.name(found[0])} = {self.name(name)}.shape[{dim}]")
+
+    def _check(self, name: str, step: Extern) -> None:
+        """Kernels would read beyond a result that is smaller than a custom operator's fake implementation says."""
+        buffer, result = self.table[name], self.name(name)
+        if is_custom(step.op) and buffer.is_tensor and self._told(buffer.shape):
+            wanted = f"({self._tuple(buffer.shape)}, torch.{buffer.dtype})"
+            wanted, origin = self._prepared(wanted, "wanted", buffer.shape), ", ".join(step.origin) or step.op
+            self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")
+            self.lines.append(f"    run.differs({result}, {wanted}, {origin!r})")
+        elif not step.tells and has_late_shape(step.op) and buffer.is_tensor and self._told(buffer.shape):
+            # torch._check says what the size is, and tracing has believed it
+            wanted, origin = self._tuple(buffer.shape), ", ".join(step.origin) or step.op
+            self.lines.append(f"if {result}.shape != {wanted}:")
+            self.lines.append(f"    run.unlike({result}, {wanted}, {origin!r})")
+
+    def _told(self, sizes: tuple[Size, ...]) -> bool:
+        """Whether all symbols in `sizes` have values by now."""
+        symbols = {symbol for size in sizes for symbol in as_index(size).variables}
+        return not any(symbol.startswith("?") or symbol in self.late - self.learnt for symbol in symbols)
+
+    def _fit(self, name: str, copied: bool) -> None:
+        """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ.
+
+        So do kernels of the backward, which may get it if it is returned: what is `copied` where the model had a view
+        has other strides than the view. Of other results those that are returned are eager's.
+        """
+        buffer = self.table[name]
+        whole = View(name, buffer.shape, buffer.strides)
+        returned = copied and name in self.outputs and bool(buffer.strides) and self._told(buffer.strides)
+        if returned or name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
+            strides = self._tuple(buffer.strides)
+            if not all(isinstance(stride, int) for stride in buffer.strides):
+                strides = self._prepared(strides, "strides", buffer.strides)
+            self.lines.append(f"if {self.name(name)}.stride() != {strides}:")
+            self.lines.append(f"    {self.name(name)} = run.fit({self.name(name)}, {strides})")
+
+
+def _looked_around(step: Step) -> list[View]:
+    """Arguments that a call sees by an offset from where their storage begins."""
+    if not isinstance(step, Extern) or step.op not in compat.storage_offsets.FROM_STORAGE:
+        return []
+    return [arg for arg in step.args[:1] if isinstance(arg, View)]

@@ -1,0 +1,1 @@
+"""Triton kernels: tiling, printing, compiling."""

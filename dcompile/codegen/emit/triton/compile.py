@@ -1,0 +1,253 @@
+"""Compiles Triton kernels to machine code, in parallel and without a GPU; nothing is built twice.
+
+A process imports Triton while the first program is still being planned, and becomes one worker for each core
+(`triton_worker.py`), which serve all programs of a model. Only `triton.compile` is used, never the just-in-time path:
+what comes out is a cubin, which `runtime.gpu` loads without importing Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from dcompile.codegen.emit import build
+from dcompile.codegen.emit.build import Built, Cache, end_process, failure, tail, workers
+from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.triton import worker as triton_worker_module
+from dcompile.config import Config
+from dcompile.errors import BuildError
+from dcompile.toolchain import own_version, triton_version
+
+Process: TypeAlias = "subprocess.Popen[bytes]"
+
+OPTIONS: Mapping[str, bool] = {
+    "enable_fp_fusion": False,  # an fma that appears when two loops are fused would change bits
+    "enable_reflect_ftz": False,  # CUDA's library flushes denormals otherwise, where eager does not
+}
+TOLD = 512
+"""Kernels that workers are told of before they have answered: less than a pipe holds, in either direction."""
+OUTPUT = "output"
+"""File of what the workers print."""
+ADVICE = 'run without it: options={"kernels": "aten"}'
+
+
+class Building:
+    """Kernels of one program, of which those that were not in the cache are being compiled."""
+
+    def __init__(self, sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, crew: Crew) -> None:
+        unique = {source.name: source for source in sources}
+        self._keys = {name: _key(source, arch) for name, source in unique.items()}
+        found = {name: cache.find(key) for name, key in self._keys.items()}
+        self._archives = {name: path for name, path in found.items() if path is not None}
+        self._missing = [source for name, source in unique.items() if name not in self._archives]
+        self._cache, self._crew = cache, crew
+        self._timeout_s = config.compile_timeout_s
+        # what takes longest first; of equal cost in a fixed order
+        ranked = sorted(self._missing, key=lambda source: (-source.cost, source.name))
+        self._team = crew.begin(ranked) if ranked else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether any has to be compiled."""
+        return bool(self._missing)
+
+    def result(self) -> Built:
+        """All kernels, once they are there. Raises BuildError."""
+        files: dict[str, Path] = {}
+        try:
+            if self._team is not None:
+                files = self._crew.finish(self._team, self._missing, time.monotonic() + self._timeout_s)
+        except TimeoutError as error:
+            raise BuildError(
+                f"dcompile: Triton did not finish in {self._timeout_s} s (compile_timeout_s); {ADVICE}"
+            ) from error
+        for name, file in files.items():  # another program may have had the same one compiled, and kept it
+            self._archives[name] = self._cache.find(self._keys[name]) or self._cache.put([self._keys[name]], file)
+        return Built(self._archives, len(files), len(self._keys) - len(files), self._keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The kernels of a graph, which compilers of two kinds work on at the same time."""
+
+    cpu: build.Building
+    gpu: Building | None
+
+    @property
+    def waits(self) -> bool:
+        return self.cpu.waits or (self.gpu is not None and self.gpu.waits)
+
+    def result(self) -> Built:
+        """All of them, once they are there. Raises BuildError."""
+        cpu = self.cpu.result()
+        if self.gpu is None:
+            return cpu
+        gpu = self.gpu.result()
+        libraries, keys = {**cpu.libraries, **gpu.libraries}, {**cpu.keys, **gpu.keys}
+        return Built(libraries, cpu.built + gpu.built, cpu.cache_hits + gpu.cache_hits, keys)
+
+
+class Crew:
+    """The processes that compile kernels for one model. They end when nothing has come for a while, or when it ends."""
+
+    def __init__(self, arch: int, directory: Path) -> None:
+        self._arch, self._directory = arch, directory
+        self._lock = threading.Lock()
+        self._team: _Team | None = None
+
+    def ready(self) -> None:
+        """See that there are workers, or soon will be: importing Triton takes a second."""
+        with self._lock:
+            self._present()
+
+    def begin(self, sources: Sequence[KernelSource]) -> _Team:
+        """Have kernels compiled, the first ones first, by those who are named. Returns at once."""
+        with self._lock:
+            team = self._present()
+            team.begin(sources)
+            return team
+
+    def finish(self, team: _Team, sources: Sequence[KernelSource], until: float) -> dict[str, Path]:
+        """Wait for kernels that a team has begun: name -> archive. Raises BuildError, or TimeoutError at `until`.
+
+        The team may have ended since: with all of them done, or just when they were begun.
+        """
+        with self._lock:
+            try:
+                while not team.finish(sources, until):
+                    team = self._present()
+                    team.begin(sources)
+            except (BuildError, TimeoutError):
+                self._end()
+                team.close()
+                raise
+            return {source.name: team.archive(source.name) for source in sources}
+
+    def close(self) -> None:
+        """End them now."""
+        with self._lock:
+            self._end()
+
+    def _present(self) -> _Team:
+        if self._team is not None and self._team.process.poll() is not None:
+            self._team = None  # what it has done may be waited for still
+        if self._team is None:
+            self._team = _Team(self._arch, self._directory)
+        return self._team
+
+    def _end(self) -> None:
+        if self._team is not None:
+            self._team.close()
+        self._team = None
+
+
+class _Team:
+    """One process that prepares, its workers, and the folder that they share with this one."""
+
+    def __init__(self, arch: int, directory: Path) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=directory))
+        self.process = _start(self.folder, arch)
+        self.close = weakref.finalize(self, _close, self.process, self.folder, os.getpid())
+        """Ends the processes and removes the folder: also when this is forgotten, or Python ends."""
+        self._begun: set[str] = set()
+        self._done: set[str] = set()
+        self._untold: deque[str] = deque()
+        """What the workers have not been told of yet: a pipe holds only so much."""
+
+    def begin(self, sources: Iterable[KernelSource]) -> None:
+        """Describe what is new, and tell the workers."""
+        for source in sources:
+            if source.name not in self._begun:
+                (self.folder / f"{source.name}.json").write_text(json.dumps(_record(source)))
+                self._begun.add(source.name)
+                self._untold.append(source.name)
+        self._tell()
+
+    def _tell(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `finish` finds out why
+            while self._untold and len(self._begun) - len(self._done) - len(self._untold) < TOLD:
+                self.process.stdin.write(triton_worker_module.token(self._untold[0]))
+                self._untold.popleft()
+
+    def finish(self, sources: Iterable[KernelSource], until: float) -> bool:
+        """Wait for these; False if the workers ended before, having waited in vain, or were ended."""
+        wanted = {source.name for source in sources}
+        if not self.close.alive:
+            return False
+        while not wanted <= self._done:
+            name = self._reply(until)
+            if not name:
+                if code := self.process.wait():
+                    raise BuildError(f"dcompile: Triton {failure(code)}:\n{self._output()}\n{ADVICE}")
+                return False
+            self._done.add(name)
+            self._tell()
+        for name in wanted:
+            if (error := self.folder / f"{name}.error").exists():
+                raise BuildError(f"dcompile: Triton cannot compile {name}:\n{tail(error.read_text())}\n{ADVICE}")
+        return True
+
+    def _reply(self, until: float) -> str:
+        """The next kernel that is there, or has failed; none where nobody is left to say so."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], max(until - time.monotonic(), 0.0))[0]:
+            raise TimeoutError
+        name = stdout.read(triton_worker_module.SIZE).decode().strip()
+        if name.startswith(triton_worker_module.ENDED):
+            code = int(name.removeprefix(triton_worker_module.ENDED))
+            raise BuildError(f"dcompile: Triton {failure(code)}:\n{self._output()}\n{ADVICE}")
+        return name
+
+    def _output(self) -> str:
+        return tail((self.folder / OUTPUT).read_text(errors="replace"))
+
+    def archive(self, name: str) -> Path:
+        return self.folder / f"{name}.gpu"
+
+
+def _start(folder: Path, arch: int) -> Process:
+    command = (sys.executable, "-P", triton_worker_module.__file__, str(folder), str(arch), str(workers()))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with open(folder / OUTPUT, "wb") as output:
+        return subprocess.Popen(
+            (*command, json.dumps(dict(OPTIONS))), env=environment, start_new_session=True, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+        )  # fmt: skip
+
+
+def _close(process: Process, folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not end them
+        end_process(process)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _key(source: KernelSource, arch: int) -> str:
+    launches = [(launch.function, launch.warps, launch.types) for launch in source.launches]
+    worker = Path(triton_worker_module.__file__).read_text()
+    parts = (source.text, str(launches), str(arch), str(dict(OPTIONS)), str(triton_version()), own_version(), worker)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _record(source: KernelSource) -> dict[str, object]:
+    functions = [{"name": n.function, "warps": n.warps, "types": list(n.types)} for n in source.launches]
+    return {"name": source.name, "text": source.text, "functions": functions}

@@ -1,0 +1,242 @@
+"""Several loops as one launch: small kernels that need nothing of one another run side by side instead of in turn.
+
+A launch in a CUDA graph costs a microsecond or two, and the end of one kernel leaves most of a GPU idle. The programs
+of a joint kernel ask by their number which loop they belong to; each loop's statements are what they are alone, so that
+values do not depend on what was joined.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from dcompile.codegen.emit.target import KernelSource, Launch
+from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
+from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, TYPES
+from dcompile.codegen.emit.triton.printer import overlap
+from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
+
+MOST = 8
+"""Loops in one launch, unless they are equal; of equal ones, how many different sizes."""
+MOST_ADDRESSES = 448
+"""Of buffers in one launch: a kernel takes 4 KiB of arguments. Equal loops are only limited by that."""
+MOST_BYTES = 1 << 28
+"""Of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
+TINY_BYTES = 1 << 22
+"""Of a loop's buffers: whatever it is, it takes no longer than a launch."""
+PID = "tl.program_id(0)"
+TABLE = "kernel_param_0"
+"""What LLVM calls a kernel's first argument."""
+
+
+def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
+    """The kernels of a program's loops, neighbours that may run at the same time as one.
+
+    A joint kernel stands where the last of its loops does, and a launch of no programs in the place of each other.
+    Relies on: memory being planned, for loops that need nothing of one another may still take turns with memory.
+    """
+    table, found = program.table, list(calls)
+    group: list[int] = []
+    loops: dict[int, Loop] = {}
+    for step in program.steps:
+        if not isinstance(step, Loop):
+            _close(group, loops, found)
+            continue
+        number = len(loops)
+        loops[number] = step
+        if not _is_small(step, calls[number], table):
+            _close(group, loops, found)
+        elif _is_room([*group, number], calls) and all(
+            _may_join(loops[n], calls[n], step, calls[number], table) for n in group
+        ):
+            group.append(number)
+        else:
+            _close(group, loops, found)
+            group.append(number)
+    _close(group, loops, found)
+    return tuple(found)
+
+
+def constants(program: Program) -> frozenset[str] | None:
+    """Inputs that no step of the program writes, so that its kernels may read them while others still run.
+
+    None where kernels are to start in turn: beside NCCL's streams nothing else was tried.
+    """
+    if any(isinstance(step, (Collective, Wait)) for step in program.steps):
+        return None
+    if any(isinstance(step, Extern) and step.op.startswith("_c10d_functional.") for step in program.steps):
+        return None
+    written = frozenset[str]().union(*(step.writes for step in program.steps))
+    return frozenset(program.inputs) - written - frozenset(program.donated)
+
+
+def first_launch(calls: Sequence[KernelSource]) -> int:
+    """The first kernel that starts whatever the sizes are: once a later one comes, what ran before the program is over.
+
+    See `triton_prelude.AFTER`.
+    """
+    grids = ([launch.grid for launch in kernel.launches] for kernel in calls)
+    return next((n for n, found in enumerate(grids) if any(isinstance(g, int) and g > 0 for g in found)), len(calls))
+
+
+def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource]) -> None:
+    """Join what has been collected, and begin anew."""
+    if len(group) > 1:
+        kernel = _joint([found[n] for n in group])
+        (launch,) = kernel.launches
+        for n in group[:-1]:
+            nothing = replace(launch, grid=0, arguments=())
+            found[n] = replace(kernel, arguments=(), origin=loops[n].origin, launches=(nothing,))
+        found[group[-1]] = kernel
+    group.clear()
+
+
+def _is_room(group: Sequence[int], calls: Sequence[KernelSource]) -> bool:
+    """May all of these share a launch?"""
+    kernels = [calls[n] for n in group]
+    if sum(len(kernel.arguments) for kernel in kernels) > MOST_ADDRESSES:
+        return False
+    return len(group) <= MOST or (_are_equal(kernels) and len(_runs(kernels)) <= MOST)
+
+
+def _are_equal(kernels: Sequence[KernelSource]) -> bool:
+    """Do these differ in their buffers and in how many programs they have alone?"""
+    first, *others = ((kernel.text, replace(kernel.launches[0], grid=0)) for kernel in kernels)
+    return all(other == first for other in others)
+
+
+def _runs(kernels: Sequence[KernelSource]) -> list[tuple[int, int]]:
+    """(programs of each, how many kernels) of neighbours that have as many programs."""
+    return [(grid, sum(1 for _ in run)) for grid, run in groupby(map(_grid, kernels))]
+
+
+def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> bool:
+    """One launch that is told nothing but addresses, of buffers that are not large?"""
+    if len(kernel.launches) != 1 or kernel.numbers or kernel.sizes or loop.product is not None:
+        return False
+    known = [kernel.launches[0].grid, *(table[name].extent for name in loop.reads | loop.writes)]
+    if not known[0] or not all(isinstance(size, int) for size in known):
+        return False
+    return _nbytes(loop, table) <= MOST_BYTES
+
+
+def _nbytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
+    return sum(table[name].nbytes for name in loop.reads | loop.writes)
+
+
+def _are_alike(first: KernelSource, second: KernelSource) -> bool:
+    """Of one kind and about as much work: a kernel of few registers would run with the few programs of one of many."""
+    kinds = {kernel.launches[0].function.rsplit("_", 1)[0] for kernel in (first, second)}
+    costs = sorted(kernel.cost for kernel in (first, second))
+    return len(kinds) == 1 and costs[1] <= 2 * costs[0]
+
+
+def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table: Mapping[str, Buffer]) -> bool:
+    """As many threads a program, both or neither waiting, and neither writes memory that the other touches?"""
+    if first.launches[0].warps != second.launches[0].warps or (AFTER in first.text) != (AFTER in second.text):
+        return False
+    if not _are_alike(first, second) and not all(_nbytes(loop, table) <= TINY_BYTES for loop in (a, b)):
+        return False
+    touched = [(a.writes, b.reads | b.writes), (b.writes, a.reads)]
+    return not any(overlap(table[x], table[y]) for written, others in touched for x in written for y in others)
+
+
+def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
+    """One kernel whose programs are those of all `kernels`, one after another."""
+    types: dict[str, str] = {}
+    for kernel in kernels:
+        (launch,) = kernel.launches
+        types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
+    functions, buffers, lines = (_chosen if _are_equal(kernels) else _branches)(kernels)
+    parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
+    names = ", ".join(f"a{n}" for n in range(len(buffers)))
+    parts.append(f"@triton.jit\ndef kernel({names}):\n" + "\n".join(lines) + "\n")
+    text = "\n\n".join(parts)
+    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
+    kinds = tuple(types[name] for name in buffers)
+    grid, warps = sum(_grid(kernel) for kernel in kernels), kernels[0].launches[0].warps
+    digest = hashlib.sha256(f"{text}\n{(grid, warps, kinds)}".encode()).hexdigest()[:24]
+    entry = f"dcompile_joint_{digest[:8]}"
+    launch = Launch(entry, grid, warps, tuple(range(len(buffers))), kinds)
+    origin = tuple(dict.fromkeys(line for kernel in kernels for line in kernel.origin))
+    cost = sum(kernel.cost for kernel in kernels)
+    text = text.replace("def kernel(", f"def {entry}(").replace(TABLE, f"{entry}_param_0")
+    return KernelSource(f"k{digest}", text, buffers, cost, False, origin, launches=(launch,))
+
+
+def _grid(kernel: KernelSource) -> int:
+    grid = kernel.launches[0].grid
+    assert isinstance(grid, int), "only kernels of known size are joined"
+    return grid
+
+
+def _statements(kernel: KernelSource) -> str:
+    """A kernel as a function of a program's number and the addresses, from its parenthesis on."""
+    body = kernel.text[kernel.text.index(f"def {kernel.launches[0].function}(") :].split("):\n", 1)[1]
+    head = ", ".join(("pid", *(f"a{n}" for n in range(len(kernel.arguments)))))
+    return f"({head}):\n{body.replace(PID, 'pid')}"
+
+
+Parts = tuple[dict[str, str], tuple[str, ...], list[str]]
+"""Functions by their text, the buffers that a joint kernel is given, and its statements."""
+
+
+def _branches(kernels: Sequence[KernelSource]) -> Parts:
+    """Each program takes the branch of its kernel."""
+    buffers = tuple(dict.fromkeys(name for kernel in kernels for name in kernel.arguments))
+    names = {buffer: f"a{n}" for n, buffer in enumerate(buffers)}
+    functions: dict[str, str] = {}
+    lines, first = [f"    pid = {PID}"], 0
+    for place, kernel in enumerate(kernels):
+        part = functions.setdefault(_statements(kernel), f"part{len(functions)}")
+        test = f"{'elif' if place else 'if'} pid < {first + _grid(kernel)}"
+        lines.append(f"    {'else' if place == len(kernels) - 1 else test}:")
+        given = ", ".join((f"pid - {first}" if first else "pid", *(names[name] for name in kernel.arguments)))
+        lines.append(f"        {part}({given})")
+        first += _grid(kernel)
+    return functions, buffers, lines
+
+
+def _chosen(kernels: Sequence[KernelSource]) -> Parts:
+    """Equal kernels: their statements are there once, and take the addresses of the kernel that a program belongs to.
+
+    Those are a table, kernel by kernel, that is the kernel's arguments themselves: in a GPU's constant memory, where an
+    instruction reads one at a place that the program works out. The table comes first; behind it is what all share.
+    """
+    rows = list(zip(*(kernel.arguments for kernel in kernels), strict=True))
+    own = [n for n, row in enumerate(rows) if len(set(row)) > 1]
+    shared = [n for n, row in enumerate(rows) if len(set(row)) == 1]
+    buffers = tuple(kernel.arguments[n] for kernel in kernels for n in own) + tuple(rows[n][0] for n in shared)
+    (launch,) = kernels[0].launches
+    lines = [f"    pid = {PID}", *_numbered(_runs(kernels)), f"    row = number * {8 * len(own)}"]
+    for at, n in enumerate(own):
+        pointer, _, aligned = launch.types[launch.arguments.index(n)].partition(ALIGNED[0])
+        kind = next(TYPES[dtype] for dtype, spelled in POINTERS.items() if spelled == pointer)
+        address = f"{_argument(at)}.to(tl.pointer_type(tl.{kind}))"
+        lines.append(f"    b{n} = {f'tl.multiple_of({address}, {aligned})' if aligned else address}")
+    given = {n: f"b{n}" for n in own} | {n: f"a{len(own) * len(kernels) + at}" for at, n in enumerate(shared)}
+    lines.append(f"    part0(place, {', '.join(given[n] for n in range(len(rows)))})")
+    return {_statements(kernels[0]): "part0"}, buffers, lines
+
+
+def _numbered(runs: Sequence[tuple[int, int]]) -> list[str]:
+    """Statements that tell a program the number of its kernel, and its own among that one's."""
+    if len(runs) == 1:
+        return [f"    number = pid // {runs[0][0]}", f"    place = pid % {runs[0][0]}"]
+    lines: list[str] = []
+    first = before = 0
+    for turn, (grid, count) in enumerate(runs):
+        test = f"{'elif' if turn else 'if'} pid < {first + grid * count}"
+        lines.append(f"    {'else' if turn == len(runs) - 1 else test}:")
+        lines += [f"        number = (pid - {first}) // {grid} + {before}", f"        place = (pid - {first}) % {grid}"]
+        first, before = first + grid * count, before + count
+    return lines
+
+
+def _argument(place: int) -> str:
+    """An argument `place` behind the first one of a program's row, as a number."""
+    text = f"{{ .reg .b64 p, o; mov.b64 p, {TABLE}; cvt.u64.u32 o, $1; add.s64 p, p, o; "
+    text += f"ld.param.b64 $0, [p+{8 * place}]; }}"
+    return f'tl.inline_asm_elementwise("{text}", "=l,r", [row], dtype=tl.int64, is_pure=True, pack=1)'

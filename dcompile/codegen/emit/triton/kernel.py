@@ -1,0 +1,99 @@
+"""The Triton target: a loop becomes one kernel, or one and a second that fills what it adds to before.
+
+A program of a kernel works on a tile, and a tile's values are tensors: over rows `x`, over elements `r`, over both, or
+scalars. Row programs keep a row in registers from its first pass to its last, and read longer rows again in every pass.
+Text is normalised, and known sizes are literals in it: equal text is an equal kernel. Size symbols are arguments behind
+the addresses; positions then have 64 bits, and grids are worked out when the host program prepares a call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource, Launch
+from dcompile.codegen.emit.triton.library import HEADER, used_functions
+from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, SPELLING, literal
+from dcompile.codegen.emit.triton.row_passes import Passes
+from dcompile.codegen.emit.triton.tiling import ceil_div, leaves_gaps, make_plan
+from dcompile.codegen.nest.loop_nest import may_exceed
+from dcompile.ir.index import exact_quotient
+from dcompile.ir.nodes import Buffer, Loop, Program, Store
+from dcompile.ir.ops import REDUCTIONS
+
+FILL = 1024
+INTEGER = "i64"
+"""Type of a size symbol, or of another number that kernels are told."""
+
+
+def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> KernelSource:
+    """The source of one kernel; `table` says how large the buffers are, and where those of the arena lie.
+
+    Buffers in `constant` are written neither by the kernel nor by the one before it: if any are named, the kernel may
+    start while that ends, and read them. If none can be, it may still start then; with None it may not.
+    """
+    plan = make_plan(loop)
+    filled = [
+        store
+        for store in plan.nest.stores
+        if store.mode != "set" and (plan.atomic or leaves_gaps(plan, store, table[store.buffer].extent))
+    ]
+    writer = Passes(plan, table, None if filled else constant)
+    writer.run()
+    arguments = tuple(writer.arguments)
+    for store in filled:
+        writer.size(writer.extent(store.buffer))  # every function takes all symbols
+    fills = [_fill(writer, store) for store in filled]
+    sizes, numbers = tuple(writer.symbols), tuple(writer.draws)
+    named = (*writer.arguments.values(), *writer.symbols.values(), *writer.draws.values())
+    parts = [function_text("kernel", named, writer.lines)]
+    launches = [
+        Launch("kernel", plan.grid, plan.warps, tuple(range(len(named))), types_of(arguments, len(named), table))
+    ]
+    for buffer, name, text in fills:
+        grid = ceil_div(writer.extent(buffer), FILL)
+        parts.append(text)
+        places = [arguments.index(buffer), *range(len(arguments), len(arguments) + len(sizes))]
+        launches.insert(0, Launch(name, grid, 4, tuple(places), types_of((buffer,), len(places), table)))
+    text = "\n\n".join(parts)
+    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
+    shape = [(launch.function, launch.warps, launch.types) for launch in launches]
+    digest = hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
+    entry = f"dcompile_{plan.kind}_{digest[:8]}"  # what profilers show
+    text = text.replace("def kernel(", f"def {entry}(")
+    launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
+    cost = sum(map(bool, writer.classes)) + 4  # what is one number for all programs costs next to nothing
+    return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers)
+
+
+def emit_all(program: Program) -> Kernels:
+    """The kernels of a program, one for each of its loops."""
+    table = program.table
+    return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
+
+
+EMITTER = Emitter("triton", SPELLING, emit)
+
+
+def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:
+    return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(lines or ["    pass"]) + "\n"
+
+
+def _fill(writer: Passes, store: Store) -> tuple[str, str, str]:
+    """(buffer, name and text of the function that fills it with what combining begins with)."""
+    dtype, size = writer.table[store.buffer].dtype, writer.extent(store.buffer)
+    identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{writer.argument(store.buffer)}"
+    wide = "tl.program_id(0).to(tl.int64)" if may_exceed(size, 2**31 - 1) else "tl.program_id(0)"
+    lines = [
+        f"    x = {wide} * {FILL} + tl.arange(0, {FILL})",
+        f"    tl.store(a + x, {identity}, x < {writer.size(size)})",
+    ]
+    return store.buffer, name, function_text(name, ["a", *writer.symbols.values()], lines)
+
+
+def types_of(buffers: Iterable[str], count: int, table: Mapping[str, Buffer]) -> tuple[str, ...]:
+    """The types of `count` arguments: buffers, and 64-bit integers behind them."""
+    offsets = [(POINTERS[table[name].dtype], exact_quotient(table[name].offset, 16)) for name in buffers]
+    types = [pointer + ("" if whole is None else ALIGNED) for pointer, whole in offsets]
+    return (*types, *[INTEGER] * (count - len(types)))

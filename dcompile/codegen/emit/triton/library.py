@@ -1,0 +1,407 @@
+"""The functions that a Triton kernel's text brings along.
+
+A kernel is a file of its own: the functions it uses are copied into it. They compute as eager's CUDA kernels do:
+division and square root are correctly rounded, the rest is CUDA's own library, without flushing denormals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from dcompile.codegen.emit.triton.float8 import FLOAT8_FUNCTIONS
+
+HEADER = """\
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+"""
+
+AFTER = "after_others_()"
+"""What a kernel calls that starts while the one before it ends, before it touches memory that others may have touched.
+
+That is programmatic dependent launch, from compute capability 9.0 on; for other GPUs the worker leaves the line out,
+and the kernel starts in its turn. Such a kernel lets its successor come only once it has passed this line itself, and
+others only with their end: so whoever has come knows that all kernels but the one before it have ended.
+"""
+
+_ZETA = (
+    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10, -2.950130727918164224e12,
+    1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17, -7.1661652561756670113e18,
+)  # fmt: skip
+"""Divisors in the formula of Euler and Maclaurin."""
+
+
+def _zeta_terms() -> str:
+    """That formula's terms, one after another."""
+    lines = []
+    for place, divisor in enumerate(_ZETA):
+        lines += [
+            f"factor = factor * (x + {2.0 * place})",
+            "term = term / w",
+            f"more = factor * term / {divisor!r}",
+            "total = tl.where(done, total, total + more)",
+            "done = done | (tl.abs(more / total) < least)",
+            f"factor = factor * (x + {2.0 * place + 1})",
+            "term = term / w",
+        ]
+    return "\n".join(f"    {line}" for line in lines)
+
+
+_FUNCTIONS = """
+@triton.jit
+def div_(a, b):
+    if a.dtype == tl.float32:
+        return tl.div_rn(a, b)
+    else:
+        return a / b
+
+
+@triton.jit
+def reciprocal_(a):
+    return div_(tl.full(a.shape, 1.0, a.dtype), a)
+
+
+@triton.jit
+def sqrt_(a):
+    if a.dtype == tl.float32:
+        return tl.sqrt_rn(a)
+    else:
+        return libdevice.sqrt(a)
+
+
+@triton.jit
+def sigmoid_(a):
+    return reciprocal_(1.0 + libdevice.exp(-a))
+
+
+@triton.jit
+def fmod_(a, b):
+    if a.dtype.is_floating():
+        return libdevice.fmod(a, b)
+    else:
+        return a % b
+
+
+@triton.jit
+def mod_(a, b):
+    r = fmod_(a, b)
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def floordiv_(a, b):
+    if a.dtype.is_floating():
+        r = libdevice.fmod(a, b)
+        q = div_(a - r, b)
+        q = tl.where((r != 0) & ((b < 0) != (r < 0)), q - 1.0, q)
+        whole = libdevice.floor(q)
+        whole = tl.where(q - whole > 0.5, whole + 1.0, whole)
+        exact = div_(a, b)  # where q is 0, it is small, and times 0 a zero of its sign
+        return tl.where(b == 0, exact, tl.where(q == 0, exact * 0.0, whole))
+    else:
+        r = a % b
+        return a // b - ((r != 0) & ((r < 0) != (b < 0))).to(a.dtype)
+
+
+@triton.jit
+def min_(a, b):
+    if a.dtype.is_floating():
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif a.dtype == tl.int1:
+        return a & b
+    else:
+        return tl.minimum(a, b)
+
+
+@triton.jit
+def max_(a, b):
+    if a.dtype.is_floating():
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif a.dtype == tl.int1:
+        return a | b
+    else:
+        return tl.maximum(a, b)
+
+
+@triton.jit
+def pow_(a, b):
+    if a.dtype.is_floating():
+        return libdevice.pow(a, b)
+    else:
+        a, b = tl.broadcast(a, b)  # one of them may be a single number: in a loop, shapes stay
+        left = tl.where(b < 0, 0, b).to(a.dtype)
+        base = a
+        result = tl.full(a.shape, 1, a.dtype)
+        for _ in range(a.dtype.primitive_bitwidth):
+            result = tl.where(left & 1 != 0, result * base, result).to(a.dtype)
+            base = (base * base).to(a.dtype)
+            left = left >> 1
+        if a.dtype.is_int_signed():  # unsigned numbers have no negative powers, and no -1
+            inverse = tl.where(a == 1, 1, tl.where(a == -1, tl.where(b & 1 != 0, -1, 1), 0)).to(a.dtype)
+            result = tl.where(b < 0, inverse, result)
+        return result
+
+
+@triton.jit
+def gcd_(a, b):
+    a, b = tl.broadcast(tl.abs(a), tl.abs(b))
+    for _ in range(92):  # Euclid's steps for 64 bits: Fibonacci numbers take the most
+        rest = tl.where(b != 0, a % tl.where(b != 0, b, 1), 0).to(a.dtype)
+        a = tl.where(b != 0, b, a)
+        b = rest
+    return a
+
+
+@triton.jit
+def logaddexp_(a, b):
+    larger, smaller = max_(a, b), min_(a, b)
+    apart = larger + libdevice.log1p(libdevice.exp(smaller - larger))
+    return tl.where((a == b) & (tl.abs(a) == float("inf")), a, apart)
+
+
+@triton.jit
+def online_(s, m, h, e):
+    # sums of exponentials below m become such below h, and those of e join them; the fast exponential, in which a term
+    # is off by 6e-8 of itself for each unit that it lies below the largest
+    low = tl.where(h == float("-inf"), 0.0, h)  # nothing so far: nothing to add
+    return s * tl.exp(m - low) + tl.sum(tl.exp(e - low[:, None]), 1)
+
+
+@triton.jit
+def zeta_(given, start):
+    # Cephes, as eager: also for float32
+    x, q = tl.broadcast(given.to(tl.float64), start.to(tl.float64))
+    pole = (x == 1) | ((q <= 0) & (q == libdevice.floor(q)) & ((x >= 1) | (x != x)))
+    nowhere = (x < 1) | ((q <= 0) & (q != libdevice.floor(q)) & (x != libdevice.floor(x))) | (x != x) | (q != q)
+    least = 1.11022302462515654042e-16
+    total, w, count = libdevice.pow(q, -x), q, 0
+    term = tl.full(total.shape, 0.0, tl.float64)
+    done = pole | nowhere
+    active = (done == 0) & (q == q)
+    while tl.max(active.to(tl.int32) + tl.zeros([1], tl.int32)) != 0:
+        w = tl.where(active, w + 1.0, w)
+        term = tl.where(active, libdevice.pow(w, -x), term)
+        total = tl.where(active, total + term, total)
+        done = done | (active & (-least * total < term) & (term < least * total))
+        count += 1
+        active = (done == 0) & ((w <= 9) | (count < 9))
+    total = tl.where(done, total, total + term * w / (x - 1.0) - 0.5 * term)
+    factor = tl.full(total.shape, 1.0, tl.float64)
+ZETA
+    result = tl.where(pole, float("inf"), tl.where(nowhere, float("nan"), total))
+    return result.to(given.dtype)
+
+
+@triton.jit
+def philox_(key, position, draw):
+    # Philox4x32-10, as ir/philox.py
+    k0, k1 = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32 & 0xFFFFFFFF).to(tl.uint32)
+    a, b = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32 & 0xFFFFFFFF).to(tl.uint32)
+    c, d = (draw >> 2 & 0xFFFFFFFF).to(tl.uint32), (draw >> 34 & 0xFFFFFFFF).to(tl.uint32)
+    first, second = tl.full([], 0xD2511F53, tl.uint32), tl.full([], 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        was_a, was_c = a, c
+        a = tl.umulhi(was_c, second) ^ b ^ k0
+        b = was_c * second
+        c = tl.umulhi(was_a, first) ^ d ^ k1
+        d = was_a * first
+        k0 += tl.full([], 0x9E3779B9, tl.uint32)
+        k1 += tl.full([], 0xBB67AE85, tl.uint32)
+    word = draw & 3
+    chosen = tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
+    return chosen.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def after_others_():
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit
+def quotient_(a, n):
+    if a.dtype == tl.int64:
+        return (a.to(tl.uint64) // n).to(tl.int64)
+    else:
+        return (a.to(tl.uint32) // n).to(tl.int32)
+
+
+@triton.jit
+def remainder_(a, n):
+    if a.dtype == tl.int64:
+        return (a.to(tl.uint64) % n).to(tl.int64)
+    else:
+        return (a.to(tl.uint32) % n).to(tl.int32)
+
+
+@triton.jit
+def mul_(a, b):
+    return a * b
+
+
+@triton.jit
+def neg_(a):
+    # -a is 0 - a to Triton, which is +0 where a is
+    if a.dtype.is_floating():
+        return a * -1.0
+    else:
+        return -a
+
+
+@triton.jit
+def sign_(a):
+    return (a > 0).to(a.dtype) - (a < 0).to(a.dtype)
+
+
+@triton.jit
+def isinf_(a):
+    return tl.abs(a) == float("inf")
+
+
+@triton.jit
+def signbit_(a):
+    if a.dtype == tl.float32:
+        return a.to(tl.int32, bitcast=True) < 0
+    else:
+        return a.to(tl.int64, bitcast=True) < 0
+
+
+@triton.jit
+def raised_(a):
+    # denormals made larger, so that they have all digits
+    if a.dtype == tl.float32:
+        return tl.where(tl.abs(a) < 1.1754943508222875e-38, a * 4294967296.0, a).to(tl.int32, bitcast=True)
+    else:
+        return tl.where(tl.abs(a) < 2.2250738585072014e-308, a * 1152921504606846976.0, a).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def exponent_(a):
+    if a.dtype == tl.float32:
+        above = raised_(a) >> 23 & 255
+        found = above - tl.where(tl.abs(a) < 1.1754943508222875e-38, 158, 126)
+    else:
+        above = raised_(a) >> 52 & 2047
+        found = above - tl.where(tl.abs(a) < 2.2250738585072014e-308, 1082, 1022)
+    return tl.where((a == 0) | (a - a != 0), 0, found).to(tl.int32)
+
+
+@triton.jit
+def mantissa_(a):
+    if a.dtype == tl.float32:
+        found = (raised_(a) & ~(255 << 23) | 126 << 23).to(tl.float32, bitcast=True)
+    else:
+        found = (raised_(a) & ~(2047 << 52) | 1022 << 52).to(tl.float64, bitcast=True)
+    return tl.where((a == 0) | (a - a != 0), a, found)
+
+
+@triton.jit
+def not_(a):
+    if a.dtype == tl.int1:
+        return a == 0
+    else:
+        return ~a
+
+
+@triton.jit
+def within_(x, low, high):
+    # a library call before has found what lies outside (lower/rules/indexing.py)
+    return tl.where((x >= low) & (x < high), x, 0)
+
+
+@triton.jit
+def shl_(a, b):
+    inside = (b >= 0) & (b < a.dtype.primitive_bitwidth)
+    return tl.where(inside, a << tl.where(inside, b, 0), 0).to(a.dtype)
+
+
+@triton.jit
+def shr_(a, b):
+    most = a.dtype.primitive_bitwidth - 1
+    inside = (b >= 0) & (b <= most)
+    beyond = tl.where(a < 0, -1, 0).to(a.dtype)
+    return tl.where(inside, a >> tl.where(inside, b, 0).to(a.dtype), beyond)
+
+
+@triton.jit
+def to_bool(a):
+    return a != 0
+
+
+@triton.jit
+def to_uint8(a):
+    if a.dtype.is_floating():
+        return a.to(tl.int64).to(tl.uint8)
+    else:
+        return a.to(tl.uint8)
+
+
+@triton.jit
+def to_int8(a):
+    if a.dtype.is_floating():
+        return a.to(tl.int32).to(tl.int8)
+    else:
+        return a.to(tl.int8)
+
+
+@triton.jit
+def to_int16(a):
+    if a.dtype.is_floating():
+        return a.to(tl.int32).to(tl.int16)
+    else:
+        return a.to(tl.int16)
+
+
+@triton.jit
+def to_int32(a):
+    return a.to(tl.int32)
+
+
+@triton.jit
+def to_int64(a):
+    return a.to(tl.int64)
+
+
+@triton.jit
+def to_float32(a):
+    return a.to(tl.float32)
+
+
+@triton.jit
+def to_float64(a):
+    return a.to(tl.float64)
+
+
+@triton.jit
+def to_bfloat16(a):
+    return a.to(tl.float32).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def to_float16(a):
+    return a.to(tl.float32).to(tl.float16).to(tl.float32)
+"""
+
+
+@lru_cache(maxsize=1)
+def functions() -> Mapping[str, str]:
+    """Name -> text of each function that kernels may use."""
+    whole = _FUNCTIONS.replace("ZETA", _zeta_terms()) + FLOAT8_FUNCTIONS
+    texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
+    return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
+
+
+def used_functions(text: str) -> str:
+    """The functions that `text` calls, and those that they call, each after what it needs."""
+    found: dict[str, str] = {}
+
+    def visit(where: str) -> None:
+        for name in re.findall(r"\b([a-z]\w*)\b", where):
+            if name in functions() and name not in found and functions()[name] is not where:
+                visit(functions()[name])
+                found.setdefault(name, functions()[name])
+
+    visit(text)
+    return "\n\n".join(found.values())

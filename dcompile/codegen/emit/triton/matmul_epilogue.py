@@ -1,0 +1,216 @@
+"""Matrix products in Triton that end in a loop: what the loop does with the result, while it is still in registers.
+
+A program multiplies one tile after another. Sums are in float32; the product is rounded to its own dtype before the
+loop sees it, as where a library writes it to memory. The loop's statements are those of any kernel (`triton_text.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dcompile.codegen.emit.target import KernelSource, Launch
+from dcompile.codegen.emit.triton.kernel import function_text, types_of
+from dcompile.codegen.emit.triton.library import HEADER, used_functions
+from dcompile.codegen.emit.triton.printer import Text, overlap
+from dcompile.codegen.emit.triton.tiling import Dim, Plan
+from dcompile.codegen.nest.loop_nest import flattened
+from dcompile.ir.analysis import product_buffer
+from dcompile.ir.nodes import Buffer, Load, Loop, Matmul, View
+
+TOGETHER = 8
+"""Rows of tiles that are gone through column by column: programs that run at a time then share what they read."""
+PRODUCT = "product"
+"""What kernels call the rounded result."""
+
+
+def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
+    """The source of one kernel. Sizes are known."""
+    assert loop.product is not None, f"{loop.name} ends no product"
+    writer = _Writer(loop, loop.product, table)
+    writer.run()
+    arguments, numbers = tuple(writer.arguments), tuple(writer.draws)
+    named = (*writer.arguments.values(), *writer.draws.values())
+    text = function_text("kernel", named, writer.lines)
+    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
+    types, tile = types_of(arguments, len(named), table), loop.product.tile
+    digest = hashlib.sha256(f"{text}\n{tile.warps, types}".encode()).hexdigest()[:24]
+    entry = f"dcompile_product_{digest[:8]}"
+    launch = Launch(entry, tile.programs or writer.tiles, tile.warps, tuple(range(len(named))), types)
+    text = text.replace("def kernel(", f"def {entry}(")
+    cost = 200 + sum(map(bool, writer.classes))  # takes Triton seconds
+    return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, (), (launch,), numbers)
+
+
+class _Writer(Text):
+    """Writes the body of a kernel."""
+
+    def __init__(self, loop: Loop, product: Matmul, table: Mapping[str, Buffer]) -> None:
+        nest, tile = flattened(loop), product.tile
+        y, x = Dim("y", nest.rows, tile.rows), Dim("x", nest.elements, tile.columns // tile.parts)
+        nest = replace(nest, rows=(), elements=(*y.axes, *x.axes), row_stores=(False,) * len(nest.stores))
+        self.product = product
+        self.result = product_buffer(product)
+        super().__init__(Plan("turn", nest, (y, x), tile.warps), {**table, product.out: self.result})
+        *added, self.left, self.right = (view for view in product.call.args if isinstance(view, View))
+        self.bias = added[0] if added else None
+        self.down, self.across = (
+            -(-size // block) for size, block in zip(self.sizes, (tile.rows, tile.columns), strict=True)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of the product."""
+        rows, columns = self.result.shape
+        assert isinstance(rows, int) and isinstance(columns, int), "products of known sizes end in loops"
+        return rows, columns
+
+    @property
+    def deep(self) -> int:
+        depth = self.left.shape[1]
+        assert isinstance(depth, int), "products of known sizes end in loops"
+        return depth
+
+    @property
+    def tiles(self) -> int:
+        return self.down * self.across
+
+    def _overlaps(self) -> bool:
+        """What is loaded of the product is in registers, whether it is stored or not."""
+        reads = {value.buffer for value in self.nest.body if isinstance(value, Load)} - {self.product.out}
+        return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
+
+    def has_mask(self, dim: Dim) -> bool:
+        """Does the last tile reach beyond the loop? A run of its columns may lie there as a whole."""
+        tile, (rows, columns) = self.product.tile, self.sizes
+        return bool(rows % tile.rows if dim.name == "y" else columns % tile.columns)
+
+    # --- text ---
+
+    def run(self) -> None:
+        """All statements, in `lines`."""
+        tile = self.product.tile
+        for view in (self.left, self.right, *([self.bias] if self.bias else [])):
+            self.argument(view.buffer)
+        if tile.descriptors:
+            self._describe("left", self.left, tile.rows, tile.depth)
+            self._describe("right", self.right, tile.depth, tile.columns)
+        if tile.programs:
+            flat = ", flatten=True" if tile.flat else ""
+            self.line(f"for tile in tl.range(tl.program_id(0), {self.tiles}, {tile.programs}{flat}):")
+            self.depth += 1
+        else:
+            self.line("tile = tl.program_id(0)")
+        self._place()
+        self._multiply()
+        for part, name in enumerate(self._parts()):
+            self._end(part, name)
+
+    def _place(self) -> None:
+        """Where a tile begins: neighbours in time share rows of the left or columns of the right factor."""
+        tile, group = self.product.tile, TOGETHER * self.across
+        high: int | str = TOGETHER
+        self.line(f"top = tile // {group} * {TOGETHER}")
+        if self.down % TOGETHER:
+            high = f"tl.minimum({self.down} - top, {TOGETHER})"
+            self.line(f"high = {high}")
+            high = "high"
+        self.line(f"y0 = (top + tile % {group} % {high}) * {tile.rows}")
+        self.line(f"x0 = tile % {group} // {high} * {tile.columns}")
+
+    def _multiply(self) -> None:
+        """The sums of a tile, in float32."""
+        tile = self.product.tile
+        read = self._through_descriptors() if tile.descriptors else self._through_pointers()
+        self.line(f"sums = tl.zeros([{tile.rows}, {tile.columns}], tl.float32)")
+        self.line(f"for k in tl.range(0, {self.deep}, {tile.depth}, num_stages={tile.stages}):")
+        self.line(f"    sums = tl.dot({read[0]}, {read[1]}, sums)")
+
+    def _describe(self, name: str, view: View, rows: int, columns: int) -> None:
+        """A descriptor of a factor, and of the blocks of it that are read, as it lies in memory."""
+        turned = is_turned(view)
+        shape, block = view.shape, (rows, columns)
+        if turned:
+            shape, block = shape[::-1], block[::-1]
+        lead = view.strides[1 if turned else 0]
+        self.line(
+            f"{name} = tl.make_tensor_descriptor({self._start(view)}, [{shape[0]}, {shape[1]}], [{lead}, 1], "
+            f"[{block[0]}, {block[1]}])"
+        )
+
+    def _start(self, view: View) -> str:
+        name = self.argument(view.buffer)
+        return f"{name} + {view.offset}" if view.offset != 0 else name
+
+    def _through_descriptors(self) -> tuple[str, str]:
+        left = "left.load([k, y0]).T" if is_turned(self.left) else "left.load([y0, k])"
+        return left, "right.load([x0, k]).T" if is_turned(self.right) else "right.load([k, x0])"
+
+    def _through_pointers(self) -> tuple[str, str]:
+        """Rows and columns beyond the end are read as others again, so that masks are along the depth alone."""
+        tile, (rows, columns) = self.product.tile, self.sizes
+        whole = self.deep % tile.depth == 0
+        self.line(f"z = tl.arange(0, {tile.depth})")
+        inside = ("", "") if whole else (f", mask=z[None, :] < {self.deep} - k", f", mask=z[:, None] < {self.deep} - k")
+        read = []
+        for name, view, at, block, size, place, mask in (
+            ("left", self.left, "y0", tile.rows, rows, "{p}[:, None] * {a} + z[None, :] * {b}", inside[0]),
+            ("right", self.right, "x0", tile.columns, columns, "z[:, None] * {a} + {p}[None, :] * {b}", inside[1]),
+        ):
+            beyond = f" % {size}" if size % block else ""
+            positions = f"({at} + tl.arange(0, {block})){beyond}" if beyond else f"{at} + tl.arange(0, {block})"
+            self.line(f"{name}_at = {positions}")
+            down, right = view.strides
+            self.line(f"{name} = {self._start(view)} + ({place.format(p=f'{name}_at', a=down, b=right)})")
+            step = right if name == "left" else down
+            zero = ", other=0.0" if mask else ""
+            read.append(f"tl.load({name} + k * {step}{mask}{zero})")
+        return read[0], read[1]
+
+    def _parts(self) -> list[str]:
+        """The names of runs of columns of the sums, in order."""
+        tile, names, width = self.product.tile, ["sums"], self.product.tile.columns
+        while len(names) < tile.parts:
+            width //= 2
+            halves = []
+            for name in names:
+                halves += [f"{name}_0", f"{name}_1"]
+                pair = f"tl.permute(tl.reshape({name}, [{tile.rows}, 2, {width}]), [0, 2, 1])"
+                self.line(f"{halves[-2]}, {halves[-1]} = tl.split({pair})")
+            names = halves
+        return names
+
+    def _end(self, part: int, sums: str) -> None:
+        """The loop, for a run of columns of the tile."""
+        y, x = self.plan.dims
+        if part == 0:
+            self.position(y, "y0")
+        else:
+            self.line(f"x0 += {x.block}")
+        self.position(x, "x0")
+        if self.bias is not None:
+            self.line(f"bias = {self._bias(self.bias)}")
+            sums = f"({sums} + bias)"
+        dtype = self.result.dtype
+        self.line(f"{PRODUCT} = {sums}.to(tl.{dtype}).to(tl.float32)")
+        for ref in sorted(self.levels.live):
+            self.declare(ref)
+        if self.overlaps:
+            self.line("tl.debug_barrier()")
+        for number in range(len(self.nest.stores)):
+            self.store(number)
+
+    def _bias(self, view: View) -> str:
+        """What is added to each row, before it is rounded."""
+        mask = f", mask={self.mask({'x'})}" if self.mask({"x"}) else ""
+        step = view.strides[-1]
+        return f"tl.load({self._start(view)} + x{'' if step == 1 else f' * {step}'}{mask}).to(tl.float32)"
+
+    def _load(self, load: Load) -> str:
+        return PRODUCT if load.buffer == self.product.out else super()._load(load)
+
+
+def is_turned(view: View) -> bool:
+    """Whether a factor lies column by column."""
+    return view.strides[0] == 1 and view.strides[1] != 1

@@ -1,0 +1,378 @@
+"""The statements of a Triton kernel: coordinates and masks of a tile, values, loads and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dcompile.codegen.emit.float8 import decoded
+from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
+from dcompile.codegen.emit.triton.tiling import MULTIPROCESSORS, Dim, Plan, count, row_number
+from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
+from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.index import (
+    Atom,
+    Div,
+    Extreme,
+    Index,
+    Size,
+    Var,
+    as_index,
+    as_size,
+    bounds,
+    exact_quotient,
+    is_nonnegative,
+    is_symbol,
+)
+from dcompile.ir.nodes import ITEMSIZE, LODGED, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
+from dcompile.ir.ops import REDUCTIONS, SCANS
+
+LIMIT = 2**31 - 2**20
+"""Elements from which positions are computed in 64 bits; a tile may reach a little beyond its loop."""
+CHECK = "tl.device_assert"
+"""Ends the kernel, and with it the process's work on the GPU, as the library's own checks of positions do."""
+WARPS = 2 * MULTIPROCESSORS * 64
+"""Of all programs, twice what a GPU runs at a time. Waiting takes each program some 0.3 us, starting behind an end 1 us
+once: the rotary embedding of 8192 tokens (40960 programs of 4 warps) took 53 us with it, 46 without (one H200)."""
+COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
+"""The function of a kernel that joins two partial results."""
+NOWHERE: Mapping[Axis, str] = {}
+Class = frozenset[str]
+"""The directions of the tile along which a value varies."""
+
+
+class Text:
+    """Collects lines, and knows along which directions of the tile each value varies."""
+
+    def __init__(self, plan: Plan, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> None:
+        self.plan, self.nest, self.table, self.constant = plan, plan.nest, table, constant or frozenset[str]()
+        brief = isinstance(plan.grid, int) and plan.grid * plan.warps <= WARPS * (1 + plan.looped)
+        self.waits = constant is not None and brief
+        """Whether the kernel starts while the one before it ends, even if it can read nothing meanwhile."""
+        self.levels: Levels = levels(plan.nest)
+        self.lines: list[str] = []
+        self.depth = 1
+        self.arguments: dict[str, str] = {}
+        self.symbols: dict[str, str] = {}
+        """Size symbols -> the arguments that they are."""
+        self.numbers: dict[Ref, int] = {}
+        self.draws: dict[int, str] = {}
+        """Number of a random operation in its graph -> the argument that tells it: layers then share their kernels."""
+        self.drawn = {v.args[2] for v in self.nest.body if isinstance(v, Apply) and v.op == "philox"}
+        self.names = {axis.name: dim.name for dim in plan.dims for axis in dim.axes if axis not in self.fixed(dim)}
+        self._ranges = {axis.name: axis.size for axis in self.nest.axes}
+        self.classes = self._classes()
+        self.wide = self._is_wide()
+        self.overlaps = self._overlaps()
+
+    # --- analysis ---
+
+    def _classes(self) -> list[Class]:
+        found: list[Class] = []
+        for value in self.nest.body:
+            own: Class = self.class_of(value.index, found) if isinstance(value, (Load, IndexOf)) else frozenset()
+            own = own.union(*(found[ref] for ref in operands(value)))
+            if isinstance(value, Scan):
+                own = self.everything  # Triton 3.6 fails on scans of one row that is the same for all rows of a tile
+            found.append(own - {"r"} if isinstance(value, Reduce) else own)
+        return found
+
+    def class_of(self, index: Index, classes: list[Class] | None = None) -> Class:
+        """The directions along which an index varies."""
+        known = self.classes if classes is None else classes
+        direct = frozenset(self.names[name] for name in index.variables if name in self.names)
+        return direct.union(*(known[ref] for ref in runtime_refs(index)))
+
+    def extent(self, buffer: str) -> Size:
+        """Elements from the first to the last of a buffer."""
+        return self.table[buffer].extent
+
+    def _is_wide(self) -> bool:
+        """Do positions need 64 bits? Those of symbolic sizes may."""
+        buffers = {value.buffer for value in self.nest.body if isinstance(value, Load)}
+        buffers |= {store.buffer for store in self.nest.stores}
+        if any(may_exceed(size, LIMIT - 1) for size in (count(self.nest.axes), *map(self.extent, buffers))):
+            return True
+        for value in self.nest.body:
+            if isinstance(value, IndexOf) and not runtime_refs(value.index):
+                low, high = bounds(value.index, self._ranges)
+                if low is None or high is None or low <= -LIMIT or high >= LIMIT:
+                    return True
+        return False
+
+    def _overlaps(self) -> bool:
+        """Does the kernel write memory that it reads? Threads that hold an element may not be those that read it."""
+        reads = {value.buffer for value in self.nest.body if isinstance(value, Load)}
+        return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
+
+    # --- text ---
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " * self.depth + text)
+
+    def argument(self, buffer: str) -> str:
+        return self.arguments.setdefault(buffer, f"a{len(self.arguments)}")
+
+    def number(self, ref: Ref) -> int:
+        return self.numbers.setdefault(ref, len(self.numbers))
+
+    def name(self, ref: Ref) -> str:
+        return f"t{self.number(ref)}"
+
+    def index(self, index: Index) -> str:
+        parts = []
+        for monomial, coefficient in index.terms:
+            factors = [self._atom(atom) for atom in monomial]
+            if coefficient != 1 or not factors:
+                factors.append(str(coefficient))
+            parts.append(" * ".join(factors))
+        return " + ".join(parts) or "0"
+
+    def _atom(self, atom: Atom) -> str:
+        if isinstance(atom, Var):
+            if is_symbol(atom.name):
+                return self.symbol(atom.name)
+            if atom.name[0] != "v":
+                return atom.name
+            ref = int(atom.name[1:])
+            if self.wide:
+                return f"{self.name(ref)}.to(tl.int64)"
+            narrow = self.nest.body[ref].dtype in ("int64", "uint8")
+            return f"{self.name(ref)}.to(tl.int32)" if narrow else self.name(ref)
+        if isinstance(atom, Extreme):
+            return f"tl.{atom.kind}imum({self.index(atom.left)}, {self.index(atom.right)})"
+        chunked = self.plan.chunk and isinstance(atom, Div) and atom.divisor == self.plan.chunk
+        if chunked and atom.base == row_number(self.plan.dims[0].axes):
+            return "part"
+        divides = isinstance(atom, Div)
+        # LLVM computes signed remainders of small numbers in 8 bits, two at a time; what ptxas (Triton 3.6) made of
+        # windows shifted around an edge (Swin v2) read other places
+        if isinstance(atom.divisor, int) and is_nonnegative(as_index(atom.base), self._ranges):
+            return f"{'quotient_' if divides else 'remainder_'}({self.index(atom.base)}, {atom.divisor})"
+        return f"(({self.index(atom.base)}) {'//' if divides else '%'} {self.size(atom.divisor)})"
+
+    def symbol(self, name: str) -> str:
+        """The argument that a size symbol is."""
+        return self.symbols.setdefault(name, f"d{len(self.symbols)}")
+
+    def size(self, size: Size) -> str:
+        """A length, as an operand."""
+        return str(size) if isinstance(size, int) else f"({self.index(size)})"
+
+    # --- the tile ---
+
+    @property
+    def flat_rows(self) -> bool:
+        """One row, or a part of it, at a time: row values are scalars, and a tile has one direction."""
+        return self.plan.kind != "flat" and self.plan.dims[0].block == 1
+
+    def shape(self, of: Iterable[str]) -> str:
+        """The shape of a tensor that varies along some directions."""
+        kept = set(of)
+        dims = self.plan.dims[1:] if self.flat_rows else self.plan.dims
+        return "[" + ", ".join(str(dim.block) if dim.name in kept else "1" for dim in dims) + "]"
+
+    @property
+    def everything(self) -> Class:
+        return frozenset(dim.name for dim in self.plan.dims)
+
+    def arange(self, dim: Dim) -> str:
+        """Positions within a tile along one of its directions."""
+        text = f"tl.arange(0, {dim.block})"
+        if len(self.plan.dims) > 1 and not self.flat_rows:
+            text += "[:, None]" if dim is self.plan.dims[0] else "[None, :]"
+        return text
+
+    def position(self, dim: Dim, start: str) -> None:
+        """Name the positions along `dim`, from `start` on, their mask, and the loop variables there."""
+        scalar = dim.block == 1 and self.flat_rows and dim is self.plan.dims[0]
+        steps = self.arange(dim) + (".to(tl.int64)" if self.wide else "")
+        fixed = self.fixed(dim)
+        first = start
+        if fixed and not start.isidentifier():
+            first = f"{dim.name}0"
+            self.line(f"{first} = {start}")
+        self.line(f"{dim.name} = {first if scalar else steps if first == '0' else f'{first} + {steps}'}")
+        if self.has_mask(dim):
+            self.line(f"{dim.name}m = {dim.name} < {self.end(dim)}")
+        self.coordinates(dim.name, dim.axes, dict.fromkeys(fixed, first))
+
+    def fixed(self, dim: Dim) -> tuple[Axis, ...]:
+        """Variables that are the same all over a tile, which lies between two of their steps: a number for it."""
+        if dim.block == 1 or (self.plan.kind == "columns" and dim is self.plan.dims[0]):
+            return ()
+        behind = [count(dim.axes[place + 1 :]) for place in range(len(dim.axes))]
+        whole = [isinstance(size, int) and size > 0 and size % dim.block == 0 for size in behind]
+        return tuple(axis for axis, holds in zip(dim.axes, whole, strict=True) if holds)
+
+    def end(self, dim: Dim) -> str:
+        return "last" if self.plan.kind == "columns" and dim is self.plan.dims[0] else self.size(dim.size)
+
+    def coordinates(self, place: str, axes: tuple[Axis, ...], starts: Mapping[Axis, str] = NOWHERE) -> None:
+        """Name the loop variables that make up a position; of some, the position where the tile starts tells all."""
+        inner: Size = 1
+        for axis in reversed(axes):
+            at = starts.get(axis, place)
+            text = at if inner == 1 else f"({at} // {self.size(inner)})"
+            inner = as_size(as_index(inner) * axis.size)
+            self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {self.size(axis.size)}'}")
+
+    def has_mask(self, dim: Dim) -> bool:
+        """Does the last tile reach beyond the loop?"""
+        if self.plan.kind == "columns" and dim is self.plan.dims[0]:
+            ends = (self.plan.chunk, dim.block), (dim.size, self.plan.chunk)
+            return dim.block > 1 and any(exact_quotient(*end) is None for end in ends)
+        return dim.size == 0 or exact_quotient(dim.size, dim.block) is None
+
+    def mask(self, of: Iterable[str]) -> str:
+        """Where a tile that varies along some directions lies inside the loop; empty if everywhere."""
+        kept = set(of)
+        return " & ".join(f"{dim.name}m" for dim in self.plan.dims if dim.name in kept and self.has_mask(dim))
+
+    # --- values ---
+
+    def declare(self, ref: Ref) -> None:
+        self.line(f"{self.name(ref)} = {self.expression(ref)}")
+
+    def expression(self, ref: Ref) -> str:
+        """The right-hand side of a value's declaration."""
+        match self.nest.body[ref]:
+            case Const(value, "int64") if ref in self.drawn:
+                draw, word = divmod(int(value), 4)
+                return f"({self.draws.setdefault(draw, f'n{len(self.draws)}')}.to(tl.int64) << 2) | {word}"
+            case Const(value, dtype):
+                return literal(value, dtype)
+            case IndexOf(index, dtype):
+                constant = index.constant
+                return literal(constant, dtype) if constant is not None else f"({self.index(index)}).to(tl.{dtype})"
+            case Load() as load:
+                return self._load(load)
+            case Apply("cast", (arg,), dtype):
+                source = self.nest.body[arg].dtype
+                exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
+                return (
+                    self.name(arg) if exact else SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
+                )
+            case Apply(op, args, dtype):
+                text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
+                # Triton computes 8 and 16 bits in 32
+                return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
+            case Reduce() | Scan():
+                raise AssertionError("a reduction has no expression of its own")
+
+    def _load(self, load: Load) -> str:
+        place = self.class_of(load.index)
+        index = self.index(load.index)
+        masks = [self.mask(place)] if self.mask(place) else []
+        if load.mask is not None:
+            if not self.classes[load.mask] <= place:  # the address has to have the shape of the mask
+                place |= self.classes[load.mask]
+                index = self.spread(load.index, place)
+                masks = [self.mask(place)] if self.mask(place) else []
+            masks.append(self.name(load.mask))
+        pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
+        options = f", mask={' & '.join(masks)}" if masks else ""
+        options += ", other=0" if load.mask is not None else ""
+        wide = ".to(tl.float32)" if load.dtype in ("bfloat16", "float16") else ""
+        return f"tl.load({pointer}{options}){wide}"
+
+    def spread(self, index: Index, of: Class) -> str:
+        """An index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
+        if self.flat_rows and not of & {dim.name for dim in self.plan.dims[1:]}:
+            return self.index(index)
+        text = self.index(index) if index.variables else literal(index.constant or 0, "int32")
+        return f"tl.broadcast_to({text}, {self.shape(of)})"
+
+    def packed(self, ref: Ref, dtype: str) -> str:
+        """A value as it lies in memory."""
+        name = self.name(ref)
+        return f"{name}.to(tl.{dtype})" if dtype in ("bfloat16", "float16") else name
+
+    def store(self, number: int) -> None:
+        """Write one store's value to its place, or combine it with what is there."""
+        store = self.nest.stores[number]
+        dtype = self.table[store.buffer].dtype
+        if store.mode != "set":
+            self._atomic(number, store, dtype)
+            return
+        mask = self.mask(self.class_of(store.index))
+        pointer = self._pointer(store)
+        if runtime_refs(store.index):
+            place, size = f"({self.index(store.index)})", self.size(self.extent(store.buffer))
+            inside = f"({place} >= 0) & ({place} < {size})"
+            inside = f"(({mask}) == 0) | ({inside})" if mask else inside
+            self.line(f'{CHECK}({inside}, "a position lies outside of what is written to")')
+        self.line(f"tl.store({pointer}, {self.packed(store.value, dtype)}{f', {mask}' if mask else ''})")
+
+    def _pointer(self, store: Store) -> str:
+        index = self.index(store.index)
+        return self.argument(store.buffer) if index == "0" else f"{self.argument(store.buffer)} + ({index})"
+
+    def _atomic(self, number: int, store: Store, dtype: str) -> None:
+        space = self.everything - ({"r"} if self.nest.row_stores[number] else frozenset())
+        value, mask = self.name(store.value), self.mask(space)
+        if dtype.startswith("float") and store.mode in ("max", "min"):  # a NaN's sign would decide
+            value = f'tl.where({value} == {value}, {value}, float("nan"))'
+        shape = self.shape(space)
+        if self.flat_rows and space == {"x"}:
+            shape = ""
+        place = self.index(store.index)
+        if shape and self.class_of(store.index) != space:
+            place = self.spread(store.index, space)
+        if shape and self.classes[store.value] != space:
+            value = f"tl.broadcast_to({value}, {shape})"
+        how = {"sum": "add", "max": "max", "min": "min"}[store.mode]
+        options = f", mask={mask}" if mask else ""
+        self.line(f'tl.atomic_{how}({self.argument(store.buffer)} + ({place}), {value}{options}, sem="relaxed")')
+
+    # --- reductions ---
+
+    def identity(self, op: str, dtype: str) -> str:
+        return literal((REDUCTIONS.get(op) or SCANS[op]).identity(dtype), dtype)
+
+    def reduced(self, op: str, dtype: str, value: str, axis: int) -> str:
+        """All of a tensor along one axis, combined."""
+        kind = register_type(dtype)
+        if dtype == "bool":
+            how = "max" if op in ("max", "any") else "min"
+            return f"(tl.{how}({value}.to(tl.int32), {axis}) != 0)"
+        if op in ("prod", "logsumexp") or (op in ("max", "min") and dtype.startswith("float")):
+            return f"tl.reduce({value}, {axis}, {COMBINE[op]})"
+        return f"tl.{op}({value}, {axis}).to(tl.{kind})"
+
+    def scanned(self, op: str, dtype: str, value: str, axis: int) -> str:
+        """Each element of a tensor combined with those before it along one axis."""
+        if op == "sum":
+            return f"tl.cumsum({value}, {axis}).to(tl.{register_type(dtype)})"
+        return f"tl.associative_scan({value}, {axis}, {COMBINE[op]})"
+
+    def combine(self, op: str, a: str, b: str, dtype: str) -> str:
+        """Two partial results as one."""
+        if dtype == "bool":
+            return f"{a} {'|' if op in ('max', 'any') else '&'} {b}"
+        how = (REDUCTIONS.get(op) or SCANS[op]).combine
+        assert how is not None
+        text = SPELLING[how].format(a, b, dtype=dtype)
+        return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
+
+    def whole(self, ref: Ref, of: Class) -> str:
+        """A value as a tensor of the full shape of the tile along `of`, whatever it varies along."""
+        return self.name(ref) if self.classes[ref] == of else f"tl.broadcast_to({self.name(ref)}, {self.shape(of)})"
+
+
+def overlap(a: Buffer, b: Buffer) -> bool:
+    """Do two buffers share memory?"""
+    if a.name == b.name:
+        return True
+    if a.storage is None or _home(a) != _home(b):
+        return False
+    first, second = as_index(a.offset), as_index(b.offset)
+    ends = first + as_index(a.extent) * ITEMSIZE[a.dtype], second + as_index(b.extent) * ITEMSIZE[b.dtype]
+    return not (is_nonnegative(first - ends[1], {}) or is_nonnegative(second - ends[0], {}))
+
+
+def _home(buffer: Buffer) -> str:
+    """The memory in which the buffer's offset counts: shared, or that of one buffer."""
+    storage = buffer.storage or ""
+    if storage == "arena" or storage.startswith(("bucket:", WITHIN)):
+        return storage
+    return storage if storage.startswith(LODGED) else LODGED + buffer.name

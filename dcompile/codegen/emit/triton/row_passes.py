@@ -1,0 +1,331 @@
+"""The order of a Triton kernel's statements: passes over rows, and what column reductions keep between rows."""
+
+from __future__ import annotations
+
+from math import prod
+
+from dcompile.codegen.emit.triton.library import AFTER
+from dcompile.codegen.emit.triton.printer import Class, Text
+from dcompile.codegen.emit.triton.tiling import Dim
+from dcompile.ir.analysis import operands, runtime_refs, store_operands
+from dcompile.ir.index import size_product
+from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
+
+PID = "tl.program_id(0)"
+PREFETCHED = 96 << 10
+"""Bytes of shared memory that loads of later iterations may take: GPUs from compute capability 8.0 on have 99 KiB."""
+
+
+class Passes(Text):
+    """Writes the body of a kernel."""
+
+    @property
+    def pid(self) -> str:
+        """The program's number."""
+        return PID + (".to(tl.int64)" if self.wide else "")
+
+    def run(self) -> None:
+        """All statements, in `lines`."""
+        match self.plan.kind:
+            case "flat":
+                (x,) = self.plan.dims
+                self.position(x, f"{self.pid} * {x.block}")
+                self._straight()
+            case "turn":
+                self._turn()
+                self._straight()
+            case "rows":
+                x, r = self.plan.dims
+                self.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
+                if self.plan.looped:
+                    self._wait()
+                    self._looped(r)
+                else:
+                    self.position(r, "0")
+                    self._straight()
+            case "columns":
+                self._columns()
+
+    # --- everything at once ---
+
+    def _turn(self) -> None:
+        """Where a two-dimensional tile lies: neighbours along the contiguous direction run side by side."""
+        y, x = self.plan.dims
+        self.line(f"pid = {self.pid}")
+        self.position(x, f"(pid % {self.size(x.blocks)}) * {x.block}")
+        self.position(y, f"(pid // {self.size(x.blocks)} % {self.size(y.blocks)}) * {y.block}")
+        if self.plan.batch:
+            self.line(f"batch = pid // {self.size(size_product((x.blocks, y.blocks)))}")
+            self.coordinates("batch", self.plan.batch)
+
+    def _straight(self) -> None:
+        """Each value once, then the stores."""
+        live = sorted(self.levels.live)
+        early = [ref for ref in live if self._may_be_early(ref)]
+        for ref in early:
+            self._value(ref)
+        self._wait(bool(early))
+        for ref in live:
+            if ref not in early:
+                self._value(ref)
+        self._barrier()
+        for number in range(len(self.nest.stores)):
+            self.store(number)
+
+    def _wait(self, has_begun: bool = False) -> None:
+        """For the kernel before, if this one may have started meanwhile, or has `has_begun` to read."""
+        if self.waits or has_begun:
+            self.line(AFTER)
+
+    def _may_be_early(self, ref: Ref) -> bool:
+        """Is a value what no kernel writes, at a place that is known before anything is read?"""
+        value = self.nest.body[ref]
+        return (
+            isinstance(value, Load)
+            and value.buffer in self.constant
+            and value.mask is None
+            and not runtime_refs(value.index)
+        )
+
+    def _value(self, ref: Ref) -> None:
+        value = self.nest.body[ref]
+        if isinstance(value, Scan):
+            argument = self.whole(value.arg, self.classes[ref])
+            self.line(f"{self.name(ref)} = {self.scanned(value.op, value.dtype, argument, self._along)}")
+            return
+        if not isinstance(value, Reduce):
+            self.declare(ref)
+            return
+        result = self.reduced(value.op, value.dtype, self._inside(value, self.plan.dims[1]), self._along)
+        self.line(f"{self.name(ref)} = {result}{self._column}")
+
+    @property
+    def _along(self) -> int:
+        """The axis of a tile's elements."""
+        return 0 if self.flat_rows else 1
+
+    @property
+    def _column(self) -> str:
+        """What makes a reduced tensor broadcast over elements again."""
+        return "" if self.flat_rows else "[:, None]"
+
+    def _inside(self, reduce: Reduce | Scan, r: Dim) -> str:
+        """What is reduced, as a tensor that holds the identity where it reaches beyond the row."""
+        kept: Class = self.classes[reduce.arg] | {"r"}
+        value = self.whole(reduce.arg, kept)
+        return f"tl.where(rm, {value}, {self.identity(reduce.op, reduce.dtype)})" if self.has_mask(r) else value
+
+    def _barrier(self) -> None:
+        if self.overlaps:
+            self.line("tl.debug_barrier()")
+
+    # --- rows in pieces ---
+
+    def _looped(self, r: Dim) -> None:
+        last = max(self.levels.store_at) + 1
+        for number in range(last + 1):
+            self._between(number)
+            if number < last:
+                self._pass(number, r)
+
+    def _between(self, number: int) -> None:
+        """Row values that become known after a pass, and their stores."""
+        for ref in sorted(self.levels.live):
+            reduces = isinstance(self.nest.body[ref], Reduce)
+            if not self.levels.element[ref] and self.levels.known[ref] == number and not reduces:
+                self.declare(ref)
+        for store, row in enumerate(self.nest.row_stores):
+            if row and self.levels.store_at[store] == number:
+                self.store(store)
+
+    def _pass(self, number: int, r: Dim) -> None:
+        """One loop over the pieces of a row."""
+        body, known = self.nest.body, self.levels.known
+        reduces = [n for n in sorted(self.levels.live) if isinstance(body[n], Reduce) and known[n] == number + 1]
+        stores = [n for n, row in enumerate(self.nest.row_stores) if not row and self.levels.store_at[n] == number]
+        if not reduces and not stores:
+            return
+        online: dict[Ref, list[Ref]] = {
+            reduce.arg: [] for reduce in map(self._reduce, reduces) if reduce.op == "sum_exp"
+        }
+        for ref in reduces:  # the largest element comes with the sum of exponentials below it
+            if self._reduce(ref).op in ("sum_exp", "max") and self._reduce(ref).arg in online:
+                online[self._reduce(ref).arg].append(ref)
+        reduces = [ref for ref in reduces if all(ref not in together for together in online.values())]
+        for arg in online:
+            self._begin_online(arg, r)
+        for ref in reduces:
+            reduce = self._reduce(ref)
+            shape = self.shape(self.classes[reduce.arg] | {"r"})
+            self.line(f"s{self.number(ref)} = tl.broadcast_to({self.identity(reduce.op, reduce.dtype)}, {shape})")
+        roots = {self._reduce(ref).arg for ref in reduces} | online.keys()
+        roots |= {ref for n in stores for ref in store_operands(self.nest.stores[n])}
+        below = self._elements_below(roots)
+        for ref in below:
+            value = body[ref]
+            if isinstance(value, Scan):
+                before = f"tl.broadcast_to({self.identity(value.op, value.dtype)}, {self.shape({'x'})})"
+                flat = self.identity(value.op, value.dtype)
+                self.line(f"c{self.number(ref)} = {flat if self.flat_rows else before}")
+        self.line(f"for r0 in range(0, {self.size(r.size)}, {r.block}):")
+        self.depth += 1
+        self.position(r, "r0")
+        for ref in below:
+            self._carried(ref, r)
+        for ref in reduces:
+            reduce, s = self._reduce(ref), f"s{self.number(ref)}"
+            self.line(f"{s} = {self.combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
+        for arg in online:
+            self._step_online(arg, r)
+        if stores:
+            self._barrier()
+        for n in stores:
+            self.store(n)
+        self.depth -= 1
+        for ref in reduces:
+            reduce = self._reduce(ref)
+            total = self.reduced(reduce.op, reduce.dtype, f"s{self.number(ref)}", self._along)
+            self.line(f"{self.name(ref)} = {total}{self._column}")
+        for arg, together in online.items():
+            self._end_online(arg, together)
+
+    # a running maximum and a sum below it for each few elements that a thread reads at once: Milakov and Gimelshein,
+    # "Online normalizer calculation for softmax", 2018
+
+    def _width(self, arg: Ref, r: Dim) -> int:
+        """Neighbouring elements that share a running maximum: 16 bytes of what is read, which one thread holds."""
+        loads = [value for ref in self._elements_below({arg}) if isinstance(value := self.nest.body[ref], Load)]
+        return min(16 // max((ITEMSIZE[load.dtype] for load in loads), default=4), r.block)
+
+    def _begin_online(self, arg: Ref, r: Dim) -> None:
+        n, dtype = self.number(arg), self.nest.body[arg].dtype
+        rows = self.plan.dims[0].block if "x" in self.classes[arg] else 1
+        lanes = r.block // self._width(arg, r) if self.flat_rows else rows
+        for name, op in (("m", "max"), ("s", "sum")):
+            self.line(f"{name}{n} = tl.broadcast_to({self.identity(op, dtype)}, [{lanes}])")
+
+    def _step_online(self, arg: Ref, r: Dim) -> None:
+        n, value = self.number(arg), self._inside(Reduce("max", arg, self.nest.body[arg].dtype), r)
+        if self.flat_rows:
+            width = self._width(arg, r)
+            value = f"tl.reshape({value}, [{r.block // width}, {width}])"
+        self.line(f"e{n} = {value}")
+        self.line(f"h{n} = max_(m{n}, tl.reduce(e{n}, 1, max_))")
+        self.line(f"s{n} = online_(s{n}, m{n}, h{n}, e{n})")
+        self.line(f"m{n} = h{n}")
+
+    def _end_online(self, arg: Ref, together: list[Ref]) -> None:
+        """Join the running maxima and sums, and name the reductions of `arg` that they are."""
+        n = self.number(arg)
+        self.line(f"h{n} = tl.reduce(m{n}, 0, max_)" if self.flat_rows else f"h{n} = m{n}")
+        self.line(f"s{n} = s{n} * libdevice.exp(m{n} - h{n})")
+        if self.flat_rows:
+            self.line(f"s{n} = tl.sum(s{n}, 0)")
+        for ref in together:
+            self.line(f"{self.name(ref)} = {'h' if self._reduce(ref).op == 'max' else 's'}{n}{self._column}")
+
+    def _carried(self, ref: Ref, r: Dim) -> None:
+        """An element value of one piece of a row; a scan goes on where the piece before ended."""
+        value = self.nest.body[ref]
+        self._value(ref)
+        if isinstance(value, Scan):
+            carry, name = f"c{self.number(ref)}", self.name(ref)
+            self.line(f"{name} = {self.combine(value.op, carry, name, value.dtype)}")
+            total = self.reduced(value.op, value.dtype, self._inside(value, r), self._along)
+            self.line(f"{carry} = {self.combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
+
+    def _elements_below(self, roots: set[Ref]) -> list[Ref]:
+        """Element values that `roots` are computed from, in order: each pass computes them again."""
+        stack, seen = list(roots), set[Ref]()
+        while stack:
+            ref = stack.pop()
+            if ref not in seen and self.levels.element[ref]:
+                seen.add(ref)
+                stack += operands(self.nest.body[ref])
+        return sorted(seen)
+
+    def _reduce(self, ref: Ref) -> Reduce:
+        value = self.nest.body[ref]
+        assert isinstance(value, Reduce)
+        return value
+
+    # --- columns ---
+
+    def _columns(self) -> None:
+        """Walk over some rows, keeping what column reductions have collected."""
+        self._wait()
+        x, r = self.plan.dims
+        pieces, chunk = self.size(r.blocks), self.size(self.plan.chunk)
+        self.line(f"part = {self.pid}" + ("" if pieces in ("0", "1") else f" // {pieces}"))
+        self.line(f"first = part * {chunk}")
+        self.line(f"last = tl.minimum(first + {chunk}, {self.size(x.size)})")
+        self.position(r, "0" if pieces in ("0", "1") else f"({self.pid} % {pieces}) * {r.block}")
+        live = sorted(self.levels.live)
+        for ref in live:
+            if "x" not in self.classes[ref]:
+                self._value(ref)
+        columns = [n for n, store in enumerate(self.nest.stores) if store.mode != "set"]
+        for n in columns:
+            store = self.nest.stores[n]
+            identity = self.identity(store.mode, self.table[store.buffer].dtype)
+            shape = self.shape(self._space(n))
+            self.line(f"q{n} = {f'tl.broadcast_to({identity}, {shape})' if self._space(n) & self._tile else identity}")
+        self.line(f"for x0 in tl.range(first, last, {x.block}, num_stages={self._stages()}):")
+        self.depth += 1
+        self.position(x, "x0")
+        for ref in live:
+            if "x" in self.classes[ref]:
+                self._value(ref)
+        for n in columns:
+            self._collect(n)
+        sets = [n for n, store in enumerate(self.nest.stores) if store.mode == "set"]
+        if sets:
+            self._barrier()
+        for n in sets:
+            self.store(n)
+        self.depth -= 1
+        for n in columns:
+            self._finish_column(n)
+
+    def _stages(self) -> int:
+        """Iterations that are on their way at a time: each but the last holds its loads in shared memory."""
+        loads = [self.nest.body[ref] for ref in self.levels.live if "x" in self.classes[ref]]
+        held = sum(self._tile_bytes(load) for load in loads if isinstance(load, Load))
+        return next((stages for stages in (3, 2) if (stages - 1) * held <= PREFETCHED), 1)
+
+    def _tile_bytes(self, load: Load) -> int:
+        place = self.class_of(load.index)
+        return prod(dim.block for dim in self.plan.dims if dim.name in place) * ITEMSIZE[load.dtype]
+
+    @property
+    def _tile(self) -> Class:
+        """The directions of the tile that are directions of its tensors."""
+        return frozenset(("r",)) if self.flat_rows else self.everything
+
+    def _space(self, number: int) -> Class:
+        """The directions over which a combining store happens."""
+        return frozenset(("x",)) if self.nest.row_stores[number] else self.everything
+
+    def _collect(self, number: int) -> None:
+        """Take a tile's values into those of a column reduction."""
+        store, space = self.nest.stores[number], self._space(number)
+        dtype = self.table[store.buffer].dtype
+        value = self.whole(store.value, space) if space & self._tile else self.name(store.value)
+        mask = self.mask(space)
+        if mask:
+            value = f"tl.where({mask}, {value}, {self.identity(store.mode, dtype)})"
+        self.line(f"q{number} = {self.combine(store.mode, f'q{number}', value, dtype)}")
+
+    def _finish_column(self, number: int) -> None:
+        """Reduce over the rows of the tile, and store this program's part."""
+        store, space = self.nest.stores[number], self._space(number)
+        dtype = self.table[store.buffer].dtype
+        spread = self.class_of(store.index) & {"r"}
+        q = f"q{number}"
+        if not spread and space & self._tile:
+            q = self.reduced(store.mode, dtype, q, 0 if self.flat_rows else 1)
+        if not self.flat_rows:
+            q = self.reduced(store.mode, dtype, q, 0) + ("[None, :]" if spread else "")
+        packed = f"({q}).to(tl.{dtype})" if dtype in ("bfloat16", "float16") else q
+        mask = self.mask(spread)
+        self.line(f"tl.store({self._pointer(store)}, {packed}{f', {mask}' if mask else ''})")

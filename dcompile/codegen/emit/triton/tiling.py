@@ -1,0 +1,403 @@
+"""How a loop is cut into the tiles that GPU programs work on: which variables a tile spans, how far, by how many warps.
+
+Everything here follows from the loop's sizes and strides alone, so that a kernel is the same on every rank and for
+every device of one kind. Blocks are numbers. Where sizes are symbols, blocks are chosen for a typical size, and a row
+of symbolic length is read in pieces, however long it turns out to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dcompile.codegen.nest.loop_nest import (
+    Axis,
+    Nest,
+    accesses,
+    flattened,
+    may_exceed,
+    stride,
+    unit_strides,
+)
+from dcompile.ir.analysis import behind, runtime_refs
+from dcompile.ir.index import (
+    TYPICAL,
+    Div,
+    Index,
+    Size,
+    Var,
+    as_index,
+    as_size,
+    evaluate,
+    extreme,
+    flatten,
+    floordiv,
+    is_nonnegative,
+    is_symbol,
+    size_product,
+    typical,
+)
+from dcompile.ir.nodes import Loop, Reduce, Scan, Store
+
+FLAT = 1024
+"""Elements of a pointwise tile: 8 for each of 128 threads, 16 bytes of a 16-bit dtype in one access."""
+ROW = 2048
+"""Elements of a tile of rows, where rows are short: 16 for each of 128 threads."""
+PERSISTENT = 16384
+"""Longest row that a program holds in registers (32 elements for each of 512 threads) rather than reading it again."""
+PAIRED = (2048, 4096)
+"""Lengths of rows that two at a time are read and written faster: a program has 32 elements for each thread then."""
+READ = 4096
+"""Elements of a row that 256 threads read at a time where a number for each row is all that is stored: rows of 14336
+elements of a matrix by a vector took 29.6 us so, 30.8 at once by 512 threads (4096 rows in a CUDA graph, one H200)."""
+PIECE = 2048
+"""Elements of a longer row that are read at a time, by 128 threads: of 8192 rows of 128256 logits, a pass took 505 us
+so, 554 with twice as many elements and threads, 512 with 8192 elements and 512 threads (one H200)."""
+TURN = (32, 64)
+"""Sides of a transposing tile."""
+LANES = 64
+"""Rows of a tile, where their neighbours, not their elements, are contiguous."""
+COLUMN_ROWS, COLUMNS = 8, 256
+"""Tile of a column reduction whose rows need not be seen whole."""
+UNKNOWN = 64
+"""Length from which rows are tiles of their own where sizes are symbols; a symbol counts as long."""
+MULTIPROCESSORS = 132
+"""For which tiles are cut; on a GPU with fewer or more of them the same kernels run, a little less evenly."""
+PROGRAMS = 2 * MULTIPROCESSORS
+"""Programs of a kernel that walk over many rows each, and how many a kernel should have at least."""
+
+Kind = Literal["flat", "turn", "rows", "columns"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One direction of a tile: the loop variables that run along it, row-major, and how many of their positions."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    block: int
+
+    @property
+    def size(self) -> Size:
+        return count(self.axes)
+
+    @property
+    def blocks(self) -> Size:
+        return ceil_div(self.size, self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a loop runs.
+
+    flat: elements in order. turn: two-dimensional tiles, `batch` variables outside. rows: `dims` are rows and elements;
+    a program has whole rows, at once or, if `looped`, in pieces. columns: a program walks over `chunk` rows and keeps
+    what its column reductions have collected.
+    """
+
+    kind: Kind
+    nest: Nest
+    dims: tuple[Dim, ...]
+    warps: int
+    batch: tuple[Axis, ...] = ()
+    looped: bool = False
+    chunk: Size = 0
+    atomic: bool = False
+    """Stores that combine do so in memory."""
+
+    @property
+    def grid(self) -> Size:
+        match self.kind:
+            case "columns":
+                return size_product((self.parts, self.dims[1].blocks))
+            case "rows":
+                return self.dims[0].blocks
+            case _:
+                return size_product((count(self.batch), *(dim.blocks for dim in self.dims)))
+
+    @property
+    def parts(self) -> Size:
+        """Runs of rows that programs walk over; at least one, since sums of no rows are stored too."""
+        rows = self.dims[0].size
+        if not isinstance(self.chunk, int):
+            return 1  # all rows, however many
+        return as_size(extreme("max", ceil_div(rows, self.chunk), 1))
+
+
+def make_plan(loop: Loop) -> Plan:
+    """The tiles of a loop."""
+    in_pieces = may_exceed(size_product(loop.inner), PERSISTENT) and all(store.mode == "set" for store in loop.stores)
+    nest = flattened(loop, in_one_pass=in_pieces)
+    combining = [n for n, store in enumerate(nest.stores) if store.mode != "set"]
+    chunk = _chunk(nest, combining)
+    if combining and chunk:
+        return _columns(nest, chunk)
+    plan = _rows(nest) if nest.elements and _needs_rows(nest) else _pointwise(nest)
+    return replace(plan, atomic=bool(combining))
+
+
+def _needs_rows(nest: Nest) -> bool:
+    return any(nest.row_stores) or any(isinstance(value, (Reduce, Scan)) for value in nest.body)
+
+
+# --- element by element -----------------------------------------------------------------------------------------------
+
+
+def _pointwise(nest: Nest) -> Plan:
+    axes = (*nest.rows, *nest.elements)
+    nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
+    used = _full(axes, accesses(nest.body, nest.stores))
+    near = {axis.name: unit_strides(axis.name, used) for axis in axes}
+    scores = {axis.name: near[axis.name] - 100 * (about([axis]) < 8) for axis in axes}
+    best = max(reversed(axes), key=lambda axis: scores[axis.name], default=None)
+    if best and not near[best.name]:  # a short run that is contiguous, as a group of few channels, beats a long stride
+        best = max(reversed(axes), key=lambda axis: near[axis.name])
+    rest = [axis for axis in axes if axis is not best]
+    other = max(rest, key=lambda axis: scores[axis.name], default=None)
+    if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):
+        y, x = Dim("y", (other,), _side(other, TURN[0])), Dim("x", (best,), _side(best, TURN[1]))
+        batch = tuple(axis for axis in rest if axis is not other)
+        return Plan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
+    if best and rest and (block := _row_block(nest, best)):
+        y, x = Dim("y", tuple(rest), 1), Dim("x", (best,), block)
+        return Plan("turn", nest, (y, x), max(block // 256, 1))
+    size = about(axes)
+    block = FLAT
+    while block > 128 and size < block * PROGRAMS:
+        block //= 2
+    block = min(block, power_of_two(size))
+    # neighbours in memory in programs that run at the same time: rows of 256 bytes in the order of addresses, not by
+    # head, took 37 us of 41 (rotary embedding of 8192 tokens, one H200)
+    rest.sort(key=lambda axis: -reach(nest, axis.name))
+    ordered = (*rest, best) if best else ()
+    return Plan("flat", nest, (Dim("x", ordered, block),), max(block // 256, 1))
+
+
+def reach(of: Nest | Loop, name: str) -> int:
+    """How far apart in memory neighbours along a variable lie, over all accesses."""
+    steps = [(stride(index, name), weight) for index, weight in accesses(of.body, of.stores)]
+    return sum(abs(_about(step)) * weight for step, weight in steps if step is not None)
+
+
+def _full(axes: tuple[Axis, ...], used: list[tuple[Index, int]]) -> list[tuple[Index, int]]:
+    """The accesses that vary with most variables: a number for each row says nothing about the tile."""
+    names = {axis.name for axis in axes}
+    most = max((len(index.variables & names) for index, _ in used), default=0)
+    return [(index, weight) for index, weight in used if len(index.variables & names) == most]
+
+
+def _both_ways(nest: Nest, best: str, other: str) -> bool:
+    """Are some accesses contiguous along one variable and others only along the other?"""
+    indices = [index for index, _ in _full((*nest.rows, *nest.elements), accesses(nest.body, nest.stores))]
+    return any(stride(index, other) == 1 and stride(index, best) not in (None, 0, 1) for index in indices)
+
+
+def _row_block(nest: Nest, best: Axis) -> int:
+    """How much of one row a program takes, where some numbers belong to the whole row: it reads them once then.
+
+    0 where tiles over all elements do better: rows short, or not of whole 16 bytes, or just too long for a tile. With
+    symbolic sizes, coordinates are worked out by divisions; here a program makes them once, not for each element.
+    """
+    if not isinstance(count((*nest.rows, *nest.elements)), int):
+        size = about([best])
+        return 0 if size < UNKNOWN else min(FLAT, max(power_of_two(size), FLAT // 4))
+    names = {axis.name for axis in nest.elements}
+    indices = [index for index, _ in accesses(nest.body, nest.stores)]
+    if not any(index.variables & names and best.name not in index.variables for index in indices):
+        return 0
+    size = about([best])
+    fitting = [block for block in (FLAT, FLAT // 2, FLAT // 4) if -(-size // block) * block <= 1.15 * size]
+    return fitting[0] if fitting and size % 8 == 0 else 0
+
+
+def _side(axis: Axis, most: int) -> int:
+    return min(most, power_of_two(about([axis])))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(nest: Nest) -> Plan:
+    rows, size = about(nest.rows), about(nest.elements)
+    known = isinstance(count(nest.elements), int)
+    whole = power_of_two(size)
+    if _is_lane(nest):
+        x = min(LANES, power_of_two(rows))
+        while x > 16 and rows < x * PROGRAMS:
+            x //= 2
+        # few programs: twice as much at a time, or everything, for nothing else hides how long memory takes
+        few = rows < 2 * x * PROGRAMS
+        r = min(ROW * (2 if few else 1) // x, whole)
+        if known and few and r < whole and x * whole <= PERSISTENT:
+            dims = Dim("x", nest.rows, x), Dim("r", nest.elements, whole)
+            return Plan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
+        dims = Dim("x", nest.rows, x), Dim("r", nest.elements, r)
+        return Plan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
+    if not known:
+        piece = min(max(4 * whole, PIECE // 8), PIECE)
+        dims = Dim("x", nest.rows, 1), Dim("r", nest.elements, piece)
+        return Plan("rows", nest, dims, max(piece // 512, 1), looped=True)
+    if whole > PERSISTENT:
+        return Plan("rows", nest, (Dim("x", nest.rows, 1), Dim("r", nest.elements, PIECE)), 4, looped=True)
+    x = max(min(ROW // whole, power_of_two(rows)), 1)
+    while x > 1 and rows < x * PROGRAMS:
+        x //= 2
+    if all(nest.row_stores) and whole > READ and _in_one_pass(nest):
+        return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, READ)), _warps(READ), looped=True)
+    if x == 1 and PAIRED[0] <= whole <= PAIRED[1] and rows >= PROGRAMS and not all(nest.row_stores):
+        # maxima of two rows at once take longer than of one: softmax 154 for 139 us, RMSNorm 37.2 for 37.6 (one H200)
+        sums = all(value.op == "sum" for value in nest.body if isinstance(value, (Reduce, Scan)))
+        x = 2 if sums and rows >= 2 * PROGRAMS else 1
+        return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), max(x * whole // 1024, 1))
+    return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole))
+
+
+def _in_one_pass(nest: Nest) -> bool:
+    """Is nothing needed of a row twice, as its mean is for its variance?"""
+    reduces = [ref for ref, value in enumerate(nest.body) if isinstance(value, Reduce)]
+    below = behind(nest.body, [value.arg for value in nest.body if isinstance(value, Reduce)])
+    return not any(isinstance(value, Scan) for value in nest.body) and not below.intersection(reduces)
+
+
+def _is_lane(nest: Nest) -> bool:
+    """Are rows, rather than their elements, next to one another in memory?"""
+    if not nest.rows or about(nest.rows[-1:]) < 8 or not any(isinstance(value, (Reduce, Scan)) for value in nest.body):
+        return False
+    # by how much each reads and writes: the weights of a sum over rows of a matrix count little beside the matrix
+    often = [
+        (index, weight * _points(nest, index))
+        for index, weight in accesses(nest.body, nest.stores)
+        if index.variables & nest.element_names
+    ]
+    return unit_strides(nest.rows[-1].name, often) > unit_strides(nest.elements[-1].name, often)
+
+
+def _points(nest: Nest, index: Index) -> int:
+    """Places that an index names, each value of a body counting as all."""
+    return about(axis for axis in nest.axes if axis.name in index.variables or runtime_refs(index))
+
+
+def _warps(elements: int) -> int:
+    """16 elements a thread, or 32 where a block would have more than 512 threads."""
+    return min(max(elements // 512, 1), 16)
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _columns(nest: Nest, chunk: Size) -> Plan:
+    whole = power_of_two(about(nest.elements))
+    if sees_whole_rows(nest):
+        x = min(max(ROW // whole, 1), power_of_two(typical(chunk)))
+        return Plan(
+            "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole), chunk=chunk
+        )
+    r = min(COLUMNS, whole)
+    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(typical(chunk)))
+    return Plan(
+        "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
+    )
+
+
+def _chunk(nest: Nest, combining: list[int]) -> Size:
+    """The rows that one program walks over, if every combining store can be collected in registers that way; else 0."""
+    sizes: set[Size] = set()
+    rows = count(nest.rows)
+    for number in combining:
+        found = chunk_of(nest.stores[number], nest.rows, nest.elements, nest.row_stores[number])
+        if found is None:
+            return 0
+        sizes.add(found or (max(rows, 1) if isinstance(rows, int) else rows))
+    if len(sizes) != 1 or (may_exceed(count(nest.elements), PERSISTENT) and sees_whole_rows(nest)):
+        return 0
+    return sizes.pop()
+
+
+def sees_whole_rows(nest: Nest) -> bool:
+    """Does anything happen once a row, so that no two programs may share one?"""
+    if any(nest.row_stores) or any(isinstance(value, (Reduce, Scan)) for value in nest.body):
+        return True
+    return any(store.mode != "set" and not store.index.variables & nest.element_names for store in nest.stores)
+
+
+def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], row_store: bool) -> int | None:
+    """How many rows in succession a store combines: 0 for all, None if it does anything else.
+
+    Its index may hold the number of the chunk, which is the row's number divided by the chunk's size, and all variables
+    of the element or none.
+    """
+    if runtime_refs(store.index):
+        return None
+    names = {axis.name for axis in elements}
+    used = store.index.variables & names
+    if used and (row_store or used != names or not _spreads(store.index, elements)):
+        return None
+    chunk = 0
+    for monomial, _ in store.index.terms:
+        for atom in monomial:
+            if isinstance(atom, Var) and (atom.name in names or is_symbol(atom.name)):
+                continue
+            if not isinstance(atom, Div) or atom.base != row_number(rows) or not isinstance(atom.divisor, int):
+                return None
+            if chunk not in (0, atom.divisor):
+                return None
+            chunk = atom.divisor
+    return chunk
+
+
+def leaves_gaps(plan: Plan, store: Store, extent: Size) -> bool:
+    """Whether a column reduction may leave places of its buffer unwritten: these hold what a sum of nothing is.
+
+    So a gradient of an embedding of which one row alone is used: the others are in no part of the sum.
+    """
+    spread = store.index.variables & plan.nest.element_names
+    return size_product((plan.parts, count(plan.nest.elements) if spread else 1)) != extent
+
+
+def row_number(rows: tuple[Axis, ...]) -> Index:
+    """Position of a row among all rows."""
+    numbers = [Index((((Var(axis.name),), 1),)) for axis in rows]
+    steps = [count(rows[place + 1 :]) for place in range(len(rows))]
+    return flatten(numbers, steps)
+
+
+def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
+    """Does every element have a place of its own?"""
+    strides: list[tuple[Size, Size]] = []
+    for axis in elements:
+        step = stride(index, axis.name)
+        if not step:
+            return False
+        strides.append((step, axis.size))
+    reach = as_index(0)
+    for step, size in sorted(strides, key=lambda pair: _about(pair[0])):
+        if not is_nonnegative(as_index(step) - reach - 1, {}):
+            return False
+        reach = reach + as_index(step) * (as_index(size) - 1)
+    return True
+
+
+def count(axes: Iterable[Axis]) -> Size:
+    """Points of a space."""
+    return size_product(axis.size for axis in axes)
+
+
+def about(axes: Iterable[Axis]) -> int:
+    """Points of a space, for decisions that only concern speed."""
+    return typical(count(axes))
+
+
+def _about(step: Size) -> int:
+    """A stride, which may be negative, likewise."""
+    return step if isinstance(step, int) else evaluate(step, dict.fromkeys(step.variables, TYPICAL))
+
+
+def ceil_div(size: Size, block: int) -> Size:
+    """Blocks that cover a size."""
+    return as_size(floordiv(as_index(size) + block - 1, block, {}))
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()

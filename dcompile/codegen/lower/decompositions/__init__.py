@@ -1,0 +1,1 @@
+"""ATen operators written as simpler ATen operators while AOTAutograd traces."""

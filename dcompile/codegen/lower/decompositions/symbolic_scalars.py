@@ -1,0 +1,103 @@
+"""Numbers that change from call to call, such as a learning rate, as operands of tensors: a program then takes them.
+
+Dynamo makes a symbol of a float once it has changed, and torch then takes it into the graph as a tensor, where products
+and sums alone have it for an operand. Where it is a factor inside of another operation (`add` with an `alpha`, which is
+how SGD steps), torch compiles for each value anew, up to its limit, and runs eagerly from there on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""What eager computes such an operation in, before it rounds once."""
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Operations with a factor of their own, in parts where it is a symbol; they are left whole where it is not."""
+    aten = torch.ops.aten
+    # Dynamo makes it of `addcmul_` and `addcdiv_`, and defines it when it first does
+    late = {torch.ops.prims.fma.default: fma} if hasattr(torch.ops.prims, "fma") else {}
+    return late | {
+        aten.add.Tensor: add,
+        aten.sub.Tensor: sub,
+        aten.addcmul.default: addcmul,
+        aten.addcdiv.default: addcdiv,
+        aten.lerp.Scalar: lerp,
+        aten.pow.Scalar: power,
+        aten.full_like.default: full_like,
+    }
+
+
+def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return _with_factor(operator.add, x, y, alpha)
+
+
+def sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    return _with_factor(operator.sub, x, y, alpha)
+
+
+def _with_factor(op: Callable[[Any, Any], Any], x: Any, y: Any, alpha: Any) -> Any:
+    """On CPUs eager has the factor, and it alone, in the dtype of 16 bits that it computes for."""
+    low = isinstance(x, torch.Tensor) and x.dtype in _WIDER and x.device.type == "cpu"
+    if isinstance(alpha, torch.SymFloat):
+        given = _filled(torch.ones((), dtype=x.dtype, device=x.device), alpha) if low else alpha
+        return _in_parts(lambda x, y: op(x, y * given), alpha, x, y)
+    if not low or not isinstance(alpha, float) or not isinstance(y, torch.Tensor) or y.dtype != x.dtype:
+        return NotImplemented
+    from dcompile.codegen.lower.loop_builder import as_dtype  # late: it is a stage, which a warm start does without
+
+    nearest = as_dtype(alpha, str(x.dtype).removeprefix("torch."))
+    whole = {operator.add: torch.add, operator.sub: torch.sub}[op]
+    return NotImplemented if nearest == alpha or alpha != alpha else whole(x, y, alpha=nearest)
+
+
+def addcmul(x: Any, y: Any, z: Any, *, value: Any = 1) -> Any:
+    return _in_parts(lambda x, y, z: x + y * value * z, value, x, y, z)
+
+
+def addcdiv(x: Any, y: Any, z: Any, *, value: Any = 1) -> Any:
+    return _in_parts(lambda x, y, z: x + y * value / z, value, x, y, z)
+
+
+def fma(x: Any, y: Any, z: Any) -> Any:
+    factors = [a for a in (x, y) if isinstance(a, torch.SymFloat)]
+    if len(factors) != 1:
+        return NotImplemented
+    return _in_parts(lambda a, z: a * factors[0] + z, factors[0], y if factors[0] is x else x, z)
+
+
+def lerp(x: Any, end: Any, weight: Any) -> Any:
+    is_symbol = isinstance(weight, torch.SymFloat)
+    if is_symbol and weight >= 0.5:  # eager is exact at both ends
+        return _in_parts(lambda x, end: end - (end - x) * (1 - weight), weight, x, end)
+    return _in_parts(lambda x, end: x + (end - x) * weight, weight, x, end)
+
+
+def power(base: Any, x: Any) -> Any:
+    return torch.pow(_filled(torch.ones_like(x), base), x) if isinstance(base, torch.SymFloat) else NotImplemented
+
+
+def full_like(x: Any, value: Any, **keywords: Any) -> Any:
+    dtype = keywords.get("dtype") or x.dtype
+    if not isinstance(value, torch.SymFloat) or not dtype.is_floating_point:
+        return NotImplemented
+    return _filled(torch.ones_like(x, **keywords), value)
+
+
+def _filled(ones: Any, value: Any) -> Any:
+    return ones * value
+
+
+def _in_parts(compute: Callable[..., Any], factor: Any, *operands: Any) -> Any:
+    if not isinstance(factor, torch.SymFloat) or not all(isinstance(x, torch.Tensor) for x in operands):
+        return NotImplemented
+    dtype = operands[0].dtype
+    if any(x.dtype != dtype for x in operands):
+        return NotImplemented
+    wider = _WIDER.get(dtype, dtype)
+    return compute(*(x.to(wider) for x in operands)).to(dtype)

@@ -1,0 +1,198 @@
+"""Which ATen ops AOTAutograd takes apart before lowering sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.codegen.lower.decompositions import aten as decompositions_aten
+from dcompile.codegen.lower.decompositions import (
+    embedding_bag,
+    foreach,
+    grid_sample,
+    group_norm,
+    random,
+    symbolic_scalars,
+)
+
+_ALSO = (
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+    "native_batch_norm", "_batch_norm_with_update_functional", "batch_norm_backward", "native_group_norm",
+    "elu", "elu_backward", "hardsigmoid", "hardswish", "hardswish_backward", "hardsigmoid_backward", "softplus",
+    "log_sigmoid_forward", "mish", "mish_backward", "glu", "sgn", "heaviside", "nan_to_num", "dist",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
+    "nll_loss2d_forward", "nll_loss2d_backward", "linspace", "logspace", "eye", "std_mean", "nansum", "count_nonzero",
+    "upsample_nearest2d", "rot90", "xlogy", "diag_embed",
+    "special_xlog1py", "erfc", "copysign", "dot", "mv", "addmv", "addr", "split_with_sizes_copy",
+    "rrelu_with_noise_backward",
+    # in parts, the partitioner saves a row's largest element and sum rather than all logits once more
+    "_log_softmax",
+)  # fmt: skip
+"""Beside torch's core set: what becomes pointwise operations and reductions."""
+
+_WHOLE = (
+    # one rule each: fewer nodes, and one loop where the parts would be several
+    "silu", "silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward",
+    "leaky_relu", "addcmul", "addcdiv", "lerp", "rsub", "masked_fill", "stack", "select_scatter",
+    "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp", "var_mean", "std",
+    "clamp_min", "clamp_max", "tril", "triu", "roll", "flip", "zeros_like", "ones_like", "new_zeros",
+    "new_ones", "new_full", "new_empty", "arange", "split", "unbind", "transpose", "t", "squeeze", "detach", "square",
+    "_unsafe_view", "_unsafe_index", "fill", "unfold", "isfinite", "reflection_pad1d", "reflection_pad2d",
+    "reflection_pad3d",
+    # the library's own kernels
+    "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "native_dropout", "embedding_dense_backward", "scaled_dot_product_attention", "linear", "matmul",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[Any, Any]:
+    whole = {getattr(torch.ops.aten, name) for name in _WHOLE if hasattr(torch.ops.aten, name)}
+    names = [name for name in _ALSO if hasattr(torch.ops.aten, name)]
+    found = compat.aot.decompositions([getattr(torch.ops.aten, name) for name in names])
+    own = {
+        torch.ops.aten.native_dropout.default: native_dropout,
+        torch.ops.aten.convolution.default: convolution,
+        torch.ops.aten.convolution_backward.default: convolution_backward,
+        torch.ops.aten.nll_loss_backward.default: nll_loss_backward,
+        torch.ops.aten.nll_loss2d_backward.default: nll_loss_backward,
+        **foreach.table(),
+        **decompositions_aten.table(),
+        **embedding_bag.table(),
+        **grid_sample.table(),
+    }
+    return {op: rule for op, rule in found.items() if getattr(op, "overloadpacket", op) not in whole} | own
+
+
+def table(*, fallback_random: bool = False) -> dict[Any, Any]:
+    """Op to decomposition, for AOTAutograd: it may change the copy it gets.
+
+    With `fallback_random` every random number is drawn as eager draws it, by ATen.
+    """
+    own = random.table()
+    found = {**_table(), **symbolic_scalars.table(), torch.ops.aten.ldexp.Tensor: ldexp}
+    found[torch.ops.aten.as_strided_scatter.default] = as_strided_scatter
+    index_add, unpool = torch.ops.aten.index_add.default, torch.ops.aten.max_unpool2d.default
+    norm = torch.ops.aten.native_group_norm.default
+    found[norm] = group_norm.by_parts(found[norm])
+    found[index_add] = decompositions_aten.fitting_slices(found[index_add])
+    found[unpool] = decompositions_aten.laid_out_as_input(found[unpool])
+    aten = torch.ops.aten
+    for pad in (aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default):
+        found[pad] = decompositions_aten.replication_pad(found[pad])
+    if fallback_random:
+        drawn = own.keys() - {torch.ops.aten.native_dropout.default, torch.ops.aten.rrelu_with_noise_functional.default}
+        found = {op: rule for op, rule in found.items() if op not in drawn}
+    else:
+        found |= own
+    dividing = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
+    # torch's rules for these divide by the number of elements, as a Python number
+    return found | {op: _unless_empty(found[op]) for packet in dividing if (op := packet.default) in found}
+
+
+def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """As eager computes it: the power of two in the default dtype, so that it may overflow."""
+    return x * torch.pow(2.0, exponent)
+
+
+def as_strided_scatter(
+    x: torch.Tensor, values: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    """`values` where they replace every element in order, as functionalized `squeeze_` and `resize_` ask for."""
+    if offset or list(size) != list(values.shape) or x.storage_offset() or values.numel() != x.numel():
+        return NotImplemented
+    places = torch.empty_strided(size, stride, device="meta")
+    return values.reshape(x.shape).clone() if places.is_contiguous() and x.is_contiguous() else NotImplemented
+
+
+def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`rule`, or the empty gradient where there are no elements."""
+
+    def guarded(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros_like(x) if compat.sizes.is_known_empty(x) else rule(grad, x, *args, **kwargs)
+
+    return guarded
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> Any:
+    """On GPUs without the bias, which cuDNN's caller adds by a kernel of its own: here what follows adds it."""
+    if bias is None or x.device.type == "cpu":
+        return NotImplemented
+    found = torch.ops.aten.convolution.default(x, weight, None, *how)
+    return found + bias.view(-1, *[1] * (x.dim() - 2))
+
+
+def convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any) -> Any:
+    """The gradient of the bias as a sum of ours: the library's reads the gradient another time, on one core in places.
+
+    That of large depthwise filters is a call of its own, as it is inside the library's: it takes much memory for itself
+    and can wait (`schedule/memory/reorder_for_peak.py`). `how` ends with the mask of wanted gradients.
+    """
+    *more, mask = how
+    groups = more[-1]
+    large = weight.shape[0] == groups and weight.shape[1] == 1 and weight.numel() > 9 * groups
+    apart = mask[0] and mask[1] and large
+    if grad.device.type != "cpu" or not (mask[2] or apart):
+        return NotImplemented
+
+    def gradients(*wanted: bool) -> Any:
+        return torch.ops.aten.convolution_backward.default(grad, x, weight, bias, *more, [*wanted, False])
+
+    sums = grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+    if apart:
+        return gradients(True, False)[0], gradients(False, True)[1], sums
+    rest = gradients(mask[0], mask[1]) if mask[0] or mask[1] else (None, None)
+    return rest[0], rest[1], sums
+
+
+def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    """Dropout whose mask is ATen's and whose product is ours: it draws from the generator as eager does.
+
+    On a GPU eager has one kernel for both, which draws other numbers than one for the mask alone: that is left whole.
+    So is what lies otherwise than row by row, since `bernoulli` draws for rows, and eager for how the argument lies.
+    """
+    if not train or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if p == 1:
+        return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    if x.device.type != "cpu" or not compat.sizes.is_known_contiguous(x):
+        return NotImplemented
+    mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
+    return x * mask * (1 / (1 - p)), mask
+
+
+def nll_loss_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """Every class asks whether it is the target: no scatter, no bounds to check again (the forward did), and zeros
+
+    where it is not, also if the gradient is infinite. A row's sum of this is one element of it.
+    """
+    dim = 0 if x.dim() < 2 else 1
+    if reduction == _MEAN:
+        grad = grad / total_weight
+    if x.dim() == 1 and target.dim() > 0:
+        target = target[0]
+    along = [-1 if d == dim else 1 for d in range(x.dim())]
+    if x.dim() > grad.dim() > 0:
+        grad = grad.unsqueeze(dim)
+    target = target.unsqueeze(dim)
+    if weight is not None:
+        grad = grad * weight.view(along)
+    value = torch.where(target != ignore_index, -grad, 0)
+    classes = torch.arange(x.shape[dim], device=x.device).view(along)
+    return torch.where(classes == target, value, 0).to(x.dtype)
+
+
+_MEAN = 1
+"""torch.nn.functional's reduction="mean", as ATen counts."""

@@ -1,0 +1,213 @@
+"""Lazy tensors: a shape, a dtype and a function that traces one element into a loop body; views compose index maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from dcompile.codegen.lower.loop_builder import Body, Coords
+from dcompile.codegen.lower.symbolic.shapes import Inexpressible
+from dcompile.codegen.lower.symbolic.strides import (
+    Shape,
+    affine_strides,
+    contiguous,
+    ranges_of,
+    same_layout,
+    variables,
+)
+from dcompile.ir.index import ZERO, Size, as_index, flatten, is_below, is_nonnegative, modulo, size_product
+from dcompile.ir.nodes import Apply, Const, IndexOf, Ref, View
+from dcompile.ir.ops import OPS
+
+At = Callable[[Body, Coords], Ref]
+Remap = Callable[[Body, Coords], Coords]
+
+MAX_OPS = 64
+"""Operations inlined into one body before a value is stored: beyond this, compile time and registers suffer."""
+MAX_LOADS = 16
+"""Distinct loads inlined into one body: a row's working set should stay in L1."""
+
+SLIGHT = 8
+"""Additions that one element may cost to be worked out in every row that reads it, which spares a kernel."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class T:
+    """A tensor of the graph. `view` is set if its elements lie in a buffer, `strides` is how torch would lay it out.
+
+    `ops`, `loads` and `heavy` (transcendental or division) estimate what inlining one element costs. A view of a lazy
+    tensor keeps its `base` and how to view it `again`, so that the base can be stored instead. A stored one keeps what
+    it was `made` from, for readers of a few elements, and `sources` are all buffers that making it anew would read.
+    What reads no memory, such as a range, is computed where its readers are, but stored on torch's `device` for it.
+    """
+
+    shape: Shape
+    dtype: str
+    at: At
+    view: View | None = None
+    strides: Shape = ()
+    ops: int = 0
+    loads: int = 1
+    heavy: bool = False
+    reads: frozenset[str] = frozenset()
+    base: T | None = None
+    again: Callable[[T], T] | None = field(default=None, repr=False)
+    made: T | None = None
+    sources: frozenset[str] = frozenset()
+    device: str | None = None
+
+    @property
+    def is_cheap(self) -> bool:
+        """Cheaper to compute again than to store and load."""
+        return self.loads <= 1 and self.ops <= 2 and not self.heavy
+
+    @property
+    def numel(self) -> Size:
+        return size_product(self.shape)
+
+
+def from_view(view: View, dtype: str) -> T:
+    """The tensor that lies in a buffer."""
+    shape, strides = view.shape, view.strides
+    offset = as_index(view.offset)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        return body.load(view.buffer, flatten(coords, strides) + offset, dtype)
+
+    reads = frozenset((view.buffer,))
+    return T(shape, dtype, at, view, strides, reads=reads, sources=reads)
+
+
+def constant(value: bool | int | float, shape: Shape, dtype: str) -> T:
+    """A tensor filled with one number."""
+    return T(shape, dtype, lambda body, _: body.const(value, dtype), strides=contiguous(shape), loads=0)
+
+
+def remapped(base: T, shape: Shape, remap: Remap) -> T:
+    """`base` seen through a map from coordinates in `shape` to its own. Strided looks at a buffer stay so."""
+    view = None if base.view is None else _view_through(base.view, shape, remap)
+    if view is not None:
+        seen = from_view(view, base.dtype)
+        return (
+            seen if base.made is None else replace(seen, made=remapped(base.made, shape, remap), sources=base.sources)
+        )
+    return T(
+        shape,
+        base.dtype,
+        lambda body, coords: body.trace(base, remap(body, coords)),
+        strides=contiguous(shape),
+        ops=base.ops,
+        loads=base.loads,
+        heavy=base.heavy,
+        reads=base.reads,
+        sources=base.sources,
+        base=base,
+        again=lambda stored: remapped(stored, shape, remap),
+    )
+
+
+def _view_through(view: View, shape: Shape, remap: Remap) -> View | None:
+    if 0 in shape:
+        return View(view.buffer, shape, contiguous(shape), view.offset)
+    body = Body(ranges_of("i", shape))
+    index = flatten(remap(body, variables("i", shape)), view.strides) + view.offset
+    found = affine_strides(index, shape)
+    return None if found is None else View(view.buffer, shape, *found)
+
+
+def computed(shape: Shape, dtype: str, at: At, args: tuple[T, ...], *, ops: int = 1, heavy: bool = False) -> T:
+    """A lazy tensor made from `args`."""
+    return T(
+        shape,
+        dtype,
+        at,
+        strides=contiguous(shape),
+        ops=ops + sum(arg.ops for arg in args),
+        loads=sum(arg.loads for arg in args),
+        heavy=heavy or any(arg.heavy for arg in args),
+        reads=frozenset().union(*(arg.reads for arg in args)),
+        sources=frozenset().union(*(arg.sources for arg in args)),
+    )
+
+
+def broadcast(tensor: T, shape: Shape) -> T:
+    """`tensor` expanded to `shape` by the usual rules."""
+    if tensor.shape == shape:
+        return tensor
+    lead = len(shape) - len(tensor.shape)
+    kinds = [_expanded(size, wanted) for size, wanted in zip(tensor.shape, shape[lead:], strict=True)]
+
+    def remap(_: Body, coords: Coords) -> Coords:
+        places = zip(tensor.shape, kinds, coords[lead:], strict=True)
+        return tuple(ZERO if kind else modulo(c, size, {}) if kind is None else c for size, kind, c in places)
+
+    return remapped(tensor, shape, remap)
+
+
+def _expanded(size: Size, wanted: Size) -> bool | None:
+    """Whether a size is 1 and read over and over; None if only a call can tell, where the remainder by it is right.
+
+    torch has found the sizes to go together, so what is not 1 is equal, in whatever words.
+    """
+    if size == 1:
+        return True
+    if isinstance(size, int) and isinstance(wanted, int) and size != wanted:
+        raise Inexpressible(f"a size of {size} where {wanted} is wanted")
+    return False if size == wanted or is_nonnegative(as_index(size) - 2, {}) else None
+
+
+def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
+    """The shape that tensors of these shapes are expanded to together."""
+    rank = max(map(len, shapes))
+    result: list[Size] = []
+    for places in zip(*((*(1,) * (rank - len(shape)), *shape) for shape in shapes), strict=True):
+        others = dict.fromkeys(size for size in places if size != 1)
+        if len(others) > 1:
+            raise Inexpressible(f"which of {', '.join(map(str, others))} is 1")
+        result.append(next(iter(others), 1))
+    return tuple(result)
+
+
+def is_within(tensor: T, low: Size, high: Size) -> bool:
+    """Is this an index expression of its coordinates, such as arange, known to be in [low, high)?"""
+    if tensor.loads or 0 in tensor.shape:
+        return False
+    body = Body(ranges_of("i", tensor.shape))
+    value = body.values[body.trace(tensor, variables("i", tensor.shape))]
+    if isinstance(value, Const):
+        index = as_index(int(value.value))
+    elif isinstance(value, IndexOf):
+        index = value.index
+    else:
+        return False
+    return is_nonnegative(index - low, body.ranges) and is_below(index, high, body.ranges)
+
+
+def constant_of(tensor: T) -> bool | int | float | None:
+    """The number that all elements are, if that is known."""
+    if tensor.loads or 0 in tensor.shape:
+        return None
+    body = Body(ranges_of("i", tensor.shape))
+    value = body.values[body.trace(tensor, variables("i", tensor.shape))]
+    return value.value if isinstance(value, Const) else None
+
+
+def is_slight(tensor: T) -> bool:
+    """Is it one element, made by few additions, or one division, of what is in memory?"""
+    if tensor.numel != 1 or tensor.ops > SLIGHT or tensor.loads > 2:
+        return False
+    body = Body(ranges_of("i", tensor.shape))
+    body.trace(tensor, variables("i", tensor.shape))
+    return sum(OPS[value.op].cost for value in body.values if isinstance(value, Apply)) <= SLIGHT
+
+
+def laid_out_as(tensor: T, strides: Shape) -> bool:
+    """In memory already, with these strides."""
+    if tensor.view is None:
+        return False
+    return same_layout(tensor.shape, tensor.view.strides, strides)
+
+
+def fresh(tensor: T) -> T:
+    """The same elements as a tensor of its own: stored, it shares no memory with what it is made from."""
+    return computed(tensor.shape, tensor.dtype, lambda body, coords: body.trace(tensor, coords), (tensor,), ops=0)

@@ -1,0 +1,415 @@
+"""Library calls: the ops that are ATen's on purpose, and the generic call for everything that has no rule."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dcompile import compat
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.lazy_tensor import T, from_view
+from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
+from dcompile.errors import DcompileError
+from dcompile.ir.nodes import OBJECT, Extern, View
+
+PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+"""Calls that write where we say (mode `out`)."""
+
+LIBRARY = frozenset(
+    f"aten.{name}"
+    for name in (
+        # convolution, attention, matrix products
+        "convolution", "convolution_backward", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward", "_scaled_mm", "_grouped_mm", "_int_mm", "addbmm", "_trilinear",
+        # choosing the largest among overlapping windows, with its position
+        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "max_pool3d_with_indices",
+        "max_pool3d_with_indices_backward",
+        # sorting, searching, counting: results whose size or place no loop knows beforehand
+        "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "searchsorted", "bucketize", "unique_dim",
+        "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
+        "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
+        "repeat_interleave",
+        # room without values, where elements lie apart or on top of one another
+        "empty_strided", "new_empty_strided",
+        # places that depend on how many came before: a scan over the whole tensor, on one thread
+        "masked_scatter", "masked_scatter_backward",
+        # random generators, as eager draws from them
+        "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal",
+        "normal_functional", "uniform", "exponential", "geometric", "log_normal", "cauchy", "random", "multinomial",
+        "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise",
+        "rrelu_with_noise_functional",
+        # linear algebra
+        "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr", "lu_unpack", "triangular_solve",
+        "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex",
+        "linalg_eig",
+        "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
+        "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_qr",
+        "linalg_solve_triangular",
+        # checks on numbers of the host program
+        "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
+        # Fourier transforms
+        "_fft_c2c", "_fft_c2r", "_fft_r2c",
+        # checks that raise
+        "_assert_async", "_linalg_check_errors",
+    )
+) | {"dcompile_grouped.mm", "dcompile_grouped.outer", "dcompile_grouped.ends"}  # fmt: skip
+"""Packets that are better left to the library: no loop of ours is wanted for them, and none counts as a fallback."""
+
+WITH_EFFECTS = "higher_order.with_effects"
+"""with_effects(token, op, *args): keeps calls that may raise in order; what counts is the op inside."""
+
+CALL = "dcompile.call"
+"""call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries.
+
+The function returns a tensor, or a tuple of several: without a schema, nothing tells a tuple of one from what is in it.
+"""
+
+SET_DATA = "dcompile.set_data"
+"""set_data(tensor, source, copies): one of these, of a source that may lie in memory which the program uses again."""
+
+
+class Unsupported(DcompileError):
+    """This graph cannot be expressed as loops (it changes an intermediate in place); `lower` leaves it to ATen."""
+
+
+def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The node as a library call; its result lies in memory."""
+    target, value = node.target, node.meta.get("val")
+    op, packet = op_text(target), op_text(target).rpartition(".")[0]
+    if op in PLACED and isinstance(value, torch.Tensor) and low.has(opaque_shape(value)[0]):
+        return _placed(low, op, value, args, kwargs)
+    if is_in_place(target):
+        return _in_place(low, node, args, kwargs)
+    if op == WITH_EFFECTS:
+        packet = op_text(args[1]).rpartition(".")[0]
+    if op in compat.storage_offsets.FROM_STORAGE:
+        args = [_in_its_storage(low, node, args[0]), *args[1:]]
+    fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
+    aliasing = returns_alias(target)
+    if aliasing and _is_returned_look(low, node, args):
+        if (look := _strided_look(low, op, value, args)) is not None:
+            return look
+        aliasing = False
+    elif op in COMPUTING and not isinstance(args[0], T) and isinstance(value, torch.Tensor):
+        # of a number: the backward of a product with one of Python's
+        op, kwargs = "aten.scalar_tensor.default", {"dtype": value.dtype, "device": value.device}
+        args, aliasing = [_computed(str(target), args[0])], False
+    elif aliasing and (copying := copying_variant(target)) is not None:
+        op, aliasing = copying, False
+    outs, result = name_results(low, value, node)
+    if returns_one_in_a_tuple(node) or _is_nested(node) or any(has_no_text(arg) for arg in (*args, *kwargs.values())):
+        function, inputs = _bound(low, node)
+        low.extern(CALL, [function, *inputs], outs, fallback=fallback, effect=True)
+        return result
+    low.extern(op, args, outs, kwargs=kwargs, fallback=fallback, effect=has_effect(node))
+    return _own_memory(low, outs, result) if aliasing else result
+
+
+def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
+    """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies.
+
+    Where sizes are fixed, on the way from the input too, it makes such views anew by itself.
+    """
+    base = args[0] if args else None
+    of_input = isinstance(base, T) and base.view is not None and base.view.buffer in low.inputs
+    return of_input and _is_only_returned(node) and _has_symbols(node)
+
+
+def _has_symbols(view: Node) -> bool:
+    """Whether there is a symbol in how a view lies, or in what it is a view of."""
+    of: Any = view
+    while isinstance(of, Node) and not is_symbolic(of.meta.get("val")):
+        of = of.args[0] if of.op == "call_function" else None
+    return isinstance(of, Node)
+
+
+def _is_only_returned(node: Node) -> bool:
+    """Whether nobody but the caller gets a view or looks at it."""
+    return all(
+        user.op == "output" or (getattr(user.target, "is_view", False) and _is_only_returned(user))
+        for user in node.users
+    )
+
+
+def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> T | None:
+    """The view that `as_strided` makes of an input from where that begins; torch checks its bounds when it is made."""
+    shape, strides = opaque_shape(value)
+    if op != "aten.as_strided.default" or len(args) > 3 or not low.has((*shape, *strides)):
+        return None
+    assert args[0].view is not None
+    return from_view(View(args[0].view.buffer, shape, strides, args[0].view.offset), args[0].dtype)
+
+
+def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+    # any strided operand will do: a transposed or sliced one needs no copy
+    views = [low.memory(arg).view if isinstance(arg, T) else arg for arg in args]
+    view = low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value))
+    low.extern(op, views, [view.buffer], kwargs=kwargs, mode="out")
+    return from_view(view, dtype_name(value.dtype))
+
+
+def _in_its_storage(low: Lowering, node: Node, tensor: T) -> T:
+    """`tensor` where its storage starts as in eager's: what the program makes may lie anywhere in the arena."""
+    if tensor.view is not None and tensor.view.buffer in low.inputs:
+        return tensor  # a view of the caller's own tensor
+    around = (
+        compat.storage_offsets.storage_input(node, scattered=True) if compat.storage_offsets.has_offset(node) else None
+    )
+    if around is not None and compat.storage_offsets.is_part(around.meta["val"]):
+        raise Unsupported(f"dcompile: {node.target} looks at what lies around an input")
+    fake = node.args[0].meta["val"]  # type: ignore[union-attr]
+    # fewer bytes than the storage has: by way of `as_strided` of an input, say, which is a copy here, and ends there
+    at_start = isinstance(offset := fake.storage_offset(), int) and offset == 0
+    if not (at_start and is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes):
+        raise Unsupported(f"dcompile: {node.target} looks at the storage behind a slice")
+    view = low.exact(tensor)
+    out = low.buffer(tensor.shape, tensor.dtype, strides_of(fake), f"{view.buffer}_storage")
+    low.extern("aten.clone.default", [view], [out.buffer])
+    return from_view(out, tensor.dtype)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Every element of the memory from the tensor's first to its last is one of its own, and only one."""
+    if not compat.sizes.is_fixed(value):
+        return False  # not known before it runs
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
+
+
+def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
+    """The node as a function among the constants, and its arguments."""
+    fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], Fixed)}
+    name = f"{node.name}_function"
+    low.constants[name] = _flex(low, node, fixed) or calling(node, fixed)
+    low.inputs[name] = None
+    return low.buffer((), OBJECT, name=name), [low.values[n] for n in node.all_input_nodes if n not in fixed]
+
+
+def _flex(low: Lowering, node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | None:
+    """FlexAttention as TorchInductor compiles it, and a note of it; None for other calls, and where it cannot."""
+    if not compat.inductor.is_flex(node.target):
+        return None
+    found = compat.inductor.compiled_flex(node, fixed)
+    how = (
+        f"computes all scores, as in eager mode ({found})"
+        if isinstance(found, str)
+        else "runs as TorchInductor's kernel"
+    )
+    low.declined.append(f"{node.target} {how}: there is no rule for it yet")
+    return None if isinstance(found, str) else found
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """An attribute of the graph module that is no tensor: a graph, for example."""
+
+    value: Any
+
+
+def calling(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
+    """The node as a function of the values of its input nodes, less those in `fixed`."""
+    target: Any = node.target
+    inputs = [n for n in node.all_input_nodes if n not in fixed]
+    args, kwargs, unpacked, nested = node.args, node.kwargs, returns_one_in_a_tuple(node), _is_nested(node)
+
+    def call(*values: Any) -> Any:
+        given = dict(zip(inputs, values, strict=True)) | fixed
+        filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
+        result = target(*filled[0], **filled[1])
+        if nested:
+            return tuple(_leaves(result))
+        return result[0] if unpacked else result
+
+    return call
+
+
+def returns_one_in_a_tuple(node: Node) -> bool:
+    """A call without a schema, such as torch.cond of branches with one result, that returns it in a tuple."""
+    value = node.meta.get("val")
+    return isinstance(value, (tuple, list)) and len(value) == 1 and not hasattr(node.target, "_schema")
+
+
+def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A call that changes inputs of the graph in place."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(name) for name in written_names(schema)]
+    tensors = [t for item in written for t in (item if isinstance(item, list) else [item]) if isinstance(t, T)]
+    views = [tensor.view for tensor in tensors]
+    if any(view is None or view.buffer not in low.inputs for view in views) or any(
+        a.alias_info is None for a in schema.returns
+    ):
+        raise Unsupported(f"dcompile: {node.target} changes a tensor that is not an input of the graph")
+    names = list(dict.fromkeys(view.buffer for view in views if view is not None))
+    for name in names:
+        low.keep_before_overwrite(name, low.position)
+    op = op_text(node.target)
+    if op in compat.storage_offsets.GIVES_DATA:
+        was = [(view.shape, view.strides, tensor.dtype) for view, tensor in zip(views, tensors, strict=True) if view]
+        if [(*opaque_shape(node.meta["val"]), dtype_name(node.meta["val"].dtype))] != was:
+            raise Unsupported(f"dcompile: {node.target} gives an input another shape, dtype or other strides")
+        op, args = SET_DATA, [*args, _is_made(low, node, args[1])]
+    low.extern(op, args, names, kwargs=kwargs, mode="mutate", fallback=True, effect=True)
+    if op == SET_DATA:
+        step, source = low.steps[-1], node.args[1]
+        assert isinstance(step, Extern) and isinstance(source, Node)
+        low.data_given.append((step, compat.tensors.storage_key(source.meta["val"])))
+    if not schema.returns:
+        return None
+    return tensors[0] if len(schema.returns) == 1 else tuple(tensors)
+
+
+def _is_made(low: Lowering, node: Node, source: T) -> bool:
+    """Whether what becomes a tensor's data is made by the program, rather than (part of) an input."""
+    if source.view is None or source.view.buffer not in low.inputs:
+        return True
+    earlier = [step for step in low.steps if isinstance(step, Extern) and step.op == SET_DATA]
+    if any(source.view.buffer in step.outs for step in earlier):
+        raise Unsupported(f"dcompile: {node.target} takes what an input was before it got other memory")
+    return False
+
+
+def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None], Any]:
+    """Buffers for what a call returns: names, None where nothing reads it, and the tensors."""
+    if isinstance(value, torch.Tensor):
+        tensor = low.result(value, node.name)
+        return [_name(tensor)], tensor
+    if value is None:
+        if node.users:
+            raise Unsupported(f"dcompile: {node.target} has a result that tracing did not describe")
+        return [], None
+    if not isinstance(value, (tuple, list)):
+        return [], value
+    if _is_nested(node) and hasattr(node.target, "_schema"):
+        raise Unsupported(f"dcompile: {node.target} returns lists inside a tuple")
+    used = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    outs: list[str | None] = []
+
+    def named(item: Any, name: str, is_used: bool) -> Any:
+        if isinstance(item, (tuple, list)):
+            return [named(part, f"{name}_{place}", is_used) for place, part in enumerate(item)]
+        kept = low.result(item, name) if isinstance(item, torch.Tensor) and is_used else None
+        outs.append(None if kept is None else _name(kept))
+        return item if kept is None and not isinstance(item, torch.Tensor) else kept
+
+    return outs, [named(item, f"{node.name}_{number}", number in used) for number, item in enumerate(value)]
+
+
+def _is_nested(node: Node) -> bool:
+    """Whether a call returns tuples in a tuple."""
+    value = node.meta.get("val")
+    return isinstance(value, (tuple, list)) and any(isinstance(item, (tuple, list)) for item in value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
+    """Copies of results that look at the call's arguments: those may be overwritten while the results live."""
+    if isinstance(result, list):
+        return [_own_memory(low, outs, item) for item in result]
+    if not isinstance(result, T):
+        return result
+    assert result.view is not None
+    name = _name(result)
+    out = low.buffer(result.shape, result.dtype, result.view.strides, f"{name}_copy", low.device_of(result))
+    low.extern("aten.clone.default", [result.view], [out.buffer])
+    return from_view(out, result.dtype)
+
+
+def _name(tensor: T) -> str:
+    assert tensor.view is not None
+    return tensor.view.buffer
+
+
+def op_text(target: Any) -> str:
+    """What the emitter calls: `aten.mm.default`, `higher_order.cond`, `operator.mul`, `torch.sym_max`."""
+    if hasattr(target, "_schema"):
+        return str(target)
+    if hasattr(target, "namespace"):
+        return f"{target.namespace}.{target}"
+    module = getattr(target, "__module__", None) or "builtins"
+    return f"{module.lstrip('_')}.{getattr(target, '__name__', target)}"
+
+
+def is_in_place(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and (bool(schema.is_mutable) or compat.storage_offsets.resizes(target))
+
+
+def written_names(schema: Any) -> list[str]:
+    """Arguments that a call changes; one that frees or makes a tensor's memory does, though its schema says nothing."""
+    if schema.name == compat.storage_offsets.RESIZE:
+        return [schema.arguments[0].name]
+    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """Nodes that a call overwrites, if those are all that it returns, and return as they were (squeeze_ does not)."""
+    schema = getattr(node.target, "_schema", None)
+    if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+        return []
+    if schema is None or not schema.is_mutable or any(result.alias_info is None for result in schema.returns):
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    written = [given.get(name) for name in written_names(schema)]
+    return [n for item in written for n in (item if isinstance(item, (tuple, list)) else [item]) if isinstance(n, Node)]
+
+
+def returns_alias(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+COMPUTING = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
+"""Views that change values when they are read -> what computes them, into the same layout."""
+
+
+def _computed(op: str, number: complex) -> complex:
+    return number.conjugate() if op == "aten._conj.default" else -number
+
+
+def copying_variant(target: Any) -> str | None:
+    """`aten.view_copy.dtype` for `aten.view.dtype`, if there is one."""
+    if str(target) in COMPUTING:
+        return COMPUTING[str(target)]
+    namespace, name, overload = str(target).split(".")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_copy", None)
+    return f"{namespace}.{name}_copy.{overload}" if packet is not None and overload in packet.overloads() else None
+
+
+def has_effect(node: Node) -> bool:
+    """Touches more than its results: random numbers, collectives, assertions, in-place operations."""
+    target: Any = node.target
+    tags = getattr(target, "tags", ())
+    return bool(
+        "c10d" in op_text(target)
+        or torch.Tag.nondeterministic_seeded in tags
+        or node.meta.get("val") is None
+        or is_in_place(target)
+        or node.is_impure()
+    )
+
+
+def has_no_text(arg: Any) -> bool:
+    """An argument that cannot be written down in a program."""
+    if isinstance(arg, (tuple, list)):
+        return any(has_no_text(item) for item in arg)
+    return isinstance(arg, (dict, torch.nn.Module, slice, Fixed)) or (
+        isinstance(arg, Callable) and not hasattr(arg, "_schema")  # type: ignore[arg-type]
+        and not isinstance(arg, (T, View, torch.dtype))
+    )  # fmt: skip

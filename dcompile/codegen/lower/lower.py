@@ -1,0 +1,385 @@
+"""From an FX graph of functional ATen ops to a program of unfused steps: one node after another, in graph order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+from dcompile.codegen.lower import all_aten
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.dtypes import fits_a_loop
+from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, T, constant, from_view, is_slight
+from dcompile.codegen.lower.library_calls import Fixed, Unsupported, call_library
+from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
+from dcompile.codegen.lower.provenance import origin_of
+from dcompile.codegen.lower.registry import RULES
+from dcompile.codegen.lower.rules import gemv
+from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, overwrite_input, put_in_place
+from dcompile.codegen.lower.rules.set_data import with_shared_data
+from dcompile.codegen.lower.rules.slice_scatter_chains import find_assembled, read_from
+from dcompile.codegen.lower.symbolic.constants import numbers_of
+from dcompile.codegen.lower.symbolic.floats import Real
+from dcompile.codegen.lower.symbolic.ints import scalar
+from dcompile.codegen.lower.symbolic.shapes import Inexpressible, is_symbolic, opaque_shape, size_of, variables_of
+from dcompile.codegen.lower.symbolic.strides import same_layout
+from dcompile.ir.index import Index, Size, as_index, as_size, typical, var
+from dcompile.ir.nodes import PART, Program, View
+from dcompile.ir.ops import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A program and the values of its last inputs: tensors that the graph module itself holds, by input name.
+
+    `declined` says why calls were left to the library that would have become loops, were it not for their sizes.
+    """
+
+    program: Program
+    constants: dict[str, Any] = field(default_factory=dict)
+    declined: tuple[str, ...] = ()
+
+
+def lower(
+    gm: GraphModule,
+    name: str,
+    grads: tuple[tuple[int, int], ...] = (),
+    *,
+    aten: bool = False,
+    own_rows: bool = True,
+    deterministic: bool = False,
+    saved_from: int | None = None,
+) -> Lowered:
+    """The program of `gm`; with `aten` every op is a library call, and results are bit-identical to running `gm`.
+
+    Without `own_rows`, products of one row with a matrix are library calls as all others are. With `deterministic`, no
+    sum's order is left to chance. From result `saved_from` on, results are what a forward saves for its backward.
+
+    Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
+    """
+    if aten:
+        return Lowered(*all_aten.lower(gm, name, grads))
+    try:
+        walk = _Walk(gm, name, saved_from)
+        walk.low.own_rows, walk.low.deterministic = own_rows, deterministic
+        return walk.run(grads)
+    except (Unsupported, Inexpressible) as reason:
+        return Lowered(*all_aten.lower(gm, name, grads, because=str(reason)))
+
+
+def kind_of(node: Node) -> Kind:
+    """How a node takes its arguments."""
+    if node.target is operator.getitem:
+        return "view"
+    if str(node.target) in OVERWRITES:
+        return "loop"
+    rule = RULES.get(str(node.target)) if node.op == "call_function" else None
+    return rule.kind if rule is not None else "memory"
+
+
+class _Walk:
+    """One pass over the nodes of a graph."""
+
+    def __init__(self, gm: GraphModule, name: str, saved_from: int | None) -> None:
+        self.gm, self.saved_from = gm, saved_from
+        self.low = Lowering(name)
+        self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
+        self.numbers = numbers_of(gm)
+        self.assembled = find_assembled(gm.graph)
+        self.values: dict[Node, Any] = self.low.values
+        self.arguments: list[str] = []
+        self.storages: set[int] = set()
+        """What the (fake) inputs lie in."""
+
+    def run(self, grads: tuple[tuple[int, int], ...]) -> Lowered:
+        outputs: tuple[Any, ...] = ()
+        for position, node in enumerate(self.gm.graph.nodes):
+            self.low.position, self.low.node = position, node.name
+            match node.op:
+                case "placeholder":
+                    self.values[node] = self._placeholder(node)
+                case "get_attr" if all(user in self.numbers for user in node.users):
+                    pass  # a number in the texts of kernels
+                case "get_attr":
+                    self.values[node] = self._attribute(node)
+                case "call_function" if node in self.numbers:
+                    number = constant(self.numbers[node], (), dtype_name(node.meta["val"].dtype))
+                    self.values[node] = self._settled(node, number)
+                case "call_function" if node in self.assembled.needless:
+                    pass
+                case "call_function":
+                    self.low.origin = origin_of(node)
+                    self.values[node] = self._settled(node, self._lowered(node))
+                case "output":
+                    outputs = self._outputs(node)
+                case _:
+                    raise Unsupported(f"dcompile: a node of kind {node.op}")
+        low = self.low
+        returned: Any = self.gm.graph.output_node().args[0]
+        steps = with_shared_data(low, returned, outputs[: self.saved_from])
+        inputs = (*self.arguments, *low.constants)
+        sizes = tuple(low.given.items())
+        buffers = tuple(low.buffers.values())
+        program = Program(low.name, inputs, outputs, buffers, steps, grads, sizes=sizes, parts=tuple(self._parts()))
+        return Lowered(program, low.constants, tuple(dict.fromkeys(low.declined)))
+
+    def _parts(self) -> Iterator[tuple[str, int]]:
+        for node in self.gm.graph.nodes:
+            number = (node.meta.get("custom") or {}).get(PART)
+            in_backward = node.meta.get("partitioner_tag") == "is_backward"  # noted as its forward operation was
+            if number is not None and not in_backward and node.name in self.low.buffers:
+                yield node.name, number
+
+    # --- inputs and outputs ---
+
+    def _placeholder(self, node: Node) -> Any:
+        """An argument of the graph: a tensor, or a number that sizes are made of."""
+        value: Any = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            self.arguments.append(node.name)
+            self.storages.add(compat.tensors.storage_key(value))
+            return self._input(node.name, value)
+        if not isinstance(value, torch.SymInt):
+            raise Unsupported(f"dcompile: input {node.name} is a {type(value).__name__}, not a tensor")
+        size = as_index(size_of(value))
+        name = str(size)
+        if size != var(name) or name in self.arguments:
+            self.low.given[node.name] = size
+            name = node.name
+        self.low.known |= size.variables
+        self.arguments.append(name)
+        return as_size(size)
+
+    def _input(self, name: str, value: torch.Tensor) -> T:
+        self.low.device = value.device.type
+        view = self.low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value), name)
+        self.low.inputs[view.buffer] = None
+        self.low.known |= variables_of((*view.shape, *view.strides))
+        return from_view(view, dtype_name(value.dtype))
+
+    def _attribute(self, node: Node) -> Any:
+        value = operator.attrgetter(str(node.target))(self.gm)
+        if not isinstance(value, torch.Tensor):
+            return Fixed(value)
+        self.low.constants[node.name] = value
+        return self._input(node.name, value)
+
+    def _outputs(self, node: Node) -> tuple[View | Index | int | float | bool | None, ...]:
+        returned: Any = node.args[0]
+        result: list[View | Index | int | float | bool | None] = []
+        for place, item in enumerate(returned if isinstance(returned, (tuple, list)) else (returned,)):
+            value = self.values[item] if isinstance(item, Node) else item
+            if isinstance(value, T):
+                self.low.node = item.name if isinstance(item, Node) else "output"
+                result.append(view := self.low.exact(value))
+                self._check_alias(item, view)
+                if self.saved_from is not None and place >= self.saved_from:
+                    self._check_layout(value, view)
+            elif isinstance(value, Real):
+                result.append(self.low.number(value))
+            else:
+                result.append(value)
+        return tuple(result)
+
+    def _check_alias(self, item: Any, view: View) -> None:
+        """What shares memory with an input in eager has to do so here: AOTAutograd reads off where in it it lies.
+
+        Where sizes are fixed it builds such views anew by itself.
+        """
+        fake = item.meta.get("val") if isinstance(item, Node) else None
+        if view.buffer in self.low.inputs or not isinstance(fake, torch.Tensor) or not is_symbolic(fake):
+            return
+        if compat.tensors.storage_key(fake) in self.storages:
+            raise Unsupported(f"dcompile: {item.target} returns a part of an input, and where it lies is not known")
+
+    def _check_layout(self, value: T, view: View) -> None:
+        """Kernels of the backward read what is saved where tracing says that it lies: elsewhere is other memory."""
+        if value.dtype in DTYPES and not same_layout(view.shape, view.strides, value.strides):
+            raise Unsupported(f"dcompile: {self.low.node} is to be saved with strides that cannot be told apart")
+
+    # --- one node ---
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Node):
+            return self.values[arg]
+        if isinstance(arg, (tuple, list)):
+            return [self._argument(item) for item in arg]
+        return arg
+
+    def _lowered(self, node: Node) -> Any:
+        if (whole := self.assembled.whole.get(node)) is not None:
+            assert whole.source is not None, "what is whole is read from somewhere"
+            return read_from(self.low, node.meta["val"], self.values[whole.source], whole.lines)
+        args = [self._argument(arg) for arg in node.args]
+        kwargs = {key: self._argument(value) for key, value in node.kwargs.items()}
+        if node.target is operator.getitem:
+            if not isinstance(args[0], (tuple, list)):
+                raise Unsupported(f"dcompile: {node.args[0]} has no parts that tracing knows")
+            return args[0][args[1]]
+        args = _in_order(node.target, args, kwargs)
+        value: Any = node.meta.get("val")
+        if value is None and node.users:  # what saves and restores the generator's state around a checkpointed layer
+            raise Unsupported(f"dcompile: tracing did not say what {node.target} returns")
+        if compat.sizes.invents_sizes(node.target):
+            raise Unsupported(f"dcompile: tracing made up the size of what {node.target} returns")
+        self.low.device = _device_of(value) or self.low.device
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return scalar(self.low, node, value, args, kwargs)
+        if str(node.target) in OVERWRITES:
+            return overwrite_input(self.low, value, args[0], *map(self._brought, args[1:]))
+        if (put := put_in_place(self.low, node, args)) is not None:
+            return put
+        rule = None if _looks_behind_a_slice(node) else RULES.get(str(node.target))
+        if rule is not None and fits_a_loop(node.target, value, args):
+            try:
+                self._require_known(value, args)
+                result = rule.lower(self.low, value, *self._small([self._brought(arg) for arg in args]), **kwargs)
+                if result is not NotImplemented:
+                    return result
+            except Inexpressible as reason:
+                if str(node.target) not in gemv.RULES:  # most of those are the library's anyway
+                    self.low.declined.append(f"{node.target} is left to the library: {reason}")
+        elif rule is not None and rule.kind == "view" and _is_strided(value):
+            try:
+                result = rule.lower(self.low, value, *args, **kwargs)
+                if result is not NotImplemented and _in_memory(result):
+                    return result  # a look at memory asks for no loop, so the dtype may be any
+            except Inexpressible as reason:
+                self.low.declined.append(f"{node.target} is left to the library: {reason}")
+        return call_library(self.low, node, args, kwargs)
+
+    def _brought(self, arg: Any) -> Any:
+        """An argument of a loop on the device of its result."""
+        if isinstance(arg, list):
+            return [self._brought(item) for item in arg]
+        return self.low.brought(arg, self.low.device) if isinstance(arg, T) else arg
+
+    def _require_known(self, value: Any, args: Any) -> None:
+        """Raise Inexpressible unless every size is known: by the arguments, or by a library call before this one."""
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, torch.Tensor):
+                self._require_sizes(shape_of(item))
+        for arg in args:
+            if isinstance(arg, T):
+                self._require_sizes(arg.shape)
+            elif isinstance(arg, list):
+                self._require_known(None, arg)
+            elif isinstance(arg, Index):
+                self._require_sizes((arg,))
+
+    def _require_sizes(self, sizes: tuple[Size, ...]) -> None:
+        unknown = variables_of(sizes) - self.low.known - self.low.told
+        if unknown:
+            raise Inexpressible(f"the size {', '.join(sorted(unknown))} is known only after a library call")
+
+    def _small(self, args: list[Any]) -> list[Any]:
+        """The arguments, the largest of them stored until what is inlined into one body stays within limits."""
+        lazy = [arg for item in args for arg in (item if isinstance(item, list) else [item]) if isinstance(arg, T)]
+        for arg in sorted(lazy, key=lambda t: -t.ops - t.loads):
+            if sum(t.ops for t in lazy) <= MAX_OPS and sum(t.loads for t in lazy) <= MAX_LOADS:
+                break
+            if arg.view is None:
+                stored = self.low.memory(arg)
+                lazy = [stored if t is arg else t for t in lazy]
+                args = [_replaced(item, arg, stored) for item in args]
+        return args
+
+    def _settled(self, node: Node, result: Any) -> Any:
+        """The node's value: a tensor is stored now unless it is better computed where it is used."""
+        value: Any = node.meta.get("val")
+        if isinstance(result, (tuple, list)):
+            return tuple(
+                self._torch_layout(item, fake) if isinstance(item, T) else item
+                for item, fake in zip(result, value, strict=True)
+            )
+        if not isinstance(result, T):
+            return result
+        tensor = self._torch_layout(result, value)
+        if tensor.view is None and self._is_stored(node, tensor):
+            return self.low.memory(tensor, anew=not self.uses[node].memory)
+        if tensor.view is None:
+            self.low.lazy[id(tensor)] = (tensor, self.uses[node].last)
+        return tensor
+
+    def _torch_layout(self, tensor: T, value: torch.Tensor) -> T:
+        (shape, strides), dtype = opaque_shape(value), dtype_name(value.dtype)
+        symbolic = any(isinstance(size, Index) for size in (*shape, *tensor.shape))
+        same = len(tensor.shape) == len(shape) if symbolic else tensor.shape == shape
+        assert same and tensor.dtype == dtype, f"{self.low.node}: {tensor.shape} {tensor.dtype}"
+        if tensor.shape != shape:
+            tensor = _of_equal_shape(tensor, shape)
+        if not tensor.reads and tensor.device != value.device.type:
+            tensor = replace(tensor, device=value.device.type)
+        return tensor if tensor.strides == strides else replace(tensor, strides=strides)
+
+    def _is_stored(self, node: Node, tensor: T) -> bool:
+        uses = self.uses[node]
+        if tensor.loads == 0:
+            return False  # constants and ranges: memory is made for them when a library call asks
+        if tensor.base is not None:
+            return False  # a view of something that was found worth computing where it is used
+        if uses.memory:
+            return True
+        if is_slight(tensor):
+            return False  # a row computes it once: a kernel of its own, and memory, would cost more
+        if not tensor.heavy and uses.total <= typical(tensor.numel):
+            return False
+        return not tensor.is_cheap and (uses.count > 1 or uses.numel > typical(tensor.numel))
+
+
+def _of_equal_shape(tensor: T, shape: tuple[Size, ...]) -> T:
+    """`tensor` with its sizes written as torch writes them; they are equal by a guard of torch's."""
+    if tensor.view is not None:
+        return from_view(replace(tensor.view, shape=shape), tensor.dtype)
+    return replace(tensor, shape=shape)
+
+
+def _device_of(value: Any) -> str | None:
+    """The type of the device of a tensor, or of the first of several."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, (tuple, list)):
+        return next(filter(None, map(_device_of, value)), None)
+    return None
+
+
+def _looks_behind_a_slice(node: Node) -> bool:
+    """An offset from the start of a storage whose first elements the argument leaves out."""
+    if not compat.storage_offsets.has_offset(node):
+        return False
+    around = compat.storage_offsets.storage_input(node, scattered=True)
+    if around is not None and compat.storage_offsets.is_part(around.meta["val"]):
+        return True
+    of: Any = node.args[0]
+    offset = of.meta["val"].storage_offset()
+    return not isinstance(offset, int) or offset > 0
+
+
+def _in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """`args`, and after them what was given by keyword though it has a position: taken out of `kwargs`."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not kwargs:
+        return args
+    places = [argument for argument in schema.arguments if not argument.kwarg_only]
+    last = max((n for n, argument in enumerate(places) if argument.name in kwargs), default=-1)
+    missing = places[len(args) : last + 1]
+    return args + [kwargs.pop(argument.name, argument.default_value) for argument in missing]
+
+
+def _replaced(item: Any, old: T, new: T) -> Any:
+    if isinstance(item, list):
+        return [_replaced(part, old, new) for part in item]
+    return new if item is old else item
+
+
+def _is_strided(value: Any) -> bool:
+    return all(v.layout == torch.strided for v in (value if isinstance(value, (tuple, list)) else [value]))
+
+
+def _in_memory(result: T | Sequence[T]) -> bool:
+    return all(t.view is not None for t in (result if isinstance(result, Sequence) else [result]))

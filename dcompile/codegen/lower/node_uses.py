@@ -1,0 +1,66 @@
+"""Who uses each value of an FX graph, seen through views: what decides where it is computed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch.fx import Graph, Node
+
+from dcompile.codegen.lower.symbolic.shapes import estimate
+
+Kind = Literal["view", "loop", "memory"]
+"""How an op takes its arguments: as a view of them, element by element in a loop of ours, or from memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """`count` final users, whether one of them needs memory, and the largest number of elements that one computes."""
+
+    count: int = 0
+    memory: bool = False
+    numel: int = 0
+    last: int = -1
+    """Position of the last user in the graph."""
+    total: int = 0
+    """How often elements are asked for, all users together: two halves of a tensor ask for each element once."""
+
+
+def find_uses(graph: Graph, kind_of: Callable[[Node], Kind]) -> dict[Node, Uses]:
+    """The final users of every node; a view passes its own users on to what it views."""
+    found: dict[Node, Uses] = {}
+    nodes = list(graph.nodes)
+    position = {node: number for number, node in enumerate(nodes)}
+    for node in reversed(nodes):
+        uses = [_use(user, node, kind_of(user), found, position) for user in node.users]
+        found[node] = Uses(
+            sum(use.count for use in uses),
+            any(use.memory for use in uses),
+            max((use.numel for use in uses), default=0),
+            max((use.last for use in uses), default=-1),
+            sum(use.total for use in uses),
+        )
+    return found
+
+
+def _use(user: Node, node: Node, kind: Kind, found: dict[Node, Uses], position: dict[Node, int]) -> Uses:
+    if kind == "view":
+        through = found[user]
+        numel = 0 if user.target is operator.getitem else numel_of(user.meta.get("val"))
+        last = max(through.last, position[user])
+        return Uses(through.count, through.memory, max(through.numel, numel), last, through.total)
+    # a reduction computes each element of its argument once, a pointwise op each element of its result
+    numel = max(numel_of(user.meta.get("val")), numel_of(node.meta.get("val")))
+    asked = numel_of(node.meta.get("val")) if str(user.target) == "aten.cat.default" else numel
+    return Uses(1, kind == "memory", numel, position[user], asked)
+
+
+def numel_of(value: Any) -> int:
+    """Elements of the largest tensor in a node's value."""
+    if isinstance(value, torch.Tensor):
+        return prod(map(estimate, value.shape))
+    return max(map(numel_of, value), default=0) if isinstance(value, (tuple, list)) else 0

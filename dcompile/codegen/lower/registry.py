@@ -1,0 +1,44 @@
+"""The table of all rules: ATen op to loops or views. An op that is not here is a library call."""
+
+from __future__ import annotations
+
+from dcompile.codegen.lower.rule import Rule
+from dcompile.codegen.lower.rules import (
+    avg_pool,
+    bessel,
+    concat,
+    creation,
+    embedding_backward,
+    gemv,
+    indexing,
+    max_pool,
+    padding,
+    pointwise,
+    random,
+    reductions,
+    scans,
+    scatter,
+    softmax_norms,
+    special,
+    views,
+)
+
+RULES: dict[str, Rule] = {
+    **pointwise.RULES,
+    **reductions.RULES,
+    **softmax_norms.RULES,
+    **scans.RULES,
+    **views.RULES,
+    **concat.RULES,
+    **padding.RULES,
+    **indexing.RULES,
+    **scatter.RULES,
+    **embedding_backward.RULES,
+    **avg_pool.RULES,
+    **gemv.RULES,
+    **max_pool.RULES,
+    **special.RULES,
+    **bessel.RULES,
+    **creation.RULES,
+    **random.RULES,
+}

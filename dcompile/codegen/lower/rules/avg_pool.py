@@ -1,0 +1,171 @@
+"""Rules for averages over windows: every element of the result reads its window, every gradient the windows over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.lazy_tensor import T, computed, constant, from_view
+from dcompile.codegen.lower.loop_builder import Body, Coords
+from dcompile.codegen.lower.rule import Result, Rule, opmath
+from dcompile.codegen.lower.rules.concat import below, both, not_below
+from dcompile.codegen.lower.rules.pointwise import to_dtype
+from dcompile.codegen.lower.symbolic.strides import Shape, is_dense, ranges_of, variables
+from dcompile.ir.index import Index, Size, as_index, as_size, flatten, floordiv, modulo
+from dcompile.ir.nodes import Ref, Store
+from dcompile.ir.ops import DTYPES
+
+MAX_WINDOW = 27
+"""Elements of a window that are written out one by one (3 x 3 x 3); larger windows are reductions in a loop."""
+
+
+def each(value: Any, rank: int, default: Sequence[int] | None = None) -> tuple[int, ...]:
+    """One number for each dimension; one given stands for all."""
+    given = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not given and default is not None:
+        return tuple(default)
+    return tuple(given) * rank if len(given) == 1 else tuple(given)
+
+
+def _clamped(body: Body, index: Index, low: int, high: Size) -> Ref:
+    ref = body.apply("max", body.index(index), body.const(low, "int64"))
+    return body.apply("min", ref, body.const(high, "int64"))
+
+
+class _Window:
+    """kernel, stride and padding along each of the last dimensions, and how many elements an average counts."""
+
+    def __init__(self, size: Shape, kernel: Any, stride: Any, padding: Any, include: bool, by: Any) -> None:
+        rank = len(size)
+        self.size = size
+        self.kernel = each(kernel, rank)
+        self.stride = each(stride, rank, self.kernel)
+        self.padding = each(padding, rank)
+        self.include, self.by = include, by
+
+    def divisor(self, body: Body, at: Coords, compute: str) -> Ref:
+        """How many elements the window at `at` counts."""
+        if self.by is not None:
+            return body.const(self.by, compute)
+        total = body.const(1, "int64")
+        for c, size, kernel, stride, pad in zip(at, self.size, self.kernel, self.stride, self.padding, strict=True):
+            start = c * stride - pad
+            if self.include:
+                end = body.apply("min", body.index(start + kernel), body.const(as_size(size + pad), "int64"))
+                count = body.apply("sub", end, body.index(start))
+            else:
+                count = body.apply("sub", _clamped(body, start + kernel, 0, size), _clamped(body, start, 0, size))
+            # at places outside, which are masked, nothing is to be divided by 0
+            total = body.apply("mul", total, body.apply("max", count, body.const(1, "int64")))
+        return body.cast(total, compute)
+
+
+def _average(rank: int) -> Callable[..., Any]:
+    def rule(
+        low: Lowering, value: torch.Tensor, /, x: T, kernel: Any, stride: Any = (), padding: Any = 0,
+        ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+    ) -> Result:  # fmt: skip
+        if divisor_override == 0:
+            return NotImplemented  # the library says what is wrong
+        window = _Window(x.shape[-rank:], kernel, stride, padding, count_include_pad, divisor_override)
+        compute = opmath(dtype_name(value.dtype))
+        division = "div" if DTYPES[compute] == "float" else "truncdiv"
+
+        def element(body: Body, coords: Coords, offsets: Coords) -> Ref:
+            steps = zip(coords[-rank:], window.stride, window.padding, offsets, strict=True)
+            place = tuple(c * stride - pad + offset for c, stride, pad, offset in steps)
+            inside = [f(body, p, n) for p, size in zip(place, window.size, strict=True)
+                      for f, n in ((not_below, 0), (below, size))]  # fmt: skip
+            return element_where(body, both(body, *inside), x, (*coords[:-rank], *place), compute)
+
+        def finish(body: Body, total: Ref, coords: Coords) -> Ref:
+            return body.apply(division, total, window.divisor(body, coords[-rank:], compute))
+
+        return summed(low, value, window.kernel, (x,), element, finish)
+
+    return rule
+
+
+def summed(
+    low: Lowering,
+    value: torch.Tensor,
+    counts: tuple[int, ...],
+    args: tuple[T, ...],
+    element: Callable[[Body, Coords, Coords], Ref],
+    finish: Callable[[Body, Ref, Coords], Ref],
+) -> T:
+    """Sums of `element(body, coordinates, offsets)` over all offsets below `counts`, in the compute dtype.
+
+    A few terms are written out where the sum is used; many are a reduction in a loop of its own.
+    """
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    if prod(counts) <= MAX_WINDOW or 0 in shape:
+
+        def at(body: Body, coords: Coords) -> Ref:
+            total: Ref | None = None
+            for offsets in product(*map(range, counts)):
+                given = element(body, coords, tuple(map(as_index, offsets)))
+                total = given if total is None else body.apply("add", total, given)
+            total = body.const(0, opmath(dtype)) if total is None else total
+            return to_dtype(body, finish(body, total, coords), dtype)
+
+        return computed(shape, dtype, at, args, ops=3 * prod(counts), heavy=True)
+    body, coords = low.body({**ranges_of("i", shape), **ranges_of("j", counts)}), variables("i", shape)
+    total = body.reduce("sum", element(body, coords, variables("j", counts)))
+    strides = strides_of(value)
+    view = low.buffer(shape, dtype, strides if is_dense(shape, strides) else None)
+    result = to_dtype(body, finish(body, total, coords), dtype)
+    low.loop(shape, counts, body, [Store(view.buffer, flatten(coords, view.strides), result)])
+    return from_view(view, dtype)
+
+
+def element_where(body: Body, inside: Ref | bool, x: T, place: Coords, compute: str, other: float = 0) -> Ref:
+    """The element in the compute dtype, `other` outside."""
+    if isinstance(inside, bool):
+        return to_dtype(body, body.trace(x, place), compute) if inside else body.const(other, compute)
+    with body.masked(inside):
+        element = to_dtype(body, body.trace(x, place), compute)
+    return body.apply("where", inside, element, body.const(other, compute))
+
+
+def _average_backward(rank: int) -> Callable[..., Any]:
+    def rule(
+        low: Lowering, value: torch.Tensor, /, grad: T, x: T, kernel: Any, stride: Any, padding: Any,
+        ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
+    ) -> Result:  # fmt: skip
+        dtype = dtype_name(value.dtype)
+        window = _Window(x.shape[-rank:], kernel, stride, padding, count_include_pad, divisor_override)
+        reach = tuple(-(-k // s) for k, s in zip(window.kernel, window.stride, strict=True))
+        compute = opmath(dtype)
+        if 0 in grad.shape or DTYPES[dtype] != "float":
+            return constant(0, shape_of(value), dtype) if 0 in grad.shape else NotImplemented
+
+        def element(body: Body, coords: Coords, back: Coords) -> Ref:
+            """The windows over an element start at (c + pad) // stride and go back."""
+            place, inside = [], []
+            for c, size, k, s, pad, b in zip(
+                coords[-rank:], grad.shape[-rank:], window.kernel, window.stride, window.padding, back, strict=True
+            ):
+                start = floordiv(c + pad, s, body.ranges) - b
+                within = modulo(c + pad, s, body.ranges) + b * s
+                place.append(start)
+                inside += [not_below(body, start, 0), below(body, start, size), below(body, within, k)]
+            given = element_where(body, both(body, *inside), grad, (*coords[:-rank], *place), compute)
+            return body.apply("div", given, window.divisor(body, tuple(place), compute))
+
+        return summed(low, value, reach, (grad,), element, lambda body, total, _: total)
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "aten.avg_pool2d.default": Rule(_average(2)),
+    "aten.avg_pool3d.default": Rule(_average(3)),
+    "aten.avg_pool2d_backward.default": Rule(_average_backward(2)),
+    "aten.avg_pool3d_backward.default": Rule(_average_backward(3)),
+}

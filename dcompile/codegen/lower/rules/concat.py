@@ -1,0 +1,264 @@
+"""Rules that join or pad tensors: every element knows by its coordinates which argument it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed, fresh
+from dcompile.codegen.lower.loop_builder import Body, Coords
+from dcompile.codegen.lower.rule import Result, Rule, opmath
+from dcompile.codegen.lower.rules.pointwise import to_dtype
+from dcompile.codegen.lower.rules.views import COPIES, along, first_of, place_of, reshape
+from dcompile.codegen.lower.rules.views import RULES as VIEWS
+from dcompile.codegen.lower.symbolic.strides import Shape
+from dcompile.ir.index import Index, Size, as_index, as_size, floordiv, is_below, is_nonnegative, modulo
+from dcompile.ir.nodes import Ref
+
+MAX_PIECES = 12
+"""Tensors that one loop joins; with more, the chain of choices for each element costs more than a library copy."""
+
+Inside = Callable[[Body, Coords], Ref | bool]
+"""Whether an element comes from a piece: known while compiling, or a truth value of the body."""
+
+
+def below(body: Body, index: Index, limit: Size) -> Ref | bool:
+    """`index < limit`, decided now where the ranges say so."""
+    if is_below(index, limit, body.ranges):
+        return True
+    if is_nonnegative(index - limit, body.ranges):
+        return False
+    return body.apply("lt", body.index(index), body.const(limit, "int64"))
+
+
+def not_below(body: Body, index: Index, limit: Size) -> Ref | bool:
+    found = below(body, index, limit)
+    return (not found) if isinstance(found, bool) else body.apply("not", found)
+
+
+def both(body: Body, *conditions: Ref | bool) -> Ref | bool:
+    result: Ref | bool = True
+    for condition in conditions:
+        if condition is False or result is False:
+            return False
+        if condition is not True:
+            result = condition if result is True else body.apply("and", result, condition)
+    return result
+
+
+def either(body: Body, inside: Ref | bool, element: Callable[[], Ref], other: Callable[[], Ref]) -> Ref:
+    """`element` where `inside`, touching its memory only there."""
+    if isinstance(inside, bool):
+        return element() if inside else other()
+    with body.masked(inside):
+        chosen = element()
+    return body.apply("where", inside, chosen, other())
+
+
+def value_of(body: Body, tensor: T, coords: Coords, dtype: str) -> Ref:
+    return body.cast(to_dtype(body, body.trace(tensor, coords), dtype), opmath(dtype))
+
+
+def _cat(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int = 0) -> Result:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    pieces = [t for t in tensors if t.shape != (0,) or len(shape) == 1]
+    return cat([t for t in pieces if 0 not in t.shape] or pieces[:1], dim % len(shape), shape, dtype)
+
+
+def cat(pieces: Sequence[T], dim: int, shape: Shape, dtype: str) -> Result:
+    """Pieces one after another along `dim`."""
+    if len(pieces) > MAX_PIECES:
+        return NotImplemented
+    starts: list[Size] = [0]
+    for piece in pieces[:-1]:
+        starts.append(as_size(starts[-1] + piece.shape[dim]))
+
+    def choose(body: Body, coords: Coords, number: int) -> Ref:
+        """The element, knowing that it does not come from a piece before `number`."""
+        piece, start, at = pieces[number], starts[number], coords[dim]
+
+        def element() -> Ref:
+            return value_of(body, piece, (*coords[:dim], at - start, *coords[dim + 1 :]), dtype)
+
+        def later() -> Ref:
+            if number + 1 == len(pieces):
+                return body.const(0, opmath(dtype))
+            with_mask = not_below(body, at, starts[number + 1])
+            if isinstance(with_mask, bool):
+                return choose(body, coords, number + 1)
+            with body.masked(with_mask):
+                return choose(body, coords, number + 1)
+
+        if number + 1 == len(pieces):
+            return element()
+        return either(body, below(body, at, as_size(start + piece.shape[dim])), element, later)
+
+    return computed(
+        shape,
+        dtype,
+        lambda body, coords: to_dtype(body, choose(body, coords, 0), dtype),
+        tuple(pieces),
+        ops=2 * len(pieces),
+    )
+
+
+def _stack(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int = 0) -> Result:
+    shape = shape_of(value)
+    dim %= len(shape)
+    pieces = [reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in tensors]
+    return cat(pieces, dim, shape, dtype_name(value.dtype))
+
+
+def _pad(low: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[Size], fill: float = 0) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    rank = len(shape)
+    before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
+    if low.device != "cpu" and x.view is None and not x.reads <= low.inputs.keys():
+        x = low.memory(x)  # a loop over more elements than x has would not join the one that computes x
+
+    def at(body: Body, coords: Coords) -> Ref:
+        moved = tuple(c - before.get(d, 0) for d, c in enumerate(coords))
+        limits = [(moved[d], x.shape[d]) for d in before]
+        inside = both(body, *(c for m, size in limits for c in (not_below(body, m, 0), below(body, m, size))))
+        chosen = either(body, inside, lambda: value_of(body, x, moved, dtype), lambda: body.const(fill, opmath(dtype)))
+        return to_dtype(body, chosen, dtype)
+
+    return computed(shape, dtype, at, (x,), ops=2)
+
+
+def _slice_scatter(
+    _: Lowering,
+    value: torch.Tensor,
+    /,
+    x: T,
+    source: T,
+    dim: int = 0,
+    start: Size | None = None,
+    end: Size | None = None,
+    step: Size = 1,
+) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    dim %= len(shape)
+    first, count = _slice_of(shape[dim], start, end, step, source, dim - len(shape))
+    return _put(x, source, shape, dtype, dim, first, count, step)
+
+
+def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count: Size, step: Size = 1) -> T:
+    """`x` with `source` in `count` places along `dim`."""
+    expected = (*shape[:dim], count, *shape[dim + 1 :])
+    if count == 0:
+        return fresh(x)
+    source = broadcast(source, expected)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        moved = coords[dim] - first
+        inside = both(body, not_below(body, moved, 0), below(body, moved, as_size((count - 1) * step + 1)))
+        if step != 1 and inside is not False:  # a symbolic step is asked for even where it is 1
+            on = body.apply("eq", body.index(modulo(moved, step, body.ranges)), body.const(0, "int64"))
+            inside = both(body, inside, on)
+        place = (*coords[:dim], floordiv(moved, step, body.ranges), *coords[dim + 1 :])
+        chosen = either(
+            body, inside, lambda: value_of(body, source, place, dtype), lambda: value_of(body, x, coords, dtype)
+        )
+        return to_dtype(body, chosen, dtype)
+
+    return computed(shape, dtype, at, (x, source), ops=3)
+
+
+def _slice_of(size: Size, start: Size | None, end: Size | None, step: Size, source: T, dim: int) -> tuple[Size, Size]:
+    """Where a slice that `source` is written to begins, and its length."""
+    if (
+        isinstance(size, int)
+        and isinstance(step, int)
+        and isinstance(start, int | None)
+        and isinstance(end, int | None)
+    ):
+        first, last, _ = slice(start, end, step).indices(size)
+        return first, max(0, -(-(last - first) // step))
+    return first_of(start, size), source.shape[dim]  # eager demands as much, though tracing would expand it
+
+
+def _select_scatter(_: Lowering, value: torch.Tensor, /, x: T, source: T, dim: int, position: Size) -> Result:
+    dim %= len(x.shape)
+    position = place_of(position, x.shape[dim])
+    source = reshape(broadcast(source, (*x.shape[:dim], *x.shape[dim + 1 :])), (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+    return _put(x, source, shape_of(value), dtype_name(value.dtype), dim, position, 1)
+
+
+def _diagonal_scatter(
+    _: Lowering, value: torch.Tensor, /, x: T, source: T, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> T:
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    row, column = dim1 % len(shape), dim2 % len(shape)
+    others = [d for d in range(len(shape)) if d not in (row, column)]
+
+    def at(body: Body, coords: Coords) -> Ref:
+        along = coords[row] - max(-offset, 0)
+        inside = body.apply("eq", body.index(along), body.index(coords[column] - max(offset, 0)))
+        inside_ = both(body, inside, not_below(body, along, 0), below(body, along, source.shape[-1]))
+        place = (*(coords[d] for d in others), along)
+        chosen = either(
+            body, inside_, lambda: value_of(body, source, place, dtype), lambda: value_of(body, x, coords, dtype)
+        )
+        return to_dtype(body, chosen, dtype)
+
+    return fresh(x) if 0 in source.shape else computed(shape, dtype, at, (x, source), ops=3)
+
+
+def _triangle(keep_below: bool) -> Callable[..., T]:
+    """tril and triu: zero on the other side of a diagonal."""
+
+    def rule(_: Lowering, value: torch.Tensor, /, x: T, diagonal: int = 0) -> T:
+        dtype = dtype_name(value.dtype)
+
+        def at(body: Body, coords: Coords) -> Ref:
+            row, column = body.index(coords[-2] + as_index(diagonal)), body.index(coords[-1])
+            inside = body.apply("le", column, row) if keep_below else body.apply("ge", column, row)
+            other = body.const(0, opmath(dtype))
+            return to_dtype(body, body.apply("where", inside, value_of(body, x, coords, dtype), other), dtype)
+
+        return computed(x.shape, dtype, at, (x,), ops=2)
+
+    return rule
+
+
+def _narrow(_: Lowering, value: torch.Tensor, /, x: T, dim: int, start: Size, __: Size) -> T:
+    start = place_of(start, x.shape[dim])
+    return fresh(along(x, dim, shape_of(value), lambda c: c + start))
+
+
+def _copying(rule: Callable[..., T]) -> Callable[..., Any]:
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        result = rule(*args, **kwargs)
+        if isinstance(result, (list, tuple)):
+            return [fresh(item) for item in result]
+        return result if result is NotImplemented else fresh(result)
+
+    return lower
+
+
+def _copy_of(view: str) -> str | None:
+    """aten.slice.Tensor -> aten.slice_copy.Tensor, if torch has it."""
+    namespace, name, overload = view.split(".")
+    if name == "as_strided":
+        return None  # reads what lies in memory, whatever the tensor: a rule of its own decides where that is known
+    packet = getattr(torch.ops.aten, f"{name}_copy", None)
+    return f"{namespace}.{name}_copy.{overload}" if packet is not None and overload in packet.overloads() else None
+
+
+RULES: dict[str, Rule] = {
+    "aten.cat.default": Rule(_cat),
+    "aten.stack.default": Rule(_stack),
+    "aten.constant_pad_nd.default": Rule(_pad),
+    "aten.slice_scatter.default": Rule(_slice_scatter),
+    "aten.select_scatter.default": Rule(_select_scatter),
+    "aten.diagonal_scatter.default": Rule(_diagonal_scatter),
+    "aten.narrow_copy.default": Rule(_narrow),
+    "aten.tril.default": Rule(_triangle(True)),
+    "aten.triu.default": Rule(_triangle(False)),
+    **{name: Rule(_copying(rule.lower)) for name, rule in COPIES.items()},
+    **{copy: Rule(_copying(rule.lower)) for name, rule in VIEWS.items() if (copy := _copy_of(name)) is not None},
+}

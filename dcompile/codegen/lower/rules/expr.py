@@ -1,0 +1,41 @@
+"""Arithmetic on values of a loop body, for rules that are formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcompile.codegen.lower.loop_builder import Body
+from dcompile.ir.nodes import Ref
+
+
+class Numbers:
+    """Arithmetic on values of a body; numbers become constants of their dtype."""
+
+    def __init__(self, body: Body, dtype: str) -> None:
+        self.body, self.dtype = body, dtype
+
+    def __call__(self, op: str, *args: Ref | float) -> Ref:
+        return self.body.apply(op, *(self.ref(arg) for arg in args))
+
+    def ref(self, value: Ref | float) -> Ref:
+        """A number is a float; a value of the body is an integer, its position."""
+        return self.body.const(value, self.dtype) if isinstance(value, float) else value
+
+    def polynomial(self, x: Ref, coefficients: Sequence[float]) -> Ref:
+        """The highest power comes first."""
+        result = self.ref(coefficients[0])
+        for coefficient in coefficients[1:]:
+            result = self("add", self("mul", result, x), coefficient)
+        return result
+
+    def chebyshev(self, x: Ref, coefficients: Sequence[float]) -> Ref:
+        """The highest order comes first; the last coefficient is halved."""
+        last, before, current = self.ref(0.0), self.ref(0.0), self.ref(coefficients[0])
+        for coefficient in coefficients[1:]:
+            last, before = before, current
+            current = self("add", self("sub", self("mul", x, before), last), coefficient)
+        return self("mul", 0.5, self("sub", current, last))
+
+    def signed(self, magnitude: Ref, like: Ref) -> Ref:
+        """The magnitude with the sign of another number."""
+        return self("where", self("signbit", like), self("neg", magnitude), magnitude)

@@ -1,0 +1,77 @@
+"""Rules for products of one row with a matrix, on GPUs: each element of the result is a sum over a row of memory.
+
+Decoding one sequence multiplies a row by every weight of a model. Such a product does one multiplication for each
+element that it reads, so all that counts is how fast the matrix is read, and a row reduction reads as fast as memory
+gives. As a loop it shares a kernel with what surrounds it: products of the same row, activations, sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
+from dcompile.codegen.lower.lazy_tensor import T, broadcast, from_view
+from dcompile.codegen.lower.rule import Result, Rule, opmath
+from dcompile.codegen.lower.rules.pointwise import to_dtype
+from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
+from dcompile.ir.index import as_index, flatten
+from dcompile.ir.nodes import Store
+
+DEVICES = ("cuda",)
+"""Where a product of one row waits for memory alone."""
+DTYPES = ("bfloat16", "float16", "float32")
+LEAST = 1 << 16
+"""Elements of a matrix from which on it is worth a look: smaller ones are read in no time, and cuBLAS has kernels."""
+SHORTEST = 256
+"""Elements of its rows: a program that sums up fewer has too little to read at a time."""
+
+
+def is_by_rows(low: Lowering, left: T, right: T) -> bool:
+    """One row times a matrix that lies column by column, as a transposed weight does, of known size on a GPU?"""
+    if not low.own_rows or low.device not in DEVICES or right.view is None or left.dtype not in DTYPES:
+        return False
+    sizes = (*left.shape, *right.shape, *right.view.strides)
+    if not all(isinstance(size, int) for size in sizes) or left.dtype != right.dtype:
+        return False
+    depth, columns = right.shape
+    return left.shape[0] == 1 and right.view.strides[0] == 1 and depth >= SHORTEST and depth * columns >= LEAST  # type: ignore[operator]
+
+
+def _row(low: Lowering, value: torch.Tensor, left: T, right: T, added: T | None) -> T:
+    """`left @ right` (+ `added`), summed up in float32 and rounded once, as cuBLAS does."""
+    left, dtype, zero = low.memory(left), dtype_name(value.dtype), as_index(0)
+    depth, columns = right.shape
+    compute = opmath(dtype)
+    body = low.body({**ranges_of("i", (columns,)), **ranges_of("j", (depth,))})
+    (i,), (j,) = variables("i", (columns,)), variables("j", (depth,))
+    factors = [body.cast(body.trace(tensor, at), compute) for tensor, at in ((left, (zero, j)), (right, (j, i)))]
+    total = body.reduce("sum", body.apply("mul", *factors))
+    if added is not None:
+        start = broadcast(low.memory(added), (1, columns))
+        total = body.apply("add", total, body.cast(body.trace(start, (zero, i)), compute))
+    view = low.buffer(shape_of(value), dtype)
+    place = flatten((zero, i), view.strides)
+    low.loop((columns,), (depth,), body, [Store(view.buffer, place, to_dtype(body, total, dtype))])
+    return from_view(view, dtype)
+
+
+def _mm(low: Lowering, value: torch.Tensor, /, left: T, right: T, *_: Any, **more: Any) -> Result:
+    if more or not is_by_rows(low, left, right):
+        return NotImplemented
+    return _row(low, value, left, right, None)
+
+
+def _addmm(
+    low: Lowering, value: torch.Tensor, /, added: T, left: T, right: T, beta: float = 1, alpha: float = 1
+) -> Result:
+    if beta != 1 or alpha != 1 or added.dtype != left.dtype or not is_by_rows(low, left, right):
+        return NotImplemented
+    return _row(low, value, left, right, added)
+
+
+RULES: dict[str, Rule] = {
+    "aten.mm.default": Rule(_mm, "memory"),
+    "aten.addmm.default": Rule(_addmm, "memory"),
+}

@@ -1,0 +1,122 @@
+"""Writing to an input of the graph: how functionalised in-place operations come back to the caller's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dcompile.codegen.lower.context import Lowering
+from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed
+from dcompile.codegen.lower.library_calls import Unsupported
+from dcompile.codegen.lower.rules.indexing import checked, indexed_shape, indexed_space
+from dcompile.codegen.lower.rules.pointwise import to_dtype
+from dcompile.codegen.lower.rules.scatter_by_aten import ONE_THREAD
+from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
+from dcompile.ir.float8 import OPAQUE
+from dcompile.ir.index import flatten, size_product
+from dcompile.ir.nodes import Load, Store
+from dcompile.ir.ops import DTYPES
+
+OVERWRITES = frozenset(("aten.copy_.default",))
+DEVICES = ("cuda",)
+"""Whose library checks positions while it writes. A CPU's raises an error when something is written already."""
+PUTS = frozenset(("aten.index_put.default", "aten._unsafe_index_put.default"))
+
+
+def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_: Any) -> T:
+    """`copy_` into an input: a loop that stores to the input's memory, after everything that reads what was there.
+
+    Relies on: steps stay behind earlier steps that read the same buffer.
+    """
+    view = target.view
+    if view is not None and source.view == view and view.buffer in low.overwritten:
+        return target  # the values were put in place
+    if view is None or view.buffer not in low.inputs or {target.dtype, source.dtype} - DTYPES.keys():
+        raise Unsupported("dcompile: copy_ into something that is not an input of the graph")
+    if source.dtype != target.dtype and {source.dtype, target.dtype} & {*OPAQUE}:
+        raise Unsupported(f"dcompile: copy_ of {source.dtype} into {target.dtype}")
+    if any(view.buffer in step.writes for step in low.steps):
+        raise Unsupported(f"dcompile: {view.buffer} is overwritten twice")
+    low.keep_before_overwrite(view.buffer, low.position)
+    seen = broadcast(source, target.shape)
+    cast = computed(
+        target.shape, target.dtype, lambda body, coords: to_dtype(body, body.trace(seen, coords), target.dtype), (seen,)
+    )
+    body = low.body(ranges_of("i", cast.shape))
+    coords = variables("i", cast.shape)
+    index = flatten(coords, view.strides) + view.offset
+    ref = body.trace(cast, coords)
+    body_values, _ = body.finish((Store(view.buffer, index, ref),))
+    elsewhere = any(isinstance(v, Load) and v.buffer == view.buffer and v.index != index for v in body_values)
+    low.store_into(low.store(cast) if elsewhere else cast, view)
+    return target
+
+
+def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
+    """An index_put whose result only replaces the input that it starts from, in the input's memory.
+
+    So a decoder's cache takes a token's keys and values: written as functions, each step would copy the whole cache.
+    On GPUs one position is a loop of ours, which other loops may join; several, which may be equal, are the library's.
+    On CPUs few values are the library's, with positions that were checked before anything is written.
+    None where something else needs the old values.
+    """
+    if (
+        low.device not in (*DEVICES, "cpu")
+        or str(node.target) not in PUTS
+        or len(args) < 3
+        or (len(args) > 3 and args[3])
+    ):
+        return None
+    target, indices, values = args[:3]
+    start: Any = node.args[0]
+    copies = [user for user in start.users if str(user.target) in OVERWRITES and user.args[:2] == (start, node)]
+    if not copies or set(start.users) != {node, *copies} or not isinstance(target, T) or not isinstance(values, T):
+        return None
+    view = target.view
+    if view is None or view.buffer not in low.inputs or values.dtype != target.dtype:
+        return None
+    if any(isinstance(index, T) and index.dtype in ("bool", "uint8") for index in indices):
+        return None
+    if any(view.buffer in step.writes for step in low.steps):
+        return None
+    if low.device not in DEVICES:
+        return _put_few(low, target, indices, values)
+    low.keep_before_overwrite(view.buffer, low.position)
+    if all(index is None or index.numel == 1 for index in indices) and 0 not in (*target.shape, *values.shape):
+        # a kernel reads no memory of the CPU, where a number that is put, or its place, may be
+        seen = [None if index is None else low.brought(index, low.device) for index in indices]
+        _put_at(low, target, seen, low.brought(values, low.device))
+        return target
+    low.extern("aten.index_put_.default", [view, list(indices), values], [view.buffer], mode="mutate", effect=True)
+    return target
+
+
+def _put_few(low: Lowering, target: T, indices: Sequence[T | None], values: T) -> T | None:
+    """Values that one thread puts in order; None if they are many, or none."""
+    assert target.view is not None, "an input is in memory"
+    count = size_product(indexed_shape(target, indices))
+    if not isinstance(count, int) or not 0 < count < ONE_THREAD:
+        return None
+    buffer, sizes = target.view.buffer, target.shape
+    seen = [None if index is None else checked(low, index, sizes[dim], wrap=True) for dim, index in enumerate(indices)]
+    low.keep_before_overwrite(buffer, low.position)
+    low.extern("aten.index_put_.default", [target.view, seen, values], [buffer], mode="mutate", effect=True)
+    return target
+
+
+def _put_at(low: Lowering, target: T, indices: Sequence[T | None], values: T) -> None:
+    """A loop that stores `values` at one position.
+
+    A kernel checks its places while it writes, which tells every wrong position: in all other directions the loop
+    reaches from one end to the other.
+    """
+    assert target.view is not None, "an input is in memory"
+    space = indexed_space(low, target, indices, check=False)
+    seen = broadcast(values, space.shape)
+    body = low.body(ranges_of("i", space.shape))
+    coords = variables("i", space.shape)
+    index = flatten(space.place(body, coords), target.view.strides) + target.view.offset
+    low.loop(space.shape, (), body, [Store(target.view.buffer, index, body.trace(seen, coords))])

@@ -1,0 +1,92 @@
+"""Rules for running sums and their kind: rows over the other dimensions, the scanned one inside each row.
+
+They accumulate in the dtype that ATen's kernels accumulate in, and in their order, one element after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
+from dcompile.codegen.lower.lazy_tensor import T, from_view
+from dcompile.codegen.lower.loop_builder import Body
+from dcompile.codegen.lower.rule import Rule
+from dcompile.codegen.lower.rules.pointwise import to_dtype
+from dcompile.codegen.lower.rules.views import reshape
+from dcompile.ir.index import Index, flatten
+from dcompile.ir.nodes import Ref, Store
+from dcompile.ir.ops import DTYPES
+
+Build = Callable[[Body, Ref, Index], tuple[Ref, ...]]
+"""From the element and its position along the scanned dimension to the element's results."""
+
+
+def accumulator(dtype: str, device: str) -> str:
+    """The dtype that ATen accumulates `dtype` in."""
+    if DTYPES[dtype] != "float":
+        return "int64"
+    return "float64" if dtype == "float64" or (dtype == "float32" and device == "cpu") else "float32"
+
+
+def _scanned(low: Lowering, values: Sequence[torch.Tensor], x: T, dim: int, build: Build) -> tuple[T, ...]:
+    """One loop that scans `x` along `dim` and stores every result."""
+    shape = x.shape or (1,)
+    x = reshape(x, shape)
+    rank = len(shape)
+    inner = dim % rank
+    outer = [d for d in range(rank) if d != inner]
+    body, element, coords = low.trace_over(x, outer, [inner])
+    stores, results = [], []
+    for value, ref in zip(values, build(body, element, coords[inner]), strict=True):
+        dtype = dtype_name(value.dtype)
+        view = low.buffer(shape, dtype, strides_of(value) or (1,))
+        stores.append(Store(view.buffer, flatten(coords, view.strides), to_dtype(body, ref, dtype)))
+        results.append(reshape(from_view(view, dtype), shape_of(value)))
+    low.loop(tuple(shape[d] for d in outer), (shape[inner],), body, stores)
+    return tuple(results)
+
+
+def _accumulated(op: str) -> Callable[..., T]:
+    """Sums and products: of elements in the result's dtype."""
+
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int, **_: Any) -> T:
+        dtype = dtype_name(value.dtype)
+
+        def build(body: Body, ref: Ref, _: Index) -> tuple[Ref, ...]:
+            element = to_dtype(body, to_dtype(body, ref, dtype), accumulator(dtype, low.device))
+            return (body.scan(op, element),)
+
+        return _scanned(low, [value], x, dim, build)[0]
+
+    return rule
+
+
+def _extreme(op: str) -> Callable[..., tuple[T, ...]]:
+    """(values, indices): of equal values the last one, and every NaN."""
+
+    def rule(low: Lowering, value: Sequence[torch.Tensor], /, x: T, dim: int) -> tuple[T, ...]:
+        def build(body: Body, ref: Ref, position: Index) -> tuple[Ref, ...]:
+            compute = "float32" if x.dtype in ("bfloat16", "float16") else x.dtype
+            element = to_dtype(body, ref, compute)
+            best = body.scan(op, element)
+            found = body.apply("eq", element, best)
+            if DTYPES[compute] == "float":
+                found = body.apply("or", found, body.apply("isnan", element))
+            place = body.apply("where", found, body.index(position), body.const(0, "int64"))
+            return best, body.scan("max", place)
+
+        return _scanned(low, value, x, dim, build)
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "aten.cumsum.default": Rule(_accumulated("sum")),
+    "aten.cumprod.default": Rule(_accumulated("prod")),
+    "aten.logcumsumexp.default": Rule(_accumulated("logsumexp")),
+    "aten.cummax.default": Rule(_extreme("max")),
+    "aten.cummin.default": Rule(_extreme("min")),
+}

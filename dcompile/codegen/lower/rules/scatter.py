@@ -1,0 +1,386 @@
+"""Rules that write at positions computed at run time, as combining stores: any number of values may meet at one place.
+
+Sums are collected from zero and then added to what was there. Where values replace one another, the last in row-major
+order wins, as in eager on one thread: first the number of the last value for each place is found, a maximum, then every
+place fetches its value. So the result is the same however many threads there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from dcompile.codegen.emit.triton.ops import has_atomic
+from dcompile.codegen.lower.context import Lowering, dtype_name
+from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed, constant, constant_of, fresh, from_view
+from dcompile.codegen.lower.loop_builder import Body, Coords
+from dcompile.codegen.lower.rule import Result, Rule, opmath
+from dcompile.codegen.lower.rules.indexing import IndexedSpace, checked, every_place, indexed_space, places
+from dcompile.codegen.lower.rules.pointwise import to_dtype
+from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library, scatters_by_library
+from dcompile.codegen.lower.rules.views import reshape
+from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, ranges_of, variables
+from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
+from dcompile.ir.nodes import Ref, Store
+from dcompile.ir.ops import DTYPES
+
+Place = Callable[[Body, Coords], Coords]
+"""From the number of a value, as coordinates of the space of values, to where it goes."""
+Value = Callable[[Body, Coords], Ref]
+
+COMPARED = 1 << 25
+"""Comparisons of a row's number with an index that are worth sparing a sort: some 10 us on a GPU."""
+
+EMPTY = 8
+"""Places for each value up to which floats are added up by kernels of ours on GPUs: they fill, read and write each
+place, where the library sorts the positions and touches those with values alone."""
+SMALL = 1 << 22
+"""Elements of a tensor that is small for that: some 10 us on an H200, where a sort takes more."""
+
+REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multiply": "prod", "amax": "max",
+              "amin": "min"}  # fmt: skip
+"""What torch calls them -> the mode of a store."""
+
+
+def ordered(low: Lowering) -> bool:
+    """Are values that fall on one place combined in a fixed order?"""
+    return low.device == "cpu"
+
+
+def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> bool:
+    """Can `values` numbers of `dtype` be combined in memory where they fall in a tensor of `shape`?
+
+    On the CPU always, in a fixed order. On a GPU there is none: integers and maxima do not care, sums of floats differ
+    by roundings, as eager's do. With `torch.use_deterministic_algorithms` the library is asked for them, whose kernels
+    know about that; so it is for what the hardware has no atomic operation for, and for few values in a large tensor.
+    """
+    if ordered(low):
+        return True
+    mode, compute = REDUCTIONS[how], opmath(dtype)
+    if mode == "sum" and compute in ("float32", "float64"):
+        places = typical(size_product(shape))
+        return not low.deterministic and places <= max(EMPTY * typical(size_product(values)), SMALL)
+    return has_atomic(mode, compute)
+
+
+def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> T:
+    """A tensor of `shape` in which the values of `space` are combined where they fall."""
+    view = low.buffer(shape, dtype, name=f"{low.node}_{mode}")
+    body = low.body(ranges_of("i", space.shape))
+    coords = variables("i", space.shape)
+    place, ref = space.place(body, coords), value(body, coords)
+    low.loop(space.shape, (), body, [Store(view.buffer, flatten(place, view.strides), ref, mode)])
+    return from_view(view, dtype)
+
+
+def few_rows(shape: Shape, index: T) -> bool:
+    """May each row of a table look at all values? Asked where `meets` says no: then no two of them meet in memory."""
+    numbers = (*shape, *index.shape)
+    return all(isinstance(n, int) for n in numbers) and typical(size_product(numbers)) <= COMPARED
+
+
+def collected_by_rows(low: Lowering, shape: Shape, index: T, values: T, padding: int = -1) -> T:
+    """The sums of the values for each row of a table of `shape`, in a fixed order; `padding` is a row that gets none.
+
+    `values` is of the shape of `index` and of a row, one after the other. A negative index counts from the end.
+    """
+    index, values, rank = low.memory(index), low.memory(values), len(index.shape)
+    rows, compute = shape[0], opmath(values.dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        found, row = body.cast(body.trace(index, coords[1 : rank + 1]), "int64"), body.index(coords[0])
+        wrapped = body.apply("add", found, body.const(rows, "int64"))
+        own = body.apply("or", body.apply("eq", found, row), body.apply("eq", wrapped, row))
+        if padding >= 0:
+            own = body.apply("and", own, body.apply("ne", row, body.const(padding, "int64")))
+        given = body.cast(body.trace(values, coords[1:]), compute)
+        return body.apply("where", own, given, body.const(0, compute))
+
+    spread = computed((rows, *values.shape), compute, at, (index, values), ops=6)
+    inner = tuple(range(1, rank + 1))
+    body, element, _ = low.trace_over(spread, (0, *range(rank + 1, len(spread.shape))), inner)
+    view = low.buffer(shape, compute, name=f"{low.node}_rows")
+    place = flatten(variables("i", shape), view.strides)
+    low.loop(shape, index.shape, body, [Store(view.buffer, place, body.reduce("sum", element))])
+    return from_view(view, compute)
+
+
+def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
+    """`x` with the values of `source` put in place; the last one wins, which whole rows have in common."""
+    start, end = space.start, space.start + space.rank
+    common, zero = space.shape[start:end], Index()
+    before, behind = (zero,) * start, (zero,) * (len(space.shape) - end)
+
+    def place(body: Body, coords: Coords) -> Coords:
+        there = space.place(body, (*before, *coords, *behind))
+        return tuple(there[dim] for dim in space.found)
+
+    shape = tuple(x.shape[dim] for dim in space.found)
+    strides, count = contiguous(common), size_product(common)
+    kind = "int32" if isinstance(count, int) and count < 2**31 else "int64"  # half of what is read and written
+    last = collected(
+        low,
+        shape,
+        kind,
+        "max",
+        every_place(common, place),
+        lambda body, coords: body.cast(body.index(flatten(coords, strides)), kind),
+    )
+    compute = opmath(x.dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        number = body.trace(last, tuple(coords[dim] for dim in space.found))
+        hit = body.apply("ge", number, body.const(0, kind))
+        found = body.cast(body.apply("max", number, body.const(0, kind)), "int64")
+        where = body.as_index(found, count)
+        others = tuple(coord for dim, coord in enumerate(coords) if dim not in space.found)
+        # the first value is there to be read wherever none falls: a branch that nobody foresees costs a CPU more. Of
+        # sizes that depend on values there may be none.
+        with nullcontext() if ordered(low) and isinstance(count, int) else body.masked(hit):
+            middle = unflatten(where, common, body.ranges)
+            new = body.trace(source, (*others[:start], *middle, *others[start:]))
+        chosen = body.cast(to_dtype(body, new, x.dtype), compute)
+        old = body.cast(body.trace(x, coords), compute)
+        return to_dtype(body, body.apply("where", hit, chosen, old), x.dtype)
+
+    return computed(x.shape, x.dtype, at, (x, last, source), ops=4)
+
+
+def _reduced(low: Lowering, x: T, space: IndexedSpace, source: T, how: str, include_self: bool = True) -> T:
+    """`x` combined with all values that fall on each element, or where some fall, those alone."""
+    dtype, compute = x.dtype, opmath(x.dtype)
+    mode = REDUCTIONS[how]
+    mode = "any" if dtype == "bool" and mode == "sum" else mode
+
+    def value(body: Body, coords: Coords) -> Ref:
+        return body.cast(to_dtype(body, body.trace(source, coords), dtype), compute)
+
+    total = collected(low, x.shape, compute, mode, space, value)
+    if mode == "sum" and how != "mean" and compute == dtype and include_self and constant_of(x) == 0:
+        return total  # what is collected begins at zero, which no sum turns into -0.0
+    count = None
+    if how == "mean" or not include_self:
+        count = collected(low, x.shape, "int64", "sum", space, lambda body, _: body.const(1, "int64"))
+    combine = {"sum": "add", "any": "or", "prod": "mul", "max": "max", "min": "min"}[mode]
+
+    def at(body: Body, coords: Coords) -> Ref:
+        old, new = body.cast(body.trace(x, coords), compute), body.trace(total, coords)
+        if include_self:
+            new = body.apply(combine, old, new)
+        if count is None:
+            return to_dtype(body, new, dtype)
+        number = body.trace(count, coords)
+        hit = body.apply("ne", number, body.const(0, "int64"))
+        if how == "mean":
+            number = body.apply("add", number, body.const(1, "int64")) if include_self else number
+            number = body.apply("max", number, body.const(1, "int64"))
+            new = body.cast(to_dtype(body, new, dtype), compute)
+            division = "div" if DTYPES[dtype] == "float" else "floordiv"
+            new = body.apply(division, new, body.cast(number, compute))
+        return to_dtype(body, new if include_self else body.apply("where", hit, new, old), dtype)
+
+    return computed(x.shape, dtype, at, (x, total) if count is None else (x, total, count), ops=4)
+
+
+# --- scatter: one index for each value --------------------------------------------------------------------------------
+
+
+def _lines(low: Lowering, x: T, dim: int, index: T) -> tuple[T, int, T, IndexedSpace | None]:
+    """`x`, `dim` and `index`, with one dimension at least, and where each value goes; None if there are no values."""
+    x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
+    dim %= len(x.shape)
+    if 0 in index.shape or 0 in x.shape:
+        return x, dim, index, None
+    seen = places(low, index, x.shape[dim], wrap=False)
+
+    def place(body: Body, coords: Coords) -> Coords:
+        return (*coords[:dim], seen.at(body, coords), *coords[dim + 1 :])
+
+    return x, dim, index, every_place(index.shape, place)
+
+
+def scatter(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any, *, reduce: str = ""
+) -> Result:
+    """scatter in full: replace, or with `reduce` combine."""
+    shape = x.shape
+    if reduce and not meets(low, x.dtype, reduce, shape, index.shape):
+        return NotImplemented
+    if reduce in ("", "sum") and scatters_by_library(low, x, index, adds=bool(reduce)):
+        put = f"scatter_.{'src' if isinstance(source, T) else 'value'}"
+        return by_library(low, x, f"aten.{'scatter_add_.default' if reduce else put}", dim, index, source)
+    lined, _, index, space = _lines(low, x, dim, index)
+    if space is None:
+        return fresh(x)
+    if not isinstance(source, T):
+        source = constant(source, index.shape, x.dtype)
+    source = source if source.shape else reshape(source, (1,))
+    result = _reduced(low, lined, space, source, reduce) if reduce else _replaced(low, lined, space, source)
+    return reshape(result, shape)
+
+
+def scatter_add(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T) -> Result:
+    return scatter(low, value, x, dim, index, source, reduce="sum")
+
+
+def _one_a_line(combine: Callable[[Body, Ref, Ref], Ref], several: Callable[..., Any]) -> Callable[..., Any]:
+    """Scatter of one element for each line along `dim`: every element asks whether it is the one. Else `several`."""
+
+    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any) -> Result:
+        at_dim = dim % len(x.shape) if x.shape else 0
+        if not x.shape or index.shape != (*x.shape[:at_dim], 1, *x.shape[at_dim + 1 :]):
+            return several(low, value, x, dim, index, source)
+        dim = at_dim
+        seen, dtype, zero = checked(low, index, x.shape[dim], wrap=False), dtype_name(value.dtype), Index()
+        compute = opmath(dtype)
+
+        def at(body: Body, coords: Coords) -> Ref:
+            line = (*coords[:dim], zero, *coords[dim + 1 :])
+            hit = body.apply("eq", body.cast(body.trace(seen, line), "int64"), body.index(coords[dim]))
+            old = body.cast(body.trace(x, coords), compute)
+            if isinstance(source, T):
+                new = body.cast(to_dtype(body, body.trace(source, line), dtype), compute)
+            else:
+                new = body.cast(body.const(source, dtype), compute)
+            combined = body.cast(body.cast(combine(body, old, new), dtype), compute)
+            return to_dtype(body, body.apply("where", hit, combined, old), dtype)
+
+        args = (x, seen, source) if isinstance(source, T) else (x, seen)
+        return computed(x.shape, dtype, at, args, ops=2)
+
+    return rule
+
+
+def _replace(_: Body, old: Ref, new: Ref) -> Ref:
+    return new
+
+
+def _accumulate(body: Body, old: Ref, new: Ref) -> Ref:
+    return body.apply("or" if body.dtype(old) == "bool" else "add", old, new)
+
+
+def _scatter_reduce(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
+) -> Result:
+    if not meets(low, x.dtype, how, x.shape, index.shape):
+        return NotImplemented
+    lined, _, _, space = _lines(low, x, dim, index)
+    if space is None:
+        return fresh(x)
+    source = source if source.shape else reshape(source, (1,))
+    return reshape(_reduced(low, lined, space, source, how, include_self), x.shape)
+
+
+def _index_reduce(
+    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
+) -> Result:
+    given = x.shape
+    if not meets(low, x.dtype, how, x.shape, source.shape):
+        return NotImplemented
+    x, index, source = (t if t.shape else reshape(t, (1,)) for t in (x, index, source))
+    dim %= len(x.shape)
+    shape = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
+    if 0 in shape or 0 in x.shape:
+        return fresh(x)
+    seen = places(low, index, x.shape[dim], wrap=False)
+
+    def place(body: Body, coords: Coords) -> Coords:
+        return (*coords[:dim], seen.at(body, (coords[dim],)), *coords[dim + 1 :])
+
+    result = _reduced(low, x, every_place(shape, place), broadcast(source, shape), how, include_self)
+    return reshape(result, given)
+
+
+# --- index_put --------------------------------------------------------------------------------------------------------
+
+
+def _index_put(
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    x: T,
+    indices: Sequence[T | None],
+    values: T,
+    accumulate: bool = False,
+    *_: Any,
+) -> Result:
+    if any(i is not None and i.dtype in ("bool", "uint8") for i in indices):
+        return _put_where(x, indices, values, accumulate)
+    if 0 in x.shape or 0 in values.shape:
+        return fresh(x) if 0 in x.shape or values.numel == 0 else NotImplemented
+    rows = _added_by_rows(low, x, indices, values) if accumulate and not ordered(low) else NotImplemented
+    if rows is not NotImplemented:
+        return rows
+    if accumulate and not meets(low, x.dtype, "sum", x.shape, _put(x, indices)):
+        return NotImplemented
+    space = indexed_space(low, x, indices, on_the_way=True)
+    if 0 in space.shape:
+        return fresh(x)
+    if puts_by_library(low, x, tuple(x.shape[dim] for dim in space.found), space.shape, adds=accumulate):
+        return by_library(low, x, "aten.index_put_.default", list(indices), values, accumulate)
+    source = broadcast(values, space.shape)
+    return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
+
+
+def _put(x: T, indices: Sequence[T | None]) -> Shape:
+    """Sizes whose product is how many values are put, where indices are of one shape."""
+    given = {dim for dim, index in enumerate(indices) if index is not None}
+    largest = max((i.shape for i in indices if i is not None), key=lambda shape: typical(size_product(shape)))
+    return (*largest, *(size for dim, size in enumerate(x.shape) if dim not in given))
+
+
+def _added_by_rows(low: Lowering, x: T, indices: Sequence[T | None], values: T) -> Result:
+    """index_put that adds whole rows to a small table."""
+    given = [index for index in indices if index is not None]
+    if indices[0] is None or len(given) > 1 or DTYPES[x.dtype] != "float" or not few_rows(x.shape, given[0]):
+        return NotImplemented
+    index = checked(low, given[0], x.shape[0], wrap=True)
+    total = collected_by_rows(low, x.shape, index, broadcast(values, (*index.shape, *x.shape[1:])))
+    compute = opmath(x.dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        old = body.cast(body.trace(x, coords), compute)
+        return to_dtype(body, body.apply("add", old, body.trace(total, coords)), x.dtype)
+
+    return computed(x.shape, x.dtype, at, (x, total), ops=1)
+
+
+def _put_where(x: T, indices: Sequence[T | None], values: T, accumulate: bool) -> Result:
+    """One mask, and values that are the same for all its places."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    (dim, mask), rank, dtype = given[0], len(x.shape), x.dtype
+    after = rank - dim - len(mask.shape)
+    lead = len(values.shape) - after - 1  # where in `values` the dimension is that counts the places
+    if len(given) > 1 or x.shape[dim : rank - after] != mask.shape or (lead >= 0 and values.shape[lead] != 1):
+        return NotImplemented
+    if 0 in x.shape or values.numel == 0:
+        return fresh(x) if 0 in x.shape else NotImplemented
+    before = x.shape[:dim]
+    flat = broadcast(values, (*before, 1, *x.shape[rank - after :]))
+    compute = opmath(dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        hit = body.cast(body.trace(mask, coords[dim : rank - after]), "bool")
+        old = body.cast(body.trace(x, coords), compute)
+        new = body.trace(flat, (*coords[:dim], Index(), *coords[rank - after :]))
+        new = body.cast(to_dtype(body, new, dtype), compute)
+        new = _accumulate(body, old, new) if accumulate else new
+        return to_dtype(body, body.apply("where", hit, new, old), dtype)
+
+    return computed(x.shape, dtype, at, (x, mask, flat), ops=2)
+
+
+RULES: dict[str, Rule] = {
+    "aten.scatter.value": Rule(_one_a_line(_replace, scatter)),
+    "aten.scatter.src": Rule(_one_a_line(_replace, scatter)),
+    "aten.scatter_add.default": Rule(_one_a_line(_accumulate, scatter_add)),
+    "aten.scatter.reduce": Rule(scatter),
+    "aten.scatter.value_reduce": Rule(scatter),
+    "aten.scatter_reduce.two": Rule(_scatter_reduce),
+    "aten.index_reduce.default": Rule(_index_reduce),
+    "aten.index_put.default": Rule(_index_put),
+    "aten._unsafe_index_put.default": Rule(_index_put),
+}

@@ -1,0 +1,53 @@
+"""Numbers of the graph that are no tensors: sizes, and what is made of them, stay expressions where they can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from dcompile.codegen.lower.context import Lowering
+from dcompile.codegen.lower.library_calls import op_text
+from dcompile.codegen.lower.symbolic.floats import real
+from dcompile.codegen.lower.symbolic.shapes import Inexpressible, size_of
+from dcompile.ir.index import Size, as_index, var
+from dcompile.ir.nodes import NUMBER
+
+OUT_OF_A_TENSOR = "aten._local_scalar_dense.default"
+CHECK = "dcompile.check_number"
+"""check_number(found, wanted, origin): raises unless a number is the one that kernels were made for."""
+
+
+def _check(low: Lowering, node: Node, args: Any, size: Size) -> None:
+    """Have the program see that a number out of a tensor is what `torch._check` says that it is.
+
+    Tracing believes the check, and simplifies the assertion of it in the graph to one that always holds.
+    """
+    view = low.buffer((), NUMBER, name=node.name)
+    low.extern(OUT_OF_A_TENSOR, args, [view.buffer], effect=True)
+    low.extern(CHECK, [view, size, ", ".join(low.origin) or node.name], [], effect=True)
+
+
+def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A node whose value is a symbolic number: an expression of sizes where it is one, otherwise a call."""
+    name = node.name
+    if type(value).__name__ == "SymFloat":
+        number = real(op_text(node.target), args, name, low.known | low.followed)
+        if number is not None:
+            return number
+    try:
+        size = size_of(value) if type(value).__name__ == "SymInt" else None
+    except Inexpressible:
+        size = None
+    if size is not None:
+        index = as_index(size)
+        symbol = str(index)
+        if index.variables <= low.known | low.told or index != var(symbol):
+            if op_text(node.target) == OUT_OF_A_TENSOR:
+                _check(low, node, args, size)
+            return size
+        name = symbol  # a number out of a tensor: from here on the symbol has a value
+    view = low.buffer((), NUMBER, name=name)
+    tells = () if size is None else (name,)
+    low.extern(op_text(node.target), args, [view.buffer], kwargs=kwargs, effect=True, tells=tells)
+    return var(name) if size is not None else view

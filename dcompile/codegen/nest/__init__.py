@@ -1,0 +1,1 @@
+"""Loop nests: what lowering, scheduling and every target share."""

@@ -1,0 +1,1 @@
+"""Which loops run together, and in which form."""

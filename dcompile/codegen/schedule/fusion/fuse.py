@@ -1,0 +1,270 @@
+"""Which loops become one kernel: pairs are merged greedily, those that save the most memory traffic first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dcompile.codegen.schedule.fusion.iteration_space import canonical
+from dcompile.codegen.schedule.fusion.merge import Merging, without
+from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.ir.analysis import takes_over
+from dcompile.ir.index import typical
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
+
+BRIEF_BYTES = 1 << 16
+"""What a kernel on a GPU moves in less time than its start takes, 5 us: it joins another that reads what it reads."""
+LARGE_BYTES, MOST_BETWEEN = 1 << 20, 4
+"""Two loops that save so much as one take along so many that stand between them."""
+MIN_SHARED_BYTES = 4096  # below this a shared read is in L1 anyway, and merging siblings only lengthens the kernel
+
+
+def fuse(program: Program) -> Program:
+    """Merge loops that share memory, and leave out the buffers that then live in registers only.
+
+    Guarantees: bitwise-equal outputs (every value keeps its rounding), library calls and collectives in their order.
+    """
+    steps = [canonical(step) if isinstance(step, Loop) else step for step in program.steps]
+    graph = _Graph(steps, program)
+    queue = [entry for pair in graph.pairs() for entry in graph.entry(*pair)]
+    heapq.heapify(queue)
+    while queue:
+        _, _, a, b = heapq.heappop(queue)
+        if a not in graph.alive or b not in graph.alive:
+            continue
+        for number in (*graph.small_between(a, b), b):
+            merged = graph.joined(a, number)
+            if merged is None:
+                break
+            a = graph.replace_pair(a, number, merged)
+            for other in graph.neighbours(a):
+                for entry in graph.entry(*graph.in_order(a, other)):
+                    heapq.heappush(queue, entry)
+    return drop_internal(replace(program, steps=tuple(graph.ordered())))
+
+
+def drop_internal(program: Program) -> Program:
+    """Remove stores that no other step and no output reads."""
+    escaping = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+    readers: dict[str, set[int]] = {}
+    for number, step in enumerate(program.steps):
+        for name in step.reads | (frozenset() if isinstance(step, Loop) else step.writes):
+            readers.setdefault(name, set()).add(number)
+    steps: list[Step] = []
+    for number, step in enumerate(program.steps):
+        if not isinstance(step, Loop):
+            steps.append(step)
+            continue
+        dead = frozenset(name for name in step.writes - escaping if not readers.get(name, set()) - {number})
+        kept = without(step, dead)
+        if kept is not None:
+            steps.append(canonical(kept))
+    used = {name for step in steps for name in step.reads | step.writes} | escaping
+    return replace(program, steps=tuple(steps), buffers=tuple(b for b in program.buffers if b.name in used))
+
+
+class _Graph:
+    """Steps under merging: who must run before whom, as bit sets over the numbers of the original steps.
+
+    A merged step has the bits of all that it was made of; others have all of them or none.
+    """
+
+    def __init__(self, steps: list[Step], program: Program) -> None:
+        self.steps: dict[int, Step] = dict(enumerate(steps))
+        self.merge = Merging()
+        self.reads = {number: step.reads for number, step in self.steps.items()}  # steps work them out at each call
+        self.writes = {number: step.writes for number, step in self.steps.items()}
+        self.alive = set(self.steps)
+        self.members = {number: 1 << number for number in self.steps}
+        self.living = list(self.steps)
+        """What each original step is a part of by now."""
+        self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
+        self.table, self.donated = program.table, frozenset(program.donated)
+        self.devices = {buffer.name: buffer.device for buffer in program.buffers}
+        self.parts = dict(program.parts)
+        self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+        self.first = {number: number for number in self.steps}  # original position: keeps the order stable
+        self.before: dict[int, int] = {}
+        self.after: dict[int, int] = dict.fromkeys(self.steps, 0)
+        depends = list(enumerate(edges(steps)))
+        for number, previous in depends:
+            bits = 0
+            for p in previous:
+                bits |= self.before[p] | 1 << p
+            self.before[number] = bits
+        for number, previous in reversed(depends):
+            for p in previous:
+                self.after[p] |= self.after[number] | 1 << number
+        self.touching: dict[str, set[int]] = {}
+        for number in self.steps:
+            for name in self.reads[number] | self.writes[number]:
+                self.touching.setdefault(name, set()).add(number)
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Loops that touch a common buffer, in order."""
+        seen: set[tuple[int, int]] = set()
+        for members in self.touching.values():
+            loops = sorted(n for n in members if isinstance(self.steps[n], Loop))
+            for k, a in enumerate(loops):
+                for b in loops[k + 1 : k + 9]:  # a weight read by hundreds of kernels gives no reason to join them all
+                    if (a, b) not in seen:
+                        seen.add((a, b))
+                        yield a, b
+
+    def neighbours(self, number: int) -> list[int]:
+        """Living loops that share a buffer with this one, nearest first."""
+        names = self.reads[number] | self.writes[number]
+        found = {n for name in names for n in self.touching[name] if n in self.alive}
+        loops = [n for n in found - {number} if isinstance(self.steps[n], Loop)]
+        return sorted(loops, key=lambda n: (abs(self.first[n] - self.first[number]), n))[:24]
+
+    def in_order(self, a: int, b: int) -> tuple[int, int]:
+        """The pair with the one that must or may run first in front."""
+        if self.before[a] & self.members[b]:
+            return b, a
+        if self.before[b] & self.members[a]:
+            return a, b
+        return (a, b) if self.first[a] <= self.first[b] else (b, a)
+
+    def entry(self, a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
+        """A queue entry for merging, if that saves anything: most bytes first, then nearest."""
+        saved = self._saved(a, b)
+        if saved > 0:
+            yield -saved, abs(self.first[a] - self.first[b]), a, b
+
+    def _saved(self, a: int, b: int) -> int:
+        total = 0
+        for name in self.writes[a] & self.reads[b]:
+            internal = name not in self.kept and not (self.touching[name] & self.alive) - {a, b}
+            total += self.nbytes[name] * (2 if internal else 1) + 1  # even a scalar saves a launch
+        shared = sum(self.nbytes[name] for name in self.reads[a] & (self.reads[b] | self.writes[b]))
+        if not total and shared < MIN_SHARED_BYTES:
+            return 1 if shared and (self._is_brief(a) or self._is_brief(b)) else 0
+        return total + shared
+
+    def _is_brief(self, number: int) -> bool:
+        """Whether starting the loop takes longer than running it."""
+        names = self.reads[number] | self.writes[number]
+        on_gpu = all(self.devices[name] != "cpu" for name in self.writes[number])
+        return on_gpu and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
+
+    def small_between(self, a: int, b: int) -> list[int]:
+        """What stands between two loops that share much, in order, if all of it can become one loop.
+
+        By itself it saves little, and so comes late: until then two others that it depends on may have been joined for
+        the sake of a few KiB, and stand between the large ones for good.
+        """
+        bits = self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
+        if not bits or self._saved(a, b) < LARGE_BYTES:
+            return []
+        between = sorted(self._living(bits), key=lambda n: (self.before[n].bit_count(), self.first[n]))
+        loops = [step for n in (a, *between, b) if isinstance(step := self.steps[n], Loop)]
+        if len(between) > MOST_BETWEEN or len(loops) < len(between) + 2:
+            return []
+        one: Loop | None = loops[0]
+        for loop in loops[1:]:
+            one = None if one is None else self.merge(one, loop)
+        return between if one is not None else []
+
+    def joined(self, a: int, b: int) -> Loop | None:
+        """Both as one loop, where that may be."""
+        first, second = self.steps[a], self.steps[b]
+        if not self.may_join(a, b):
+            return None
+        assert isinstance(first, Loop) and isinstance(second, Loop)
+        merged = self.merge(first, second)
+        return None if merged is None or self.ends_takeover(a, b, merged) else merged
+
+    def may_join(self, a: int, b: int) -> bool:
+        """No third step has to run between them, b does not have to run before a, and they touch no two parts."""
+        if self.before[a] & self.members[b] or (self.parts and len(self._parts(a) | self._parts(b)) > 1):
+            return False
+        return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
+
+    def _parts(self, number: int) -> set[int]:
+        return {self.parts[name] for name in self.reads[number] | self.writes[number] if name in self.parts}
+
+    def ends_takeover(self, a: int, b: int, merged: Loop) -> bool:
+        """Whether a result could no longer lie over what is read for the last time, of more bytes than merging saves.
+
+        The gradient of a Llama's logits lies over the logits, 0.5 GiB, unless the loop also counts how often each token
+        is there, which spares one look at the tokens.
+        """
+        if self.writes[a] & self.reads[b]:
+            return False
+        saved, before = self._saved(a, b), self.before[a] | self.before[b]
+        handed = sum(self._handed_on(self.steps[n], {n}, self.before[n], saved) for n in (a, b))
+        return handed > 0 and handed - self._handed_on(merged, {a, b}, before, saved) > saved
+
+    def _handed_on(self, step: Step, numbers: set[int], before: int, least: int) -> int:
+        """Bytes of buffers, more than so many each, that a step reads for the last time and may write results over."""
+        total, heirs = 0, sorted(name for name in step.writes if self.nbytes[name] > least)
+        for name in sorted(step.reads) if heirs else ():
+            others = (self.touching[name] & self.alive) - numbers
+            lasts = (name not in self.kept or name in self.donated) and all(before & self.members[n] for n in others)
+            heir = next((new for new in heirs if lasts and takes_over(step, self.table[name], self.table[new])), None)
+            if heir is not None:
+                heirs.remove(heir)
+                total += self.nbytes[name]
+        return total
+
+    def replace_pair(self, a: int, b: int, merged: Loop) -> int:
+        """Put the merged loop in place of both; returns its number."""
+        new, own = len(self.steps), self.members[a] | self.members[b]
+        for one, other in ((a, b), (b, a)):  # who waits for one of them waits for both from now on
+            for n in self._living(self.after[one] & ~self.after[other] & ~own):
+                self.before[n] |= self.before[other] | self.members[other]
+            for n in self._living(self.before[one] & ~self.before[other] & ~own):
+                self.after[n] |= self.after[other] | self.members[other]
+        self.steps[new], self.reads[new], self.writes[new] = merged, merged.reads, merged.writes
+        self.alive -= {a, b}
+        self.alive.add(new)
+        self.first[new], self.members[new] = min(self.first[a], self.first[b]), own
+        self.before[new] = (self.before[a] | self.before[b]) & ~own
+        self.after[new] = (self.after[a] | self.after[b]) & ~own
+        for n in _bits(own):
+            self.living[n] = new
+        for name in self.reads[new] | self.writes[new]:
+            self.touching[name].add(new)
+        for old in (a, b):
+            for name in self.reads[old] | self.writes[old]:
+                self.touching[name].discard(old)
+        return new
+
+    def ordered(self) -> list[Step]:
+        """All living steps, each as early as its place in the original program and its dependences allow."""
+        awaited: dict[int, list[int]] = {}  # step -> those that look again whether they are ready once it is through
+        ready: list[tuple[int, int]] = []
+        result: list[Step] = []
+        done, asked = 0, sorted(self.alive)
+        while asked or ready:
+            for n in asked:
+                left = self.before[n] & ~done
+                if left:
+                    awaited.setdefault(self.living[left.bit_length() - 1], []).append(n)
+                else:
+                    heapq.heappush(ready, (self.first[n], n))
+            if not ready:
+                break
+            _, number = heapq.heappop(ready)
+            result.append(self.steps[number])
+            done |= self.members[number]
+            asked = awaited.pop(number, [])
+        assert len(result) == len(self.alive), "fusion made a cycle"
+        return result
+
+    def _living(self, bits: int) -> set[int]:
+        """The steps that these original ones are part of."""
+        return {self.living[n] for n in _bits(bits)}
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
+
+
+def _bits(bits: int) -> Iterator[int]:
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low

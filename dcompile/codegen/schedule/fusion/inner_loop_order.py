@@ -1,0 +1,51 @@
+"""The order in which GPU loops go through a row: neighbours in memory come one after another.
+
+A row's elements come in the order of the tensor's dimensions. The groups of a group norm, of channels-last images, are
+a few channels of every pixel: told channel by channel, each element lies in a cache line of its own (60 launches of a
+Stable Diffusion decoder took 17.6 ms so, on one H200).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dcompile.codegen.emit.triton.tiling import reach
+from dcompile.codegen.schedule.fusion.iteration_space import respace
+from dcompile.codegen.schedule.fusion.split_reductions import on_gpu
+from dcompile.ir.analysis import inner_names
+from dcompile.ir.index import var
+from dcompile.ir.nodes import Loop, Program, Reduce, Scan, Step
+from dcompile.ir.ops import REDUCTIONS
+
+
+def order_rows(program: Program) -> Program:
+    """Sort the inner axes of each GPU loop that reduces, the axis with the longest steps in memory first.
+
+    Changes only the order in which a reduction is summed. Loops that scan, or that ask where a value lies, keep theirs.
+    """
+    table = program.table
+
+    def ordered(step: Step) -> Step:
+        return _ordered(step) if isinstance(step, Loop) and on_gpu(step, table) else step
+
+    return replace(program, steps=tuple(map(ordered, program.steps)))
+
+
+def _ordered(loop: Loop) -> Loop:
+    names = inner_names(loop)
+    if len(names) < 2 or not _may_be_permuted(loop):
+        return loop
+    order = sorted(range(len(names)), key=lambda place: -reach(loop, names[place]))
+    if order == [*range(len(names))]:
+        return loop
+    values = {f"i{place}": var(f"i{place}") for place in range(len(loop.outer))}
+    values |= {names[old]: var(f"j{new}") for new, old in enumerate(order)}
+    return respace(loop, loop.outer, tuple(loop.inner[place] for place in order), values)
+
+
+def _may_be_permuted(loop: Loop) -> bool:
+    reduces = [value for value in loop.body if isinstance(value, Reduce)]
+    if not reduces or any(isinstance(value, Scan) for value in loop.body):
+        return False
+    known = all(REDUCTIONS[value.op].combine is not None for value in reduces)
+    return known and all(store.mode == "set" for store in loop.stores)

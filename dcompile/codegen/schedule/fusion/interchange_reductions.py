@@ -1,0 +1,154 @@
+"""Column reductions in row order: sums over the slow axis become stores that combine, so that rows are read once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dcompile.codegen.schedule.fusion.iteration_space import canonical, respace
+from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.ir.analysis import behind, is_row_store
+from dcompile.ir.index import contiguous_strides, flatten, size_product, var
+from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
+from dcompile.ir.ops import REDUCTIONS
+
+MAX_COLUMNS = 1 << 16  # every thread keeps one partial result for each column: 256 KB of float32, an L2 share
+
+
+def reorient_columns(program: Program) -> Program:
+    """Turn reductions over the slow axis into loops over rows with combining stores.
+
+    `out[c] = sum over r of x[r, c]` as one row of r per c jumps through memory and shares no loop with the row-wise
+    work on x; with r outside, x is read in order and the loop can fuse with it (the two gradients of a norm).
+    Changes only the order in which a reduction is summed. On GPUs a reduction of another's results (a variance about
+    the mean, of channels-last images) becomes a walk over the rows of its own: one row a channel leaves most of a GPU
+    idle (28 of 115 ms of ResNet-50's step). On the CPU such loops stay as they are.
+    """
+    table = dict(program.table)
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Loop) and step.inner:
+            deep = any(table[store.buffer].device != "cpu" for store in step.stores)
+            loop = canonical(step)
+            if wants_rows(loop, deep=deep):
+                steps += _split_by_depth(loop, table)
+                continue
+        steps.append(step)
+    return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def wants_rows(loop: Loop, *, deep: bool = False) -> bool:
+    """Is the reduction over a slow axis of everything it reads in full, with unit stride along the kept axis?
+
+    `deep`: also if it reduces what another reduction has given.
+    """
+    columns = size_product(loop.outer)
+    if len(loop.outer) != 1 or not isinstance(columns, int) or not 8 <= columns <= MAX_COLUMNS:
+        return False  # also where the columns are symbolic: their number would be unbounded
+    reduces = [value for value in loop.body if isinstance(value, Reduce)]
+    if not reduces or any(REDUCTIONS[value.op].combine is None for value in reduces):
+        return False
+    if any(isinstance(value, Scan) for value in loop.body):
+        return False
+    if not deep and _nested(loop):
+        return False
+    if not all(is_row_store(loop, store) for store in loop.stores):
+        return False
+    fast = f"j{len(loop.inner) - 1}"
+    full = [v for v in loop.body if isinstance(v, Load) and {"i0", fast} <= v.index.variables]
+    return bool(full) and all(_unit(v, "i0") and not _unit(v, fast) for v in full)
+
+
+def _unit(load: Load, name: str) -> bool:
+    coefficient = load.index.coefficient(name)
+    return coefficient is not None and coefficient.constant == 1
+
+
+def _nested(loop: Loop) -> bool:
+    """Does a reduction need the result of another?"""
+    arguments = [value.arg for value in loop.body if isinstance(value, Reduce)]
+    return any(isinstance(loop.body[ref], Reduce) for ref in behind(loop.body, arguments))
+
+
+def _split_by_depth(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """The reductions that need no other, as walks over rows; then those that need these; and so on."""
+    steps: list[Loop] = []
+    while _nested(loop):
+        first = [
+            ref
+            for ref, value in enumerate(loop.body)
+            if isinstance(value, Reduce)
+            and not any(isinstance(loop.body[below], Reduce) for below in behind(loop.body, [value.arg]))
+        ]
+        stores: list[Store] = []
+        body = list(loop.body)
+        for ref in first:
+            value = loop.body[ref]
+            assert isinstance(value, Reduce)
+            name = _unused(f"{loop.stores[0].buffer}_columns{ref}", table)
+            device = next(table[store.buffer].device for store in loop.stores)
+            table[name] = Buffer(name, value.dtype, (size_product(loop.outer),), (1,), device)
+            stores.append(Store(name, var("i0"), value.arg, value.op))
+            body[ref] = Load(name, var("i0"), value.dtype)
+        rows = without(_rows_outside(replace(loop, name=f"{loop.name}_columns", stores=tuple(stores))), frozenset())
+        assert rows is not None
+        steps.append(rows)
+        loop = replace(loop, body=tuple(body))
+    return [*steps, *_split(loop, table)]
+
+
+def _unused(name: str, table: dict[str, Buffer]) -> str:
+    while name in table:
+        name += "_"
+    return name
+
+
+def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """The reductions as combining stores over rows, then one loop for what was done with their results."""
+    columns = size_product(loop.outer)
+    device = next(table[store.buffer].device for store in loop.stores)
+    results: dict[Ref, str] = {}
+    stores: list[Store] = []
+    finished: list[Store] = []
+    for store in loop.stores:
+        value = loop.body[store.value]
+        if isinstance(value, Reduce) and store.value not in results and store.index == var("i0"):
+            results[store.value] = store.buffer
+            stores.append(Store(store.buffer, var("i0"), value.arg, value.op))
+        else:
+            finished.append(store)
+    below = behind(loop.body, [store.value for store in finished], through_reduces=False)
+    needed = {ref for ref in below if isinstance(loop.body[ref], Reduce)}
+    for ref in sorted(needed - results.keys()):
+        value = loop.body[ref]
+        assert isinstance(value, Reduce)
+        name = _unused(f"{loop.stores[0].buffer}_columns{ref}", table)
+        table[name] = Buffer(name, value.dtype, (columns,), (1,), device)
+        results[ref] = name
+        stores.append(Store(name, var("i0"), value.arg, value.op))
+    rows = without(_rows_outside(replace(loop, stores=tuple(stores))), frozenset())
+    assert rows is not None
+    if not finished:
+        return [rows]
+    body: list[Value] = [
+        Load(results[ref], var("i0"), value.dtype) if ref in results else _harmless(value)
+        for ref, value in enumerate(loop.body)
+    ]
+    rest = Loop(f"{loop.name}_finish", loop.outer, (), tuple(body), tuple(finished), loop.origin)
+    finish = without(rest, frozenset())
+    assert finish is not None
+    return [rows, finish]
+
+
+def _harmless(value: Value) -> Value:
+    """Values over the inner space have no meaning in the finishing loop; nothing there may use them."""
+    inner = isinstance(value, Load | IndexOf) and any(name[0] == "j" for name in value.index.variables)
+    return Const(0, value.dtype) if inner or isinstance(value, Reduce) else value
+
+
+def _rows_outside(loop: Loop) -> Loop:
+    """Swap the spaces: the reduced axes become the rows, the kept axis the row itself."""
+    outer, inner = loop.outer, loop.inner
+    values = {f"i{k}": var(f"j{k}") for k in range(len(outer))} | {f"j{k}": var(f"i{k}") for k in range(len(inner))}
+    moved = respace(loop, inner, outer, values)
+    columns = flatten([var(f"j{k}") for k in range(len(outer))], contiguous_strides(outer))
+    return replace(moved, stores=tuple(replace(store, index=columns) for store in moved.stores))

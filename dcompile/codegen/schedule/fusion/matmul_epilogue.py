@@ -1,0 +1,268 @@
+"""Loops that a matrix product may end in: one kernel then multiplies, and does what the loop does with the result.
+
+Where that is faster than the library's product and the loop behind it is measured, kernel by kernel and tile by tile
+(`pipeline.py`); here are which loops could, and the rewrite for those that shall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+from dcompile.codegen.emit.host.gemm_geometry import DTYPES, lying
+from dcompile.codegen.nest.loop_nest import stride
+from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
+from dcompile.ir.canonical_names import buffers_in, renamed
+from dcompile.ir.index import ZERO, Index, substitute, var
+from dcompile.ir.nodes import (
+    Buffer,
+    Extern,
+    IndexOf,
+    Load,
+    Loop,
+    Matmul,
+    Program,
+    Reduce,
+    Scan,
+    Step,
+    Store,
+    Tile,
+    View,
+    holder_of,
+)
+from dcompile.ir.symbols import used_symbols
+
+LEAST = 1 << 30
+"""Multiplications and additions of a product below which there is nothing to gain: it takes two microseconds."""
+REACH = 2**31 - 2**20
+"""Elements of a matrix that are counted in 32 bits."""
+ANY = Tile(0, 0, 0, 0, 0)
+"""In place of a tile that is not chosen yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A product and the loop that it may end in, by position among the steps."""
+
+    product: int
+    position: int
+    joint: Loop
+    """Both as one loop, by ANY tile."""
+
+    @property
+    def kind(self) -> Loop:
+        """What a choice is made for: the joint loop without names, so that equal layers share it."""
+        return _nameless(self.joint)
+
+    @property
+    def flops(self) -> int:
+        assert self.joint.product is not None, "an ending has a product"
+        return flops(self.joint.product)
+
+
+def flops(product: Matmul) -> int:
+    """Multiplications and additions of a product of known sizes."""
+    *_, left, right = (view for view in product.call.args if isinstance(view, View))
+    known = [size for size in (*left.shape, right.shape[1]) if isinstance(size, int)]
+    return 2 * prod(known)
+
+
+def end_products(program: Program, chosen: Mapping[Loop, Tile]) -> Program:
+    """Let products end in the loops behind them, where a tile was chosen for this.
+
+    Guarantees: the same values, up to the order of summation in these products, which stand where the loops stood.
+    Relies on: `chosen` being the same wherever the program runs.
+    """
+    found = {e.position: (e, chosen[e.kind]) for e in endings(program) if e.kind in chosen} if chosen else {}
+    if not found:
+        return program
+    gone = {ending.product for ending, _ in found.values()}
+    steps: list[Step] = []
+    for position, step in enumerate(program.steps):
+        if position in found:
+            steps.append(with_tile(found[position][0].joint, found[position][1]))
+        elif position not in gone:
+            steps.append(step)
+    written = {name for step in steps for name in step.reads | step.writes}
+    unwritten = {name for n in gone for name in program.steps[n].writes} - written
+    return replace(program, steps=tuple(steps), buffers=tuple(b for b in program.buffers if b.name not in unwritten))
+
+
+def with_tile(joint: Loop, tile: Tile) -> Loop:
+    """The joint loop, by a tile."""
+    assert joint.product is not None, "a joint loop has a product"
+    return replace(joint, product=replace(joint.product, tile=tile))
+
+
+def endings(program: Program) -> list[Ending]:
+    """All products that may end in a loop, each with one such loop."""
+    table = program.table
+    products = {n: out for n, step in enumerate(program.steps) if (out := _result(step, table)) is not None}
+    if not products:
+        return []
+    before = edges(program.steps)
+    found: dict[int, Ending] = {}
+    for at, out in products.items():
+        behind = (n for n in range(at + 1, len(program.steps)) if at in before[n])
+        position = next(behind, None)  # no other step may need the product, or overwrite what it reads, before
+        joint = None if position is None else _joined(program, at, position, out)
+        if position is None or joint is None:
+            continue
+        ending = Ending(at, position, joint)
+        if position not in found or ending.flops >= found[position].flops:
+            found[position] = ending  # of two products that a loop reads, the larger one, or the one nearer to it
+    return [found[position] for position in sorted(found)]
+
+
+def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
+    """Where a product is written that a kernel of ours can multiply; None if it is none of these."""
+    match step:
+        case Extern("aten.mm.default", (View() as left, View() as right), (), (str(out),), "out"):
+            pass
+        case Extern("aten.addmm.default", (View() as added, View() as left, View() as right), (), (str(out),), "out"):
+            known = isinstance(added.offset, int) and added.strides and isinstance(added.strides[-1], int)
+            whole = added.shape[-1:] == right.shape[1:] and not any(added.strides[:-1])
+            if not known or not whole or table[added.buffer].dtype != table[out].dtype:
+                return None
+        case _:
+            return None
+    buffer = table[out]
+    result = View(out, buffer.shape, buffer.strides)
+    if buffer.dtype not in DTYPES or not buffer.device.startswith("cuda") or buffer.extent != _elements(result):
+        return None
+    if any(table[view.buffer].dtype != buffer.dtype for view in (left, right)):
+        return None
+    fits = all(lying(view, buffer.dtype) is not None and _reach(view) < REACH for view in (left, right, result))
+    return buffer if fits and lying(result, buffer.dtype) == (False, buffer.shape[1]) else None
+
+
+def _elements(view: View) -> int:
+    """Elements of a view of known sizes; -1 of another."""
+    return prod(n for n in view.shape if isinstance(n, int)) if all(isinstance(n, int) for n in view.shape) else -1
+
+
+def _reach(view: View) -> int:
+    numbers = [n for n in (*view.shape, *view.strides, view.offset) if isinstance(n, int)]
+    rows, columns, down, right, offset = numbers  # seen by `lying`
+    return offset + (rows - 1) * down + (columns - 1) * right + 1
+
+
+def _joined(program: Program, at: int, position: int, out: Buffer) -> Loop | None:
+    """The product and the loop as one, if the loop goes through the result element by element."""
+    call, loop = program.steps[at], program.steps[position]
+    assert isinstance(call, Extern), "found by _result"
+    if not isinstance(loop, Loop) or loop.product is not None or not _is_pointwise(loop, program.table):
+        return None
+    if used_symbols(loop) or loop.writes & call.reads or any(holder_of(b) == out.name for b in program.buffers):
+        return None
+    product = Matmul(call, out.dtype, ANY)
+    if flops(product) < LEAST:
+        return None
+    ordered = by_rows(loop, out)
+    if ordered is None:
+        return None
+    if is_seen(program, out.name, (at, position)):
+        load = next(n for n, value in enumerate(ordered.body) if isinstance(value, Load) and value.buffer == out.name)
+        kept = Store(out.name, _of_load(ordered, load), load)
+        ordered = replace(ordered, stores=(kept, *ordered.stores))
+    origin = tuple(dict.fromkeys((*call.origin, *loop.origin)))
+    return replace(ordered, origin=origin, product=product)
+
+
+def _of_load(loop: Loop, ref: int) -> Index:
+    value = loop.body[ref]
+    assert isinstance(value, Load), "a load of the product"
+    return value.index
+
+
+def _is_pointwise(loop: Loop, table: Mapping[str, Buffer]) -> bool:
+    """Does each element by itself come to a value for each store, at a known place on a GPU?"""
+    if any(isinstance(value, (Reduce, Scan)) for value in loop.body):
+        return False
+    names = {name for name, size in sizes(loop).items() if size != 1}
+    return all(
+        store.mode == "set"
+        and not runtime_refs(store.index)
+        and names <= store.index.variables
+        and not (loop.inner and is_row_store(loop, store))
+        and table[store.buffer].device.startswith("cuda")
+        for store in loop.stores
+    )
+
+
+def by_rows(loop: Loop, out: Buffer) -> Loop | None:
+    """The loop over rows and columns of a matrix of which it reads each element where it is at it; None if it does not.
+
+    Variables may run in any order, more than one along the rows or the columns, and one along both.
+    """
+    loads = [value for value in loop.body if isinstance(value, Load) and value.buffer == out.name]
+    columns, lengths = out.shape[1], sizes(loop)
+    if len({load.index for load in loads}) != 1 or any(load.mask is not None for load in loads):
+        return None
+    assert isinstance(columns, int), "seen by _result"
+    found = {name: stride(loads[0].index, name) for name, size in lengths.items() if size != 1}
+    steps = {name: step for name, step in found.items() if isinstance(step, int)}
+    if len(steps) != len(found):
+        return None
+    outer, inner, flat, whole = list[Piece](), list[Piece](), ZERO, 1
+    for name in sorted(steps, key=lambda name: steps[name]):
+        size = lengths[name]
+        if steps[name] != whole or not isinstance(size, int):
+            return None
+        flat = flat + var(name) * whole
+        within = columns // whole if whole < columns else 1
+        if whole < columns and (columns % whole or (size % within if size > within else within % size)):
+            return None
+        inner += [(name, min(size, within))] if whole < columns else []
+        outer += [(name, size // within)] if size > within else []
+        whole *= size
+    if whole != out.extent or flat != loads[0].index:
+        return None
+    return _in_order(loop, outer[::-1], inner[::-1])
+
+
+Piece: TypeAlias = "tuple[str, int]"
+"""A variable, or its upper or lower part, and how far it runs."""
+
+
+def _in_order(loop: Loop, outer: list[Piece], inner: list[Piece]) -> Loop:
+    """The loop over these variables; of one that is in both, the upper part is in `outer`."""
+    bounds = {f"i{k}": size for k, (_, size) in enumerate(outer)} | {f"j{k}": size for k, (_, size) in enumerate(inner)}
+    moved = dict.fromkeys(sizes(loop), ZERO)
+    for k, (name, _) in enumerate(outer):
+        moved[name] = var(f"i{k}") * dict(inner).get(name, 1)
+    for k, (name, _) in enumerate(inner):
+        moved[name] = moved[name] + var(f"j{k}")
+
+    def at(index: Index) -> Index:
+        return substitute(index, moved, bounds)
+
+    body = tuple(replace(v, index=at(v.index)) if isinstance(v, (Load, IndexOf)) else v for v in loop.body)
+    stores = tuple(replace(store, index=at(store.index)) for store in loop.stores)
+    return replace(loop, outer=tuple(n for _, n in outer), inner=tuple(n for _, n in inner), body=body, stores=stores)
+
+
+def is_seen(program: Program, name: str, but: tuple[int, int]) -> bool:
+    """Whether anything but two steps needs a buffer, or knows where it lies."""
+    used = any(name in step.reads | step.writes for n, step in enumerate(program.steps) if n not in but)
+    shown = any(isinstance(output, View) and output.buffer == name for output in program.outputs)
+    return used or shown or program.table[name].storage is not None
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _nameless(joint: Loop) -> Loop:
+    """The same with buffers numbered as they come, and nothing said of where it is from."""
+    assert joint.product is not None, "a joint loop has a product"
+    call, out = joint.product.call, joint.product.out
+    names: dict[str, str] = {}
+    for name in (*(arg.buffer for arg in call.args if isinstance(arg, View)), out, *buffers_in(joint)):
+        names.setdefault(name, f"b{len(names)}")
+    args = tuple(replace(arg, buffer=names[arg.buffer]) if isinstance(arg, View) else arg for arg in call.args)
+    bare = replace(call, args=args, outs=(names[out],), origin=())
+    product = replace(joint.product, call=bare)
+    return replace(renamed(joint, names), name="", origin=(), product=product)

@@ -1,0 +1,230 @@
+"""Elements that are cheaper to compute again than to keep: on a GPU, what kernels do costs less than what they move.
+
+Lowering stores what several operations read. Behind a reduction that leaves memory holding what its inputs tell: the
+backward of a batch norm would write two images in float32, for its sums and for its gradient, where three in 16 bits
+are there to be read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dcompile.codegen.schedule.fusion.fuse import drop_internal
+from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
+from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, masked, moved, put
+from dcompile.codegen.schedule.fusion.split_reductions import on_gpu
+from dcompile.ir.analysis import behind, ranges, runtime_refs, turning_point
+from dcompile.ir.index import Index, Ranges, substitute, typical, var
+from dcompile.ir.nodes import (
+    ITEMSIZE,
+    Apply,
+    Buffer,
+    Const,
+    IndexOf,
+    Load,
+    Loop,
+    Program,
+    Ref,
+    Step,
+    Store,
+    Value,
+    View,
+)
+from dcompile.ir.ops import OPS
+
+LEAST = 1 << 20
+"""Bytes that a buffer has at least: smaller ones stay in the cache."""
+NEAR = 8
+"""Steps between writing and reading: what is read again has to live on that long."""
+COST = 48
+"""Additions that an element may cost: about what a GPU does while it reads or writes eight bytes more."""
+SHARE = 0.75
+"""Of the traffic that may be left."""
+UNLIMITED = 1 << 62
+"""The end of a span that a comparison leaves open."""
+
+
+def compute_again(program: Program) -> Program:
+    """Have loops on a GPU compute elements of large buffers again from what made them, if that is less to read.
+
+    Guarantees: bitwise-equal values: every operation rounds as it did.
+    Relies on: every buffer has one writer, but for inputs that are changed in place.
+    """
+    table = program.table
+    if not any(isinstance(step, Loop) and on_gpu(step, table) for step in program.steps):
+        return program
+    work = _Work(program)
+    for number in range(len(work.steps)):
+        offers = list(work.offers(number))
+        for chosen in ([offers] if len(offers) > 1 else []) + [[offer] for offer in offers]:
+            if chosen and work.take(number, chosen):
+                break
+    return drop_internal(replace(program, steps=tuple(work.steps)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A store of a loop whose elements others may compute: the values behind it, and the buffers that these load."""
+
+    store: Store
+    refs: Sequence[Ref]
+    sources: frozenset[str]
+
+
+class _Work:
+    """The steps while they change, and who touches each buffer."""
+
+    def __init__(self, program: Program) -> None:
+        self.table: Mapping[str, Buffer] = program.table
+        self.steps: list[Step] = list(program.steps)
+        self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+        self.readers: dict[str, set[int]] = {}
+        self.writers: dict[str, set[int]] = {}
+        for number, step in enumerate(self.steps):
+            for found, names in ((self.readers, step.reads), (self.writers, step.writes)):
+                for name in names:
+                    found.setdefault(name, set()).add(number)
+
+    def offers(self, number: int) -> Iterator[_Offer]:
+        """What others could compute in place of reading it from this step."""
+        loop = self.steps[number]
+        if not isinstance(loop, Loop) or not on_gpu(loop, self.table):
+            return
+        for store in loop.stores:
+            users = self.readers.get(store.buffer, set())
+            if store.mode != "set" or store.buffer in self.kept or not users or not self._is_large(store.buffer):
+                continue
+            if not all(number < user <= number + NEAR and isinstance(self.steps[user], Loop) for user in users):
+                continue
+            refs = sorted(behind(loop.body, [store.value]))
+            values = [loop.body[ref] for ref in refs]
+            if not all(map(_may_repeat, values)) or sum(map(_cost, values)) > COST:
+                continue
+            sources = frozenset(value.buffer for value in values if isinstance(value, Load))
+            changed = (at for name in sources for at in self.writers.get(name, ()))
+            known = all(isinstance(self.table[name].extent, int) for name in sources)
+            if known and sources and not any(number <= at <= max(users) for at in changed):
+                yield _Offer(store, refs, sources)
+
+    def _is_large(self, name: str) -> bool:
+        buffer = self.table[name]
+        return isinstance(buffer.extent, int) and buffer.nbytes >= LEAST
+
+    def take(self, number: int, offers: Sequence[_Offer]) -> bool:
+        """Accept offers of one loop if all who read what is offered can, and less is read and written then."""
+        loop = self.steps[number]
+        assert isinstance(loop, Loop), "only loops make offers"
+        given = {offer.store.buffer: offer for offer in offers}
+        users = sorted(set().union(*(self.readers[name] for name in given)))
+        before = sum(self.table[name].nbytes * (1 + len(self.readers[name])) for name in given)
+        after, told = 0, {}
+        for user in users:
+            reader = self.steps[user]
+            assert isinstance(reader, Loop), "only loops are offered anything"
+            mine = {name: offer for name, offer in given.items() if name in reader.reads}
+            fresh = frozenset().union(*(offer.sources for offer in mine.values())) - reader.reads
+            after += sum(typical(self.table[name].extent) * ITEMSIZE[self.table[name].dtype] for name in fresh)
+            inlined = _inlined(reader, loop, mine)
+            if inlined is None:
+                return False
+            told[user] = inlined
+        if after > SHARE * before:
+            return False
+        for user, inlined in told.items():
+            for name in inlined.reads:
+                self.readers[name].add(user)
+            self.steps[user] = inlined
+        for name in given:
+            self.readers[name].clear()
+        return True
+
+
+def _may_repeat(value: Value) -> bool:
+    """A value that depends on nothing but elements at places known beforehand."""
+    match value:
+        case Load(_, index, _, mask):
+            return mask is None and not runtime_refs(index)
+        case IndexOf(index, _):
+            return not runtime_refs(index)
+        case Apply() | Const():
+            return True
+        case _:
+            return False
+
+
+def _cost(value: Value) -> int:
+    return OPS[value.op].cost if isinstance(value, Apply) else 0
+
+
+def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _Offer]) -> Loop | None:
+    """`reader` with what it loads of `offers` computed as `maker` does; None if the places do not line up."""
+    bounds, own = ranges(reader), ranges(maker)
+    body: list[Value] = []
+    known: dict[Value, Ref] = {}
+    refs: dict[Ref, Ref] = {}
+    for old, value in enumerate(reader.body):
+        if not isinstance(value, Load) or value.buffer not in offers:
+            refs[old] = put(body, known, moved(value, refs, {}, body, known))
+            continue
+        offer, mask = offers[value.buffer], value.mask
+        places = None if runtime_refs(value.index) else _places(reader, value, offer.store.index, own, bounds)
+        if places is None:
+            return None
+        again: dict[Ref, Ref] = {}
+        for ref in offer.refs:
+            made = maker.body[ref]
+            if isinstance(made, Load | IndexOf):
+                made = replace(made, index=substitute(made.index, places, bounds))
+            copy = moved(made, again, {}, body, known)
+            if isinstance(copy, Load) and mask is not None:
+                copy = replace(copy, mask=refs[mask])
+            again[ref] = put(body, known, copy)
+        found = again[offer.store.value]
+        refs[old] = found if mask is None else put(body, known, masked(found, refs[mask], value.dtype, body, known))
+    stores = tuple(replace(store, value=refs[store.value]) for store in reader.stores)
+    if any(runtime_refs(store.index) for store in stores):
+        return None
+    told = replace(reader, body=tuple(body), stores=stores)
+    fits = len(body) <= MAX_VALUES and len(told.reads | told.writes) <= MAX_BUFFERS
+    return told if fits and divisions(told) <= divisions(reader) else None
+
+
+def _places(reader: Loop, load: Load, index: Index, own: Ranges, bounds: Ranges) -> dict[str, Index] | None:
+    """Where the loop that stores at `index`, with ranges `own`, is when it makes what `load` reads; None if unclear.
+
+    A load under a mask reads within what is stored only where the mask holds: variables span what it leaves of them.
+    """
+    left = {name: span for name, span in _spans(reader.body, load.mask, bounds).items() if span[0] < span[1]}
+    within = {**bounds, **{name: high - low for name, (low, high) in left.items()}}
+    target = substitute(load.index, {name: var(name) + low for name, (low, _) in left.items()}, within)
+    places = solve(index, own, target, within)
+    back = {name: var(name) - low for name, (low, _) in left.items()}
+    return None if places is None else {name: substitute(place, back, bounds) for name, place in places.items()}
+
+
+def _spans(body: Sequence[Value], mask: Ref | None, bounds: Ranges) -> dict[str, tuple[int, int]]:
+    """What a mask leaves of each variable: from the first to before the second, as far as its comparisons tell."""
+    found = {name: (0, size) for name, size in bounds.items() if isinstance(size, int)}
+    for name, low, high in () if mask is None else _limits(body, mask, True):
+        if name in found:
+            first, behind_last = found[name]
+            found[name] = max(first, low), min(behind_last, high)
+    return {name: span for name, span in found.items() if span != (0, bounds[name])}
+
+
+def _limits(body: Sequence[Value], ref: Ref, holds: bool) -> Iterator[tuple[str, int, int]]:
+    """(variable, least, one above the largest) of each comparison with a number that must hold, or must not."""
+    match body[ref]:
+        case Apply("not", (arg,), _):
+            yield from _limits(body, arg, not holds)
+        case Apply("and" | "or" as op, args, _) if (op == "and") == holds:
+            for arg in args:
+                yield from _limits(body, arg, holds)
+        case Apply("lt" | "le" | "gt" | "ge" as op, (left, right), _):
+            found = turning_point(body[left], body[right])
+            if found is None:
+                return
+            name, above = found[0], found[1] + (op in ("le", "gt"))  # below this, or from this on
+            below = (op in ("lt", "le")) == holds
+            yield (name, -UNLIMITED, above) if below else (name, above, UNLIMITED)

@@ -1,0 +1,397 @@
+"""Reductions in two steps, for GPUs: where a loop has too few rows, or combines over rows, many programs take a part.
+
+What a program collects goes to memory of its own, and a second, small loop adds that up in a fixed order: the result
+does not depend on timing, as it would with atomic additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+
+from dcompile.codegen.emit.triton.ops import has_atomic
+from dcompile.codegen.emit.triton.tiling import (
+    COLUMN_ROWS,
+    COLUMNS,
+    MULTIPROCESSORS,
+    PERSISTENT,
+    PROGRAMS,
+    ROW,
+    about,
+    ceil_div,
+    chunk_of,
+    count,
+    power_of_two,
+    sees_whole_rows,
+)
+from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renumber, renumbered
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
+from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.ir.analysis import (
+    behind,
+    inner_names,
+    is_row_store,
+    operands,
+    outer_names,
+    passes,
+    ranges,
+    row_values,
+    runtime_refs,
+    store_operands,
+)
+from dcompile.ir.index import Div, Index, Size, as_index, size_product, substitute, var
+from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
+from dcompile.ir.ops import REDUCTIONS
+
+LONG = 32768
+"""Elements from which a row is worth sharing: for fewer, a program takes no longer than another launch."""
+UNKNOWN_ROWS = 64
+"""Rows that a program walks over where their number is a symbol: parts are as many as there are then."""
+PART = 2048
+"""Fewest elements of a row that a program takes."""
+LOADED = 16 * PART
+"""Elements from which a part is cut further: programs of fewer pieces each hide how long memory takes."""
+
+
+def spread_columns(program: Program) -> Program:
+    """Let each of many programs combine a run of rows, where a store combines values of all rows.
+
+    Changes only the order in which a reduction is summed. Loops on the CPU are left alone.
+    """
+    table = dict(program.table)
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Loop) and on_gpu(step, table) and 0 not in (*step.outer, *step.inner):
+            for loop in _detached(step, table):
+                steps += _in_parts(loop, table)
+        else:
+            steps.append(step)
+    return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def spread_rows(program: Program) -> Program:
+    """Let several programs share each row, where rows are long and few.
+
+    Changes only the order in which a reduction is summed. Loops on the CPU are left alone.
+    """
+    table = dict(program.table)
+    steps: list[Step] = []
+    for step in program.steps:
+        parts = row_parts(step) if isinstance(step, Loop) and on_gpu(step, table) else 1
+        steps += _shared(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
+    return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def fuse_sums(program: Program) -> Program:
+    """Join the loops that add parts up with what is done with their results. As `fuse`, for GPUs."""
+    table = program.table
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    return fuse(program) if any(on_gpu(loop, table) for loop in loops) else program
+
+
+def on_gpu(loop: Loop, table: Mapping[str, Buffer]) -> bool:
+    """Does the loop write GPU memory?"""
+    return any(table[store.buffer].device != "cpu" for store in loop.stores)
+
+
+# --- column reductions ------------------------------------------------------------------------------------------------
+
+
+def _axes(names: Iterable[str], sizes: Iterable[Size]) -> tuple[Axis, ...]:
+    return tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True))
+
+
+def _nest(loop: Loop) -> Nest:
+    rows = _axes(outer_names(loop), loop.outer)
+    elements = _axes(inner_names(loop), loop.inner)
+    row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
+    return Nest(rows, elements, None, loop.body, loop.stores, row_stores)
+
+
+def _collects(nest: Nest, number: int) -> bool:
+    """Can a program that walks over rows collect a combining store in registers?"""
+    elements = tuple(axis for axis in nest.elements if axis.size != 1)
+    return chunk_of(nest.stores[number], nest.rows, elements, nest.row_stores[number]) == 0
+
+
+def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """Every combining store into a row of a buffer of parts, and the sums of those."""
+    nest = _nest(loop)
+    combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
+    if not combining or not loop.outer or not all(_collects(nest, n) for n in combining):
+        return [loop]
+    chunk = rows_per_program(nest)
+    parts = ceil_div(count(nest.rows), chunk)
+    if parts == 1:
+        return [loop]
+    number = Index((((Div(position("i", loop.outer), chunk),), 1),))
+    stores = list(loop.stores)
+    bodies: dict[Size, tuple[list[Value], list[Store]]] = {}
+    for n in combining:
+        store = loop.stores[n]
+        buffer = table[store.buffer]
+        size = size_product(buffer.shape)
+        name = _new(f"{store.buffer}_parts", buffer.dtype, (parts, size), buffer.device, table)
+        stores[n] = replace(store, buffer=name, index=number * size + store.index)
+        body, sums = bodies.setdefault(size, ([], []))
+        body.append(Load(name, var("j0") * size + var("i0"), buffer.dtype))
+        if buffer.dtype in ("bfloat16", "float16"):
+            body.append(Apply("cast", (len(body) - 1,), "float32"))
+        body.append(Reduce(store.mode, len(body) - 1, body[-1].dtype))
+        if buffer.dtype in ("bfloat16", "float16"):
+            body.append(Apply("cast", (len(body) - 1,), buffer.dtype))
+        sums.append(Store(store.buffer, var("i0"), len(body) - 1))
+    finish = [
+        Loop(f"{loop.name}_sum", (size,), (parts,), tuple(body), tuple(sums), loop.origin)
+        for size, (body, sums) in bodies.items()
+    ]
+    return [replace(loop, stores=tuple(stores)), *finish]
+
+
+def rows_per_program(nest: Nest) -> int:
+    """How many rows a program walks over."""
+    rows, size = about(nest.rows), about(nest.elements)
+    if not isinstance(count(nest.rows), int):
+        return UNKNOWN_ROWS
+    if sees_whole_rows(nest):
+        return max(-(-rows // PROGRAMS), min(ROW // power_of_two(size), rows), 1)
+    wanted = max(2 * PROGRAMS // -(-size // COLUMNS), 1)
+    at_once = COLUMN_ROWS * COLUMNS // min(COLUMNS, power_of_two(size))
+    return max(-(-rows // wanted), min(4 * at_once, rows))
+
+
+def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+    """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
+    saved: dict[Ref, str] = {}
+    leaving = _uncollected(loop, table)
+    loop, apart = _by_way_of_memory(loop, leaving, table)
+    wrong = [n for n in leaving if loop.stores[n].mode != "set"]
+    rows = position("i", loop.outer)
+    apart += [_as_reduction(loop, n, saved, rows, table) for n in wrong]
+    if not apart:
+        return [loop]
+    kept = tuple(store for n, store in enumerate(loop.stores) if n not in wrong)
+    kept += tuple(Store(name, rows, ref) for ref, name in saved.items())
+    rest = without(replace(loop, stores=kept), frozenset())
+    return [*([rest] if rest is not None else []), *apart]
+
+
+def _uncollected(loop: Loop, table: Mapping[str, Buffer]) -> list[int]:
+    """Combining stores that have to leave the loop, and can.
+
+    One that cannot, since values say where it stores, combines in memory, and so do all that stay with it.
+    """
+    nest = _nest(loop)
+    fits = not may_exceed(size_product(loop.inner), PERSISTENT) or not sees_whole_rows(nest)
+    combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
+    wrong = [n for n in combining if not (fits and _collects(nest, n))]
+    able = [n for n in combining if _has_own_loop(loop, loop.stores[n], table)]
+    if set(wrong) <= set(able):
+        return wrong
+    return [n for n in able if not has_atomic(loop.stores[n].mode, table[loop.stores[n].buffer].dtype)]
+
+
+def _has_own_loop(loop: Loop, store: Store, table: Mapping[str, Buffer]) -> bool:
+    """Can a combining store become a loop over its results?"""
+    bounds = ranges(loop)
+    kept = {name: bounds[name] for name in store.index.variables & bounds.keys()}
+    if runtime_refs(store.index) or radix(store.index, kept) is None:
+        return False
+    return size_product(kept.values()) == size_product(table[store.buffer].shape)
+
+
+def _by_way_of_memory(loop: Loop, numbers: list[int], table: dict[str, Buffer]) -> tuple[Loop, list[Loop]]:
+    """Have combining stores that no other loop can compute write their values as they are, for loops that combine them.
+
+    Those of a scan are of that kind, and all where the loop writes what it reads.
+    """
+    rows, elements = position("i", loop.outer), position("j", loop.inner)
+    stores, apart = list(loop.stores), list[Loop]()
+    for n in numbers:
+        store, row_store = loop.stores[n], is_row_store(loop, loop.stores[n])
+        needed = behind(loop.body, store_operands(store), through_reduces=False)
+        if not loop.reads & loop.writes and not any(isinstance(loop.body[ref], Scan) for ref in needed):
+            continue
+        dtype, shape = loop.body[store.value].dtype, loop.outer if row_store else (*loop.outer, *loop.inner)
+        place = rows if row_store else rows * size_product(loop.inner) + elements
+        name = _new(f"{store.buffer}_values", dtype, shape, table[store.buffer].device, table)
+        simple = replace(loop, body=(Load(name, place, dtype),), stores=(replace(store, value=0),))
+        apart.append(_as_reduction(simple, 0, {}, rows, table))
+        stores[n] = Store(name, place, store.value)
+    return replace(loop, stores=tuple(stores)), apart
+
+
+def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, table: dict[str, Buffer]) -> Loop:
+    """One combining store as a loop over its results; row values that it needs are saved by the first loop."""
+    store, bounds = loop.stores[number], ranges(loop)
+    kept = store.index.variables & bounds.keys()
+    row_store = is_row_store(loop, store)
+    names = [name for name in bounds if bounds[name] != 1 and not (row_store and name[0] == "j")]
+    outer = [name for name in names if name in kept]
+    inner = [name for name in names if name not in kept]
+    values = {name: as_index(0) for name in bounds}
+    values |= {name: var(f"i{place}") for place, name in enumerate(outer)}
+    values |= {name: var(f"j{place}") for place, name in enumerate(inner)}
+    needed = behind(loop.body, store_operands(store), through_reduces=False)
+    body: list[Value] = []
+    for ref, value in enumerate(loop.body):
+        if isinstance(value, Reduce):
+            if ref in needed:
+                if ref not in saved:
+                    device = table[store.buffer].device
+                    saved[ref] = _new(f"{loop.name}_rows", value.dtype, loop.outer, device, table)
+                body.append(Load(saved[ref], rows, value.dtype))
+                continue
+            value = Const(0, value.dtype)
+        body.append(value)
+    index = store.index
+    if inner:
+        body.append(Reduce(store.mode, store.value, body[store.value].dtype))
+    result = len(body) - 1 if inner else store.value
+    made = Loop(f"{loop.name}_columns", loop.outer, loop.inner, tuple(body), (Store(store.buffer, index, result),))
+    made = replace(made, origin=loop.origin)
+    sizes = tuple(bounds[name] for name in outer), tuple(bounds[name] for name in inner)
+    found = without(respace(made, *sizes, values), frozenset())
+    assert found is not None, f"{loop.name} has a store of nothing"
+    return found
+
+
+def _new(name: str, dtype: str, shape: tuple[Size, ...], device: str, table: dict[str, Buffer]) -> str:
+    """A buffer for what programs leave for the next loop."""
+    unique, number = name, 0
+    while unique in table:
+        number += 1
+        unique = f"{name}{number}"
+    strides = tuple(size_product(shape[place + 1 :]) for place in range(len(shape)))
+    table[unique] = Buffer(unique, dtype, shape, strides, device)
+    return unique
+
+
+# --- long rows --------------------------------------------------------------------------------------------------------
+
+
+def row_parts(loop: Loop) -> int:
+    """In how many parts each row should be reduced: 1 if there are programs enough."""
+    if not any(isinstance(value, Reduce) for value in loop.body) or any(store.mode != "set" for store in loop.stores):
+        return 1
+    if loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
+        return 1
+    rows, size = size_product(loop.outer), size_product(loop.inner)
+    if not (isinstance(rows, int) and isinstance(size, int)):
+        return 1  # how many rows there are decides
+    if rows == 0 or size < LONG or rows >= MULTIPROCESSORS:
+        return 1
+    most = max(size // PART, 1)
+    wanted = min(max(PROGRAMS // rows, min(4 * PROGRAMS // rows, size // LOADED), 1), most)
+    # a divisor, if there is one nearby, saves masks
+    near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
+    return min(near, key=lambda n: abs(n - wanted)) if near else wanted
+
+
+def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
+    """Sizes of a loop whose rows are shared: numbers."""
+    found = tuple(sizes)
+    ints = tuple(size for size in found if isinstance(size, int))
+    assert len(ints) == len(found), "rows of symbolic size are not shared"
+    return ints
+
+
+def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
+    """The loop's reductions, pass by pass, each in two steps, and its element stores in a loop of their own."""
+    inner = _axes(inner_names(loop), _known(loop.inner))
+    body, stores = expand(loop.body, loop.stores, list(inner))
+    loop = replace(loop, body=body, stores=stores)
+    rows, device = prod(_known(loop.outer)), table[stores[0].buffer].device
+    known = passes(loop)
+    live = behind(body, [ref for store in stores for ref in store_operands(store)])
+    reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
+    done: dict[Ref, str] = {}
+    steps: list[Loop] = []
+    last = max(known[ref] for ref in reduces)
+    for number in range(1, last + 1):
+        now = [ref for ref in reduces if known[ref] == number]
+        pieces = {r: _new(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
+        results = {r: _new(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
+        steps.append(_part(loop, parts, pieces, done))
+        at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
+        steps.append(_sum(loop, parts, pieces, done, results, at_end))
+        done |= results
+    elements = tuple(store for store in stores if not is_row_store(loop, store))
+    place = position("i", _known(loop.outer))
+    loaded = tuple(Load(done[ref], place, value.dtype) if ref in done else value for ref, value in enumerate(body))
+    rest = without(replace(loop, body=loaded, stores=elements), frozenset())
+    steps += [rest] if rest is not None else []
+    dead = frozenset(name for name in done.values() if not any(name in step.reads for step in steps))
+    for name in dead:
+        del table[name]
+    return [kept for step in steps if (kept := without(step, dead)) is not None]
+
+
+def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
+    """Each row in `parts`, reduced apart; the last may be shorter, and positions beyond the row are masked."""
+    outer, inner, rank = _known(loop.outer), _known(loop.inner), len(loop.outer)
+    size = prod(inner)
+    length = -(-size // parts)
+    cut = parts * length != size
+    bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {"j0": length}
+    flat = var(f"i{rank}") * length + var("j0")
+    values = coordinates("j", inner, flat, bounds)
+    rows, element = position("i", outer), row_values(loop)
+    body: list[Value] = []
+    if cut:
+        body += [IndexOf(flat), Const(size, "int64"), Apply("lt", (0, 1), "bool")]
+    number: dict[Ref, Ref] = {}
+    stores: list[Store] = []
+    for ref, value in enumerate(loop.body):
+        if ref in done:
+            value = Load(done[ref], rows, value.dtype)
+        value = renumber(value, number)
+        if isinstance(value, (Load, IndexOf)):
+            value = replace(value, index=substitute(value.index, values, bounds))
+        if cut and isinstance(value, Load) and not element[ref]:
+            if value.mask is not None:
+                body.append(Apply("and", (value.mask, 2), "bool"))
+            value = replace(value, mask=2 if value.mask is None else len(body) - 1)
+        if cut and isinstance(value, Reduce):
+            body.append(Const(REDUCTIONS[value.op].identity(value.dtype), value.dtype))
+            body.append(Apply("where", (2, value.arg, len(body) - 1), value.dtype))
+            value = replace(value, arg=len(body) - 1)
+        body.append(value)
+        number[ref] = len(body) - 1
+        if ref in pieces:
+            stores.append(Store(pieces[ref], rows * parts + var(f"i{rank}"), number[ref]))
+    made = Loop(f"{loop.name}_part", (*outer, parts), (length,), tuple(body), tuple(stores), loop.origin)
+    kept = without(made, frozenset())
+    assert kept is not None, f"{loop.name} has reductions that nothing uses"
+    return kept
+
+
+def _sum(
+    loop: Loop,
+    parts: int,
+    pieces: dict[Ref, str],
+    done: dict[Ref, str],
+    results: dict[Ref, str],
+    row_stores: list[Store],
+) -> Loop:
+    """Each row's reductions from their parts, and, in the end, the stores of the row."""
+    rows, of_row = position("i", _known(loop.outer)), row_values(loop)
+    body: list[Value] = []
+    number: dict[Ref, Ref] = {}
+    for ref, value in enumerate(loop.body):
+        if ref in pieces:
+            body.append(Load(pieces[ref], rows * parts + var("j0"), value.dtype))
+            assert isinstance(value, Reduce)
+            body.append(Reduce(value.op, len(body) - 1, value.dtype))
+        elif ref in done:
+            body.append(Load(done[ref], rows, value.dtype))
+        elif of_row[ref] and not isinstance(value, Reduce) and all(used in number for used in operands(value)):
+            body.append(renumber(value, number))
+        else:
+            continue
+        number[ref] = len(body) - 1
+    stores = [Store(name, rows, number[ref]) for ref, name in results.items()]
+    stores += [replace(s, value=number[s.value], index=renumbered(s.index, number)) for s in row_stores]
+    return Loop(f"{loop.name}_sum", loop.outer, (parts,), tuple(body), tuple(stores), loop.origin)

@@ -1,0 +1,1 @@
+"""Where each buffer is stored, and for how long."""

@@ -1,0 +1,235 @@
+"""Where every buffer lies: lifetimes over the final order, then places in the arena, or in other buffers' memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+from dcompile.codegen.schedule.memory.offsets import Block, place_symbolic
+from dcompile.codegen.schedule.memory.reuse_external import (
+    APART,
+    Host,
+    held_bytes,
+    hosts_of,
+    in_flight,
+    is_known,
+    lodge,
+)
+from dcompile.codegen.schedule.memory.separate_allocations import fits, heirs_of, movable, set_apart
+from dcompile.ir.analysis import takes_over
+from dcompile.ir.index import Size, as_index, as_size
+from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Loop, Program, View, holder_of
+from dcompile.ir.symbols import late_symbols
+
+Life = tuple[int, int]
+"""First and last step that touch a buffer."""
+
+
+def plan_memory(program: Program, saves: bool = False) -> Program:
+    """Give every buffer a place.
+
+    Guarantees: the same steps; buffers that are alive at the same time do not overlap, except that a loop may write
+    over a buffer that it reads for the last time, element by element; on CPUs a result over a saved tensor, too.
+    Buffers that have a place already keep it.
+    Arena, results, the library's tensors and donated inputs together peak no higher than with all else in the arena:
+    temporaries may lie in others' memory, or in memory of their own (`lodging.py`; on a GPU `apart.py`).
+    `saves`: results are held while another program runs, a forward's while its backward does.
+    Relies on: nothing changes the order of steps afterwards.
+    """
+    behind = _held_by_results(program)
+    lives = live_ranges(program, behind)
+    kept = _escaping(program, behind)
+    storages = _storages(program, kept)
+    over = _over_saved(program, lives, storages, kept)
+    lives |= {old: (lives[old][0], len(program.steps) - 1) for old in over.values()}
+    storages |= dict.fromkeys(over, "over")
+    arena = [buffer for buffer in program.buffers if storages[buffer.name] == "arena"]
+    groups = _in_place_groups(program, arena, lives)
+    blocks = [_block(group, lives) for group in groups]
+    may_move = movable(program, groups)
+    apart = set_apart(
+        {n: blocks[n] for n in sorted(may_move)},
+        heirs_of(program, groups, lives, may_move, kept),
+        held_bytes(program, storages, lives, fits, kept),
+    ).hosts
+    fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in apart]
+    hosts = [host for host in hosts_of(program, storages, lives, kept) if host.name not in over.values()]
+    table = program.table
+    ending: dict[int, list[Host]] = defaultdict(list)
+    for host in hosts:
+        ending[host.edge].append(host)
+    heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
+    flying = in_flight(program)
+    bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
+    held = held_bytes(program, storages, lives, is_known, kept)
+    beside = int(held[-1:].sum()) if saves else int(held[:1].sum()) if program.donated else None
+    lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
+    places: dict[int, tuple[str | None, Size]] = {}
+    for n, (within, offset) in zip(fixed, lodging.places, strict=True):
+        places[n] = (groups[fixed[within]][0].name if isinstance(within, int) else within), offset
+    symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]
+    slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
+    places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
+    where = {buffer.name: places[n] for n, group in enumerate(groups) if n in places for buffer in group}
+    own = {n: None for n, (host, _) in places.items() if host == APART}
+    for n, given in {**apart, **own}.items():
+        head = groups[n][0].name
+        where |= {buffer.name: (given or head, 0) for buffer in groups[n]}
+        if given is None:  # memory of its own, in which the others of its group follow
+            del where[head]
+            storages[head] = "out"
+    where |= {new: (old, 0) for new, old in over.items()}
+    buffers = tuple(
+        buffer if buffer.storage is not None else _settle(buffer, storages[buffer.name], where.get(buffer.name))
+        for buffer in program.buffers
+    )
+    return replace(program, buffers=buffers, arena_bytes=arena_bytes)
+
+
+def _over_saved(
+    program: Program, lives: Mapping[str, Life], storages: Mapping[str, str], kept: Set[str]
+) -> dict[str, str]:
+    """Results on the CPU that may be written over a saved tensor, read for the last time there, with that tensor.
+
+    Each call looks whether anybody else holds it, as for all that lies in saved tensors.
+    """
+    found: dict[str, str] = {}
+    table, flying = program.table, in_flight(program)
+    barred = flying | kept
+    left = [name for name in program.donated if name in lives and name not in barred and is_known(table[name])]
+    for new in (buffer for buffer in program.buffers if storages[buffer.name] == "out" and is_known(buffer)):
+        if new.name not in lives or new.name in flying:
+            continue
+        at = lives[new.name][0]
+        step = program.steps[at]
+        for old in left if isinstance(step, Loop) else ():
+            if lives[old][1] == at and storages[old] == "input" and takes_over(step, table[old], new):
+                found[new.name] = old
+                left.remove(old)
+                break
+    return found
+
+
+def _settle(buffer: Buffer, storage: str, place: tuple[str | None, Size] | None) -> Buffer:
+    host, offset = (None, 0) if place is None else place
+    return replace(buffer, storage=storage if host is None else LODGED + host, offset=offset)
+
+
+def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[str, Life]:
+    """First and last touch of each buffer; `behind` names what else a buffer's readers may see.
+
+    A wait touches the buffers of its collective, so they live while it is in flight. Who touches a part of a buffer
+    touches the buffer.
+    """
+    lives: dict[str, Life] = {}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    for position, step in enumerate(program.steps):
+        names = step.reads | step.writes
+        names = names.union(holders[name] for name in names if name in holders)
+        for name in names.union(*(behind[name] for name in names if name in behind)):
+            lives[name] = (lives.get(name, (position, position))[0], position)
+    return lives
+
+
+def _held_by_results(program: Program) -> dict[str, frozenset[str]]:
+    """What must live as long as each result of a library allocation: arguments that it may be a view of.
+
+    That is so for fallbacks, about which nothing is known, and for calls with effects: a functional collective goes on
+    reading its argument until the wait on its result.
+    """
+    behind: dict[str, frozenset[str]] = {}
+    for step in program.steps:
+        if isinstance(step, Extern) and step.holds:
+            seen = step.reads.union(*(behind[name] for name in step.reads if name in behind))
+            behind |= dict.fromkeys(step.writes, seen)
+    return behind
+
+
+def escaping(program: Program) -> frozenset[str]:
+    """Buffers whose memory results show, or may show."""
+    return _escaping(program, _held_by_results(program))
+
+
+def _escaping(program: Program, behind: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    shown = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
+    return shown.union(*(behind[name] for name in shown if name in behind))
+
+
+def _storages(program: Program, escapes: frozenset[str]) -> dict[str, str]:
+    """The kind of memory of each buffer."""
+    library = {
+        name
+        for step in program.steps
+        if isinstance(step, Extern) and step.mode == "alloc"
+        for name in step.outs
+        if name is not None
+    }
+    late = late_symbols(program)
+    device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+    storages: dict[str, str] = {}
+    for buffer in program.buffers:
+        if buffer.storage is not None:
+            storages[buffer.name] = "placed"
+        elif buffer.name in program.inputs:
+            storages[buffer.name] = "input"
+        elif buffer.name in library:
+            storages[buffer.name] = "library"
+        elif buffer.name in escapes or _is_late(buffer, late) or buffer.device != device:
+            storages[buffer.name] = "out"  # besides what escapes: sizes or devices that the one arena cannot serve
+        else:
+            storages[buffer.name] = "arena"
+    return storages
+
+
+def _is_late(buffer: Buffer, late: frozenset[str]) -> bool:
+    """Is the size known only in the middle of a call?"""
+    return any(not late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
+
+
+def _in_place_groups(program: Program, arena: Sequence[Buffer], lives: Mapping[str, Life]) -> list[list[Buffer]]:
+    """Buffers that take over one another's memory, in order of time; most groups have one member."""
+    table = {buffer.name: buffer for buffer in arena}
+    dying: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer in arena:
+        if buffer.name in lives:
+            dying[lives[buffer.name][1]].append(buffer)
+    group_of: dict[str, list[Buffer]] = {buffer.name: [buffer] for buffer in arena}
+    for position, step in enumerate(program.steps):
+        for name in sorted(step.writes & table.keys()):
+            new = table[name]
+            for old in dying[position]:
+                if takes_over(step, old, new):
+                    dying[position].remove(old)
+                    group_of[name] = group_of[old.name]
+                    group_of[name].append(new)
+                    break
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _heirs(
+    program: Program,
+    table: Mapping[str, Buffer],
+    group: Sequence[Buffer],
+    lives: Mapping[str, Life],
+    hosts: Mapping[int, Sequence[Host]],
+) -> frozenset[str]:
+    """Of the hosts, by edge, those that hand memory over to the first of a group in place, or take over the last's."""
+    spans = [lives.get(buffer.name, (0, 0)) for buffer in group]
+    first, last = min(first for first, _ in spans), max(last for _, last in spans)
+    head = next(b for b, (begin, _) in zip(group, spans, strict=True) if begin == first)
+    tail = next(b for b, (_, end) in zip(reversed(group), reversed(spans), strict=True) if end == last)
+    found = set()
+    for host in {host.name: host for at in (first, last) for host in hosts.get(at, ())}.values():
+        buffer = table[host.name]
+        old, new, at = (tail, buffer, last) if host.early else (buffer, head, first)
+        if host.edge == at and at < len(program.steps) and takes_over(program.steps[at], old, new):
+            found.add(host.name)
+    return frozenset(found)
+
+
+def _block(group: Sequence[Buffer], lives: Mapping[str, Life]) -> Block:
+    spans = [lives.get(buffer.name, (0, 0)) for buffer in group]
+    # all members have one extent: only an empty buffer could differ, and that joins no group
+    nbytes = as_size(group[0].extent * ITEMSIZE[group[0].dtype])
+    return Block(min(first for first, _ in spans), max(last for _, last in spans), nbytes)

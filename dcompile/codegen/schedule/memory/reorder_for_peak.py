@@ -1,0 +1,157 @@
+"""The most memory that a planned program holds at once, and an order of steps that lowers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dcompile.codegen.schedule.memory.plan import escaping, plan_memory
+from dcompile.codegen.schedule.memory.reuse_external import is_known, workspace_bytes
+from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.ir.nodes import LODGED, Collective, Program, Step, View
+
+WINDOW = 6
+"""Steps that may be taken before the one whose turn it is: what is near shares caches, and planning stays linear."""
+WORTH = 1 << 16
+"""Bytes of peak that another order must save."""
+
+
+def plan_frugally(program: Program, saves: bool = False) -> Program:
+    """`plan_memory`, for an order of steps that needs less memory if there is one near the given one.
+
+    Guarantees: bitwise-equal values; library calls with effects in their order.
+    Relies on: as `plan_memory`. Programs with collectives keep their order, which decides what hides behind what.
+    """
+    planned = plan_memory(program, saves)
+    if any(isinstance(step, Collective) for step in program.steps):
+        return planned
+    planned = _better(planned, free_first(program), saves)
+    while (moved := put_off(planned)) is not None:
+        better = _better(planned, replace(program, steps=moved), saves)
+        if better is planned:
+            break
+        planned = better
+    return planned
+
+
+def _better(planned: Program, other: Program, saves: bool) -> Program:
+    """The plan of another order, if it is worth it."""
+    found = plan_memory(other, saves)
+    return found if peak_bytes(found) + WORTH <= peak_bytes(planned) else planned
+
+
+def peak_bytes(planned: Program) -> int:
+    """Arena, results, the library's tensors and donated inputs at the step where they are most; known sizes only."""
+    arena = planned.arena_bytes if isinstance(planned.arena_bytes, int) else 0
+    begun, ended = _held(planned)
+    table = planned.table
+    own = [workspace_bytes(step, table) for step in planned.steps]
+    return arena + int((_while(begun, ended) + own).max(initial=0))
+
+
+def _held(planned: Program) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that each step is the first to hold, and the last, besides the arena; donated inputs from the beginning."""
+    storages = {buffer.name: buffer.storage or "" for buffer in planned.buffers}
+    guests = {name: storage.removeprefix(LODGED) for name, storage in storages.items() if storage.startswith(LODGED)}
+    spans: dict[str, tuple[int, int]] = dict.fromkeys(planned.donated, (0, 0))
+    for position, step in enumerate(planned.steps):
+        for name in step.reads | step.writes:
+            for held in (name, guests.get(name, name)):
+                spans[held] = (spans.get(held, (position, position))[0], position)
+    kept = escaping(planned)
+    begun, ended = (np.zeros(len(planned.steps), np.int64) for _ in range(2))
+    for buffer in planned.buffers:
+        counts = buffer.storage in ("out", "library") or buffer.name in planned.donated
+        if counts and buffer.name in spans and is_known(buffer):
+            first, last = spans[buffer.name]
+            begun[first] += buffer.nbytes
+            ended[last] += 0 if buffer.name in kept else buffer.nbytes
+    return begun, ended
+
+
+def _while(begun: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Bytes held while each step runs."""
+    held: np.ndarray = np.cumsum(begun) - np.cumsum(ended) + ended
+    return held
+
+
+def put_off(planned: Program) -> tuple[Step, ...] | None:
+    """The steps with the library call at the peak behind later ones, if it takes much memory for itself.
+
+    The gradients of a model's last filters come first in its backward, where all that it has saved is still there, and
+    nothing waits for them: a few steps later what the layer before has saved is gone. What the call reads is held until
+    then. None where another step is at the peak, or the next one needs the call.
+    """
+    steps, table = planned.steps, planned.table
+    own = np.array([workspace_bytes(step, table) for step in steps])
+    if own.max(initial=0) < WORTH:
+        return None
+    begun, ended = _held(planned)
+    held = _while(begun, ended)
+    at = int((held + own).argmax())
+    before = edges(steps)
+    stop = next((n for n in range(at + 1, len(steps)) if at in before[n]), len(steps))
+    if own[at] < WORTH or stop == at + 1:
+        return None
+    meanwhile = (held + own)[at + 1 : stop] + ended[at] - begun[at]
+    itself = (held - ended)[at + 1 : stop] + ended[at] + own[at]
+    peaks = np.maximum(np.maximum.accumulate(meanwhile), itself)
+    to = at + 2 + int(peaks.argmin())
+    return (*steps[:at], *steps[at + 1 : to], steps[at], *steps[to:])
+
+
+def free_first(program: Program) -> Program:
+    """Of the steps that may run next, take the one after which the least memory is held; of equals, the earlier one.
+
+    A weight's gradient, for which a saved activation ends, then comes before the activation's gradient, which may lie
+    where that was.
+    """
+    steps = program.steps
+    before = edges(steps)
+    after: list[list[int]] = [[] for _ in steps]
+    for number, firsts in enumerate(before):
+        for first in firsts:
+            after[first].append(number)
+    balance = _Balance(program)
+    waiting = [len(firsts) for firsts in before]
+    ready = {number for number, count in enumerate(waiting) if not count}
+    done: list[int] = []
+    while ready:
+        turn = min(ready)
+        number = min((n for n in ready if n < turn + WINDOW), key=lambda n: (balance.change(n), n))
+        ready.remove(number)
+        done.append(number)
+        balance.take(number)
+        for n in after[number]:
+            waiting[n] -= 1
+            if not waiting[n]:
+                ready.add(n)
+    return replace(program, steps=tuple(steps[number] for number in done))
+
+
+class _Balance:
+    """What each step would add to the memory held, given what has run."""
+
+    def __init__(self, program: Program) -> None:
+        shown = {output.buffer for output in program.outputs if isinstance(output, View)}
+        kept = shown | set(program.inputs) - set(program.donated)
+        self.bytes = {b.name: b.nbytes for b in program.buffers if is_known(b)}
+        self.freed = {name: nbytes for name, nbytes in self.bytes.items() if name not in kept}
+        self.touched: Sequence[frozenset[str]] = [step.reads | step.writes for step in program.steps]
+        self.left: dict[str, int] = {}
+        for names in self.touched:
+            for name in names:
+                self.left[name] = self.left.get(name, 0) + 1
+        self.there = set(program.inputs)
+
+    def change(self, number: int) -> int:
+        names = self.touched[number]
+        new = sum(self.bytes.get(name, 0) for name in names if name not in self.there)
+        return new - sum(self.freed.get(name, 0) for name in names if self.left[name] == 1)
+
+    def take(self, number: int) -> None:
+        self.there |= self.touched[number]
+        for name in self.touched[number]:
+            self.left[name] -= 1

@@ -1,0 +1,358 @@
+"""Temporaries in memory that is there anyway: in results not written yet, and in saved tensors no longer needed.
+
+What would still make the arena large, and is needed only while less than the most is held, has memory of its own: it is
+allocated before its first use and let go after its last. A small arena that is left, and needed later, goes there, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcompile.codegen.schedule.memory.offsets import Block, aligned, best_gap, place
+from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
+
+SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
+"""Bytes: an address that each call works out anew costs more than less memory gains."""
+STEPS_OF_CAP = 8
+WORTH = 1 << 16
+"""Bytes that must be saved at least."""
+SMALLEST_APART = 1 << 17
+WORTH_APART = 100
+"""Nothing is allocated by itself for less than this part of the peak: fresh pages made steps up to 7 % slower (Llama,
+LSTM; a busy machine, with a lower limit than this)."""
+SMALL_ARENA = 1 << 16
+"""Bytes: a smaller arena may lie as a whole in memory of a block's own, once that block is done with it."""
+PRICE = 1024
+"""An allocation more must save this part of the peak."""
+APART = ""
+"""Where a block lies that has memory of its own."""
+Place = tuple[str | int | None, int]
+"""What a block lies in (None: the arena, a host's name, APART, the number of a block that lies apart); where there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A buffer that others may lie in: until step `edge` writes it (`early`), or after step `edge` has read it.
+
+    The step `edge` itself may hand its memory over in place, as `heirs` of `lodge` says.
+    """
+
+    name: str
+    nbytes: int
+    edge: int
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lodging:
+    """Each block's place; the arena's size; the peak of all."""
+
+    places: list[Place]
+    arena_bytes: int
+    peak: int
+
+
+def hosts_of(
+    program: Program, storages: Mapping[str, str], lives: Mapping[str, tuple[int, int]], kept: Set[str]
+) -> list[Host]:
+    """Buffers on the CPU whose memory is the call's before they are written, or becomes its own after they are read.
+
+    `kept`: buffers whose memory results show, or may show.
+
+    Before: results. After: saved tensors that the program may overwrite (`Program.donated`), and what the library
+    allocates and nobody else gets to see. Whether nobody refers to them is looked at again in each call.
+    """
+    barred = in_flight(program)
+    written = frozenset().union(*(step.writes for step in program.steps))
+    found = []
+    for buffer in program.buffers:
+        if not is_known(buffer) or buffer.name in barred or buffer.name not in lives:
+            continue
+        kind, (first, last) = storages[buffer.name], lives[buffer.name]
+        given = buffer.name in program.donated and buffer.name not in written
+        if kind == "out":
+            found.append(Host(buffer.name, buffer.nbytes, first, early=True))
+        elif buffer.name not in kept and (given or kind == "library"):
+            found.append(Host(buffer.name, buffer.nbytes, last, early=False))
+    return found
+
+
+def in_flight(program: Program) -> frozenset[str]:
+    """Buffers that collectives work on, in part or as a whole; they stay where the run time expects them."""
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    return frozenset(
+        found
+        for step in program.steps
+        if isinstance(step, (Collective, Wait))
+        for name in step.reads | step.writes
+        for found in (name, holders.get(name, name))
+    )
+
+
+def is_known(buffer: Buffer) -> bool:
+    """Whether it is memory of the CPU of a size known now, and large enough to share."""
+    if buffer.device != "cpu" or not buffer.is_tensor or not isinstance(buffer.extent, int):
+        return False
+    return buffer.nbytes >= SMALLEST_HOST
+
+
+def workspace_bytes(step: Step, table: Mapping[str, Buffer]) -> int:
+    """What a library call allocates and lets go of by itself, where that is much and known.
+
+    The gradient of a convolution's filters, by oneDNN: the filters in row-major order, their gradient in the library's
+    order, and converted to ours, which is the result. That of depthwise filters larger than 3 x 3 it sums up in dense
+    blocks of 16 by 16 channels (seen in torch 2.13's, whatever the image's size).
+    """
+    if not isinstance(step, Extern) or step.op != "aten.convolution_backward.default" or step.outs[1] is None:
+        return 0
+    filters = step.args[2]
+    buffer = table[filters.buffer] if isinstance(filters, View) else None
+    if buffer is None or buffer.device != "cpu" or not isinstance(buffer.extent, int):
+        return 0
+    depthwise = len(buffer.shape) == 4 and buffer.shape[0] == step.args[9] and buffer.shape[1] == 1
+    return buffer.nbytes * (259 if depthwise and buffer.extent > 9 * int(step.args[9]) else 3)  # type: ignore[arg-type]
+
+
+def workspaces(program: Program) -> np.ndarray:
+    """What each step, and the end, adds to the bytes that library calls hold for themselves."""
+    table = program.table
+    return np.diff([0, *(workspace_bytes(step, table) for step in program.steps), 0])
+
+
+def held_bytes(
+    program: Program,
+    storages: Mapping[str, str],
+    lives: Mapping[str, tuple[int, int]],
+    counts: Callable[[Buffer], bool],
+    kept: Set[str],
+) -> np.ndarray:
+    """At each step, what results, the library's tensors and donated inputs hold if nothing lies in them.
+
+    `kept`: buffers whose memory results show, or may show. Only buffers that `counts` says yes to are looked at.
+    """
+    steps = len(program.steps)
+    change = workspaces(program)
+    for buffer in program.buffers:
+        kind = storages[buffer.name]
+        donated = buffer.name in program.donated
+        if not (kind in ("out", "library") or donated) or buffer.name not in lives or not counts(buffer):
+            continue
+        first, last = lives[buffer.name]
+        change[0 if donated else first] += buffer.nbytes
+        change[steps if buffer.name in kept or kind == "out" else last + 1] -= buffer.nbytes
+    return np.cumsum(change[:-1])
+
+
+def lodge(
+    blocks: Sequence[Block],
+    hosts: Sequence[Host],
+    heirs: Mapping[int, Set[str]],
+    held: np.ndarray,
+    bound: Set[int],
+    beside: int | None = None,
+) -> Lodging:
+    """Places for blocks, in the arena or in hosts, such that arena and `held` together peak low.
+
+    `heirs` says which hosts hand their memory to a block in place, or take it over from it; blocks of `bound` stay in
+    the arena. The arena is kept between calls, so its size counts at every step. Tries several sizes for it, and puts
+    what does not fit where it prolongs a host's life least: at first only where that raises no peak of `held`. What
+    fits nowhere then gets memory of its own, if that saves enough.
+    `beside`: what is held while the other program of a training step runs; the arena will be there, too. That program
+    is taken to need as much beside them as this one would in an arena alone.
+    """
+    offsets, total = place(blocks)
+    before = int(held.max(initial=0))
+    usual = Lodging([(None, offset) for offset in offsets], total, total + before)
+    if not blocks:
+        return usual
+    options = _options(blocks, hosts, heirs, bound) if hosts else [np.zeros(0, np.int64)] * len(blocks)
+
+    def cost(lodging: Lodging) -> int:
+        count = sum(host == APART for host, _ in lodging.places)
+        later = 0 if beside is None else beside + total + lodging.arena_bytes
+        return max(lodging.peak, later) + count * (usual.peak // PRICE)
+
+    def best_of(best: Lodging, barred: Set[int]) -> Lodging:
+        for raises in (False, True):
+            for eighths in range(STEPS_OF_CAP):
+                cap = total * eighths // STEPS_OF_CAP
+                if cap + before >= cost(best):
+                    break
+                most = cost(best) - cap if raises else before
+                # its arena and what is held only grow: an attempt ends where they cost as much as the best one
+                limit = cost(best), cost(best) if beside is None else cost(best) - beside - total
+                found = _Attempt(blocks, hosts, heirs, options, held, most, barred, bound).run(cap, *limit)
+                best = best if found is None else min(best, found, key=cost)
+        return best
+
+    everything = range(len(blocks))
+    within = best_of(usual, frozenset(everything)) if hosts else usual
+    within = within if cost(within) + WORTH <= cost(usual) else usual
+    small = {n for n in everything if int(blocks[n].nbytes) < SMALLEST_APART}  # type: ignore[arg-type]
+    apart = best_of(within, bound | small)
+    return apart if cost(apart) + max(WORTH, within.peak // WORTH_APART) <= cost(within) else within
+
+
+def _options(
+    blocks: Sequence[Block], hosts: Sequence[Host], heirs: Mapping[int, Set[str]], bound: Set[int]
+) -> list[np.ndarray]:
+    """For each block the numbers of the hosts that are large enough, and free throughout its life."""
+    room, edge = (np.array(column, np.int64) for column in zip(*((h.nbytes, h.edge) for h in hosts), strict=True))
+    early = np.array([host.early for host in hosts])
+    numbers = {host.name: number for number, host in enumerate(hosts)}
+    found = []
+    for number, block in enumerate(blocks):
+        nbytes = int(block.nbytes)  # type: ignore[arg-type]
+        if number in bound or nbytes < SMALLEST_GUEST:
+            found.append(np.zeros(0, np.int64))
+            continue
+        in_place = np.zeros(len(hosts), np.int64)
+        in_place[[numbers[name] for name in heirs.get(number, ()) if name in numbers]] = 1
+        is_open = np.where(early, block.last < edge + in_place, block.first > edge - in_place)
+        found.append(np.flatnonzero(is_open & (room >= nbytes)))
+    return found
+
+
+class _Bin:
+    """What is placed in one piece of memory: rows of first and last step, start and end."""
+
+    def __init__(self) -> None:
+        self.rows, self.count = np.zeros((8, 4), np.int64), 0
+
+    def _met(self, block: Block) -> np.ndarray:
+        placed = self.rows[: self.count]
+        return placed[(placed[:, 0] <= block.last) & (placed[:, 1] >= block.first)]
+
+    def gap(self, block: Block, size: int) -> int:
+        """The offset of the smallest gap for `size` bytes among what lives when the block does."""
+        met = self._met(block)
+        return best_gap(met[:, 2], met[:, 3], size)
+
+    def is_free(self, block: Block, at: int, nbytes: int) -> bool:
+        """Do these bytes hold nothing that lives when the block does?"""
+        met = self._met(block)
+        return bool(np.all((met[:, 3] <= at) | (at + nbytes <= met[:, 2])))
+
+    def put(self, block: Block, at: int, size: int) -> None:
+        if self.count == len(self.rows):
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+        self.rows[self.count] = block.first, block.last, at, at + size
+        self.count += 1
+
+
+class _Attempt:
+    """One way to place all blocks, such that hosts never hold more than `most` bytes together."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        hosts: Sequence[Host],
+        heirs: Mapping[int, Set[str]],
+        options: Sequence[np.ndarray],
+        held: np.ndarray,
+        most: int,
+        barred: Set[int],
+        bound: Set[int],
+    ) -> None:
+        self.blocks, self.hosts, self.heirs, self.options = blocks, hosts, heirs, options
+        self.held, self.most, self.barred, self.bound = held.copy(), most, barred, bound
+        self.high = int(held.max(initial=0))
+        self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
+        self.arena = _Bin()
+        self.bins: dict[str, _Bin] = defaultdict(_Bin)
+        self.edges = np.array([host.edge for host in hosts], np.int64)
+        """How far each host's life goes by now, to the front or to the back."""
+        self.early = np.array([host.early for host in hosts])
+        self.room = np.array([host.nbytes for host in hosts], np.int64)
+
+    def run(self, cap: int, peak: int, arena: int) -> Lodging | None:
+        """Places with an arena of about `cap` bytes; None once the peak or the arena gets as large as is said."""
+        places: list[Place] = [(None, 0)] * len(self.blocks)
+        reached = 0
+        has_choice = [len(found) > 0 or number not in self.barred for number, found in enumerate(self.options)]
+        # first those that have no choice
+        order = sorted(range(len(places)), key=lambda n: (has_choice[n], -self.sizes[n], self.blocks[n].first, n))
+        for number in order:
+            block, size = self.blocks[number], self.sizes[number]
+            at, place = self.arena.gap(block, size), None
+            if at + size > max(cap, reached):
+                place = self._host_for(number) or self._apart(number)
+            if place is None:
+                self.arena.put(block, at, size)
+                reached = max(reached, at + size)
+            places[number] = place or (None, at)
+            if (stays := self._stays(reached)) + self.high >= peak or stays >= arena:
+                return None
+        reached = 0 if self._follows(places, reached) else reached
+        return Lodging(places, reached, reached + self.high)
+
+    def _stays(self, nbytes: int) -> int:
+        """What of an arena is sure to stay one."""
+        return 0 if nbytes < SMALL_ARENA and len(self.barred) < len(self.blocks) else nbytes
+
+    def _follows(self, places: list[Place], nbytes: int) -> bool:
+        """Put a small arena as a whole in the own memory of a block that ends before, if there is room for that longer.
+
+        An LSTM's head needs 8 KB behind its last cell, which would be there beside all that is saved of the cells.
+        """
+        inside = [number for number, (host, _) in enumerate(places) if host is None]
+        if not 0 < nbytes < SMALL_ARENA or not self.bound.isdisjoint(inside):
+            return False
+        first = min(self.blocks[number].first for number in inside)
+        last = max(self.blocks[number].last for number in inside)
+        apart = [(number, self.blocks[number]) for number, (host, _) in enumerate(places) if host == APART]
+        # bytes that are there, not rounded up to a cache line as `sizes` are
+        before = [n for n, block in apart if block.last < first and int(block.nbytes) >= nbytes]  # type: ignore[arg-type]
+        if not before:
+            return False
+        host = max(before, key=lambda number: (self.blocks[number].last, -self.sizes[number]))
+        longer = slice(self.blocks[host].last + 1, last + 1)
+        if self.held[longer].max(initial=0) + self.sizes[host] > self.most:
+            return False
+        self._hold(longer, self.sizes[host])
+        for number in inside:
+            places[number] = host, places[number][1]
+        return True
+
+    def _hold(self, span: slice, nbytes: int) -> None:
+        self.held[span] += nbytes
+        self.high = max(self.high, int(self.held[span].max(initial=0)))
+
+    def _host_for(self, number: int) -> tuple[str, int] | None:
+        """The host that lives longer by the fewest byte-steps, if one has a gap; and where."""
+        block, options = self.blocks[number], self.options[number]
+        costs = np.abs(self._edges(options, block) - self.edges[options]) * self.room[options]
+        for k in options[np.lexsort((self.room[options], costs))]:  # of equals, the first
+            host = self.hosts[k]
+            nbytes = int(block.nbytes)  # type: ignore[arg-type]
+            at = 0 if host.name in self.heirs.get(number, ()) else self.bins[host.name].gap(block, nbytes)
+            if at + nbytes > host.nbytes or not self.bins[host.name].is_free(block, at, nbytes):
+                continue
+            now, then = int(self.edges[k]), int(self._edges(k, block))
+            span = slice(then, now) if host.early else slice(now + 1, then + 1)  # the steps by which it lives longer
+            if self.held[span].max(initial=0) + host.nbytes > self.most and span.start < span.stop:
+                continue
+            self._hold(span, host.nbytes)
+            self.edges[k] = then
+            self.bins[host.name].put(block, at, aligned(nbytes))
+            return host.name, at
+        return None
+
+    def _apart(self, number: int) -> tuple[str, int] | None:
+        """Memory of the block's own, if there is room while it lives."""
+        block, size = self.blocks[number], self.sizes[number]
+        span = slice(block.first, block.last + 1)
+        if number in self.barred or self.held[span].max(initial=0) + size > self.most:
+            return None
+        self._hold(span, size)
+        return APART, 0
+
+    def _edges(self, numbers: np.ndarray | np.intp, block: Block) -> np.ndarray:
+        """How far hosts' lives go if the block lies there."""
+        now, early = self.edges[numbers], self.early[numbers]
+        moved: np.ndarray = np.where(early, np.minimum(now, block.first), np.maximum(now, block.last))
+        return moved

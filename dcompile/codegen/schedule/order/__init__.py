@@ -1,0 +1,1 @@
+"""When each step runs: collectives overlapped with kernels by a cost model."""

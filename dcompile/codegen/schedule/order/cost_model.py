@@ -1,0 +1,284 @@
+"""How long each step takes, by a model: work over the machine's rate for it, and no less than a least time.
+
+A roofline (Williams, Waterman, Patterson, CACM 52, 2009) for each step alone: the longer of moving its bytes and doing
+its arithmetic. It orders what can hide behind what; it does not see caches, tile sizes or what runs at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+
+from dcompile.codegen.schedule.order.simulate import copied
+from dcompile.ir import functional_collectives
+from dcompile.ir.analysis import operands, row_values, sizes
+from dcompile.ir.index import Index, Size, typical
+from dcompile.ir.nodes import (
+    ITEMSIZE,
+    Apply,
+    Bucket,
+    Buffer,
+    Collective,
+    Const,
+    Extern,
+    IndexOf,
+    Load,
+    Loop,
+    Program,
+    Step,
+    View,
+    Wait,
+    views_of,
+)
+from dcompile.ir.ops import OPS
+from dcompile.machine_model import Figures, Group, collective_seconds, copying_seconds
+
+TILE = 128
+"""Matrix products on GPUs work on whole tiles of about this many rows and columns."""
+
+
+def durations(program: Program, figures: Figures, groups: Mapping[str, Group]) -> list[float]:
+    """Seconds of each step on the resource that it uses; a wait takes some of its own only where there are replicas.
+
+    `groups` describes those of the plan; one that is not there counts as two ranks.
+    """
+    table = program.table
+    started = {step.bucket: step for step in program.steps if isinstance(step, Collective)}
+    on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
+    buckets = {bucket.name: bucket for bucket in program.buckets}
+    found = []
+    for step in program.steps:
+        if isinstance(step, Wait):
+            found.append(_among_replicas(started[step.bucket], table, figures, groups))
+            continue
+        seconds = step_seconds(step, table, figures, groups, on_gpu)
+        if isinstance(step, Collective) and step.bucket in buckets and not copied(step, groups):
+            seconds += members(buckets[step.bucket]) * figures.member_us * 1e-6
+        found.append(seconds)
+    return found
+
+
+def members(bucket: Bucket) -> int:
+    """How many messages a collective sends beside its first one."""
+    together = len(bucket.packed)
+    return max(len(bucket.units) - together + (together > 0) - 1, 0)
+
+
+def _among_replicas(
+    step: Collective, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, Group]
+) -> float:
+    """What a wait does itself: sum up the shards of a reduction among replicas."""
+    group = groups.get(step.group, Group())
+    if step.kind != "reduce_scatter" or group.replicas == 1:
+        return 0.0
+    shard = collective_bytes(step, table) // group.ranks
+    return collective_seconds(figures, "all_reduce", shard, group.replicas, stride=group.ranks)
+
+
+def step_seconds(
+    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, Group], on_gpu: bool = False
+) -> float:
+    """Seconds of one step."""
+    match step:
+        case Loop():
+            moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
+            done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
+            product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, on_gpu)
+            return max(moved, done) + product + figures.kernel_us * 1e-6
+        case Extern() if (kind := functional_collectives.kind_of(step.op)) is not None:
+            ranks = (
+                functional_collectives.ranks_of(step)
+                or groups.get(functional_collectives.group_of(step), Group()).ranks
+            )
+            return collective_seconds(figures, kind, functional_collectives.whole_bytes(step, table), ranks)
+        case Extern():
+            return extern_seconds(step, table, figures, on_gpu)
+        case Collective():
+            group, nbytes = groups.get(step.group, Group()), collective_bytes(step, table)
+            if copied(step, groups) and figures.copy_gbs:
+                return copying_seconds(figures, nbytes, group.ranks)
+            return collective_seconds(figures, step.kind, nbytes, group.ranks)
+        case Wait():
+            return 0.0
+
+
+# --- kernels of ours --------------------------------------------------------------------------------------------------
+
+
+def loop_bytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
+    """Bytes to and from memory: what an access reaches counts once, however often rows repeat it."""
+    lengths = sizes(loop)
+    reached: dict[tuple[str, bool], int] = {}
+    at_hand = None if loop.product is None else loop.product.out
+    loads = [value for value in loop.body if isinstance(value, Load) and value.buffer != at_hand]
+    accesses = [(value.buffer, value.index, False) for value in loads]
+    accesses += [(store.buffer, store.index, True) for store in loop.stores]
+    for buffer, index, written in accesses:
+        key = (buffer, written)
+        reached[key] = min(reached.get(key, 0) + _places(index, lengths), _extent(table[buffer]))
+    return sum(count * ITEMSIZE[table[buffer].dtype] for (buffer, _), count in reached.items())
+
+
+def _places(index: Index, lengths: Mapping[str, Size]) -> int:
+    """How many places an index names at most; through a value of the body, one for each element of the loop."""
+    names = index.variables
+    if any(name not in lengths and name[0] == "v" for name in names):
+        names = frozenset(lengths)
+    return prod(typical(lengths[name]) for name in names if name in lengths)
+
+
+def _extent(buffer: Buffer) -> int:
+    return typical(buffer.extent)
+
+
+def loop_operations(loop: Loop) -> int:
+    """Arithmetic in additions, transcendental functions by their cost in the op table."""
+    rows = row_values(loop)
+    outer, inner = (prod(map(typical, space)) for space in (loop.outer, loop.inner))
+    per_row = per_element = 0
+    for value, is_row in zip(loop.body, rows, strict=True):
+        if isinstance(value, (Const, Load, IndexOf)):
+            continue
+        cost = OPS[value.op].cost if isinstance(value, Apply) else 1
+        # a reduction's result belongs to the row, its work to the elements
+        of_row = is_row and (isinstance(value, Apply) or all(rows[ref] for ref in operands(value)))
+        if of_row:
+            per_row += cost
+        else:
+            per_element += cost
+    return outer * (per_row + inner * per_element)
+
+
+# --- library calls ----------------------------------------------------------------------------------------------------
+
+
+def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, on_gpu: bool = False) -> float:
+    """Seconds of a library call: by its operations where they are known, by what it reads and writes otherwise."""
+    views = list(_arguments(step))
+    moved = sum(_view_bytes(view, table) for view in views)
+    moved += sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in step.writes if name in table)
+    if _is_view(step) or functional_collectives.is_wait(step.op):
+        return 0.0
+    flops = extern_flops(step, table, padded=on_gpu)
+    if not flops:
+        return moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
+    dtype = next((table[view.buffer].dtype for view in views if view.buffer in table), "float32")
+    rate = figures.rate(dtype) * (figures.attention if "attention" in step.op else 1.0)
+    return max(flops / rate, moved / (figures.memory_gbs * 1e9)) + figures.library_us * 1e-6
+
+
+def extern_flops(step: Extern, table: Mapping[str, Buffer], *, padded: bool = False) -> int:
+    """Floating point operations of a library call; 0 where only its bytes are known. `padded`: in whole tiles."""
+    count = _FLOPS.get(_name(step))
+    shapes = [_shape(view) for view in _arguments(step)]
+    return count(step, shapes, table, padded) if count is not None else 0
+
+
+def _arguments(step: Extern) -> Iterable[View]:
+    return (view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg))
+
+
+def _shape(view: View) -> tuple[int, ...]:
+    return tuple(map(typical, view.shape))
+
+
+def _view_bytes(view: View, table: Mapping[str, Buffer]) -> int:
+    """What a view reaches: dimensions of stride 0 repeat the same elements."""
+    pairs = zip(view.shape, view.strides, strict=True)
+    count = prod(typical(size) for size, stride in pairs if stride != 0)
+    return count * (ITEMSIZE[table[view.buffer].dtype] if view.buffer in table else 4)
+
+
+def _is_view(step: Extern) -> bool:
+    """Does the call only look at its argument in another way? Such results have no memory of their own to fill."""
+    return _name(step) in _VIEWS
+
+
+def _name(step: Extern) -> str:
+    return step.op.removeprefix("aten.").partition(".")[0]
+
+
+_VIEWS = frozenset(
+    (
+        "view", "_unsafe_view", "reshape", "transpose", "t", "permute", "expand", "slice", "select", "squeeze",
+        "unsqueeze", "detach", "alias", "as_strided", "split", "split_with_sizes", "unbind", "diagonal",
+    )
+)  # fmt: skip
+
+_Shapes = list[tuple[int, ...]]
+_Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], bool], int]
+
+
+def _tiles(size: int, padded: bool) -> int:
+    return -(-size // TILE) * TILE if padded else size
+
+
+def _product(rows: int, inner: int, columns: int, padded: bool) -> int:
+    return 2 * _tiles(rows, padded) * inner * _tiles(columns, padded)
+
+
+def _mm(_step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], padded: bool) -> int:
+    """The last two tensors are multiplied; with a bias or a start value, that comes first."""
+    left, right = [shape for shape in shapes if len(shape) in (2, 3)][-2:]
+    batch = left[0] if len(left) == 3 else 1
+    return batch * _product(left[-2], left[-1], right[-1], padded)
+
+
+def _attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _padded: bool) -> int:
+    """Two products of queries by keys; five in the backward, whose first tensor is the gradient of the result."""
+    kind = _name(step).removeprefix("_scaled_dot_product_")
+    backward = kind.endswith("_backward")
+    query, key, value = shapes[1:4] if backward else shapes[:3]
+    *batch, length, width = query
+    place = _CAUSAL[kind]
+    causal = dict(step.kwargs).get("is_causal", step.args[place] if place < len(step.args) else False)
+    pairs = prod(batch) * length * key[-2] // (2 if causal and length > 1 else 1)
+    return pairs * (2 * (3 * width + 2 * value[-1]) if backward else 2 * (width + value[-1]))
+
+
+_CAUSAL: Mapping[str, int] = {
+    "flash_attention": 4,
+    "flash_attention_backward": 11,
+    "flash_attention_for_cpu": 4,
+    "flash_attention_for_cpu_backward": 7,
+    "efficient_attention": 6,
+    "efficient_attention_backward": 11,
+    "cudnn_attention": 6,
+    "cudnn_attention_backward": 14,
+}
+"""Which argument of each attention operator is `is_causal`."""
+
+
+def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _padded: bool) -> int:
+    """Each element of the result is a sum over one filter: weight's elements per output channel."""
+    weight = shapes[1]
+    out = next((table[name] for name in step.outs if name is not None), None)
+    if out is None:
+        return 0
+    return 2 * prod(map(typical, out.shape)) * prod(weight[1:])
+
+
+def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _padded: bool) -> int:
+    """As much as the forward for each of the gradients of input and weight that is wanted."""
+    gradient, _, weight = shapes[:3]
+    wanted = sum(out is not None for out in step.outs[:2])
+    return wanted * 2 * prod(gradient) * prod(weight[1:])
+
+
+_FLOPS: Mapping[str, _Count] = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm"), _mm),
+    **{f"_scaled_dot_product_{kind}": _attention for kind in _CAUSAL},
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+}
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
+    """The whole buffer's bytes: what a gather writes, what a reduction reads."""
+    return max(
+        sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in names)
+        for names in (step.reads, step.writes)
+    )

@@ -1,0 +1,391 @@
+"""When collectives start and where the program waits for them, by the cost model and within a memory budget.
+
+The order of starts comes first, from program and parameters alone: ranks whose batches differ in size have other
+costs, but must start the same collectives in the same order. Costs decide only how early each start comes and how late
+each wait, which every rank may answer in its own way.
+
+Steps that compute keep their order. Places are counted between them: 0 is before the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
+from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.codegen.schedule.order.simulate import copied, lane_of, timeline
+from dcompile.ir.index import typical
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step, View, Wait, holder_of
+from dcompile.machine_model import Figures, Group
+
+SAFETY = 1.0
+"""A gather is to arrive so many of its own durations before its first use, a reduction may take as much longer before
+it is waited for: figures of a table are easily off by that much."""
+
+
+COPY_SAFETY = 3.0
+"""The same of gathers that are copies: a rank's own part waits for a place beside products (two H200: 470 us of a
+predicted 184)."""
+
+
+def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], early_bytes: int | None = None) -> Program:
+    """Start collectives early enough to hide behind what is computed, wait for them as late as memory allows.
+
+    `early_bytes` is what this may add to the peak of live bytes; None: the largest gather and the largest
+    reduce-scatter, so that one unit is on its way in and one on its way out while another is computed with.
+
+    Guarantees: the same steps, those that compute in their old order, bitwise-equal values; buckets in the order in
+    which they are started, one that does not depend on `figures` or `groups`; no more live bytes than their old peak
+    and the budget. Where the order is the old one, by the model no more time than in the old places: else these are
+    kept.
+    Relies on: nothing touches a buffer between the start and the wait of its collective.
+    """
+    if not any(isinstance(step, Collective) for step in program.steps):
+        return program
+    given = _Given(program, durations(program, figures, groups), groups)
+    incoming, outgoing = given.one_each_way() if early_bytes is None else (early_bytes, 0)
+    order = start_order(given, incoming)
+    budget = given.peak(given.places()) + incoming + outgoing
+    places = _place(given, order, budget)
+    if given.peak(places) > budget:  # what was allowed to wait long left no room for what had to start late
+        places = _place(given, order, budget, tight=True)
+    steps = tuple(given.sequence(order, places))
+    table = {bucket.name: bucket for bucket in program.buckets}
+    buckets = tuple(table[exchange.start.bucket] for exchange in order if exchange.start.bucket in table)
+    seconds = dict(zip(map(id, program.steps), given.seconds, strict=True))
+    old = timeline(program.steps, given.seconds, groups)
+    new = timeline(steps, [seconds[id(step)] for step in steps], groups)
+    worse = new.total > old.total or given.peak(places) > budget
+    # by its own costs a rank may keep places, but not an order of starts that the other ranks do not have
+    if worse and order == list(given.exchanges):
+        return program
+    return replace(program, steps=steps, buckets=buckets)
+
+
+def predicted(
+    program: Program, figures: Figures, groups: Mapping[str, Group]
+) -> tuple[list[tuple[str, str, float, float, float]], float, float]:
+    """Name, resource, start, duration and exposed time of each step, in microseconds; the whole; what is exposed."""
+    found = timeline(program.steps, durations(program, figures, groups), groups, figures.interference, figures.crowding)
+    rows = []
+    for span in found.spans:
+        start, duration, held_up = (round(1e6 * time, 3) for time in (span.start, span.duration, span.held_up))
+        rows.append((_label(program.steps[span.step]), span.resource, start, duration, held_up))
+    return rows, round(1e6 * found.total, 3), round(1e6 * found.exposed, 3)
+
+
+def _label(step: Step) -> str:
+    match step:
+        case Collective(bucket=name):
+            return name
+        case Extern(op=name) | Loop(name=name):
+            return name
+        case _:
+            raise AssertionError("a wait takes no time of its own")
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One collective with its wait: their steps, what may come before and must come behind, and what it holds."""
+
+    number: int
+    start: Collective
+    start_step: int
+    wait_step: int
+    low: int
+    """First place at which everything is there that it depends on."""
+    high: int
+    """Last place for its wait: before the first step that touches what it guards."""
+    nbytes: int
+    """What it holds in memory while it is on its way: nothing if it works on memory that is kept anyway."""
+    before: frozenset[int]
+    """Exchanges that have to be through, their waits included."""
+
+    @property
+    def is_gather(self) -> bool:
+        return self.start.kind == "all_gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Place of the start and of the wait of each exchange."""
+
+    starts: Mapping[int, int]
+    waits: Mapping[int, int]
+
+
+class _Given:
+    """The program, taken apart."""
+
+    def __init__(self, program: Program, seconds: Sequence[float], groups: Mapping[str, Group]) -> None:
+        self.program, self.seconds, self.groups = program, seconds, groups
+        self.computing = [n for n, step in enumerate(program.steps) if not isinstance(step, (Collective, Wait))]
+        self.times = np.concatenate(([0.0], np.cumsum([seconds[n] for n in self.computing])))
+        """When the step behind each place would start if nothing were ever waited for."""
+        table = program.table
+        self.root = {name: holder_of(buffer) or name for name, buffer in table.items()}
+        self.sizes = {name: _nbytes(table[name]) for name in {*self.root.values()} & table.keys()}
+        for name in program.inputs:
+            self.sizes.pop(name, None)  # the caller's, in every order
+        self.exchanges = tuple(self._exchanges())
+        self.base = self._base()
+
+    def one_each_way(self) -> tuple[int, int]:
+        """Bytes of the largest gather, and of the largest of the others."""
+        gathers = (e.nbytes for e in self.exchanges if e.is_gather)
+        return max(gathers, default=0), max((e.nbytes for e in self.exchanges if not e.is_gather), default=0)
+
+    def _exchanges(self) -> Iterator[_Exchange]:
+        """In the order of the program."""
+        steps = self.program.steps
+        firsts = edges(steps, ordered_starts=False)
+        starts = {step.bucket: n for n, step in enumerate(steps) if isinstance(step, Collective)}
+        numbers = {n: number for number, n in enumerate(starts.values())}
+        waits = {step.bucket: n for n, step in enumerate(steps) if isinstance(step, Wait)}
+        low = self._lows(firsts)
+        high = self._highs(firsts)
+        behind = _waited_for(steps, firsts, {waits[bucket]: numbers[n] for bucket, n in starts.items()})
+        table = self.program.table
+        for bucket, n in starts.items():
+            start = steps[n]
+            assert isinstance(start, Collective)
+            roots = {self.root[name] for name in start.reads | start.writes if name in self.root}
+            nbytes = sum(self.sizes.get(name, 0) for name in roots)
+            if start.kind == "all_gather":
+                nbytes = min(nbytes, collective_bytes(start, table))
+            yield _Exchange(
+                numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])
+            )
+
+    def _lows(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
+        """First place of each start and wait; exchanges of the user's own graph are not overtaken."""
+        place = {n: position for position, n in enumerate(self.computing)}
+        low: dict[int, int] = {}
+        fence = 0
+        for n, step in enumerate(self.program.steps):
+            if n in place:
+                fence = place[n] + 1 if _communicates(step) else fence
+                continue
+            low[n] = max((place[f] + 1 if f in place else low[f] for f in firsts[n]), default=0)
+            if isinstance(step, Collective):
+                low[n] = max(low[n], fence)
+        return low
+
+    def _highs(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
+        """Last place of each start and wait."""
+        place = {n: position for position, n in enumerate(self.computing)}
+        high: dict[int, int] = {}
+        fence = end = len(self.computing)
+        for n in reversed(range(len(self.program.steps))):
+            step = self.program.steps[n]
+            here = place.get(n, high.get(n, end))
+            if n in place:
+                fence = here if _communicates(step) else fence
+            else:
+                here = min(here, fence) if isinstance(step, Collective) else here
+                high[n] = here
+            for first in firsts[n]:
+                if first not in place:
+                    high[first] = min(high.get(first, end), here)
+        return high
+
+    # --- memory ---
+
+    def _base(self) -> np.ndarray:
+        """Live bytes at each computing step, of what it and other computing steps touch."""
+        count = len(self.computing)
+        first, last = dict[str, int](), dict[str, int]()
+        for place, n in enumerate(self.computing):
+            step = self.program.steps[n]
+            for name in {self.root[name] for name in step.reads | step.writes if name in self.root}:
+                first.setdefault(name, place)
+                last[name] = place
+        for output in self.program.outputs:
+            if isinstance(output, View) and self.root[output.buffer] in first:
+                last[self.root[output.buffer]] = count - 1
+        change = np.zeros(count + 1, np.int64)
+        for name, begin in first.items():
+            change[begin] += self.sizes.get(name, 0)
+            change[last[name] + 1] -= self.sizes.get(name, 0)
+        return np.cumsum(change)
+
+    def flight(self, exchange: _Exchange, start: int, wait: int) -> slice:
+        """The computing steps during which an exchange holds memory that they do not hold themselves."""
+        return slice(start, exchange.high) if exchange.is_gather else slice(exchange.low, wait)
+
+    def load(self, places: Places) -> np.ndarray:
+        """Live bytes at each computing step."""
+        load = self.base.copy()
+        for e in self.exchanges:
+            load[self.flight(e, places.starts[e.number], places.waits[e.number])] += e.nbytes
+        return load
+
+    def peak(self, places: Places) -> int:
+        """The most of them."""
+        return int(self.load(places).max(initial=0))
+
+    # --- sequences ---
+
+    def places(self) -> Places:
+        """Where starts and waits are now."""
+        starts, waits, place = dict[int, int](), dict[int, int](), 0
+        by_start = {e.start_step: e.number for e in self.exchanges}
+        by_wait = {e.wait_step: e.number for e in self.exchanges}
+        for n in range(len(self.program.steps)):
+            if n in by_start:
+                starts[by_start[n]] = place
+            elif n in by_wait:
+                waits[by_wait[n]] = place
+            else:
+                place += 1
+        return Places(starts, waits)
+
+    def sequence(self, order: Sequence[_Exchange], places: Places) -> Iterator[Step]:
+        """The steps with starts and waits at their places; there, what is waited for comes first, and gives memory."""
+        steps = self.program.steps
+        starting: dict[int, list[_Exchange]] = {}
+        ending: dict[int, list[_Exchange]] = {}
+        for e in order:
+            starting.setdefault(places.starts[e.number], []).append(e)
+            ending.setdefault(places.waits[e.number], []).append(e)
+        for place in range(len(self.computing) + 1):
+            ended = [e for e in ending.get(place, ()) if places.starts[e.number] < place]
+            yield from (steps[e.wait_step] for e in ended)
+            through = {e.number for e in ended}
+            for e in starting.get(place, ()):
+                here = [other for other in ending.get(place, ()) if other.number in e.before - through]
+                yield from (steps[other.wait_step] for other in here)
+                through |= {other.number for other in here}
+                yield steps[e.start_step]
+            yield from (steps[e.wait_step] for e in ending.get(place, ()) if e.number not in through)
+            if place < len(self.computing):
+                yield steps[self.computing[place]]
+
+
+def _nbytes(buffer: Buffer) -> int:
+    """Bytes that a program needs for it; gradient buckets are there in every order."""
+    if (buffer.storage or "").startswith("bucket:"):
+        return 0
+    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
+
+
+def _communicates(step: Step) -> bool:
+    return isinstance(step, Extern) and "c10d" in step.op
+
+
+def _waited_for(steps: Sequence[Step], firsts: Sequence[Iterable[int]], waits: Mapping[int, int]) -> list[set[int]]:
+    """For each step, the exchanges whose waits it depends on. `waits`: step of a wait -> its exchange."""
+    found: list[set[int]] = []
+    for n in range(len(steps)):
+        mine = set[int]().union(*(found[first] for first in firsts[n]))
+        found.append(mine | {waits[n]} if n in waits else mine)
+    return found
+
+
+def start_order(given: _Given, allowed: int) -> list[_Exchange]:
+    """The order in which collectives start: that of the program, but gathers may overtake reductions.
+
+    A gather that waited for the reductions of the unit before would arrive when that unit's computing is long over; so
+    as many gathers go first as are together no larger than `allowed`.
+    """
+    gathers = [e for e in given.exchanges if e.is_gather]
+    order: list[_Exchange] = []
+    done: set[int] = set()
+    for exchange in given.exchanges:
+        if exchange.number in done:
+            continue
+        if not exchange.is_gather:
+            ahead = sum(e.nbytes for e in order if e.is_gather and e.high >= exchange.low)
+            for gather in (e for e in gathers if e.number not in done):
+                needed = gather.high < exchange.low
+                ahead += 0 if needed else gather.nbytes
+                if gather.before - done or gather.low > exchange.high or not (needed or ahead <= allowed):
+                    break
+                order.append(gather)
+                done.add(gather.number)
+        order.append(exchange)
+        done.add(exchange.number)
+    return order
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def _place(given: _Given, order: Sequence[_Exchange], budget: int, tight: bool = False) -> Places:
+    """Starts as early and waits as late as they help, within the budget; in `order`, one after the other.
+
+    `tight`: gathers as late as reductions behind them can start at once, which are waited for at once.
+    """
+    latest = _latest_starts(given, order)
+    caps = _caps(order)
+    until = {e.number: e.high for e in order}
+    """The last place for each wait: another exchange may have to start behind it."""
+    for at, exchange in enumerate(order):
+        until |= {other: min(until[other], caps[at]) for other in exchange.before}
+    load = given.base.copy()
+    times = given.times.copy()  # moves on with what is held up
+    free: dict[str, float] = {}
+    starts, waits = dict[int, int](), dict[int, int]()
+    previous = 0
+    for at, exchange in enumerate(order):
+        number = exchange.number
+        seconds = given.seconds[exchange.start_step]
+        place = max(exchange.low, previous, *(waits[other] for other in exchange.before), 0)
+        if exchange.is_gather:
+            reduction = next((e.low for e in order[at:] if not e.is_gather), inf)
+            early = (COPY_SAFETY if copied(exchange.start, given.groups) else SAFETY) * seconds
+            in_time = int(np.searchsorted(given.times, latest[number] - early, side="right")) - 1
+            wished = reduction if tight else max(min(in_time, reduction), _first_fit(load, exchange, budget))
+            place = max(place, int(min(wished, caps[at])))
+        starts[number] = previous = place
+        lane = lane_of(exchange.start, given.groups)
+        through = free[lane] = max(free.get(lane, 0.0), times[place]) + seconds
+        limit = until[number]
+        if exchange.is_gather:
+            waits[number] = limit
+        else:
+            waits[number] = place if tight else _last_fit(load, times, exchange, place, limit, through, budget)
+        load[given.flight(exchange, place, waits[number])] += exchange.nbytes
+        times[waits[number] :] += max(through - times[waits[number]], 0.0)
+    return Places(starts, waits)
+
+
+def _latest_starts(given: _Given, order: Sequence[_Exchange]) -> dict[int, float]:
+    """When each collective must start for nothing behind it to be late, were computing never held up."""
+    latest: dict[int, float] = {}
+    following = dict[str, float]()
+    for exchange in reversed(order):
+        lane, seconds = lane_of(exchange.start, given.groups), given.seconds[exchange.start_step]
+        due = given.times[exchange.high] if exchange.is_gather or exchange.high < len(given.computing) else inf
+        latest[exchange.number] = following[lane] = min(due, following.get(lane, inf)) - seconds
+    return latest
+
+
+def _caps(order: Sequence[_Exchange]) -> list[int]:
+    """The last place for each start: before what it, or one that has to start after it, is needed for."""
+    caps: list[int] = []
+    for exchange in reversed(order):
+        caps.append(min(exchange.high, caps[-1] if caps else exchange.high))
+    return caps[::-1]
+
+
+def _first_fit(load: np.ndarray, exchange: _Exchange, budget: int) -> int:
+    """The first place from which on a gather's memory fits in until it is needed anyway."""
+    over = np.flatnonzero(load[: exchange.high] + exchange.nbytes > budget)
+    return int(over[-1]) + 1 if len(over) else 0
+
+
+def _last_fit(
+    load: np.ndarray, times: np.ndarray, exchange: _Exchange, start: int, limit: int, through: float, budget: int
+) -> int:
+    """The place of a reduction's wait: when it is surely through, or where its memory is needed."""
+    if not exchange.nbytes:
+        return limit
+    sure = through + SAFETY * (through - times[start])
+    wished = min(int(np.searchsorted(times, sure)), limit)
+    over = np.flatnonzero(load[start:wished] + exchange.nbytes > budget)
+    return start + int(over[0]) if len(over) else max(wished, start)

@@ -1,0 +1,156 @@
+"""Put the all-gathers of sharded parameters into a program: each parameter becomes memory that an all-gather fills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from dcompile.collectives.contract import ParamInfo
+from dcompile.collectives.fsdp_units import holder_of_unit, shard_of, unit_buckets
+from dcompile.ir.index import Index, as_index, as_size
+from dcompile.ir.nodes import (
+    Arg,
+    Bucket,
+    Buffer,
+    Collective,
+    Extern,
+    Load,
+    Loop,
+    Program,
+    Step,
+    Value,
+    View,
+    Wait,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a gathered parameter lies: in the buffer of its unit, from `offset` elements on."""
+
+    holder: str
+    offset: int
+
+
+Output: TypeAlias = View | Index | int | float | bool | None
+Places: TypeAlias = Mapping[str, _Place]
+"""Of each input that stands for a sharded parameter."""
+
+
+def insert_gathers(
+    program: Program, params: tuple[ParamInfo, ...], gathers: tuple[tuple[int, int], ...], results: int
+) -> Program:
+    """Gather sharded parameters before their first use, units of a group that are used together with one all-gather.
+
+    `gathers`: (position among the inputs, parameter number). These inputs stay, but hold no data: nothing reads them.
+
+    Guarantees: the same values. A unit's memory is an ordinary buffer from its gather to its last use, so memory is
+    used again once a parameter is no longer needed. One group is in flight while the one before is computed with. Of
+    the outputs behind the first `results`, which a forward saves, those that look at a parameter that is kept look at
+    the gathered one; all others stay the inputs that they were, and are gathered anew where they are needed.
+    Relies on: no step writes a parameter; no storage is planned yet.
+    """
+    if not gathers:
+        return program
+    infos = {info.number: info for info in params}
+    gathered = {program.inputs[position]: infos[number] for position, number in gathers}
+    places = {
+        name: _Place(holder_of_unit("all_gather", shard_of(i).unit), shard_of(i).offset) for name, i in gathered.items()
+    }
+    kept = {name: place for name, place in places.items() if not shard_of(gathered[name]).reshard}
+    steps = [_rebased(step, places) for step in program.steps]
+    saved = (_moved(output, kept) for output in program.outputs[results:])
+    outputs = (*program.outputs[:results], *saved)
+    buckets = _buckets(list(gathered.values()), _first_uses(steps, outputs))
+    return replace(
+        program,
+        outputs=outputs,
+        buffers=(*program.buffers, *(buffer for _, bucket in buckets for buffer in _holders(bucket))),
+        steps=tuple(_with_gathers(steps, buckets)),
+        buckets=(*program.buckets, *(bucket for _, bucket in buckets)),
+    )
+
+
+def _first_uses(steps: Sequence[Step], outputs: Sequence[object]) -> dict[str, int]:
+    """The first step that touches each buffer; of outputs that no step touches, the place behind all steps."""
+    first: dict[str, int] = {}
+    for position, step in enumerate(steps):
+        for name in step.reads | step.writes:
+            first.setdefault(name, position)
+    for output in outputs:
+        if isinstance(output, View):
+            first.setdefault(output.buffer, len(steps))
+    return first
+
+
+def _buckets(params: Sequence[ParamInfo], first: Mapping[str, int]) -> list[tuple[int, Bucket]]:
+    """(first use, bucket) of what is used at all, in order of that use."""
+    holder = {param.number: holder_of_unit("all_gather", shard_of(param).unit) for param in params}
+    used = [param for param in params if holder[param.number] in first]
+    places = {shard_of(param).unit: first[holder[param.number]] for param in used}
+    return unit_buckets("all_gather", used, places, holder)
+
+
+def _holders(bucket: Bucket) -> list[Buffer]:
+    """The memory that the bucket's units are gathered into."""
+    pairs = zip(bucket.holders, bucket.sizes, strict=True)
+    return [Buffer(name, bucket.dtype, (size,), (1,), bucket.device) for name, size in pairs]
+
+
+def _with_gathers(steps: Sequence[Step], buckets: Sequence[tuple[int, Bucket]]) -> Iterator[Step]:
+    """The steps; each gather is waited for at its first use, and starts when the one before has arrived."""
+    waiting = list(buckets)
+    if waiting:
+        yield _start(waiting[0][1])
+    for position in range(len(steps) + 1):
+        while waiting and waiting[0][0] == position:
+            _, bucket = waiting.pop(0)
+            yield Wait(bucket.name, bucket.buffers)
+            if waiting:
+                yield _start(waiting[0][1])
+        if position < len(steps):
+            yield steps[position]
+
+
+def _start(bucket: Bucket) -> Collective:
+    return Collective("all_gather", bucket.name, bucket.group, bucket.buffers)
+
+
+# --- other places for the same elements -------------------------------------------------------------------------------
+
+
+def _rebased(step: Step, places: Places) -> Step:
+    """The step, reading parameters where they are gathered."""
+    if places.keys().isdisjoint(step.reads | step.writes):
+        return step
+    assert places.keys().isdisjoint(step.writes), f"a step writes a sharded parameter: {step}"
+    match step:
+        case Loop():
+            return replace(step, body=tuple(_loaded(value, places) for value in step.body))
+        case Extern():
+            kwargs = tuple((name, _moved_arg(value, places)) for name, value in step.kwargs)
+            return replace(step, args=tuple(_moved_arg(arg, places) for arg in step.args), kwargs=kwargs)
+        case _:
+            raise AssertionError(f"a collective works on a sharded parameter: {step}")
+
+
+def _loaded(value: Value, places: Places) -> Value:
+    if isinstance(value, Load) and value.buffer in places:
+        place = places[value.buffer]
+        return replace(value, buffer=place.holder, index=value.index + place.offset)
+    return value
+
+
+def _moved_arg(arg: Arg, places: Places) -> Arg:
+    if isinstance(arg, tuple):
+        return tuple(_moved_arg(item, places) for item in arg)
+    return _moved(arg, places) if isinstance(arg, View) else arg  # a look at a place is one too
+
+
+def _moved(value: Output, places: Places) -> Output:
+    """A look at a parameter becomes one at the unit that it is gathered in."""
+    if isinstance(value, View) and value.buffer in places:
+        place = places[value.buffer]
+        return replace(value, buffer=place.holder, offset=as_size(as_index(value.offset) + place.offset))
+    return value

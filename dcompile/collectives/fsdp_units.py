@@ -1,0 +1,138 @@
+"""Units of sharded parameters: what one collective exchanges, as a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Literal, TypeAlias
+
+from dcompile.collectives.contract import ParamInfo, Shard
+from dcompile.ir.nodes import ITEMSIZE, Bucket
+
+Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
+Together = tuple[int, str, str]
+"""What shares a collective: the number of the group, the dtype that is exchanged, the device."""
+
+
+def shard_of(param: ParamInfo) -> Shard:
+    """How a sharded parameter is spread."""
+    assert param.shard is not None, f"{param.fqn} is not sharded"
+    return param.shard
+
+
+def by_unit(params: Sequence[ParamInfo]) -> dict[int, list[ParamInfo]]:
+    """Parameters of each unit, in order of their numbers."""
+    found: dict[int, list[ParamInfo]] = {}
+    for param in sorted(params, key=lambda p: (shard_of(p).unit, p.number)):
+        found.setdefault(shard_of(param).unit, []).append(param)
+    return found
+
+
+APART_BYTES = 1 << 20
+"""A collective for less than this takes its latency, some tens of microseconds, and saves no time worth speaking of."""
+
+
+def cut_apart(
+    places: Mapping[Together, Mapping[int, int]], nbytes: Mapping[int, int]
+) -> list[tuple[Together, list[int]]]:
+    """The units that share a collective: those of a group, cut where all of another group lies in between.
+
+    `places`: for each unit of a group, the step that it is needed or ready at; `nbytes`: of each unit. The root's group
+    holds the embedding and the last projection: one collective for both would hold up the first layer until the
+    projection is there, and the projection's gradient until that of the embedding is. Neither part is to be tiny.
+    """
+    spans = {key: (min(units.values()), max(units.values())) for key, units in places.items()}
+    found: list[tuple[Together, list[int]]] = []
+    for key, units in places.items():
+        others = [span for other, span in spans.items() if other != key]
+        order = sorted(units, key=lambda unit: (units[unit], unit))
+        parts = [order[:1]]
+        for at, (before, unit) in enumerate(pairwise(order), 1):
+            far = any(units[before] < low and high < units[unit] for low, high in others)
+            if far and all(sum(nbytes[u] for u in part) >= APART_BYTES for part in (parts[-1], order[at:])):
+                parts.append([])
+            parts[-1].append(unit)
+        found += [(key, sorted(part)) for part in parts]
+    return found
+
+
+def unit_buckets(
+    kind: Kind,
+    params: Sequence[ParamInfo],
+    places: Mapping[int, int],
+    buffer_of: Mapping[int, str],
+) -> list[tuple[int, Bucket]]:
+    """(place, bucket) of the units of these parameters, in order of places: a group's together, unless cut apart.
+
+    `places`: the step that each unit is needed or ready at. A gather is placed at the first of its units, a reduction
+    at the last. `buffer_of`: what the collective is to touch for each parameter, by number.
+    """
+    gathers = kind == "all_gather"
+    members: dict[Together, list[ParamInfo]] = {}
+    nbytes: dict[int, int] = {}
+    for param in params:
+        shard = shard_of(param)
+        dtype = param.dtype if gathers else shard.reduce_dtype
+        members.setdefault((shard.together, dtype, param.device), []).append(param)
+        nbytes[shard.unit] = shard.numel * ITEMSIZE[dtype]
+    of_group = {key: by_unit(group) for key, group in members.items()}
+    spread = {key: {unit: places[unit] for unit in units} for key, units in of_group.items()}
+    found: list[tuple[int, Together, Bucket]] = []
+    for key, part in cut_apart(spread, nbytes):
+        at = (min if gathers else max)(places[unit] for unit in part)
+        found.append((at, key, _bucket(kind, {unit: of_group[key][unit] for unit in part}, buffer_of, key[1])))
+    found.sort(key=lambda entry: entry[:2])
+    name = "gather" if gathers else "scatter"
+    return [(at, replace(bucket, name=f"{name}{number}")) for number, (at, _, bucket) in enumerate(found)]
+
+
+def holder_of_unit(kind: Kind, unit: int) -> str:
+    """Name of the buffer that a unit is gathered into, or that its gradients lie in."""
+    return f"full{unit}" if kind == "all_gather" else f"grads{unit}"
+
+
+def _bucket(
+    kind: Kind,
+    units: Mapping[int, Sequence[ParamInfo]],
+    buffer_of: Mapping[int, str],
+    dtype: str,
+) -> Bucket:
+    """The bucket of these units; its name is still to be given."""
+    first = next(iter(units.values()))[0]
+    sizes = [shard_of(members[0]).numel for members in units.values()]
+    starts = [0, *accumulate(sizes)]
+    in_order = [param for members in units.values() for param in members]
+    return Bucket(
+        name="",
+        dtype=dtype,
+        device=first.device,
+        group=first.group,
+        params=tuple(param.number for param in in_order),
+        buffers=tuple(dict.fromkeys(buffer_of[param.number] for param in in_order)),
+        offsets=tuple(
+            start + shard_of(param).offset
+            for start, members in zip(starts, units.values(), strict=False)
+            for param in members
+        ),
+        numel=starts[-1],
+        kind=kind,
+        units=tuple(units),
+        holders=tuple(holder_of_unit(kind, unit) for unit in units),
+        sizes=tuple(sizes),
+        gaps=tuple(_gaps(list(units.values()))) if kind == "reduce_scatter" else (),
+    )
+
+
+def _gaps(units: Sequence[Sequence[ParamInfo]]) -> Iterator[int]:
+    """See `Bucket.gaps`. A unit of one parameter has its padding alone, which nobody looks at."""
+    for place, members in enumerate(units):
+        if not shard_of(members[0]).flat:
+            continue
+        end = 0
+        spans = sorted((shard_of(param).offset, prod(param.shape)) for param in members)
+        for offset, numel in (*spans, (shard_of(members[0]).numel, 0)):
+            if offset > end:
+                yield from (place, end, offset)
+            end = offset + numel

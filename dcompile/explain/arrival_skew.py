@@ -1,0 +1,100 @@
+"""When the last rank came to each collective, exchanged through the store: apart from how long the exchange took."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dcompile.compat.groups import group_store
+from dcompile.toolchain import boot as machine
+
+TIMEOUT_S = 30.0
+PINGS = 8
+
+Arrival = tuple[str, int, float]
+"""(bucket, bytes, seconds of time.perf_counter)."""
+
+
+def latest_arrivals(
+    group: Any, subject: str, arrivals: Sequence[Arrival], timeout_s: float = TIMEOUT_S
+) -> tuple[list[tuple[float, int]] | None, str]:
+    """For each collective, when the last rank of `group` came to it, on this rank's clock, and which rank that was.
+
+    All ranks call this under the same `subject`; rank 0 compares, so that it costs each of the others a few look-ups.
+    None, and the reason, if a rank does not come in time, or has run other collectives. The text is otherwise empty, or
+    says how far clocks of different machines may be apart.
+    """
+    store, rank, world = group_store(group), dist.get_rank(group), dist.get_world_size(group)
+    exchange = _Exchange(store, subject, rank, timeout_s)
+    try:
+        exchange.say(f"arrivals/{rank}", [machine(), list(arrivals)])
+        if rank == 0:
+            said = {other: exchange.hear(f"arrivals/{other}") for other in range(world)}
+            apart = [other for other, (name, _) in said.items() if other and (not name or name != said[0][0])]
+            exchange.say("apart", apart)
+            clocks = {other: exchange.answer(other) for other in apart}
+            ranks = {other: dist.get_global_rank(group, other) for other in said}
+            exchange.say("latest", _latest(said, clocks, ranks))
+        elif rank in exchange.hear("apart"):
+            exchange.ask()
+        times, note = exchange.hear("latest")
+    except RuntimeError:  # the store's own time-out is a DistStoreError
+        return None, f"when the others arrived is not known: not all ranks had measured within {timeout_s:g} s"
+    return (None if times is None else [(at - exchange.offset, last) for at, last in times]), note
+
+
+def _latest(
+    said: dict[int, Any], clocks: dict[int, tuple[float, float]], ranks: dict[int, int]
+) -> tuple[list[tuple[float, int]] | None, str]:
+    """On rank 0: when the last rank came to each collective, by rank 0's clock."""
+    if len({tuple((bucket, nbytes) for bucket, nbytes, _ in arrivals) for _, arrivals in said.values()}) > 1:
+        return None, "when the others arrived is not known: ranks have measured different collectives"
+    latest = [
+        max((found[1][number][2] + clocks.get(other, (0.0, 0.0))[0], ranks[other]) for other, found in said.items())
+        for number in range(len(said[0][1]))
+    ]
+    error = max((uncertain for _, uncertain in clocks.values()), default=0.0)
+    return latest, f"clocks of different machines are compared to within {error * 1e6:.0f} us" if clocks else ""
+
+
+class _Exchange:
+    """What ranks say to one another under one subject."""
+
+    def __init__(self, store: Any, subject: str, rank: int, timeout_s: float) -> None:
+        self._store, self._subject, self._rank = store, subject, rank
+        self._timeout = timedelta(seconds=timeout_s)
+        self.offset = 0.0
+        """Rank 0's clock minus this one's."""
+
+    def say(self, key: str, value: Any) -> None:
+        self._store.set(f"{self._subject}/{key}", json.dumps(value))
+
+    def hear(self, key: str) -> Any:
+        name = f"{self._subject}/{key}"
+        self._store.wait([name], self._timeout)
+        return json.loads(self._store.get(name))
+
+    def ask(self) -> None:
+        """Learn this rank's offset: the fastest of a few questions and answers is the most certain."""
+        found = []
+        for number in range(PINGS):
+            asked = time.perf_counter()
+            self.say(f"ask/{self._rank}/{number}", 0)
+            said = self.hear(f"answer/{self._rank}/{number}")
+            answered = time.perf_counter()
+            found.append(((answered - asked) / 2, said - (asked + answered) / 2))
+        uncertain, self.offset = min(found)
+        self.say(f"clock/{self._rank}", [self.offset, uncertain])
+
+    def answer(self, rank: int) -> tuple[float, float]:
+        """On rank 0: (another rank's offset, how wrong that may be)."""
+        for number in range(PINGS):
+            self.hear(f"ask/{rank}/{number}")
+            self.say(f"answer/{rank}/{number}", time.perf_counter())
+        offset, uncertain = self.hear(f"clock/{rank}")
+        return offset, uncertain

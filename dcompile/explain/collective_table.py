@@ -1,0 +1,144 @@
+"""The collectives of a planned program: what each exchanges and waits for, and what the cost model expects of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dcompile import compat
+from dcompile.collectives.contract import Predicted
+from dcompile.explain.timeline import OWN, advise, label
+from dcompile.explain.timeline import Collective as Measured
+from dcompile.explain.timeline_bars import duration
+from dcompile.ir.diagram import buffer_bytes, bytes_text
+from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait, holder_of
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective."""
+
+    kind: str
+    bucket: str
+    group: str
+    bytes: int
+    parameters: tuple[str, ...]
+    producer: str
+    """What computes the last of what it sends."""
+    consumer: str
+    """What runs first after the wait for it."""
+    seconds: float
+    """By the cost model, as the next one."""
+    exposed: float
+    """How long its wait holds up what comes after."""
+    advice: str
+    """Which setting would change that."""
+
+
+def exchanges_of(program: Program, parameters: Mapping[int, str], schedule: Sequence[Predicted]) -> Iterator[Exchange]:
+    """The collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
+    buckets = {bucket.name: bucket for bucket in program.buckets}
+    foreseen = dict(_foreseen(schedule))
+    spans = _seconds(program, schedule)
+    whole = sum(length for _, resource, _, length, _ in schedule if resource == "compute") / 1e6
+    for position, step in enumerate(program.steps):
+        if isinstance(step, Extern) and kind_of(step.op) is not None:
+            yield _own(program, position, spans.get(position, 0.0), whole)
+        if not isinstance(step, Collective):
+            continue
+        sizes = [buffer_bytes(buffer) for name, buffer in program.table.items() if name in step.buffers]
+        seconds, exposed, queued = foreseen.get(step.bucket, (0.0, 0.0, 0.0))
+        producer, consumer = _producer(program, position), _consumer(program, step.bucket)
+        nbytes = sum(size for size in sizes if size is not None)
+        like = Measured(
+            program.name, step.kind, step.bucket, step.group, nbytes, producer, consumer, seconds, exposed,
+            exposed_skew=0.0, queued=queued, skew=None, latest_rank=None, advice="",
+        )  # fmt: skip
+        names = tuple(parameters.get(number, f"parameter {number}") for number in buckets[step.bucket].params)
+        advice = advise(like, whole + exposed)
+        yield Exchange(
+            step.kind, step.bucket, step.group, nbytes, names, producer, consumer, seconds, exposed, advice
+        )  # fmt: skip
+
+
+def _own(program: Program, position: int, seconds: float, whole: float) -> Exchange:
+    """One of the model's own. Its wait is the next step, so that all of it is exposed."""
+    step = program.steps[position]
+    assert isinstance(step, Extern)
+    kind, group = kind_of(step.op) or step.op, compat.groups.described(group_of(step))
+    bucket = next((out for out in step.outs if out is not None), step.op)
+    producer, consumer = _writer(program, position, step.reads), _reader(program, position, step.writes)
+    nbytes = whole_bytes(step, program.table)
+    like = Measured(
+        program.name, kind, bucket, group, nbytes, producer, consumer, seconds, seconds,
+        exposed_skew=0.0, queued=0.0, skew=None, latest_rank=None, advice="", own=True,
+    )  # fmt: skip
+    advice = advise(like, whole) if seconds else OWN
+    return Exchange(kind, bucket, group, nbytes, (), producer, consumer, seconds, seconds, advice)
+
+
+def _seconds(program: Program, schedule: Sequence[Predicted]) -> dict[int, float]:
+    """Position of each step but waits -> how long it takes by the cost model; empty where nothing was foreseen."""
+    places = [position for position, step in enumerate(program.steps) if not isinstance(step, Wait)]
+    return {place: length / 1e6 for place, (_, _, _, length, _) in zip(places, schedule, strict=False)}
+
+
+def _foreseen(schedule: Sequence[Predicted]) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """For each collective: how long it takes, is waited for, and stands behind others, in seconds."""
+    computed = 0.0
+    for name, resource, start, length, exposed in schedule:
+        if resource == "compute":
+            computed = start + length
+        else:
+            yield name, (length / 1e6, exposed / 1e6, max(start - computed, 0.0) / 1e6)
+
+
+def _producer(program: Program, position: int) -> str:
+    start = program.steps[position]
+    assert isinstance(start, Collective)
+    if start.kind == "all_gather":
+        return "nothing: shards are there from the start"
+    return _writer(program, position, start.buffers)
+
+
+def _writer(program: Program, position: int, buffers: Iterable[str]) -> str:
+    """What wrote last, before a step, to the memory of any of these buffers."""
+    holders = {name: holder_of(buffer) or name for name, buffer in program.table.items()}
+    roots = {holders.get(name, name) for name in buffers}
+    for step in reversed(program.steps[:position]):
+        if isinstance(step, Loop | Extern) and any(holders.get(name, name) in roots for name in step.writes):
+            return _label(step)
+    return "the program's inputs"
+
+
+def _reader(program: Program, position: int, buffers: Iterable[str]) -> str:
+    """What first reads, behind a step, what it has made: what its wait hands on."""
+    made = set(buffers)
+    for step in program.steps[position + 1 :]:
+        if isinstance(step, Loop | Extern) and made & set(step.reads):
+            if isinstance(step, Loop) or not is_wait(step.op):
+                return _label(step)
+            made |= set(step.writes)
+    return "the end of the program"
+
+
+def _consumer(program: Program, bucket: str) -> str:
+    places = [n for n, step in enumerate(program.steps) if isinstance(step, Wait) and step.bucket == bucket]
+    behind = program.steps[places[0] + 1 :] if places else ()
+    return next((_label(step) for step in behind if isinstance(step, Loop | Extern)), "the end of the program")
+
+
+def _label(step: Loop | Extern) -> str:
+    return label(step.op if isinstance(step, Extern) else step.name, step.origin)
+
+
+def exchange_lines(exchange: Exchange) -> Iterator[str]:
+    """A collective for people: what it is; what blocks it; and what would change it."""
+    shown = ", ".join(exchange.parameters[:3]) + (", ..." if len(exchange.parameters) > 3 else "")
+    count = len(exchange.parameters)
+    of = f"{count} parameter{'' if count == 1 else 's'} ({shown})" if count else "of the model's own"
+    yield f"{exchange.kind} {exchange.bucket} over {exchange.group}: {bytes_text(exchange.bytes)}, {of}"
+    yield f"  starts behind {exchange.producer}; {exchange.consumer} waits for it"
+    foreseen = f"by the cost model {duration(exchange.seconds)}, {duration(exchange.exposed)} exposed; "
+    yield f"  {foreseen if exchange.seconds else ''}{exchange.advice}"

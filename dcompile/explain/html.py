@@ -1,0 +1,91 @@
+"""A report as one HTML page that needs nothing else: tables, and a picture of each graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from dcompile.explain.collective_table import exchange_lines
+from dcompile.explain.export import timeline_section
+from dcompile.explain.report import (
+    Call,
+    GraphReport,
+    Report,
+    grouped,
+    headline,
+    size_text,
+    summary,
+)
+from dcompile.ir.diagram import draw
+from dcompile.ir.text import show
+
+STYLE = """
+body { font: 14px/1.4 sans-serif; margin: 2em; } code, pre, td { font: 12px/1.4 monospace; }
+table { border-collapse: collapse; margin: 0.5em 0 1.5em; } td, th { padding: 2px 12px 2px 0; text-align: left; }
+tr:nth-child(even) { background: #f6f6f6; } .fallback td { background: #f8cecc; } .picture { overflow: auto; }
+"""
+
+
+def page(report: Report) -> str:
+    """The text of the page."""
+    return document(report.model, _body(report))
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page that needs nothing else."""
+    body, title = "\n".join(parts), escape(f"dcompile: {title}")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _body(report: Report) -> Iterator[str]:
+    yield f"<h1>{escape(report.model)}</h1>\n<p>{escape(summary(report))}</p>"
+    yield _list("Parameters and gradients are left to stock PyTorch", report.reasons)
+    if report.receipt is not None:
+        yield _list("Receipt", str(report.receipt).splitlines())
+    if report.timeline is not None:
+        yield from timeline_section(report.timeline)
+    yield _list("Graph breaks", [str(found) for found in report.breaks])
+    for graph in report.graphs:
+        yield from _graph(graph)
+    yield _list("Guards", report.guards)
+    yield _list("Notes", report.notes)
+
+
+def _graph(graph: GraphReport) -> Iterator[str]:
+    yield f"<h2>{escape(graph.name)}</h2>\n<p>{escape(headline(graph))}</p>"
+    yield _calls("Kernels", graph.kernels)
+    yield _calls("Library calls", [call for call in graph.library_calls if not call.fallback])
+    yield _calls("Fallbacks: no kernel of ours yet", graph.fallbacks, fallback=True)
+    yield _list("Collectives", ["; ".join(map(str.strip, exchange_lines(found))) for found in graph.exchanges])
+    yield _list("Notes", graph.notes)
+    yield f'<details><summary>Picture</summary><div class="picture">{draw(graph.program)}</div></details>'
+    yield f"<details><summary>Program</summary><pre>{escape(show(graph.program))}</pre></details>"
+
+
+def _calls(title: str, calls: Iterable[Call], fallback: bool = False) -> str:
+    rows = [
+        (row.name, str(row.calls), size_text(row.read), size_text(row.written), ", ".join(row.modules), str(row.source))
+        for row in grouped(calls, with_source=fallback)
+    ]
+    names = ("name", "calls", "read", "written", "modules", "source")
+    return _table(title, names if fallback else names[:-1], rows, "fallback" if fallback else "call")
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    lines = [
+        f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in row[: len(names)])}</tr>' for row in rows
+    ]
+    return f"<h3>{escape(title)}</h3>\n<table><tr>{head}</tr>\n{chr(10).join(lines)}\n</table>"
+
+
+def _list(title: str, lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    items = "\n".join(f"<li><code>{escape(line)}</code></li>" for line in lines)
+    return f"<h3>{escape(title)}</h3>\n<ul>\n{items}\n</ul>"

@@ -1,0 +1,334 @@
+"""explain(): capture and plan a model as compiling would, build nothing, run it eagerly once, leave it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from dcompile import compat
+from dcompile.autotune import outlook
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.compiled_model import CompiledModel, Settings
+from dcompile.capture.dynamo_backend import Graph
+from dcompile.capture.entry import Entry, find_model, original_function, unwrapped
+from dcompile.capture.services import Toolbox
+from dcompile.codegen.lower.provenance import origin_of
+from dcompile.collectives.contract import AnySource, Foreseen, Request
+from dcompile.collectives.contract import Report as Counts
+from dcompile.compiler import CachingCompiler
+from dcompile.config import Config
+from dcompile.errors import NotCompiledError
+from dcompile.explain.profile import newest_timeline
+from dcompile.explain.receipt import Receipt, make_receipt
+from dcompile.explain.report import GraphBreak, GraphReport, Report, describe_program
+from dcompile.explain.sources import Source, source_of, source_of_frames
+from dcompile.ir.nodes import Loop, Program, Tile
+from dcompile.pipeline import Pipeline
+
+
+def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
+    """What compiling `model` for these inputs comes to: `model(*args, **kwargs)` runs once, eagerly, graph by graph.
+
+    `model` is a module (DDP or not, compiled or not) or a function; one that dcompile has compiled is explained under
+    its own settings. Backwards are planned too where gradients are wanted, but none runs. Parameters, buffers,
+    gradients and random generators are afterwards what they were; for that, a copy of all parameters and buffers is
+    held meanwhile. What else the model's own Python code does when it is called, it does here as well. Any rank may
+    call this by itself: no collective runs, but for FSDP1 that stays stock. In place of what other ranks hold it
+    computes with this rank's own part.
+    """
+    settings, receipt, timeline = _settings(model), _receipt(model), newest_timeline(model)
+    module, ddp = _module_of(model)
+    target = module._call_impl if module is not None else original_function(model)
+    planner = _Planner(settings.config)
+    toolbox = Toolbox(planner, _no_buckets, _nothing, _nothing, _nothing, _NoExchange)
+    guards: dict[str, None] = {}
+    settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
+    entry = Entry(target, None, settings, toolbox, _PlannedGraph)
+    adapter = _adapter(module, ddp, settings.config)
+    if adapter is not None and not adapter.eager:
+        entry.model.adopt(adapter)
+        planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
+        planner.adapter = adapter
+    before = len(compat.dynamo.graph_breaks())
+    alone = _alone(entry.model, adapter)
+    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.ddp.hooks_of_replicate_resting(module):
+        entry(*args, **kwargs)
+    notes = [note for graph in entry.model.graphs for note in graph.notes]
+    return Report(
+        model=type(module).__name__ if module is not None else getattr(target, "__qualname__", str(target)),
+        adapter="plain" if adapter is None else adapter.name,
+        graphs=tuple(planner.graphs.values()),
+        breaks=_breaks(before),
+        guards=tuple(guards),
+        reasons=() if adapter is None else tuple(adapter.reasons),
+        notes=(*dict.fromkeys(notes), *_left_out(adapter, module), *settings.config.idle()),
+        receipt=receipt,
+        timeline=timeline,
+    )
+
+
+def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.AbstractContextManager[None]:
+    """Let code that runs eagerly exchange nothing, if there are other ranks; Dynamo traces torch's own functions.
+
+    FSDP1 that stays stock does exchange: it keeps what it has gathered, and must not keep what one rank made up.
+    """
+    if isinstance(adapter, Fsdp1Adapter) and not adapter.eligible:
+        return contextlib.nullcontext()
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return contextlib.nullcontext()
+    alone, own = compat.alone.Alone(), model.compiling
+
+    @contextlib.contextmanager
+    def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
+        with alone.resting(), own(code, entry, late_sizes):
+            yield
+
+    model.compiling = compiling  # type: ignore[method-assign]
+    return alone.active()
+
+
+def _settings(model: Any) -> Settings:
+    compiled = find_model(model)
+    settings = compiled.settings if compiled is not None else Settings(Config.make())
+    quiet = replace(settings.config, dump="", trace_enabled=False, trace_graph_diagram=False, receipt=False)
+    return replace(settings, config=quiet)
+
+
+def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None:
+    """What compiling would take over."""
+    stock = config.distributed == "stock"
+    if ddp is not None:
+        return _PlannedDdp(ddp, stock, module=module if compat.ddp.is_of_replicate(ddp, module) else None)
+    if module is None:
+        return None
+    if states := compat.fsdp2.states_in(module):
+        return Fsdp2Adapter(states, stock, parts=not config.triton_cudagraphs)
+    instances = compat.fsdp1.instances_in(module)
+    return Fsdp1Adapter(module, instances, stock) if instances else None
+
+
+def _left_out(adapter: Any, module: Any) -> Iterator[str]:
+    """What the report does not show."""
+    if adapter is None and compat.ddp.replicated(module) is not None:
+        yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
+    if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
+        yield (
+            "FullyShardedDataParallel, which stays stock here and runs eagerly, is explained with breaks at its hooks"
+        )
+
+
+def _receipt(model: Any) -> Receipt | None:
+    try:
+        return make_receipt(find_model(model))
+    except NotCompiledError:  # no compiled step has run
+        return None
+
+
+def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | None]:
+    """The module to call, and the DDP module that keeps it in step."""
+    if not isinstance(model, Module):
+        if not callable(model):
+            raise TypeError(f"dcompile: explain needs a module or a function, not {type(model).__name__}")
+        return None, None
+    root = unwrapped(model)
+    if isinstance(root, DistributedDataParallel):
+        return unwrapped(root.module), root
+    return root, compat.ddp.ddp_of_replicate(root)
+
+
+def _breaks(before: int) -> tuple[GraphBreak, ...]:
+    """A break inside the model also ends the frames that call it, one after another: each line counts once."""
+    found: dict[Source | None, GraphBreak] = {}
+    for reason, frames in compat.dynamo.graph_breaks(before):
+        source = source_of_frames(frames)
+        found.setdefault(source, GraphBreak(reason, source))
+    return tuple(found.values())
+
+
+def _watching(found: dict[str, None], also: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A guard filter that keeps all guards (or what `also` keeps) and notes them."""
+
+    def keep(guards: Any) -> Any:
+        found.update(dict.fromkeys(f"{guard.guard_type} {guard.name}".rstrip() for guard in guards))
+        return also(guards) if also is not None else [True] * len(guards)
+
+    return keep
+
+
+# --- in place of compiling --------------------------------------------------------------------------------------------
+
+
+class _Planner(CachingCompiler):
+    """The compiler, but that it only plans each graph, notes what came of it, and lets torch run it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.graphs: dict[str, GraphReport] = {}
+        self.parameters: dict[int, str] = {}
+        self.adapter: DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None = None
+
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> _Eager:
+        del foreseen
+        notes: list[str] = []
+
+        def foresee(program: Program) -> dict[Loop, Tile]:
+            """Nothing is measured here."""
+            notes.extend(outlook(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
+            return {}
+
+        plan = Pipeline(self.config).plan(gm, request, foresee)
+        plan.report.notes += notes
+        nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+        sources: dict[str, Source] = {}
+        for node in nodes:
+            source = source_of(node)
+            if source is not None:
+                sources.setdefault(origin_of(node)[0], source)
+        self.graphs[request.name] = describe_program(
+            request.name,
+            request.kind,
+            plan.program,
+            [kernel.name for kernel in plan.kernels.calls],
+            {position: product.kernel.name for position, product in plan.kernels.products.items()},
+            operations=len(nodes),
+            sources=sources,
+            parameters=self.parameters,
+            counts=plan.report,
+        )
+        return _Eager(gm, plan.program, request.gathers, self._whole)
+
+    def _whole(self, number: int) -> torch.Tensor:
+        """A sharded parameter with as many elements as it has, all of them this rank's: nobody is asked for others."""
+        adapter = self.adapter
+        assert isinstance(adapter, Fsdp1Adapter | Fsdp2Adapter), "only sharded parameters are gathered"
+        shard = adapter.param_infos()[number].shard
+        assert shard is not None, "parameters of FSDP are sharded"
+        return compat.alone.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
+
+
+class _Eager:
+    """Implements `collectives.params.Executable` by torch's own operators."""
+
+    source = ""
+
+    def __init__(
+        self,
+        gm: Any,
+        program: Program,
+        gathers: Sequence[tuple[int, int]],
+        whole: Callable[[int], torch.Tensor],
+    ) -> None:
+        self.gm, self._gathers, self._whole = gm, gathers, whole
+        self.report = Counts()
+        self.buckets = program.buckets
+
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        del buckets, sync
+        values = list(args)
+        args.clear()
+        for position, number in self._gathers:
+            values[position] = self._whole(number)
+        with torch.no_grad():
+            return list(compat.alone.run(self.gm, values))
+
+
+class _PlannedGraph(Graph):
+    """A graph whose backward is planned with its forward: none is going to run."""
+
+    def _backward(self, gm: Any) -> Any:
+        runner = super()._backward(gm)
+        self._build_backward(gm)
+        return runner
+
+
+class _PlannedDdp(DdpAdapter):
+    """Decides at once, from what speaks against taking over, and touches nothing."""
+
+    carries_sync = False
+
+    def __init__(self, ddp: Any, stock: bool, module: Module | None = None) -> None:
+        super().__init__(ddp, stock, module=module)
+        self.reasons = tuple(self.standing_objections())
+        self.state = "stock" if self.reasons else "taken"
+
+
+class _NoExchange:
+    """Implements `capture.toolbox.ShardedParameters` where nothing is exchanged."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()) -> Any:
+        del buckets, phase, accumulates, later, absent
+
+    def may_lack(self, units: Any) -> None: ...
+
+    def save_memory(self, reason: str) -> None: ...
+
+    def forget_parts(self) -> None: ...
+
+    def give_back(self) -> None: ...
+
+    def copied(self, group: str) -> tuple[bool, str]:
+        del group
+        return False, ""
+
+    def flush(self) -> None: ...
+
+
+def _no_buckets(*_: Any) -> Any:
+    return None
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+# --- leaving things as they were --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_it_was(module: Module | None) -> Iterator[None]:
+    """Put back what a forward changed: parameters, buffers, random generators; BatchNorm counts its calls."""
+    tensors = [*module.parameters(), *module.buffers()] if module is not None else []
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    places = _places(module)
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), compat.fsdp2.forward_undone(module):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for holder, name, value in places:
+            holder[name] = value
+        for tensor, before in kept:
+            if not _same_bits(tensor, before):
+                with torch.no_grad():
+                    tensor.copy_(before)
+
+
+def _places(module: Module | None) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where each parameter and buffer is held: a forward may put another tensor in its place."""
+    modules = list(module.modules()) if module is not None else []
+    holders = [holder for part in modules for holder in (part._parameters, part._buffers)]
+    return [(holder, name, value) for holder in holders for name, value in holder.items()]
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether nothing changed: what did not is not written, so that graphs which saved it stay usable."""
+    one, two = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, two))
+    return torch.equal(one, two) or (one.is_floating_point() and torch.allclose(one, two, 0, 0, equal_nan=True))

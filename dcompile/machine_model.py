@@ -1,0 +1,298 @@
+"""What a machine can do, as far as the schedule of a program depends on it: immutable values, measured or from a table.
+
+Passes get a `Figures` and ask no device, so that equal figures give equal plans. The table holds rounded figures by
+kind of device, each with its source. `runtime/measure/calibration.py` measures a machine once, rounds, and keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Collectives within groups of up to `ranks` ranks.
+
+    `gbs` is the bus bandwidth, 10^9 bytes a second: what of a ring's traffic passes one rank
+    (nccl-tests, doc/PERFORMANCE.md); of a network, what each rank of a node adds to it. `latency_us` is what any
+    collective takes, `hop_us` what passing on from one rank to the next adds.
+    """
+
+    ranks: int
+    gbs: float
+    latency_us: float
+    hop_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One device and its links. Rates are those of large work; `*_us` is the least time that a piece of work takes."""
+
+    name: str
+    memory_gbs: float
+    """Memory traffic, reads and writes together, 10^9 bytes a second."""
+    tflops: tuple[tuple[str, float], ...]
+    """(dtype, 10^12 operations a second of large matrix products); float32 stands for what is not listed."""
+    attention: float
+    """Part of that rate which attention kernels reach."""
+    arithmetic_gops: float
+    """Additions a second inside our own kernels, 10^9, all lanes together."""
+    kernel_us: float
+    """Least time of one kernel of ours."""
+    library_us: float
+    """Least time of one library call."""
+    links: tuple[Link, ...]
+    """Within a node, by group size, ascending; the last one's size is that of a node."""
+    network: Link | None = None
+    """Between nodes; None: all ranks are in one."""
+    interference: float = 0.0
+    """By what part of a collective's time the work that runs beside it takes longer."""
+    member_us: float = 0.0
+    """What each further tensor adds to a collective on several; 0 where the backend makes one message of them."""
+    crowding: float = 0.0
+    """By what part of its time a collective takes longer while something is computed."""
+    copy_gbs: float = 0.0
+    """What one rank can copy from another one's memory of the same node, 10^9 bytes a second; 0: nothing."""
+    sustained: float = 1.0
+    """Part of the products' rates that lasts for more than a second: at their power limit, GPUs slow their clocks."""
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second of large matrix products, in training."""
+        rates = dict(self.tflops)
+        return rates.get(dtype, rates["float32"]) * 1e12 * self.sustained
+
+    def link(self, ranks: int) -> Link:
+        """How so many ranks of one node are connected."""
+        return next((link for link in self.links if link.ranks >= ranks), self.links[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group: how many ranks it has, and which communicator it is, whose collectives run one after another.
+
+    `replicas`: among how many of its like what it has reduced is summed up again (HSDP). `copies`: its gathers are
+    copies from the other ranks' memory, which take no processors.
+    """
+
+    ranks: int = 2
+    lane: str = "communication"
+    replicas: int = 1
+    copies: bool = False
+
+
+RING_FACTOR: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""How often a ring of n ranks moves (n-1)/n of the whole buffer past each rank: Thakur, Rabenseifner, Gropp,
+"Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); an all-reduce is a reduce-scatter and
+an all-gather."""
+
+
+LEAST_COPIED = 32 << 20
+"""Where a model's gathers are smaller, on average, one kernel is quicker than a copy for each parameter and rank (two
+H200: 13.5 MiB for each layer of a model of 160 M)."""
+COPY_US = 15.0
+"""What the copies of one gather take beside their bytes (two H200: nine of 2 KiB to 17 MiB)."""
+
+
+def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, stride: int = 1) -> float:
+    """Time of one collective on a buffer of `nbytes`, the whole one (what a gather writes, a reduction reads).
+
+    Latency of a ring, or of a tree for an all-reduce if that is shorter, plus the ring's traffic over the slowest link;
+    several rings share a node's adapters (as in NCCL, src/graph/tuning.cc). Ranks of the group lie `stride` apart, and
+    ranks of a node next to one another.
+    """
+    if ranks <= 1:
+        return figures.library_us * 1e-6
+    node = figures.links[-1].ranks
+    network = figures.network if ranks * stride > node else None
+    inside = max(1, min(ranks, node // stride)) if network else ranks
+    link = figures.link(inside)
+    nodes = -(-ranks // inside)
+    rounds = RING_FACTOR[kind]
+    latency, gbs = link.latency_us + rounds * (ranks - nodes) * link.hop_us, link.gbs
+    if network is not None:
+        gbs = min(network.gbs * inside, link.gbs if inside > 1 else network.gbs)
+        latency = network.latency_us + rounds * ((ranks - nodes) * link.hop_us + (nodes - 1) * network.hop_us)
+        if kind == "all_reduce":
+            deep = 2 * ((inside - 1) * link.hop_us + 2 * math.ceil(math.log2(nodes)) * network.hop_us)
+            latency = min(latency, network.latency_us + deep)
+    return latency * 1e-6 + rounds * nbytes * (ranks - 1) / ranks / (gbs * 1e9)
+
+
+def copying_seconds(figures: Figures, nbytes: int, ranks: int) -> float:
+    """Time in which a rank copies what it lacks of a gathered buffer of `nbytes` from the others' memory."""
+    return COPY_US * 1e-6 + nbytes * (ranks - 1) / ranks / (figures.copy_gbs * 1e9)
+
+
+CPU = Figures(
+    "cpu",
+    memory_gbs=10.0,
+    tflops=(("float32", 0.1), ("bfloat16", 0.2), ("float16", 0.05), ("float64", 0.05)),
+    attention=0.4,
+    arithmetic_gops=8.0,
+    kernel_us=2.0,
+    library_us=5.0,
+    # Gloo over the loop-back device, two processes of one machine
+    links=(Link(1 << 20, gbs=1.0, latency_us=150.0, hop_us=50.0),),
+    interference=0.5,
+)
+"""One core of a server: orders of magnitude, since cores, threads and other jobs vary; measure to know better."""
+
+_NVLINK4 = (
+    Link(2, gbs=260.0, latency_us=26.0, hop_us=1.9),  # two H200, NCCL: 265 GB/s from 116 to 416 MiB
+    Link(8, gbs=340.0, latency_us=24.0, hop_us=1.9),  # nccl-tests on DGX H100: 340 to 370 of 450 GB/s each way
+)
+_INFINIBAND_400 = Link(1 << 20, gbs=45.0, latency_us=35.0, hop_us=4.0)
+"""DGX H100: one ConnectX-7 of 400 Gb/s for each GPU, 90 % of 50 GB/s. Hops as NCCL's tuning.cc has them (LL128)."""
+
+TABLE: Mapping[str, Figures] = {
+    "cpu": CPU,
+    "h200": Figures(
+        "h200",
+        memory_gbs=4100.0,  # kernels of a 1B Llama's step, 34 GB in 8.5 ms; a copy: 4270; data sheet: 4800
+        # bf16: all products of that step, 51 TFLOP in 70 ms; data sheet: 989
+        tflops=(("float32", 50.0), ("bfloat16", 740.0), ("float16", 740.0), ("float64", 60.0)),
+        attention=0.37,  # causal, heads of 64, forward and backward: 3.8 TFLOP of that step in 13.8 ms
+        arithmetic_gops=30000.0,
+        kernel_us=2.5,
+        library_us=4.0,
+        links=_NVLINK4,
+        network=_INFINIBAND_400,
+        # beside 18 reductions and 34 gathers of 116 MiB on two, kernels take 6 ms longer than alone; the collectives
+        # take 20 to 22 ms together, and alone 13.7
+        interference=0.45,
+        crowding=0.5,
+        copy_gbs=360.0,  # two H200, one stream, nine copies of 61 MB in all: 168 us
+        sustained=0.95,  # 700 W: 1980 MHz become 1640 on average
+        member_us=2.5,  # two H200, NCCL, a block of nine parameters, 13.5 MiB: 69 us, and 49 us as one
+    ),
+    "h100": Figures(
+        "h100",
+        memory_gbs=2860.0,  # in proportion; data sheet: 3350
+        tflops=(("float32", 50.0), ("bfloat16", 700.0), ("float16", 700.0), ("float64", 60.0)),
+        attention=0.37,
+        arithmetic_gops=30000.0,
+        kernel_us=2.5,
+        library_us=4.0,
+        links=_NVLINK4,
+        network=_INFINIBAND_400,
+        interference=0.45,
+        crowding=0.5,
+        copy_gbs=360.0,  # the same links
+        sustained=0.95,
+        member_us=2.5,
+    ),
+    "a100": Figures(
+        "a100",
+        memory_gbs=1250.0,  # in proportion; data sheet: 1555 (40 GB), 2039 (80 GB)
+        tflops=(("float32", 18.0), ("bfloat16", 250.0), ("float16", 250.0), ("float64", 15.0)),  # data sheet: 312 bf16
+        attention=0.35,
+        arithmetic_gops=9000.0,
+        kernel_us=3.0,
+        library_us=5.0,
+        links=(Link(8, gbs=225.0, latency_us=28.0, hop_us=1.9),),  # of 300 GB/s NVLink each way
+        network=Link(1 << 20, gbs=22.0, latency_us=40.0, hop_us=4.0),  # DGX A100: 200 Gb/s for each GPU
+        interference=0.35,
+        copy_gbs=225.0,
+        member_us=2.5,
+    ),
+}
+"""By kind of device. Rates of matrix products are 80 to 90 % of the data sheet's dense ones, as large ones reach."""
+
+
+FABRICS: Mapping[str, Figures] = {
+    "h100-ib400": replace(TABLE["h100"], name="h100-ib400"),
+    "h200-ib400": replace(TABLE["h200"], name="h200-ib400"),
+    "a100-ib200": replace(TABLE["a100"], name="a100-ib200"),
+    # one adapter of 100 Gb/s for a node of eight GPUs, 80 % of it over TCP
+    "h100-eth100": replace(TABLE["h100"], name="h100-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
+    "h200-eth100": replace(TABLE["h200"], name="h200-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
+}
+"""What `dcompile.simulate` compares: nodes of eight GPUs, and what is between the nodes."""
+
+
+def table_figures(device: str) -> Figures:
+    """The table's line for a device, named "cpu" or as its driver names it; the nearest of it for an unknown GPU."""
+    name = device.lower()
+    return next((figures for kind, figures in TABLE.items() if kind in name), TABLE["h100"])
+
+
+def rounded(figures: Figures) -> Figures:
+    """Every rate and time to the nearest power of the fourth root of two, so that noise seldom changes a plan."""
+    return replace(
+        figures,
+        memory_gbs=_round(figures.memory_gbs),
+        tflops=tuple((dtype, _round(rate)) for dtype, rate in figures.tflops),
+        arithmetic_gops=_round(figures.arithmetic_gops),
+        kernel_us=_round(figures.kernel_us),
+        library_us=_round(figures.library_us),
+        member_us=_round(figures.member_us),
+        links=tuple(map(_rounded_link, figures.links)),
+        network=None if figures.network is None else _rounded_link(figures.network),
+    )
+
+
+def _rounded_link(link: Link) -> Link:
+    return replace(link, gbs=_round(link.gbs), latency_us=_round(link.latency_us), hop_us=_round(link.hop_us))
+
+
+def _round(value: float) -> float:
+    """Three digits of the nearest power of 2 ** (1/4): steps of 19 %."""
+    return float(f"{2 ** (round(4 * math.log2(value)) / 4):.3g}") if value > 0 else 0.0
+
+
+def to_record(figures: Figures) -> dict[str, object]:
+    """As JSON can say it."""
+    links = [*figures.links, *filter(None, (figures.network,))]
+    return {name: getattr(figures, name) for name in _PLAIN} | {
+        "tflops": [list(pair) for pair in figures.tflops],
+        "links": [[link.ranks, link.gbs, link.latency_us, link.hop_us] for link in links],
+        "has_network": figures.network is not None,
+    }
+
+
+_RATES = ("memory_gbs", "attention", "arithmetic_gops", "kernel_us", "library_us", "sustained")
+_PARTS = ("interference", "crowding", "member_us", "copy_gbs")
+_PLAIN = ("name", *_RATES, *_PARTS)
+
+
+def from_record(record: Mapping[str, object]) -> Figures:
+    """What `to_record` was given. Raises ValueError where the record is no such thing."""
+    try:
+        rates = {field: _positive(record[field]) for field in _RATES}
+        parts = {field: _number(record[field]) for field in _PARTS}
+        links = [
+            Link(int(_positive(ranks)), _positive(gbs), _positive(latency), _number(hop))
+            for ranks, gbs, latency, hop in _rows(record["links"], 4)
+        ]
+        network = links.pop() if record["has_network"] is True and len(links) > 1 else None
+        return Figures(
+            name=str(record["name"]),
+            tflops=tuple((str(dtype), _positive(rate)) for dtype, rate in _rows(record["tflops"], 2)),
+            links=tuple(links),
+            network=network,
+            **rates,
+            **parts,
+        )
+    except KeyError as error:
+        raise ValueError(f"not the figures of a machine: {error} is missing") from error
+
+
+def _rows(value: object, width: int) -> list[list[object]]:
+    rows = value if isinstance(value, list) else []
+    if not rows or not all(isinstance(row, list) and len(row) == width for row in rows):
+        raise ValueError(f"not the figures of a machine: no table of {width} columns")
+    return rows
+
+
+def _positive(value: object) -> float:
+    if _number(value) == 0:
+        raise ValueError("not the figures of a machine: a rate or time of 0")
+    return _number(value)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"not the figures of a machine: {value!r} is no rate or time")
+    return float(value)

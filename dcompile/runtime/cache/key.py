@@ -1,0 +1,260 @@
+"""Which graphs are the same to the compiler: the SHA-256 of a text of all that compiling may look at.
+
+In the text: nodes with their arguments and results (shapes, strides, dtypes, device types), the request, the settings,
+and versions of everything that writes code. Not in it: ranks, device numbers, names of groups, values of parameters and
+constants (but of single numbers on the CPU, which the program text says), the graph's name, and the modules and source
+lines it came from. So equal graphs of different models share an entry; comments in its host program then name the model
+that was compiled first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+from dcompile.collectives.contract import Request
+from dcompile.config import Config
+from dcompile.ir.nodes import PART
+from dcompile.toolchain import (
+    cache_bytes,
+    compiler_stamp,
+    cpu_features,
+    openmp_library,
+    own_source,
+    own_version,
+    triton_version,
+)
+
+_PYTHON = ("operator", "math", "builtins", "torch")
+"""Modules whose functions a name and the versions in the key tell apart."""
+_BUILT_IN = ("aten", "prims")
+"""Namespaces of ops that come with torch; the schemas of others are part of the text."""
+_COLLECTIVES = ("_c10d_functional", "_dtensor")
+"""Namespaces of ops that are given the name of a process group."""
+
+
+class NotCacheable(Exception):
+    """The graph holds something that text cannot tell apart; says what."""
+
+
+def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
+    """The name of a graph's cache entry. Raises NotCacheable."""
+    lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_symbols(gm), *_nodes(gm), *_storages(gm))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def constants_of(gm: GraphModule) -> dict[str, Any]:
+    """Tensors that the graph's module holds, by the name of the node that gets them."""
+    nodes = gm.graph.find_nodes(op="get_attr")
+    return {node.name: operator.attrgetter(str(node.target))(gm) for node in nodes}
+
+
+def device_numbers(gm: GraphModule) -> dict[str, int]:
+    """Device type -> the one number that calls of the graph name; none if they name several.
+
+    Host programs spell these devices out. An entry has `*` in place of the number, so that ranks may share it.
+    """
+    found: dict[str, set[int]] = {}
+    for node in gm.graph.nodes:
+        for value in (*node.args, *node.kwargs.values()):
+            if isinstance(value, torch.device) and value.index is not None:
+                found.setdefault(value.type, set()).add(value.index)
+    return {kind: numbers.pop() for kind, numbers in found.items() if len(numbers) == 1}
+
+
+def group_names(gm: GraphModule) -> dict[str, str]:
+    """Name of each process group that calls of the graph are given -> what stands for it in a key and in an entry.
+
+    Groups are named in the order in which a rank made them, so ranks that do the same name theirs otherwise. None where
+    such a name is also an argument of another meaning: then it stays.
+    """
+    strings = [
+        (argument.name == "group_name", value)
+        for node in gm.graph.nodes
+        if node.op == "call_function" and (schema := _collective_schema(node)) is not None
+        for argument, value in zip(schema.arguments, node.args, strict=False)
+        if isinstance(value, str)
+    ]
+    names = dict.fromkeys(value for is_group, value in strings if is_group)
+    others = {value for is_group, value in strings if not is_group}
+    return {} if others & names.keys() else {name: f"*{number}" for number, name in enumerate(names)}
+
+
+def _collective_schema(node: Node) -> Any:
+    """The schema of a call of torch's functional collectives; None of other nodes."""
+    schema = getattr(node.target, "_schema", None)
+    return schema if schema is not None and schema.name.partition("::")[0] in _COLLECTIVES else None
+
+
+def gpus(gm: GraphModule) -> set[str]:
+    """The GPUs that values of the graph lie on: "cuda:0", ..."""
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    return {str(value.device) for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
+
+
+def _environment() -> Iterator[str]:
+    yield f"dcompile {own_version()} {own_source()}"
+    yield f"torch {torch.__version__} {torch.version.git_version}"
+    yield compiler_stamp()
+    yield cpu_features()
+    yield f"caches {cache_bytes()}"
+    yield (openmp_library() or "").rpartition("/")[2]
+    yield f"deterministic {torch.are_deterministic_algorithms_enabled()}"
+
+
+def _gpus(gm: GraphModule) -> Iterator[str]:
+    """What kernels for GPUs depend on: Triton, and each GPU's compute capability."""
+    found = {value.device for value in map(_value, gm.graph.nodes) if isinstance(value, torch.Tensor)}
+    gpus = sorted(str(device) for device in found if device.type == "cuda")
+    if gpus:
+        yield f"{len(gpus)} GPUs, triton {triton_version()}"
+        yield from sorted({f"sm {torch.cuda.get_device_capability(device)}" for device in gpus})
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def _request(request: Request) -> Iterator[str]:
+    yield f"{request.kind} {request.grads} {request.rule} {request.donated}"
+    yield f"{request.figures} {request.groups} {request.early_bytes}"
+    yield f"{request.reductions}"
+    yield f"{request.gathers} {request.results if request.gathers or request.kind == 'forward' else ''}"
+    for param in request.params:  # less their names
+        yield f"{param.number} {param.shape} {param.dtype} {param.device} {param.kind} {param.group} {param.shard}"
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+
+def _nodes(gm: GraphModule) -> Iterator[str]:
+    numbers, groups = device_numbers(gm), group_names(gm)
+    for node in gm.graph.nodes:
+        target = _target(node.target) if node.op == "call_function" else ""
+        named = groups if node.op == "call_function" and _collective_schema(node) is not None else {}
+        given = [named.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args]
+        args = ",".join(_text(arg, numbers) for arg in given) if node.op != "placeholder" else ""
+        kwargs = ",".join(f"{name}={_text(value, numbers)}" for name, value in node.kwargs.items())
+        value = operator.attrgetter(str(node.target))(gm) if node.op == "get_attr" else node.meta.get("val")
+        if node.op == "get_attr" and not isinstance(value, torch.Tensor):
+            raise NotCacheable(f"it holds a {type(value).__name__}")
+        yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
+        part = (node.meta.get("custom") or {}).get(PART)
+        if part is not None:
+            yield f"part {part}"
+        if node.op == "get_attr" and type(value) is torch.Tensor and compat.tensors.is_number(value):
+            with compat.tensors.real_tensors():
+                number = value.item()
+            yield repr(number)  # kernels may be made for it
+
+
+def _target(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        name = str(target)
+        return name if name.partition(".")[0] in _BUILT_IN else f"{name} {schema}"
+    module = (getattr(target, "__module__", None) or "").lstrip("_")
+    if module in _PYTHON and hasattr(target, "__name__"):
+        return f"{module}.{target.__name__}"
+    raise NotCacheable(f"it calls {target}")
+
+
+def _text(value: Any, numbers: dict[str, int]) -> str:
+    """An argument or a result. Different things have different texts, or none."""
+    match value:
+        case Node():
+            return f"%{value.name}"
+        case bool() | int() | float() | complex() | str() | None:
+            return repr(value)
+        case torch.Tensor():
+            strides = _sizes(value.stride()) if value.layout == torch.strided else value.layout
+            return f"{value.dtype}{_sizes(value.shape)}{strides}{value.device.type}"
+        case tuple() | list():
+            return f"({','.join([_text(item, numbers) for item in value])})"
+        case torch.SymInt():
+            return f"<{compat.sizes.size_expression(value)}>"
+        case torch.SymFloat() | torch.SymBool():
+            return f"<{value}>"
+        case torch.device():
+            shared = value.index is not None and numbers.get(value.type) == value.index
+            number = "*" if shared else value.index
+            return f"device {value.type}:{number}"
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+        case slice():
+            return f"slice({_text((value.start, value.stop, value.step), numbers)})"
+        case _ if hasattr(value, "_schema"):  # an op as an argument
+            return _target(value)
+        case _:
+            raise NotCacheable(f"it holds a {type(value).__name__}")
+
+
+def _sizes(sizes: Any) -> str:
+    return ",".join(_text(size, {}) for size in sizes).join("[]")
+
+
+def _storages(gm: GraphModule) -> Iterator[str]:
+    """Where inputs lie in their storages, if the graph counts from the start of those."""
+    for node in compat.storage_offsets.looked_around(gm):
+        value = node.meta["val"]
+        yield f"{node.name} from {value.storage_offset()} of {value.untyped_storage().nbytes()} bytes"
+
+
+def _symbols(gm: GraphModule) -> Iterator[str]:
+    """What lowering may know of each size symbol: whether it can be 0, 1 or negative, and what divides it.
+
+    Not what it was while traced.
+    """
+    facts = {str(symbol): known for symbol, known in compat.sizes.known_facts(gm).items()}
+    for symbol, (least, divisor) in sorted(facts.items()):
+        # of a symbol's multiples, lowering asks whether they can be 1 or 2 as well
+        yield f"{symbol} {'any' if least is None or least < 0 else min(least, 2 * divisor)} {divisor}"
+
+
+# --- device numbers and group names in host programs ------------------------------------------------------------------
+
+
+def without_numbers(source: str, numbers: dict[str, int]) -> str:
+    """A host program with `*` in place of the number of each device."""
+    for kind, number in numbers.items():
+        source = source.replace(f"torch.device('{kind}:{number}')", f"torch.device('{kind}:*')")
+    return source
+
+
+def with_numbers(source: str, numbers: dict[str, int]) -> str:
+    """A host program from the cache, for the devices of this process."""
+    return re.sub(
+        r"torch\.device\('(\w+):\*'\)", lambda found: f"torch.device('{found[1]}:{numbers[found[1]]}')", source
+    )
+
+
+def without_groups(source: str, names: dict[str, str]) -> str:
+    """A host program with what stands for them in place of the names of groups."""
+    return _renamed(source, names)
+
+
+def with_groups(source: str, names: dict[str, str]) -> str:
+    """A host program from the cache, with the names of this process's groups."""
+    return _renamed(source, {stands_for: name for name, stands_for in names.items()})
+
+
+def _renamed(source: str, names: dict[str, str]) -> str:
+    """The program with strings replaced in its calls of collectives, which it makes through names of its own."""
+    namespaces = "|".join(_COLLECTIVES)
+    functions = re.findall(rf"^ *(\w+) = .*\b(?:{namespaces})\.", source, re.MULTILINE)
+    if not names or not functions:
+        return source
+    quoted = {repr(old): repr(new) for old, new in names.items()}
+    strings, calls = "|".join(map(re.escape, quoted)), "|".join(functions)
+
+    def line(found: re.Match[str]) -> str:
+        return re.sub(strings, lambda string: quoted[string[0]], found[0])
+
+    return re.sub(rf"^.*\b(?:{calls})\(.*$", line, source, flags=re.MULTILINE)

@@ -1,0 +1,1 @@
+"""Buckets, shards and collectives in flight."""

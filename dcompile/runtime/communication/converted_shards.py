@@ -1,0 +1,106 @@
+"""Shards in the dtype that computing uses, where parameters are kept in another one (mixed precision).
+
+Converting each shard for each gather takes a kernel a parameter, and memory that is somewhere else each time, which
+other ranks cannot read. So a model has one buffer of its own for them, and each program writes in it what it gathers,
+in a kernel or two. A backward does so, too, as FSDP2 does: nothing tells for sure that parameters are what they were in
+the forward. Fused optimizers and `p.data.mul_()` count no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+
+from dcompile import compat
+from dcompile.collectives.contract import ShardUnit
+
+MOST_OF_MEMORY = 1 / 16
+"""Part of a GPU's memory that the buffer may take unless `shard_copies` asks for it: 5 GB of 80."""
+ALIGN_BYTES = 256
+"""Where each shard begins: NCCL and copy engines are slower from other addresses than multiples of 16."""
+
+
+class Converted:
+    """The converted shards of one model. `way` is the option `shard_copies`; `saves_memory`: why auto keeps none."""
+
+    def __init__(
+        self, units: Mapping[int, ShardUnit], way: Literal["auto", "kept", "gather"], saves_memory: str
+    ) -> None:
+        self._units, self._way, self._saves_memory = units, way, saves_memory
+        self._memory: dict[int, torch.Tensor] | None = None
+        self.reason = ""
+        """Why there is no buffer, where there is something to convert."""
+
+    def save_memory(self, reason: str) -> None:
+        """Let auto keep none, if none is kept yet."""
+        self._saves_memory = self._saves_memory or reason
+
+    def memory(self, number: int) -> torch.Tensor | None:
+        """Where a unit's converted shard is kept; None where it is stored as it is sent, or converted for each gather.
+
+        The buffer is made when the first one is asked for: not while a CUDA graph is recorded.
+        """
+        if self._memory is None:
+            self._memory = self._allocate()
+        return self._memory.get(number)
+
+    def sent(self, number: int) -> torch.Tensor:
+        """This rank's shard as it is to be gathered: of a kept one, what `convert` has written."""
+        kept = self.memory(number)
+        return self._units[number].data() if kept is None else kept
+
+    def convert(self, numbers: Collection[int]) -> None:
+        """Write the converted shards of these units, all of a dtype in one kernel.
+
+        Dtypes apart: on GPUs some versions of torch copy a list as if all of it had the first one's.
+        """
+        kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for number in numbers:
+            kept, stored = self.memory(number), self._units[number].stored()
+            if kept is not None and kept.numel():
+                targets, sources = kinds.setdefault((kept.device, kept.dtype, stored.dtype), ([], []))
+                targets.append(kept)
+                sources.append(stored)
+        with torch.no_grad():
+            for targets, sources in kinds.values():
+                compat.tensors.copy_all(targets, sources)
+
+    def _allocate(self) -> dict[int, torch.Tensor]:
+        """One storage for each device and dtype, a part of it for each unit that is converted."""
+        with torch.inference_mode(False), compat.tensors.real_tensors(), torch.no_grad():
+            stored = {number: unit.stored() for number, unit in self._units.items() if not unit.offloaded}
+            converted = {n: shard for n, shard in stored.items() if shard.dtype != self._units[n].dtype}
+            self.reason = self._objection(converted)
+            found: dict[int, torch.Tensor] = {}
+            if self.reason:
+                return found
+            kinds = dict.fromkeys((shard.device, self._units[number].dtype) for number, shard in converted.items())
+            for device, dtype in kinds:
+                here = {n: s for n, s in converted.items() if (s.device, self._units[n].dtype) == (device, dtype)}
+                found |= _laid_out(here, device, dtype)
+            return found
+
+    def _objection(self, converted: Mapping[int, torch.Tensor]) -> str:
+        if not converted or self._way == "kept":
+            return ""
+        if self._way == "gather":
+            return "option shard_copies='gather'"
+        nbytes = sum(shard.numel() * self._units[number].dtype.itemsize for number, shard in converted.items())
+        device = next(iter(converted.values())).device
+        if self._saves_memory:
+            return f"to save {nbytes >> 20} MiB, since {self._saves_memory} (option shard_copies)"
+        if device.type == "cuda" and nbytes > torch.cuda.get_device_properties(device).total_memory * MOST_OF_MEMORY:
+            return f"{nbytes >> 20} MiB would be more than a sixteenth of the GPU's memory (option shard_copies)"
+        return ""
+
+
+def _laid_out(shards: Mapping[int, torch.Tensor], device: torch.device, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    unit = ALIGN_BYTES // dtype.itemsize
+    places, total = {}, 0
+    for number, shard in shards.items():
+        places[number] = total
+        total += -(-shard.numel() // unit) * unit
+    whole = torch.empty(total, dtype=dtype, device=device)
+    return {number: whole[places[number] : places[number] + shard.numel()] for number, shard in shards.items()}

@@ -1,0 +1,462 @@
+"""Sharded parameters while a program runs: gathered into its memory, and their gradients reduced to shards again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.collectives.contract import Phase, ShardGroup, ShardUnit
+from dcompile.ir.nodes import Bucket
+from dcompile.runtime.communication.converted_shards import Converted
+from dcompile.runtime.communication.deferred_reduction import Unreduced
+from dcompile.runtime.communication.gloo import start_gather, start_scatter
+from dcompile.runtime.communication.gradient_presence import Unsure
+from dcompile.runtime.communication.in_flight import Gathering, Reducing, named, together
+from dcompile.runtime.communication.packing import Parcel, in_order
+from dcompile.runtime.communication.peer_memory.all_gather import Pulls
+from dcompile.runtime.communication.peer_memory.shards import Nearby, Neighbours
+from dcompile.runtime.communication.work import Flight, count_replayed
+
+
+@dataclass(eq=False)
+class Shards:
+    """The sharded parameters of one model: who holds what, and gradients that are still to be reduced."""
+
+    units: Mapping[int, ShardUnit]
+    groups: Mapping[str, ShardGroup]
+    gathers: str = "auto"
+    """The option of that name."""
+    shard_copies: Literal["auto", "kept", "gather"] = "auto"
+    saves_memory: str = ""
+    """See `Converted`."""
+    converted: Converted = field(init=False)
+    neighbours: Neighbours = field(init=False)
+    unreduced: Unreduced = field(init=False)
+    unsure: Unsure = field(init=False)
+    _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
+    """Units whose gradients may be on their way to CPU memory."""
+
+    _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    """Unit -> this rank's part of it among fewer ranks, that the last forward has left for the backward."""
+
+    def __post_init__(self) -> None:
+        self.converted = Converted(self.units, self.shard_copies, self.saves_memory)
+        self.neighbours = Neighbours(self.units, self.groups, self.gathers, self.converted)
+        self.unreduced = Unreduced(self.units)
+        self.unsure = Unsure(self.units, self.groups)
+
+    def copied(self, group: str) -> tuple[bool, str]:
+        """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
+
+        The first time, ranks meet over the store.
+        """
+        return self.neighbours.of(group) is not None, self.neighbours.reason(group)
+
+    def save_memory(self, reason: str) -> None:
+        """Keep no converted shards, unless an option asks for them or they are there already."""
+        self.converted.save_memory(reason)
+
+    def source(
+        self,
+        buckets: tuple[Bucket, ...],
+        phase: Phase,
+        accumulates: bool = False,
+        later: Collection[int] = (),
+        absent: Collection[int] = (),
+    ) -> Exchange:
+        """What one call of a program with these buckets exchanges through.
+
+        `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not.
+        `later`: units that another program of the backward has gradients of as well, and reduces them all.
+        `absent`: units that the program has no gradient of in this call, but zeros.
+        """
+        named_buckets = {bucket.name: bucket for bucket in buckets}
+        return Exchange(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
+
+    def may_lack(self, units: Iterable[int]) -> None:
+        """A program runs that may have no gradient of these units: ranks say which there are, when it is through."""
+        self.unsure.known.update(units)
+
+    def forget_parts(self) -> None:
+        """A call starts: what a forward without a backward has left is old, parameters may have changed since."""
+        self._parts.clear()
+        self.unreduced.forget_failed()
+        if compat.tensors.backward_task() < 0:
+            self.unsure.forget()
+
+    def give_back(self) -> None:
+        """Leave FSDP the gradients that are still to be reduced."""
+        self.unreduced.give_back()
+
+    def leave_parts(self, group: Any, units: Iterable[int], full: Iterable[torch.Tensor]) -> None:
+        """Keep this rank's parts of gathered units, for ranks of `group` to gather in the backward."""
+        rank, ranks = group.rank(), group.size()
+        self._parts |= {unit: whole.view(ranks, -1)[rank].clone() for unit, whole in zip(units, full, strict=True)}
+
+    def take_parts(self, units: tuple[int, ...]) -> list[torch.Tensor] | None:
+        """What `leave_parts` has kept of all of these units, once."""
+        if not self._parts.keys() >= set(units):
+            return None
+        return [self._parts.pop(unit) for unit in units]
+
+    def flush(self) -> None:
+        """At the end of a backward: reduce what earlier ones left of units that this did not reach; wait for copies.
+
+        Every rank has left gradients of the same units, as it ran the same backwards.
+        """
+        self.unreduced.end()
+        for number in sorted(self.unreduced.whole):
+            group = self._group_of(number)
+            if group.wants() != "nothing":
+                whole, absent = self.unreduced.whole.pop(number), {number} - self.unreduced.real
+                pending = self._scatter(group, {number: whole}, f"the rest of {self.units[number].name}", 0, absent)
+                self._finish(pending)
+        for number, shard in self.unsure.settle():
+            self._commit(number, shard)
+        while self._unsettled:
+            self._unsettled.popitem()[1].settle()
+
+    def _group_of(self, number: int) -> ShardGroup:
+        return self.groups[self.units[number].group]
+
+    # --- reductions ---
+
+    def _scatter(
+        self,
+        group: ShardGroup,
+        full: Mapping[int, torch.Tensor],
+        name: str,
+        packed: int = 0,
+        absent: Collection[int] = (),
+    ) -> Reducing:
+        """Start reducing units of one group, the last `packed` of them as one message; `absent` ones are zeros."""
+        lacking = frozenset(absent).difference(self.unreduced.real)
+        process_group = group.scatter_group()
+        first = next(iter(full.values()))
+        rule = group.reduction(first.dtype)
+        for number, tensor in full.items():
+            self.unreduced.add_to(number, tensor)
+            if rule.divide_before not in (None, 1):
+                tensor.div_(rule.divide_before)
+        world = dist.get_world_size(process_group)
+        sizes = [tensor.numel() // world for tensor in full.values()]
+        flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        shards = dict(zip(full, torch.split(flat, sizes), strict=True))
+        inputs, outputs = list(full.values()), list(shards.values())
+        if packed:
+            parcel = Parcel(inputs[-packed:], world)
+            parcel.pack()
+            inputs = [*inputs[:-packed], parcel.whole]
+            outputs = [*outputs[:-packed], flat[-parcel.whole.numel() // world :]]
+
+        def start(limit_s: float | None) -> Any:
+            return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
+
+        with named(f"the {name}", full, self.units, process_group):
+            label = f"{name} ({flat.numel() * world} elements{f', {packed} together' if packed else ''})"
+            flight = Flight(process_group, first.device, label, start)
+        return Reducing(name, group, flat, shards, flight, lacking)
+
+    def _finish(self, pending: Reducing) -> None:
+        """Wait for all of a reduction, and hand the shards on as gradients."""
+        if self._reduce(pending):
+            self.commit(pending.shards, pending.absent)
+
+    def commit(self, shards: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
+        """Hand reduced shards on as gradients; those of units that this rank has none of, if another rank has."""
+        for number, shard in shards.items():
+            if not self.unsure.hold(number, shard, number not in absent):
+                self._commit(number, shard)
+
+    def _commit(self, number: int, shard: torch.Tensor) -> None:
+        unit = self.units[number]
+        unit.commit(shard)
+        if unit.offloaded:
+            self._unsettled[number] = unit
+
+    def _go_on(self, pending: Reducing) -> None:
+        """Wait for the shards; where ranks hold copies of them, start to average among these."""
+        group, shards, flat = pending.group, pending.shards, pending.flat
+        with named(f"the {pending.name}", shards, self.units, group.scatter_group()):
+            pending.flight.wait()
+        pending.scattered = True
+        replicas, rule = group.replica_group(), group.reduction(flat.dtype)
+        if replicas is None:
+            return
+        pending.complete = group.wants() == "all"
+        for number, shard in shards.items():
+            kept = self.unreduced.partial.pop(number, None)
+            if kept is not None:
+                shard.add_(kept)
+            if not pending.complete:
+                self.unreduced.partial[number] = shard
+        if not pending.complete:
+            return
+
+        def start(limit_s: float | None) -> Any:
+            options = dist.AllreduceOptions()
+            options.reduceOp = rule.reduce
+            compat.groups.limit(options, limit_s)
+            return replicas.allreduce([flat], options)
+
+        with named(f"the {pending.name} among replicas", shards, self.units, replicas):
+            label = f"{pending.name} among replicas ({flat.numel()} elements)"
+            pending.replicating = Flight(replicas, flat.device, label, start)
+
+    def _reduce(self, pending: Reducing) -> bool:
+        """Wait for all of a reduction; whether the shards are gradients now."""
+        if not pending.scattered:
+            self._go_on(pending)
+        if not pending.complete:
+            return False
+        if pending.replicating is not None:
+            replicas = pending.group.replica_group()
+            with named(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
+                pending.replicating.wait()
+        divisor = pending.group.reduction(pending.flat.dtype).divide_after
+        if divisor not in (None, 1):
+            pending.flat.div_(divisor)
+        return True
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The collectives of one call of a program; see `collectives.params.ShardSource`."""
+
+    shards: Shards
+    buckets: Mapping[str, Bucket]
+    accumulates: bool
+    phase: Phase
+    later: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+    """Units that the program has no gradient of in this call."""
+    _gathering: dict[str, Gathering] = field(init=False, default_factory=dict)
+    """Bucket -> its collective."""
+    _reducing: dict[str, Reducing] = field(init=False, default_factory=dict)
+    _pulls: dict[Nearby, Pulls] = field(init=False, default_factory=dict)
+    """What gathers go through that are copies."""
+    _waited: int = field(init=False, default=0)
+    """How many collectives were waited for."""
+    _due: dict[int, None] | None = field(init=False, default=None)
+    """Kept units that are still to be converted before they are sent; None before the first of them is looked at."""
+
+    def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start filling `full` with the units that the ranks hold shards of."""
+        found, units = self.buckets[bucket], full
+        near = self.shards.neighbours.of(found.group)
+        if near is not None:
+            with self._named("all-gather", found, near.group):
+                pull = self._pulls_from(near).start(bucket, found.units, full)
+            self._gathering[bucket] = Gathering(pull, [], None, near.group, units)
+            return
+        group, shards = self._senders(found)
+        parcel = Parcel([full[place] for place in found.packed], group.size()) if found.packed else None
+        if parcel is not None:
+            alone = [place for place in range(len(full)) if place not in found.packed]
+            sent = torch.cat([shards[place] for place in found.packed])
+            full, shards = [*(full[n] for n in alone), parcel.whole], [*(shards[n] for n in alone), sent]
+
+        def start(limit_s: float | None) -> Any:
+            return start_gather(group, full, shards, limit_s)
+
+        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{together(found)})"
+        with self._named("all-gather", found, group):
+            flight = Flight(group, full[0].device, label, start)
+        self._gathering[bucket] = Gathering(flight, shards, parcel, group, units)
+
+    def _pulls_from(self, near: Nearby) -> Pulls:
+        found = self._pulls.get(near)
+        if found is None:
+            neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
+            copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
+            numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
+            beside = any(self.shards.converted.memory(number) is not None for number in numbers)
+            found = self._pulls[near] = Pulls(near, len(copied), numbers, self._meeting, self._convert, beside)
+        return found
+
+    def _meeting(self, flight: Flight) -> None:
+        """Ranks begin to meet, before or behind gathers that are copies."""
+
+    def _has_waited(self) -> None:
+        self._waited += 1
+        if self._waited == len(self.buckets):
+            for pulls in self._pulls.values():
+                pulls.finish()
+            # they know this exchange, which knows them: a recording would take what both hold for the caller's
+            self._pulls.clear()
+
+    def _senders(self, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
+        """The ranks that a bucket is gathered from, and what this one of them sends."""
+        group = self.shards.groups[bucket.group]
+        fewer = group.part_group() if self.phase == "backward" else None
+        parts = self.shards.take_parts(bucket.units) if fewer is not None else None
+        if parts is not None:
+            return fewer, parts
+        self._convert(bucket.units)
+        return group.gather_group(), [self.shards.converted.sent(number) for number in bucket.units]
+
+    def _convert(self, numbers: Iterable[int]) -> None:
+        """Write what these units are sent as, unless this call has."""
+        if self._due is None:
+            gathers = (bucket for bucket in self.buckets.values() if bucket.kind == "all_gather")
+            units = (number for bucket in gathers for number in bucket.units)
+            self._due = {number: None for number in units if self.shards.converted.memory(number) is not None}
+        now = [number for number in numbers if number in self._due]
+        self.shards.converted.convert(now)
+        for number in now:
+            del self._due[number]
+
+    def wait_gather(self, bucket: str) -> None:
+        """Wait for what `start_gather` began."""
+        found = self.buckets[bucket]
+        gathering = self._gathering.pop(bucket)
+        with self._named("all-gather", found, gathering.group):
+            gathering.flight.wait()
+        if gathering.parcel is not None:
+            gathering.parcel.unpack()
+        fewer = self.shards.groups[found.group].part_group() if self.phase == "forward" else None
+        if fewer is not None:
+            self.shards.leave_parts(fewer, found.units, gathering.full)
+        self._has_waited()
+
+    def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start summing up `full` over the ranks; or keep it, in a backward that is not to reduce."""
+        if not self.accumulates:
+            return
+        found = self.buckets[bucket]
+        group = self.shards.groups[found.group]
+        for place, start, stop in zip(found.gaps[::3], found.gaps[1::3], found.gaps[2::3], strict=True):
+            full[place][start:stop].zero_()
+        units = {found.units[place]: full[place] for place in in_order(found)}
+        for number in self.absent & units.keys():
+            units[number].zero_()  # what comes of zeros need not be zero
+        kept = {number: units.pop(number) for number in list(units) if self._keeps(group, number)}
+        self.shards.unreduced.keep(kept, self.later, self.absent)
+        if units:
+            packed = sum(found.units[place] in units for place in found.packed)
+            name = f"reduce-scatter {bucket}"
+            self._reducing[bucket] = self.shards._scatter(group, units, name, packed, self.absent)
+
+    def _keeps(self, group: ShardGroup, number: int) -> bool:
+        """Whether gradients of a unit are not to be reduced here."""
+        return number in self.later or group.wants() == "nothing"
+
+    def wait_scatter(self, bucket: str) -> None:
+        """Wait for what `start_scatter` began, and hand the shards on as gradients."""
+        if bucket in self._reducing:
+            self.shards._finish(self._arrived(bucket))
+        self._has_waited()
+
+    def _arrived(self, bucket: str) -> Reducing:
+        """The reduction of a bucket, which has come so far that nothing started before it holds it up.
+
+        Replicas must start the same all-reduces in the same order, whenever each of them waits for what.
+        """
+        for name, reducing in self._reducing.items():
+            if not reducing.scattered:
+                self.shards._go_on(reducing)
+            if name == bucket:
+                break
+        return self._reducing.pop(bucket)
+
+    def pending(self, bucket: str) -> Any:
+        """The work that is in flight for a bucket, or None."""
+        if bucket in self._gathering:
+            return self._gathering[bucket].flight.work
+        reducing = self._reducing.get(bucket)
+        return None if reducing is None else reducing.flight.work
+
+    # --- recordings ---
+
+    def same_each_time(self) -> tuple[int, ...] | str:
+        """Addresses of the shards that this call reads; or why another call at these may do something else."""
+        read: list[int] = []
+        if self.absent:
+            return "no loss has used what some parameters lead to"
+        for bucket in self.buckets.values():
+            if any(self.shards.units[number].offloaded for number in bucket.units):
+                return "parameters are kept in CPU memory"
+            if bucket.kind == "all_gather":
+                read += [self.shards.units[number].address() for number in bucket.units]
+            elif not self.accumulates:
+                return "torch.autograd.grad was called, which adds to no gradient"
+            elif (
+                self.shards.groups[bucket.group].wants() != "all"
+                or self.shards.unreduced.holds(bucket.units)
+                or not self.later.isdisjoint(bucket.units)
+            ):
+                return "gradients are kept for a later reduction, or were"
+        return tuple(read)
+
+    def recorded(self) -> Recorded:
+        """A source that exchanges as this one does, but hands no gradient on."""
+        return Recorded(self.shards, self.buckets, self.accumulates, self.phase, self.later)
+
+    def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
+        """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""
+        labels: dict[Any, list[str]] = {}
+        for group, label in collectives:
+            labels.setdefault(group, []).append(label)
+        for group, of_group in labels.items():
+            count_replayed(group, of_group)
+        for bucket, flat in zip(self._scattered(), reduced, strict=True):
+            world = self.shards.groups[bucket.group].scatter_group().size()
+            order = in_order(bucket)
+            parts = torch.split(flat, [bucket.sizes[place] // world for place in order])
+            self.shards.commit({bucket.units[place]: part for place, part in zip(order, parts, strict=True)})
+
+    def hand_on_count(self) -> int:
+        """How many there are."""
+        return len(self._scattered())
+
+    def _scattered(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets.values() if bucket.kind == "reduce_scatter"]
+
+    def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
+        return named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+
+
+@dataclass(eq=False)
+class Recorded(Exchange):
+    """An exchange that is recorded: it keeps the shards that it has reduced, for replays to hand on."""
+
+    collectives: list[tuple[Any, str]] = field(init=False, default_factory=list)
+    """(process group, label) of each, in the order of their starts within a group."""
+    _done: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+
+    def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start filling `full` with the units that the ranks hold shards of."""
+        super().start_gather(bucket, full)
+        if isinstance(flight := self._gathering[bucket].flight, Flight):
+            self._log(flight)
+
+    def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start summing up `full` over the ranks."""
+        super().start_scatter(bucket, full)
+        self._log(self._reducing[bucket].flight)
+
+    def _meeting(self, flight: Flight) -> None:
+        self._log(flight)
+
+    def _log(self, flight: Flight) -> None:
+        self.collectives.append((flight.group, flight.label))
+
+    def wait_scatter(self, bucket: str) -> None:
+        """Wait for what `start_scatter` began."""
+        pending = self._arrived(bucket)
+        complete = self.shards._reduce(pending)
+        assert complete, "only complete reductions are recorded"
+        if pending.replicating is not None:
+            self._log(pending.replicating)
+        self._done[bucket] = pending.flat
+        self._has_waited()
+
+    def reduced(self) -> list[torch.Tensor]:
+        """After the call: of each reduced bucket this rank's shards as one flat tensor, in the program's order."""
+        return [self._done[bucket.name] for bucket in self._scattered()]

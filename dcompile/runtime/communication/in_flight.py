@@ -1,0 +1,71 @@
+"""Gathers and reductions of sharded parameters that are in flight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile.collectives.contract import ShardGroup, ShardUnit
+from dcompile.ir.nodes import Bucket
+from dcompile.runtime.communication.packing import Parcel
+from dcompile.runtime.communication.peer_memory.all_gather import Pull
+from dcompile.runtime.communication.work import Flight
+
+
+@dataclass(eq=False, slots=True)
+class Gathering:
+    """A gather in flight."""
+
+    flight: Flight | Pull
+    shards: list[torch.Tensor]
+    """What it reads, which must live until it is done."""
+    parcel: Parcel | None
+    """What arrives in one message, to be unpacked."""
+    group: Any
+    full: list[torch.Tensor]
+    """The units that it fills."""
+
+
+@dataclass(eq=False)
+class Reducing:
+    """A reduction in flight."""
+
+    name: str
+    group: ShardGroup
+    flat: torch.Tensor
+    """All shards of this rank, end to end."""
+    shards: dict[int, torch.Tensor]
+    flight: Flight
+    absent: frozenset[int] = frozenset()
+    """Units that this rank has no gradient of."""
+    scattered: bool = False
+    """Whether this rank has its shards."""
+    complete: bool = True
+    """Whether they become gradients; otherwise they are kept until replicas are averaged over."""
+    replicating: Flight | None = None
+    """The all-reduce among replicas."""
+
+
+def together(bucket: Bucket) -> str:
+    return f", {len(bucket.packed)} together" if bucket.packed else ""
+
+
+@contextlib.contextmanager
+def named(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
+    """Say in an error which collective failed, of which parameters, and over which ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = [units[number].name for number in numbers]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        error.add_note(
+            f"dcompile: rank {dist.get_rank()} was in {what} of {', '.join(names[:3])}{more}, "
+            f"over ranks {dist.get_process_group_ranks(group)}; "
+            "another rank has failed, stalled, or does not run this step"
+        )
+        raise

@@ -1,0 +1,1 @@
+"""All-gathers by copy engines from other GPUs' memory (CUDA IPC)."""

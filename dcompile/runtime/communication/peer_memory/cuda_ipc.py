@@ -1,0 +1,117 @@
+"""Memory of other processes of the same machine, mapped into this one, and copied by a GPU's copy engines.
+
+CUDA's driver API (inter-process communication, and copies between devices), which torch does not show: torch's own copy
+between two GPUs goes by streams of both. A copy from another GPU's memory takes none of this GPU's processors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from dcompile.toolchain import boot
+
+Copy: TypeAlias = "tuple[int, int, int]"
+"""(address to write, address to read, bytes)."""
+
+_LAZY_PEER_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+_IN_STREAM_ORDER = 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM."""
+_OVERLAP = 1
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
+
+
+class Reach(Protocol):
+    """How one process gets at memory of others."""
+
+    def place(self) -> str:
+        """Processes can reach each other's memory only where this is the same, and not empty."""
+
+    def export(self, tensor: torch.Tensor) -> tuple[str, int]:
+        """A name for the allocation that a tensor lies in, and where in it. Raises RuntimeError if it has none."""
+
+    def open(self, name: str) -> int:
+        """The address, in this process, of another one's allocation. Raises RuntimeError if it cannot be reached."""
+
+    def close(self, address: int) -> None:
+        """Undo one `open`."""
+
+    def copy(self, copies: Sequence[Copy], stream: int) -> None:
+        """Start copies, in any order, behind what the stream has to do so far."""
+
+
+def reach_of(device: torch.device) -> Reach | None:
+    """What gets at memory of other processes that is like this device's, if anything does."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return CudaReach()
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * 64),)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
+
+
+class CudaReach:
+    """See `Reach`; of the current device."""
+
+    def __init__(self) -> None:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        self._range, self._export = cuda.cuMemGetAddressRange_v2, cuda.cuIpcGetMemHandle
+        self._open, self._close = cuda.cuIpcOpenMemHandle_v2, cuda.cuIpcCloseMemHandle
+        self._copy, self._error = cuda.cuMemcpyDtoDAsync_v2, cuda.cuGetErrorString
+        self._batch: Any = getattr(cuda, "cuMemcpyBatchAsync_v2", None)
+        """All copies in one call, from CUDA 13 on; not while a CUDA graph is recorded."""
+
+    def place(self) -> str:
+        return boot()
+
+    def export(self, tensor: torch.Tensor) -> tuple[str, int]:
+        base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        address = tensor.data_ptr()
+        self._check(self._range(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)), "finding memory")
+        self._check(self._export(ctypes.byref(handle), base), "sharing memory")
+        return bytes(handle).hex(), address - base.value
+
+    def open(self, name: str) -> int:
+        handle, address = _Handle.from_buffer_copy(bytes.fromhex(name)), ctypes.c_uint64()
+        self._check(self._open(ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS)), "mapping memory")
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._close(ctypes.c_uint64(address))  # at an end: what fails then is gone anyway
+
+    def copy(self, copies: Sequence[Copy], stream: int) -> None:
+        if self._batch is None or torch.cuda.is_current_stream_capturing():
+            for target, source, nbytes in copies:
+                arguments = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
+                self._check(self._copy(*arguments, ctypes.c_void_p(stream)), "copying")
+            return
+        count = len(copies)
+        targets, sources, sizes = zip(*copies, strict=True)
+        addresses, lengths = ctypes.c_uint64 * count, ctypes.c_size_t * count
+        attributes = _Attributes(order=_IN_STREAM_ORDER, flags=_OVERLAP)
+        status = self._batch(
+            addresses(*targets), addresses(*sources), lengths(*sizes), ctypes.c_size_t(count),
+            ctypes.byref(attributes), ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1), ctypes.c_void_p(stream),
+        )  # fmt: skip
+        self._check(status, "copying")
+
+    def _check(self, status: int, doing: str) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._error(status, ctypes.byref(text))
+            raise RuntimeError(f"{doing}: {(text.value or b'error ' + str(status).encode()).decode()}")

@@ -1,0 +1,224 @@
+"""Shards of the other ranks of one machine, where this rank's GPU can copy them from.
+
+An all-gather by NCCL is a kernel: it takes processors away from what is computed meanwhile, and products beside it took
+a sixth longer (two H200). Where a GPU can map the others' memory, it needs no kernel: each rank copies the others'
+shards itself, by copy engines, to where the program wants them (`runtime.pulling`). Nothing is moved for that, and
+nothing copied twice: shards stay where FSDP has them, or where they are converted to (`runtime.converted`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.artifacts import say
+from dcompile.collectives.contract import ShardGroup, ShardUnit
+from dcompile.machine_model import LEAST_COPIED
+from dcompile.runtime.communication.converted_shards import Converted
+from dcompile.runtime.communication.peer_memory.copy_streams import Lanes
+from dcompile.runtime.communication.peer_memory.cuda_ipc import Reach, reach_of
+from dcompile.runtime.coordination.agreement import exchanged
+
+MOST_RANKS = 16
+"""Ranks of larger groups are not asked: they are on several machines."""
+
+
+class Nearby:
+    """The units of one process group. All its ranks make theirs at the same point, and come to the same `reasons`."""
+
+    def __init__(
+        self, group: Any, units: Mapping[int, ShardUnit], converted: Converted, device: torch.device, reach: Reach
+    ) -> None:
+        self.group, self.device, self.reach, self._converted = group, device, reach, converted
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.sources: dict[int, list[int]] = {}
+        """Unit -> where each rank's shard of it lies, as addresses of this process."""
+        self._units = units
+        self._held: dict[int, torch.Tensor] = {}
+        """This rank's shards, as the others know them: kept for as long as they may be read."""
+        self._moved = False
+        self._opened: list[int] = []
+        self.reasons: dict[int, str] = {}
+        """Unit -> why it cannot be copied. The others can."""
+        if self.ranks > MOST_RANKS:
+            self.reasons = dict.fromkeys(units, f"they are {self.ranks} ranks")
+            return
+        said = [json.loads(text) for text in exchanged(group, "memory of shards", json.dumps(self._offers()))]
+        self.reasons = self._objections(said)
+        if self.reasons.keys() < units.keys():
+            trouble = self._open(said)
+            answers = exchanged(group, "access to shards", trouble)
+            found = [(rank, answer) for rank, answer in enumerate(answers) if answer]
+            if found:
+                self.reasons = dict.fromkeys(units, f"rank {found[0][0]} cannot reach them ({found[0][1]})")
+        for number in self.reasons:
+            self._held.pop(number, None)
+        if not self.sources.keys() - self.reasons.keys():
+            return
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        """What ranks sum up to meet: nothing."""
+        self.lanes = Lanes(device)
+
+    # --- who can reach what ---
+
+    def _offers(self) -> dict[str, Any]:
+        """What this rank tells the others: its place, and of each unit where it lies, or why it may not be read."""
+        units: dict[str, Any] = {}
+        for number, unit in self._units.items():
+            if unit.offloaded:
+                units[str(number)] = "they are kept in CPU memory"
+                continue
+            data = self._converted.sent(number)
+            if data.data_ptr() != unit.address() and self._converted.memory(number) is None:
+                units[str(number)] = f"they are converted for each gather: {self._converted.reason}"
+                continue
+            try:
+                units[str(number)] = [*self.reach.export(data), data.numel() * data.element_size()]
+                self._held[number] = data
+            except RuntimeError as error:
+                units[str(number)] = f"{error}"
+        return {"place": self.reach.place(), "units": units}
+
+    def _objections(self, said: list[Any]) -> dict[int, str]:
+        places = [one["place"] for one in said]
+        if not all(places) or len({*places}) > 1:
+            return dict.fromkeys(self._units, f"ranks are on {len({*places})} machines" if all(places) else "no place")
+        found = {}
+        for number in self._units:
+            of_ranks = [one["units"].get(str(number), "another rank has other units") for one in said]
+            refused = [(rank, reason) for rank, reason in enumerate(of_ranks) if isinstance(reason, str)]
+            if refused:
+                found[number] = refused[0][1]
+            elif len({nbytes for *_, nbytes in of_ranks}) > 1:
+                found[number] = "ranks hold shards of different sizes"
+        return found
+
+    def _open(self, said: list[Any]) -> str:
+        """Map the others' memory; what went wrong, if anything."""
+        names: dict[str, int] = {}
+        try:
+            for number, held in self._held.items():
+                if number in self.reasons:
+                    continue
+                addresses = []
+                for rank, one in enumerate(said):
+                    name, offset, _ = one["units"][str(number)]
+                    if rank == self.rank:
+                        addresses.append(held.data_ptr())
+                        continue
+                    if name not in names:
+                        names[name] = self.reach.open(name)
+                        self._opened.append(names[name])
+                    addresses.append(names[name] + offset)
+                self.sources[number] = addresses
+        except RuntimeError as error:
+            return str(error) or type(error).__name__
+        finally:
+            weakref.finalize(self, _close, self.reach, self._opened).atexit = False
+        return ""
+
+    # --- what can be copied ---
+
+    def covers(self, numbers: Iterable[int]) -> bool:
+        """Whether every rank can copy all of these units from all others."""
+        return all(number in self.sources and number not in self.reasons for number in numbers)
+
+    def refresh(self, numbers: Iterable[int]) -> None:
+        """See that the others find this rank's shards: should one lie elsewhere by now, copy it to where they look.
+
+        What is converted lies where it did; its user sees to it that it was.
+        """
+        for number in numbers:
+            unit, held = self._units[number], self._held[number]
+            if self._converted.memory(number) is not None:
+                continue
+            if unit.address() != held.data_ptr():
+                held.copy_(unit.data())
+                if not self._moved:
+                    self._moved = True
+                    say(
+                        f"rank {self.rank}: {unit.name} lies elsewhere than when the model was compiled; from now on "
+                        "it is copied to its old place for each program that gathers it (compile anew to avoid that)"
+                    )
+
+
+class Neighbours:
+    """The ranks that share a model's sharded parameters, as far as they are near one another.
+
+    Ranks meet when the first question is asked, which is before anything is compiled: the answers are part of plans.
+    """
+
+    def __init__(
+        self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup], gathers: str, converted: Converted
+    ) -> None:
+        self._units, self._groups, self._gathers, self._converted = units, groups, gathers, converted
+        self._near: dict[int, Nearby] | None = None
+        """Identity of a process group -> what its ranks can copy."""
+        self._of: dict[str, Nearby | None] = {}
+        self._parted = set[str]()
+        """Groups on GPUs whose forward leaves them spread over fewer ranks: the backward gathers something else."""
+
+    def of(self, name: str) -> Nearby | None:
+        """What one group's units are copied with; None where they are gathered by collectives."""
+        if name not in self._of:
+            near = self._met().get(id(self._groups[name].gather_group()))
+            self._of[name] = near if near is not None and near.covers(self._numbers(name)) else None
+        return self._of[name]
+
+    def reason(self, name: str) -> str:
+        """Why a group's units are gathered by collectives, where that was not to be expected; or nothing."""
+        near = self._met().get(id(self._groups[name].gather_group()))
+        if name in self._parted:
+            return "reshard_after_forward=N: the backward gathers them from fewer ranks"
+        if near is None:
+            return ""
+        return next((near.reasons[number] for number in self._numbers(name) if number in near.reasons), "")
+
+    def _numbers(self, name: str) -> list[int]:
+        return list(self._in({name}))
+
+    def _in(self, names: Collection[str]) -> dict[int, ShardUnit]:
+        return {number: unit for number, unit in self._units.items() if unit.group in names}
+
+    def _met(self) -> dict[int, Nearby]:
+        if self._near is None:
+            self._near = {}
+            if self._gathers == "auto":
+                with compat.tensors.real_tensors(), torch.no_grad():  # a graph is being compiled
+                    self._meet(self._near)
+        return self._near
+
+    def _meet(self, found: dict[int, Nearby]) -> None:
+        for group in self._groups.values():
+            process_group = group.gather_group()
+            if id(process_group) in found or not isinstance(process_group, dist.ProcessGroup):
+                continue
+            names = {name for name, other in self._groups.items() if other.gather_group() is process_group}
+            device = next((unit.stored().device for unit in self._in(names).values() if not unit.offloaded), None)
+            reach = None if device is None else reach_of(device)
+            if reach is None or device is None or process_group.size() == 1:
+                continue
+            parted = {name for name in names if self._groups[name].part_group() is not None}
+            self._parted |= parted
+            names -= parted
+            units = self._in(names)
+            near = (unit for unit in units.values() if not unit.offloaded)
+            gathered = sum(unit.stored().numel() * unit.dtype.itemsize for unit in near) * process_group.size()
+            if names and gathered >= LEAST_COPIED * len(names):
+                with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                    found[id(process_group)] = Nearby(process_group, units, self._converted, device, reach)
+
+
+def _close(reach: Reach, opened: list[int]) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # unmapping would spoil the recording; the memory stays mapped until the process ends
+    with contextlib.suppress(RuntimeError):
+        for address in opened:
+            reach.close(address)

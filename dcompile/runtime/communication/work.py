@@ -1,0 +1,216 @@
+"""Collectives under the eyes of `runtime.peers`: a rank that waits has patience with peers that compile, hears of it
+when the job is called off, and names the collective and the late rank when its time is up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.artifacts import flush_streams
+from dcompile.errors import DcompileError
+from dcompile.runtime.coordination.heartbeat import BEAT_S, Peers, peers_of
+from dcompile.runtime.coordination.wait_policy import PATIENCE_S, Others
+
+_STUCK: list[Any] = []
+"""Exchanges that were given up. Gloo cannot abort them, and its threads would keep the process from ending."""
+
+
+class Flight:
+    """One collective in flight. `label` says which, in the same words on every rank.
+
+    `start` starts it and returns its torch.distributed.Work; it is given the seconds after which the collective is to
+    fail, or None where that is the backend's affair.
+    """
+
+    def __init__(self, group: Any, device: torch.device, label: str, start: Callable[[float | None], Any]) -> None:
+        self.group, self.label, self._device = group, label, device.type
+        self._peers = peers_of(group)
+        self._limit_s: float | None = None
+        """Of Gloo's collectives, which the host waits for."""
+        self._index = 0
+        recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._marked = device.type == "cuda" and not recorded
+        if self._peers is None:
+            self.work = start(None)
+            return
+        if not recorded:  # a recording is counted when it is replayed
+            self._peers.count(label)
+        self._index = self._peers.started
+        if compat.groups.is_gloo(group, device.type):
+            self._limit_s = compat.groups.time_limit(group, device.type)
+        self.work = self._started(self._peers, start)
+
+    def _started(self, peers: Peers, start: Callable[[float | None], Any]) -> Any:
+        peers.starting = self._index, self.label
+        try:
+            if self._limit_s is None:
+                return start(None)
+            patience_s = self._limit_s + PATIENCE_S
+            with compat.groups.patient(self.group, self._device, self._limit_s, patience_s):
+                return start(patience_s)
+        except RuntimeError as error:
+            self._annotate(error)
+            raise
+        finally:
+            peers.starting = None
+
+    def wait(self) -> None:
+        """Wait for it. Raises what ended it; the message or a note says which collective it was."""
+        if self._peers is None or self._limit_s is None:
+            self._let_the_stream_wait()
+            return
+        work = self.work if _takes_limits(self.work) else _Waited(self.work)
+        try:
+            work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
+        except RuntimeError as error:
+            if work.is_completed():
+                self._finish(work, self._peers, error)
+            else:
+                self._wait_long(work, self._peers, self._limit_s)
+
+    def _let_the_stream_wait(self) -> None:
+        """The host goes on: whether the collective ends is for `runtime.lookout` to see."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self._annotate(error)
+            raise
+        if self._peers is not None and self._marked:
+            self._peers.marks.put(self._index, self.label)
+
+    def _wait_long(self, work: Any, peers: Peers, limit_s: float) -> None:
+        """Some other rank is late."""
+        others = Others(peers, limit_s)
+        others.waited(min(BEAT_S, limit_s))
+        while True:
+            try:
+                work.wait(timedelta(seconds=others.slice_s()))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._finish(work, peers, error)
+                    return
+            try:
+                peers.check()
+                late = {rank for rank, said in others.look().items() if said is None or said.started < self._index}
+                self._see_who_has_ended(peers, others, late)
+                if others.out_of_patience(late):
+                    raise DcompileError(
+                        f"dcompile: rank {peers.rank} waited {limit_s:g} s for {self._name()}; {others.describe(late)}"
+                    )
+            except DcompileError:
+                _give_up(work)
+                raise
+
+    def _see_who_has_ended(self, peers: Peers, others: Others, late: set[int]) -> None:
+        for rank in sorted(late):
+            said = others.last(rank)
+            if said is not None and said.ended:
+                peers.call_off(
+                    f"dcompile: rank {rank} has ended after {said.started} collectives, but rank {peers.rank} has "
+                    f"started {self._name()}: every rank must run the same steps"
+                )
+
+    def _finish(self, work: Any, peers: Peers, error: RuntimeError) -> None:
+        """It is over: well, if it ended just behind the time that it was waited for."""
+        try:
+            work.wait()
+        except RuntimeError as failure:
+            if peers.aborted:
+                peers.check()
+            self._annotate(failure)
+            raise failure from (None if failure is error else error)
+
+    def _annotate(self, error: RuntimeError) -> None:
+        rank = dist.get_rank(self.group)
+        why = self._peers.failure() if self._peers is not None else ""
+        error.add_note(
+            f"dcompile: rank {rank} was waiting for {self._name()}; "
+            f"{why or 'another rank has failed, stalled, or does not run this step'}"
+        )
+
+    def _name(self) -> str:
+        return f"the {self.label}" + (f", number {self._index} of this group" if self._index else "")
+
+
+class _Waited:
+    """A torch.distributed.Work whose `wait` knows no limit, nor `is_completed` the truth: a thread waits for it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._over = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._wait, name="dcompile waiting", daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._over.set()
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """As that of a Work that keeps to its limit."""
+        if not self._over.wait(None if limit is None else limit.total_seconds()):
+            raise RuntimeError("it has not ended in time")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._over.is_set()
+
+
+def _takes_limits(work: Any) -> bool:
+    """Whether one of Gloo's can be waited for with a limit: its reduce-scatter, made of others, cannot."""
+    try:
+        work.get_future()
+    except RuntimeError:
+        return False
+    return True
+
+
+def start_sum(group: Any, tensor: torch.Tensor, label: str) -> Flight:
+    """Start summing a tensor up over the ranks, in place."""
+
+    def start(limit_s: float | None) -> Any:
+        if limit_s is None:
+            return dist.all_reduce(tensor, group=group, async_op=True)
+        return compat.groups.start_sum(group, tensor, limit_s)
+
+    return Flight(group, tensor.device, label, start)
+
+
+def count_replayed(group: Any, labels: Sequence[str]) -> None:
+    """Collectives are under way as parts of one replay."""
+    peers = peers_of(group)
+    if peers is None or not labels:
+        return
+    first = peers.started + 1
+    for label in labels:
+        peers.count(label)
+    more = f" (or one of {len(labels) - 1} behind it in the same CUDA graph)" if len(labels) > 1 else ""
+    if peers.on_gpu:
+        peers.marks.put(first, labels[0] + more)
+
+
+def _give_up(work: Any) -> None:
+    if not _STUCK:
+        atexit.register(_leave)
+    _STUCK.append(work)
+
+
+def _leave() -> None:
+    """End the process while exchanges are stuck: the peers' then fail at once, where they would wait for this one."""
+    if any(not work.is_completed() for work in _STUCK):
+        flush_streams()
+        os._exit(1)

@@ -1,0 +1,180 @@
+"""Agreement between ranks, over the store: it works where a collective would hang, since ranks already disagree.
+
+Each rank looks at rank 0 alone, and all wait for one verdict, which the last to come sets, or the first that differs:
+a few look-ups a rank at any scale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+from dcompile import compat
+from dcompile.errors import PlanMismatchError
+from dcompile.runtime.coordination.heartbeat import Peers, peers_of
+from dcompile.runtime.coordination.wait_policy import Others
+
+TIMEOUT_S = 60.0
+"""Least time between the first and the last rank to come, not counting that in which they compile.
+
+A group whose time limit is longer has that one.
+"""
+
+Line: TypeAlias = "tuple[str, str]"
+"""(what is compared, where it comes from: for people, as paths differ between machines)."""
+
+
+def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = "") -> None:
+    """Compare `lines` (`subject` says of what) over the ranks of `group`: all come, and all raise if some differ.
+
+    For what this rank is about to do with others for the first time: before it starts a plan of collectives. Raises
+    PlanMismatchError: with the first difference, and `way_out` if that comes from a line of the model, which may be
+    meant; or if a rank has not come in time, or goes on without having come.
+    """
+    peers = peers_of(group)
+    if peers is not None:
+        every = [(line, "") if isinstance(line, str) else line for line in lines]
+        _meet(peers, [(subject, ""), *every], _limit_s(group), way_out)
+
+
+def _limit_s(group: Any) -> float:
+    """Eager ranks wait for one another as long as the group's time limit says: one may be busy with work of its own."""
+    return max(TIMEOUT_S, compat.groups.time_limit(group, "cuda" if compat.groups.can_abort(group) else "cpu"))
+
+
+def _next_meeting(peers: Peers) -> tuple[int, str]:
+    """Its number, which every rank counts alike, and its place in the store."""
+    number = peers.meetings
+    peers.meetings += 1
+    return number, f"meeting/{number}"
+
+
+def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float, way_out: str = "") -> None:
+    number, place = _next_meeting(peers)
+    if peers.rank == 0:
+        _say(peers, place, lines)
+    elif _wait(peers, f"{place}/digest", number, lines, timeout_s):
+        difference = _difference(peers, place, lines, way_out)
+        if difference:
+            peers.store.set(f"{place}/verdict", difference)
+            peers.call_off(difference)
+    if peers.store.add(f"{place}/count", 1) == peers.world:
+        peers.store.set(f"{place}/verdict", "")
+    _wait(peers, f"{place}/verdict", number, lines, timeout_s)
+    verdict = peers.store.get(f"{place}/verdict").decode()
+    if verdict:
+        raise PlanMismatchError(verdict)
+
+
+def exchanged(group: Any, subject: str, text: str) -> list[str]:
+    """What every rank of `group`, a small one, says of `subject`, in the order of ranks: all come, at the same point.
+
+    Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
+    """
+    peers = peers_of(group)
+    if peers is None:
+        return [text]
+    number, place = _next_meeting(peers)
+    peers.store.set(f"{place}/said/{peers.rank}", text)
+    if peers.store.add(f"{place}/count", 1) == peers.world:
+        peers.store.set(f"{place}/verdict", "")
+    _wait(peers, f"{place}/verdict", number, [(subject, "")], _limit_s(group))
+    return [peers.store.get(f"{place}/said/{rank}").decode() for rank in range(peers.world)]
+
+
+def said_by_any(group: Any, subject: str, mine: str) -> str:
+    """What a rank of `group` says of `subject`, "" if none says anything: all come, and all get the same answer.
+
+    Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
+    """
+    peers = peers_of(group)
+    return mine if peers is None else _hear(peers, subject, mine, _limit_s(group))
+
+
+def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
+    number, place = _next_meeting(peers)
+    if mine:
+        peers.store.compare_set(f"{place}/said", "", f"rank {peers.rank}: {mine}")
+    if peers.store.add(f"{place}/count", 1) == peers.world:
+        said = peers.store.get(f"{place}/said").decode() if peers.store.check([f"{place}/said"]) else ""
+        peers.store.set(f"{place}/verdict", said)
+    _wait(peers, f"{place}/verdict", number, [(subject, "")], timeout_s)
+    verdict: str = peers.store.get(f"{place}/verdict").decode()
+    return verdict
+
+
+def _say(peers: Peers, place: str, lines: Sequence[Line]) -> None:
+    peers.store.set(f"{place}/lines", zlib.compress(json.dumps(list(lines)).encode()))
+    peers.store.set(f"{place}/digest", _digest(lines))
+
+
+def _digest(lines: Sequence[Line]) -> str:
+    return hashlib.sha256("\n".join(text for text, _ in lines).encode()).hexdigest()
+
+
+def _wait(peers: Peers, key: str, number: int, lines: Sequence[Line], timeout_s: float) -> bool:
+    """Wait for a key of a meeting. Raises on every rank if somebody will not come."""
+    others = Others(peers, timeout_s)
+    pause = 0.001
+    while not peers.store.check([key]):
+        peers.check()
+        said = others.look()
+        missing = {rank for rank, last in said.items() if last is None or last.meetings <= number}
+        for rank in sorted(missing):
+            last = said[rank]
+            if last is not None and last.started > peers.started:
+                peers.call_off(_without(peers, rank, last.label, lines))
+            if last is not None and last.ended:
+                peers.call_off(
+                    f"dcompile: rank {peers.rank} waited for the other ranks to say their {lines[0][0]}; "
+                    f"rank {rank} has ended without"
+                )
+        if others.out_of_patience(missing):
+            peers.call_off(
+                f"dcompile: rank {peers.rank} waited for the other ranks to say their {lines[0][0]} "
+                f"(at most {timeout_s:g} s beyond what they compile); "
+                f"{others.describe(missing)}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
+
+
+def _without(peers: Peers, rank: int, label: str, lines: Sequence[Line]) -> str:
+    """A rank has gone on to a collective that comes after the point at which this one wants to agree."""
+    mine = lines[1][0] if len(lines) > 1 else "(nothing)"
+    return (
+        f"dcompile: ranks disagree on their {lines[0][0]}, first at collective {peers.started + 1}:\n"
+        f"  rank {rank}: {label} (as before)\n  rank {peers.rank}: {mine}\n"
+        "Every rank must run the same model code with the same settings."
+    )
+
+
+def _difference(peers: Peers, place: str, lines: Sequence[Line], way_out: str = "") -> str:
+    """The first difference from what rank 0 said, or nothing."""
+    if peers.store.get(f"{place}/digest").decode() == _digest(lines):
+        return ""
+    first: list[Line] = [
+        (text, where) for text, where in json.loads(zlib.decompress(peers.store.get(f"{place}/lines")))
+    ]
+    about = lines[0][0]
+    for number, (mine, theirs) in enumerate(zip_longest(lines, first, fillvalue=("(nothing)", ""))):
+        if mine[0] != theirs[0]:
+            in_the_model = mine[1] or theirs[1]
+            return (
+                f"dcompile: ranks disagree on their {about}, first at entry {number}:\n"
+                f"  rank 0: {_shown(theirs)}\n  rank {peers.rank}: {_shown(mine)}\n"
+                "Every rank must run the same model code with the same settings."
+                f"{f' {way_out}' if way_out and in_the_model else ''}"
+            )
+    raise AssertionError("digests differ, but no entry does")
+
+
+def _shown(line: Line) -> str:
+    text, where = line
+    return f"{text}, at {where}" if where else text

@@ -1,0 +1,341 @@
+"""This process's line to the other ranks of a process group, through its store: who is there, busy, or has given up.
+
+A thread with a connection of its own says once a second how this rank is, and looks whether another one has called the
+job off. So a rank that waits can tell a peer that compiles from one that is gone, and none waits for ever. It also
+compares with rank 0 which collectives have been started, in which order. None of this needs a collective: it works
+when collectives do not. In a step, a rank adds each collective to a checksum, and asks the store nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.artifacts import flush_streams, say
+from dcompile.errors import DcompileError, PlanMismatchError
+from dcompile.runtime.coordination.progress_events import Marks, stay_out_of_captures
+from dcompile.runtime.coordination.watchdog import Abort, Lookout
+
+BEAT_S = 1.0
+"""How often a rank says how it is."""
+GOODBYE_S = 3.0
+"""How long a rank that ends waits for the others, in order to see that all have done the same."""
+GONE_S = 10.0
+"""How long a collective on a GPU is waited for once the store is gone."""
+REMEMBERED = 1024
+"""Collectives whose checksum is kept, to compare with what rank 0 said of them."""
+
+_LINES: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
+_GENERATIONS: Counter[str] = Counter()
+"""How many groups of a name there were in this process: a store outlives groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The last that a rank said of itself."""
+
+    beats: int
+    """Grows with each time: a rank whose number stands still is dead, stopped, or cannot reach the store."""
+    doing: str
+    """What it is busy with while peers may have to wait for it: "" or "compiling"."""
+    meetings: int
+    """Agreements that it has come to."""
+    started: int
+    """Collectives that it has started."""
+    checksum: int
+    label: str
+    """Of the last of them."""
+    ended: bool
+
+
+class Alone:
+    """No other rank to talk to."""
+
+    rank, world = 0, 1
+
+    def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
+        del what
+        return contextlib.nullcontext()
+
+    def enter(self) -> None:
+        """The model is called on this thread: raise if the job was called off, or the process group is gone."""
+
+
+class Peers(Alone):
+    """The line of one process group: `peers_of` makes one for each."""
+
+    def __init__(self, group: Any) -> None:
+        name = group.group_name
+        _GENERATIONS[name] += 1
+        # torchrun keeps one store over restarts, and a group may be made anew under the same name: keys of before
+        # must not be taken for those of now
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"dcompile/{attempt}/{_GENERATIONS[name]}"
+        store = compat.groups.group_store(group)
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.store = compat.groups.own_store(store, prefix)
+        self._side = compat.groups.own_store(store, prefix)
+        self._group = weakref.ref(group)
+        self.on_gpu = compat.groups.can_abort(group)
+        """Whether streams of a GPU wait for its collectives, not the host."""
+        self.aborted = ""
+        """Why the job was called off."""
+        self.told = threading.Event()
+        """Set once that was raised here."""
+        self.caller: int | None = None
+        """The thread that called the model last."""
+        self.marks = Marks()
+        """Of collectives that a GPU waits for."""
+        self.starting: tuple[int, str] | None = None
+        """A collective that is being handed over: number and label. A communicator's first one waits for the others."""
+        self.meetings = 0
+        """Agreements that this rank has come to, counted as on every other rank."""
+        self.started = 0
+        """Collectives that this rank has started."""
+        self._checksum = 0
+        self._history: OrderedDict[int, tuple[int, str]] = OrderedDict()
+        self._claims: dict[int, tuple[int, str]] = {}
+        """What rank 0 said of collectives that this rank has not come to yet."""
+        self._doing: list[str] = []
+        self._beats = 0
+        self._ended = False
+        self._lookout = Lookout(self)
+        self._abortion: Abort | None = None
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dcompile-peers", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
+        self._doing.append(what)
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._doing.remove(what)
+            self._wake.set()
+
+    def count(self, label: str) -> None:
+        """A collective is about to start. `label` says which, in the same words on every rank."""
+        if self.aborted:
+            raise self._over()
+        self._checksum = zlib.crc32(label.encode(), self._checksum)
+        self._history[self.started + 1] = (self._checksum, label)
+        self.started += 1  # last: the thread takes it for the newest of the history
+        if len(self._history) > REMEMBERED:
+            self._history.popitem(last=False)
+
+    def call_off(self, why: str) -> NoReturn:
+        """End the job: every rank raises this, or the first reason that was given."""
+        self._call_off(self.store, why)
+        raise self._over()
+
+    def _over(self) -> PlanMismatchError:
+        """What is raised here once the job was called off."""
+        self.told.set()
+        return PlanMismatchError(self.aborted)
+
+    def enter(self) -> None:
+        """The model is called on this thread: raise if the job was called off, or the process group is gone."""
+        self.caller = threading.get_ident()
+        self.check()
+
+    def stuck_in(self) -> tuple[int, str] | None:
+        """Number and label of the first collective that this rank's GPU is not through with."""
+        mark = self.marks.oldest()
+        return self.starting if mark is None else (mark.number, mark.label)
+
+    def check(self) -> None:
+        """Raise if the job was called off, or the process group is gone."""
+        if self.aborted:
+            raise self._over()
+        group = self._group()
+        if group is None or self._ended or not compat.groups.exists(group):
+            raise DcompileError(
+                "dcompile: the process group of this model was destroyed; make a new one, wrap the model in "
+                "DistributedDataParallel again, and compile that"
+            )
+
+    def said(self, rank: int) -> Said | None:
+        """The last that a rank said, if anything."""
+        return _said(self.store, rank)
+
+    # --- the thread ---
+
+    def _watch(self) -> None:
+        pace = max(BEAT_S, self.world / 1000)
+        stay_out_of_captures()
+        try:
+            while not self._ended:
+                self._beat(self._side)
+                self._look()
+                self._wake.wait(pace)
+                self._wake.clear()
+        except RuntimeError:  # the store is gone, and with it whoever kept it: Gloo's collectives say so
+            self._watch_without_store()
+
+    def _watch_without_store(self) -> None:
+        """See whether a GPU is stuck: no other rank can be asked why."""
+        stuck, since = self.stuck_in(), time.monotonic()
+        while not self._ended and not self.aborted:
+            now = self.stuck_in()
+            if now is None or now != stuck:
+                stuck, since = now, time.monotonic()
+            elif time.monotonic() - since > GONE_S:
+                self._abort(
+                    f"dcompile: rank {self.rank} was waiting for the {now[1]}, number {now[0]} of this group; the "
+                    "process that keeps the job's store (rank 0's, or torchrun's) is gone"
+                )
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
+
+    def _beat(self, store: Any) -> None:
+        self._beats += 1
+        started = self.started
+        checksum, label = self._history.get(started, (0, ""))
+        doing = self._doing[0] if self._doing else ""
+        said = [self._beats, doing, self.meetings, started, checksum, label, self._ended]
+        store.set(f"beat/{self.rank}", json.dumps(said))
+
+    def _look(self) -> None:
+        if not self.aborted and self._side.check(["abort"]):
+            self._abort(self._side.get("abort").decode())
+        if self.rank and not self.aborted:
+            self._compare_with_rank_0()
+        if not self.aborted and (reason := self._lookout.reason()):
+            self._call_off(self._side, reason)
+
+    def _compare_with_rank_0(self) -> None:
+        first = _said(self._side, 0)
+        if first is not None and first.started:
+            self._claims[first.started] = (first.checksum, first.label)
+        for number in [number for number in self._claims if number <= self.started]:
+            claimed, label = self._claims.pop(number)
+            found = self._history.get(number)
+            if found is not None and found[0] != claimed:
+                self._call_off(
+                    self._side,
+                    f"dcompile: ranks do not run the same collectives in the same order. Of this group's first "
+                    f"{number}, the last are\n  rank 0: {label}\n  rank {self.rank}: {found[1]}\n"
+                    "Every rank must run the same backwards in the same order.",
+                )
+
+    def _call_off(self, store: Any, why: str) -> str:
+        with contextlib.suppress(RuntimeError):  # the store may be gone; then so is the job
+            why = store.compare_set("abort", "", why).decode() or why
+        self._abort(why)
+        return why
+
+    def _abort(self, why: str) -> None:
+        first, self.aborted = not self.aborted, self.aborted or why
+        group = self._group()
+        if first and group is not None and self.on_gpu:
+            self._abortion = Abort(self, group)
+
+    @property
+    def aborting(self) -> bool:
+        """Whether communicators are being aborted."""
+        return self._abortion is not None and self._abortion.under_way
+
+    # --- the end ---
+
+    def end(self) -> None:
+        """Before the process group is destroyed, and at exit: see that all ranks have done the same; stop the thread.
+
+        Raises PlanMismatchError if another rank has started more collectives than this one.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self._wake.set()
+        self._thread.join(2 * BEAT_S)
+        failure = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if failure is not None and not self.aborted:
+            with contextlib.suppress(RuntimeError):
+                self._say_why(failure)
+        if failure is None and not self.aborted:
+            with contextlib.suppress(RuntimeError):
+                self._beat(self.store)  # for those who wait for this rank
+                if self.started:
+                    self._say_goodbye()
+            if self.aborted:
+                raise self._over()
+
+    def _say_why(self, failure: BaseException) -> None:
+        """For those who wait for this rank, or see its connections close: the first that fails is why all others do."""
+        first_line = str(failure).partition("\n")[0]
+        text = f"rank {self.rank} has ended with {type(failure).__name__}: {first_line[:200]}"
+        self.store.compare_set("failed", "", text)
+
+    def failure(self) -> str:
+        """With what exception of its own another rank has ended, if one has."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone, with whoever kept it
+            if self.store.check(["failed"]):
+                text: str = self.store.get("failed").decode()
+                return text
+        return ""
+
+    def _say_goodbye(self) -> None:
+        if self.store.add("ended", 1) == self.world:
+            self.store.set("all ended", "")
+        deadline = time.monotonic() + GOODBYE_S
+        pause = 0.001
+        while not self.store.check(["all ended"]) and time.monotonic() < deadline:
+            if self.store.check(["abort"]):
+                self._abort(self.store.get("abort").decode())
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+
+def _said(store: Any, rank: int) -> Said | None:
+    key = f"beat/{rank}"
+    return Said(*json.loads(store.get(key))) if store.check([key]) else None
+
+
+def peers_of(group: Any) -> Peers | None:
+    """The line of a process group; None where there is no other rank, or no real one."""
+    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return None
+    found = _LINES.get(group)
+    if found is None:
+        if not _GENERATIONS:
+            compat.groups.on_destroy(_end)
+            atexit.register(_end_at_exit)
+        found = _LINES[group] = Peers(group)
+    return found
+
+
+def _end(group: Any) -> None:
+    for other, line in list(_LINES.items()):
+        if group is None or other is group:
+            line.end()
+
+
+def _end_at_exit() -> None:
+    try:
+        _end(None)
+    except PlanMismatchError as error:
+        # an exit status of 0 would say that this rank has trained as it should have
+        say(str(error).removeprefix("dcompile: "))
+        flush_streams()
+        os._exit(1)
+    if any(line.aborting for line in _LINES.values()):
+        flush_streams()
+        os._exit(1)  # communicators that cannot be aborted would keep the process from ending

@@ -1,0 +1,103 @@
+"""Waiting for other ranks: how long, for whom, and when waiting has no more point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from dcompile.runtime.coordination.heartbeat import BEAT_S, Peers, Said
+
+STALE_S = 6 * BEAT_S
+"""A rank that has said nothing new for so long is taken for dead or stuck."""
+SILENT_S = 20.0
+"""A rank that was there and has said nothing for so long will not come."""
+PATIENCE_S = 1800.0
+"""Longest time, beyond the limit that applies otherwise, for which peers that compile are waited for."""
+
+
+class Others:
+    """What a rank that waits knows of the others. The clock stands still while one of those it waits for compiles."""
+
+    def __init__(
+        self, peers: Peers, limit_s: float, ranks: Collection[int] | None = None, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._peers = peers
+        self._limit_s = limit_s
+        self._patience_s = patience_s
+        self._ranks = [rank for rank in (range(peers.world) if ranks is None else ranks) if rank != peers.rank]
+        self._last: dict[int, Said] = {}
+        self._moved: dict[int, float] = {}
+        """When each rank last said something new."""
+        self._began = self._seen = time.monotonic()
+        # many ranks are looked at only if some are late: a glance at one costs nothing
+        self._looked = self._began if len(self._ranks) > 1 else -float("inf")
+        self._waited = 0.0
+        self._paused = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """So long was waited before."""
+        self._waited += seconds
+
+    def slice_s(self) -> float:
+        """How long to wait before the next look; at most a second."""
+        return min(max(self._limit_s - self._waited, 0.02), BEAT_S)
+
+    def look(self) -> Mapping[int, Said | None]:
+        """What every rank said last. Asks the store at most once a second, less often where there are many."""
+        now = time.monotonic()
+        if now - self._looked >= max(BEAT_S / 2, len(self._ranks) / 100):
+            self._looked = now
+            for rank in self._ranks:
+                said = self._peers.said(rank)
+                before = self._last.get(rank)
+                if said is not None and (before is None or said.beats != before.beats):
+                    self._last[rank], self._moved[rank] = said, now
+        return {rank: self._last.get(rank) for rank in self._ranks}
+
+    def last(self, rank: int) -> Said | None:
+        """What a rank said last."""
+        return self._last.get(rank)
+
+    def silent_s(self, rank: int) -> float:
+        """Since when a rank has said nothing new, as far as this one has looked."""
+        return time.monotonic() - self._moved.get(rank, self._began)
+
+    def alive(self, rank: int) -> bool:
+        """Whether a rank has said something new not long ago."""
+        return rank in self._moved and time.monotonic() - self._moved[rank] < STALE_S
+
+    def compiles(self, rank: int) -> bool:
+        """Whether a rank is alive and busy compiling."""
+        return self.alive(rank) and bool(self._last[rank].doing)
+
+    def out_of_patience(self, missing: Collection[int]) -> bool:
+        """Whether time is up for the ranks that are missing."""
+        now = time.monotonic()
+        passed, self._seen = now - self._seen, now
+        if any(self.compiles(rank) for rank in missing) and self._paused < self._patience_s:
+            self._paused += passed
+        else:
+            self._waited += passed
+        gone = any(rank in self._moved and now - self._moved[rank] > SILENT_S for rank in missing)
+        return gone or self._waited >= self._limit_s
+
+    def describe(self, missing: Collection[int]) -> str:
+        """Who is missing, and what is known of them."""
+        if not missing:
+            return "another rank has failed, stalled, or does not run this step"
+        rank = min(missing)
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        said = self._last.get(rank)
+        if said is None:
+            return (
+                f"rank {rank}{more} has said nothing: it has not come to this model, has not compiled it, as every "
+                "rank has to, or its process is gone"
+            )
+        if not self.alive(rank):
+            return self._peers.failure() or f"rank {rank}{more} has fallen silent: its process is gone or stopped"
+        if said.doing:
+            return f"rank {rank}{more} is still {said.doing}"
+        return (
+            f"rank {rank}{more} is alive, but has stalled or does not run this step "
+            f"(it has started {said.started} collectives of this group)"
+        )

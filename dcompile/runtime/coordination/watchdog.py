@@ -1,0 +1,125 @@
+"""Notices, from a thread of its own, that a collective on a GPU will never end, and gets the host out of waiting.
+
+With Gloo the host waits for a collective, and looks around meanwhile (`runtime.exchange`). With NCCL a stream waits:
+the host comes to stand only where it reads something back, in a call of CUDA's that nothing interrupts. So the thread
+of a line looks whether the GPU is stuck while a rank is gone. If it is, or if the job was called off: communicators
+are aborted, which lets the GPU go on, with wrong values. The thread that calls the model must not come to use them:
+an exception is waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from dcompile import compat
+from dcompile.artifacts import flush_streams, say
+from dcompile.errors import PlanMismatchError
+
+if TYPE_CHECKING:
+    from dcompile.runtime.coordination.heartbeat import Peers
+
+STUCK_S = 0.8
+"""A collective that the GPU is not through with for so long is looked into."""
+GRACE_S = 2.0
+"""How long the host has to notice by itself, where it starts a collective or calls the model, that all is over."""
+LAST_S = 10.0
+"""How long it has, once communicators are aborted, to come out of its wait; then the process ends."""
+
+
+class Lookout:
+    """Looks after the collectives that one rank has on its GPU; `Peers` asks it once a second."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._number = 0
+        self._since = 0.0
+        self._others: Any = None
+
+    def reason(self) -> str:
+        """Why the job is lost; nothing while it is not."""
+        stuck = self._peers.stuck_in()
+        now = time.monotonic()
+        number = stuck[0] if stuck else 0
+        if stuck is None or number != self._number:
+            self._number, self._since, self._others = number, now, None
+            return ""
+        if now - self._since < STUCK_S:
+            return ""
+        return self._look_around(*stuck)
+
+    def _look_around(self, number: int, label: str) -> str:
+        from dcompile.runtime.coordination.wait_policy import (  # late: it needs the type that needs this module
+            SILENT_S,
+            Others,
+        )
+
+        others = self._others = self._others or Others(self._peers, inf)
+        rank = self._peers.rank
+        if why := self._peers.failure():
+            return f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; {why}"
+        for other, said in others.look().items():
+            if said is not None and said.ended and said.started < number:
+                return (
+                    f"dcompile: rank {other} has ended after {said.started} collectives, but rank {rank} has started "
+                    f"the {label}, number {number} of this group: every rank must run the same steps"
+                )
+            if said is not None and not said.ended and others.silent_s(other) > SILENT_S:
+                return (
+                    f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; "
+                    f"{others.describe([other])}"
+                )
+        return ""
+
+
+class Abort:
+    """Ends what a group has on this rank's GPU, once the job was called off, and wakes up the host."""
+
+    def __init__(self, peers: Peers, group: Any) -> None:
+        self._peers, self._group = peers, group
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="dcompile abort", daemon=True).start()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether communicators are still being aborted."""
+        return not self._ended.is_set()
+
+    def _run(self) -> None:
+        peers = self._peers
+        peers.told.wait(GRACE_S)
+        in_use = peers.stuck_in() is not None
+        if in_use and not peers.told.is_set():
+            say(peers.aborted.removeprefix("dcompile: "))  # first: torch may end the process over what comes now
+            _raise_in(peers.caller, peers)
+        threading.Thread(target=self._abort, name="dcompile communicators", daemon=True).start()
+        compat.groups.let_go()  # communicators end only behind the CUDA graphs that hold collectives of theirs
+        if in_use and not peers.told.wait(LAST_S):
+            flush_streams()
+            os._exit(1)
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of torch's: it took too long
+            compat.groups.abort(self._group)
+        self._ended.set()
+
+
+def _raise_in(thread: int | None, peers: Peers) -> None:
+    """Raise in another thread why the job was called off, as soon as it runs Python again."""
+    if thread is None:
+        return
+
+    class CalledOff(PlanMismatchError):
+        """Made without arguments: that is how Python raises in another thread."""
+
+        def __init__(self) -> None:
+            super().__init__(peers.aborted)
+            peers.told.set()
+
+    CalledOff.__name__ = CalledOff.__qualname__ = PlanMismatchError.__name__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(CalledOff))

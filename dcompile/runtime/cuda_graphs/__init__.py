@@ -1,0 +1,1 @@
+"""Record a program as a CUDA graph, replay it, share memory between recordings."""

@@ -1,0 +1,418 @@
+"""Replays compiled programs as CUDA graphs that share memory.
+
+The first call of a program runs as it is, so that libraries set themselves up; it counts as a step like any other. The
+second is recorded, and replayed from then on. Memory of the pool is used again as it falls free, also by later
+recordings, so a recording may be replayed only where that does no harm. The rule:
+
+    a recording may be replayed when every result that is alive now was alive when it was recorded.
+
+What was alive then was out of its reach, and it writes the same addresses each time. If the rule does not hold (two
+forwards before their backwards; gradients kept over a forward), the call is recorded once more in the state it is in.
+So the recordings of a model form a tree of paths, each path a sequence of states; training settles in one loop through
+it. A program that has been recorded `LIMIT` times runs without graphs from then on, and the receipt says so.
+
+A backward frees what its forward saved as it goes. When it is recorded, the saved tensors that nobody else holds are
+therefore handed to the allocator during the recording: gradients then take the place of activations, as they do in
+eager execution. While such memory is in use again, in a later step, the allocator would give it away; what is recorded
+then gets another pool.
+
+Other inputs are copied to where a recording reads them. Those that have lain at one address for a few replays are
+read there by one more recording, which takes their place (`runtime.settling`).
+
+Results that users see may be kept by them for as long as they like. Small ones are handed out as copies; so are those
+of a program whose results were once found alive at a time when they stood in the way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dcompile import compat
+from dcompile.collectives.contract import AnySource, Executable
+from dcompile.runtime.cuda_graphs.collectives import Call, call_of
+from dcompile.runtime.cuda_graphs.recording import COPY_BYTES, Kept, Memory, Recording, Result, Slot
+from dcompile.runtime.cuda_graphs.stable_inputs import Settling
+from dcompile.runtime.program.arena import like
+
+LIMIT = 8
+"""Recordings of one program. A loop over shapes has a program for each; what exceeds this is a caller who keeps every
+result, for which no number would do."""
+AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
+POOLS = 3
+"""Pools of one model. The second and third are for what is recorded while memory of the first is in use unowned."""
+
+
+class Recorder(Protocol):
+    """What a device supplies: records the kernels that a function starts, with memory from a pool."""
+
+    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
+        """(replay, the function's result). Nothing has been computed yet. Raises RuntimeError if it cannot be done."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies where recorded kernels may read it."""
+
+
+class Recordable(Executable, Protocol):
+    """A program that can be recorded."""
+
+    mutated: tuple[int, ...]
+    """Positions of the inputs that it writes."""
+    name: str
+    on_gpu: bool
+
+    def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        """Run with temporaries that end with the call."""
+
+    def release(self) -> None:
+        """Let go of temporaries that earlier calls have left."""
+
+    def measure(self, recorder: Any) -> None:
+        """See `HostProgram.measure`."""
+
+
+class Tree:
+    """The recordings of one model on one device, and which of their results are alive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._handed: dict[Recording, None] = {}
+        """Recordings whose results may be alive."""
+        self._dropped: set[Recording] = set()
+        """Those among them that are not replayed any more."""
+        self._programs: weakref.WeakSet[Replayed] = weakref.WeakSet()
+        self._ends_with_groups = False
+        self._pairs: dict[tuple[Recording, Recording], tuple[Memory, ...]] = {}
+
+    def obstacle(self, recording: Recording) -> Memory | None:
+        """By the rule: something alive that was not alive when `recording` was made, if there is such a thing."""
+        for other in list(self._handed):
+            strange = self._strange(recording, other)
+            for memory in strange:
+                if memory.live:
+                    return memory
+            over = other in self._dropped and not any(memory.live for memory in other.memories)
+            if over or len(strange) == len(other.memories):
+                self._forget_handed(other)
+        return None
+
+    def _forget_handed(self, recording: Recording) -> None:
+        del self._handed[recording]
+        if recording in self._dropped:
+            self._dropped.remove(recording)
+            self._forget_pairs(recording)
+
+    def _forget_pairs(self, recording: Recording) -> None:
+        self._pairs = {pair: found for pair, found in self._pairs.items() if recording not in pair}
+
+    def _strange(self, recording: Recording, other: Recording) -> tuple[Memory, ...]:
+        """What of another's memory `recording` might write to."""
+        found = self._pairs.get((recording, other))
+        if found is None:
+            apart = recording.pool != other.pool
+            found = () if apart else tuple(memory for memory in other.memories if memory not in recording.tolerates)
+            self._pairs[recording, other] = found
+        return found
+
+    def pool(self) -> int | None:
+        """A pool to record from: one where the allocator knows of everything that is alive."""
+        busy = {memory.pool for memory in self.alive() if not memory.owned}
+        return next((pool for pool in range(POOLS) if pool not in busy), None)
+
+    def add(self, program: Replayed) -> None:
+        """A program whose recordings belong here."""
+        self._programs.add(program)
+
+    def has_collectives(self) -> None:
+        """See that recordings end before the process groups do whose collectives are in them."""
+        if not self._ends_with_groups:
+            self._ends_with_groups = True
+            compat.groups.before_groups_end(self.forget)
+
+    def forget(self) -> None:
+        """Let go of all recordings."""
+        self._handed.clear()
+        self._dropped.clear()
+        self._pairs.clear()
+        for program in self._programs:
+            program.forget()
+
+    def drop(self, recording: Recording) -> None:
+        """It will not be replayed again, and is let go of, slots and all, once nothing it has handed out is alive."""
+        self._forget_pairs(recording)
+        if recording in self._handed:
+            self._dropped.add(recording)
+
+    def ran(self, recording: Recording) -> None:
+        """Its results are with the caller now."""
+        self._handed[recording] = None
+
+    def alive(self) -> list[Memory]:
+        """All memory that somebody holds."""
+        return [memory for recording in self._handed for memory in recording.memories if memory.live]
+
+
+class Replayed:
+    """An executable that is recorded and replayed. See `collectives.params.Executable`.
+
+    `results`: how many of its first results the user sees; the others are saved tensors or gradients. `saved`: whether
+    it gets what a forward has saved. `whole`: positions of inputs around which it looks: a recording reads a copy of an
+    input, so calls where those are parts of larger storages run as they are.
+    """
+
+    def __init__(
+        self, program: Recordable, tree: Tree, *, results: int = 0, saved: bool = False, whole: Sequence[int] = ()
+    ) -> None:
+        self._program, self._tree, self._results, self._saved, self._whole = program, tree, results, saved, whole
+        self._mutated = frozenset(program.mutated)
+        self._kept = Kept()
+        self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
+        self._settling: dict[tuple[Any, ...], Settling] = {}
+        self._objection: str | None = None
+        self._measured = False
+        self.report, self.buckets, self.source = program.report, program.buckets, program.source
+        self.name, self.on_gpu = program.name, program.on_gpu
+        tree.add(self)
+
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        """Run the program, as a replay where one fits; `args` is emptied."""
+        if self._measured or self._objection is not None:
+            return self._program(args, buckets=buckets, sync=sync)
+        apart = any(compat.storage_offsets.is_part(args[place]) for place in self._whole)
+        call = AROUND if apart else call_of(self.buckets, buckets, sync)
+        if isinstance(call, str):
+            self._note(f"some calls run without a CUDA graph: {call}")
+            return self._program(args, buckets=buckets, sync=sync)
+        key = (*_key(args), *call.key)
+        recordings = self._recordings.get(key)
+        if recordings is None:
+            self._recordings[key] = []
+            self._settling[key] = Settling()
+            return self._program(args, buckets=buckets, sync=sync)
+        for recording in recordings:
+            if not recording.fits(args):
+                continue
+            obstacle = self._tree.obstacle(recording)
+            if obstacle is None:
+                return self._replay(self._settled(recording, args, key, call), args, call)
+            if obstacle.kept is not None and not obstacle.kept.found:
+                obstacle.kept.found = True  # it may soon be gone, and what comes after it will be a copy
+                return self._program(args, buckets=buckets, sync=sync)
+        made = self._record(args, recordings, self._settling[key], call)
+        return self._program(args, buckets=buckets, sync=sync) if made is None else self._replay(made, args, call)
+
+    def forget(self) -> None:
+        """Drop what was recorded; later calls record anew."""
+        self._recordings.clear()
+        self._settling.clear()
+
+    def measure(self, recorder: Any) -> None:
+        """See `HostProgram.measure`; while it is measured, nothing is recorded or replayed."""
+        self._measured = recorder is not None
+        self._program.measure(recorder)
+
+    def _replay(self, recording: Recording, args: list[Any], call: Call) -> list[Any]:
+        results = recording.run(args, call.memories)
+        call.happened(results)
+        self._tree.ran(recording)
+        self.report.replays += 1
+        return results
+
+    def _decline(self, reason: str) -> None:
+        self._objection = reason
+        self._note(f"runs without a CUDA graph: {reason}")
+
+    def _note(self, text: str) -> None:
+        if text not in self.report.notes:
+            self.report.notes.append(text)
+
+    # --- recording ---
+
+    def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: Call) -> Recording:
+        """In place of recordings that copy inputs which have not moved for a while, one that reads them there."""
+        settling = self._settling[key]
+        if call.communicates:  # each rank would find out for itself, and recordings of collectives are made by all
+            return recording
+        if not settling.look(args, recording.slots):
+            return recording
+        made = self._record(args, self._recordings[key], settling, call)
+        if made is None:
+            return recording
+        for old in self._recordings[key]:
+            if old is not made:
+                self._tree.drop(old)
+        self._recordings[key][:] = [made]  # states that the others were made for are recorded again, without copies
+        return made
+
+    def _record(self, args: list[Any], recordings: list[Recording], settling: Settling, call: Call) -> Recording | None:
+        """A recording of this call, or None if it is to run as it is."""
+        strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
+        if strangers:
+            self._decline(f"it takes a tensor on {strangers[0].device}")
+            return None
+        if len(recordings) >= LIMIT:
+            self._decline(f"it was recorded {LIMIT} times, and its results or inputs are elsewhere each time")
+            return None
+        pool = self._tree.pool()
+        if pool is None:
+            self._note("some calls run without a CUDA graph: results of earlier ones are held in every pool")
+            return None
+        alive = self._tree.alive()
+        taken = {memory.address: memory for memory in alive}
+        staying = settling.staying(args)
+        fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and (i in staying or _stays(a, taken))]
+        slots = self._slots(args, frozenset(fixed))
+        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
+        try:
+            inside = [self._recorded_args(args, slots, taken, pool)]  # popped: what ends in there must not be held here
+            replay, results = self._tree.recorder.record(
+                lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
+            )
+        except RuntimeError as error:
+            self._decline(str(error).strip().splitlines()[0])
+            return None
+        if call.communicates:
+            self._tree.has_collectives()
+        gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
+        made = _Results([i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call)
+        kept = tuple(
+            made.result(value, self._kept if number < self._results else None, _seen(results, number, self._results))
+            for number, value in enumerate(results)
+        )
+        del results
+        made.settle()
+        lie = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
+        recording = Recording(replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), lie)
+        recordings.append(recording)
+        self._program.release()
+        self.report.recordings += 1
+        return recording
+
+    def _slots(self, args: Sequence[Any], fixed: frozenset[int]) -> tuple[Slot, ...]:
+        positions = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in fixed]
+        slots = tuple(Slot(i, like(args[i]), i in self._mutated) for i in positions)
+        for slot in slots:
+            slot.fill(args)
+        return slots
+
+    def _recorded_args(self, args: list[Any], slots: Sequence[Slot], taken: dict[int, Memory], pool: int) -> list[Any]:
+        """The inputs to record with. Saved tensors that only `args` holds are given up, so that they end in there."""
+        inside = list(args)
+        for slot in slots:
+            inside[slot.position] = slot.tensor
+        held: dict[int, int] = {}
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                address = arg.untyped_storage().data_ptr()
+                # a graph that is retained holds the same tensor: one holder of the storage, which must not be given up
+                held[address] = held.get(address, 0) + (1 if compat.tensors.only_python_holds(arg) else -len(args))
+        for address, count in held.items():
+            memory = taken.get(address)
+            if memory is not None and memory.pool == pool and memory.holders == count and not memory.pinned:
+                memory.give_up()
+        for position in range(len(args)):
+            if (
+                isinstance(args[position], torch.Tensor)
+                and args[position].untyped_storage().data_ptr() in taken
+                and not _is_virtual(args[position])
+            ):
+                args[position] = _placeholder(args[position])
+        return inside
+
+
+class _Results:
+    """Sorts the results of a recorded run, and collects the memory they lie in.
+
+    `stay`: positions of the fixed inputs whose memory was not freed during the run; what was may hold a result now.
+    """
+
+    def __init__(self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[Slot], pool: int, call: Call) -> None:
+        self._pool = pool
+        self._buckets = {memory.flat.untyped_storage().data_ptr(): name for name, memory in call.memories.items()}
+        self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
+        self._args = args
+        self._by_address: dict[int, Memory] = {}
+        self._slots = {slot.tensor.untyped_storage().data_ptr(): slot for slot in slots}
+        self._virtual = {id(args[i]): i for i in stay if _is_virtual(args[i])}
+        self._seen: dict[Memory, None] = {}
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """What the caller may come to hold."""
+        return tuple(self._seen)
+
+    def settle(self) -> None:
+        """Once no other holds the results of the recorded run any more."""
+        for memory in self._by_address.values():
+            memory.settle()
+
+    def result(self, value: Any, kept: Kept | None, earlier: int | None) -> Result:
+        if not isinstance(value, torch.Tensor):
+            return Result("value", value)
+        if earlier is not None:
+            return Result("again", earlier)
+        storage = value.untyped_storage()
+        position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
+        if position is not None:
+            return _look(position, self._args[position], value)
+        slot = self._slots.get(storage.data_ptr()) if storage.nbytes() else None
+        if slot is not None and kept is not None:  # a saved one is read from the slot
+            return _look(slot.position, slot.tensor, value)
+        bucket = self._buckets.get(storage.data_ptr())
+        if bucket is not None:
+            return Result("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
+        # empty results lie nowhere, which is no place that they have in common
+        address = storage.data_ptr() if storage.nbytes() else -1 - len(self._by_address)
+        memory = self._by_address.get(address)
+        if memory is None:
+            memory = self._by_address[address] = Memory(storage, self._pool, pinned=slot is not None)
+        if kept is not None and storage.nbytes() <= COPY_BYTES:
+            return Result("copy", memory, memory.add(value))
+        self._seen[memory] = None
+        memory.kept = memory.kept or kept
+        return Result("memory", memory, memory.add(value), kept=kept)
+
+
+def _seen(results: Sequence[Any], number: int, users: int) -> int | None:
+    """Where a result of the user's stands before, as the same tensor."""
+    earlier = range(number) if number < users else ()
+    return next((place for place in earlier if results[place] is results[number]), None)
+
+
+def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> Result:
+    """A result that lies in the memory of `source`, which the input of this position is or was copied to."""
+    offset = value.storage_offset() - source.storage_offset()
+    return Result("input", position, 0, tuple(value.shape), value.stride(), int(offset))
+
+
+def _key(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What a recording depends on beside addresses: numbers among the inputs, and with them all shapes."""
+    if all(isinstance(arg, torch.Tensor) for arg in args):
+        return ()
+    return tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+def _stays(tensor: torch.Tensor, taken: dict[int, Memory]) -> bool:
+    """Whether an input is expected at the same address each time."""
+    return (
+        isinstance(tensor, torch.nn.Parameter)
+        or _is_virtual(tensor)
+        or compat.tensors.is_static_input(tensor)
+        or tensor.untyped_storage().data_ptr() in taken
+    )
+
+
+def _is_virtual(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a sharded parameter: of full shape, without memory."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor at the same address that holds nothing: what is to be freed during the recording must not be held."""
+    storage = tensor.untyped_storage()
+    outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(outside, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,1 @@
+"""Times of kernels and of the machine."""

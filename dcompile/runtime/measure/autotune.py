@@ -1,0 +1,200 @@
+"""Measures what multiplies fastest, on a GPU that is as warm as a training step makes it.
+
+That is one of cuBLASLt's algorithms, or where a loop follows, one of our kernels, which multiplies and does what the
+loop does."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from dcompile.compat.tensors import real_tensors
+from dcompile.ir.gemm import Algorithm, Geometry
+from dcompile.ir.nodes import Buffer, Tile, View
+from dcompile.runtime.program import cuda_launch
+from dcompile.runtime.program.argument_table import Address
+from dcompile.runtime.program.cublaslt import Product, Products
+from dcompile.runtime.program.kernel_library import library
+
+Name = TypeVar("Name", bound=Hashable)
+
+GLANCE_S, LOOK_S = 0.02, 0.06
+"""How long an algorithm runs at a time: first all of them, then the best."""
+GLANCES, LOOKS = 2, 5
+BEST = 4
+GAIN = 0.98
+"""Part of the time of what runs otherwise that a candidate must not exceed to take its place: less is chance."""
+
+
+def choose(geometries: Iterable[Geometry], device: torch.device) -> dict[Geometry, Algorithm]:
+    """The algorithm for each geometry for which one is faster than ATen's. Takes some two seconds for each."""
+    with _measuring(device):
+        found = {geometry: fastest(geometry, device) for geometry in geometries}
+    torch.cuda.empty_cache()
+    return {geometry: algorithm for geometry, algorithm in found.items() if algorithm is not None}
+
+
+def fastest(geometry: Geometry, device: torch.device) -> Algorithm | None:
+    """The fastest algorithm, or None where ATen's own is as fast."""
+    products = Products(geometry, torch.cuda.current_device())
+    left, right, out = operands(geometry, device)
+    calls: dict[Algorithm, Callable[[], object]] = {(): functools.partial(torch.mm, left, right, out=out)}
+    for algorithm in products.algorithms():
+        calls[algorithm] = functools.partial(Product(products, algorithm), left, right, out)
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    glance = medians(calls, GLANCES, GLANCE_S)
+    best = sorted(calls, key=lambda algorithm: glance[algorithm])[:BEST]
+    look = medians({algorithm: calls[algorithm] for algorithm in dict.fromkeys(((), *best))}, LOOKS, LOOK_S)
+    chosen = min(look, key=lambda algorithm: look[algorithm])
+    return chosen if chosen and look[chosen] <= GAIN * look[()] else None
+
+
+def operands(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """left, right and out of a geometry. Numbers are random: zeros take less power, and so less time."""
+    g, draw = geometry, torch.Generator(device).manual_seed(0)  # not the user's
+    left = _matrix(g.dtype, g.n, g.k, g.turned_b, g.lead_b, draw)
+    right = _matrix(g.dtype, g.k, g.m, g.turned_a, g.lead_a, draw)
+    return left, right, _matrix(g.dtype, g.n, g.m, False, g.lead_out, draw)
+
+
+def _matrix(dtype: str, rows: int, columns: int, turned: bool, lead: int, draw: torch.Generator) -> torch.Tensor:
+    size = (columns if turned else rows, lead)
+    memory = torch.randn(size, device=draw.device, generator=draw).to(getattr(torch, dtype))
+    return memory[:, :rows].t() if turned else memory[:, :columns]
+
+
+def medians(calls: Mapping[Name, Callable[[], object]], rounds: int, seconds: float) -> dict[Name, float]:
+    """Milliseconds of each, from runs in turn."""
+    taken: dict[Name, list[float]] = {name: [] for name in calls}
+    order = [*calls]
+    for turn in range(rounds):
+        for place in range(len(order)):
+            name = order[(turn + place) % len(order)]
+            taken[name].append(_time(calls[name], seconds))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def _measuring(device: torch.device) -> AbstractContextManager[object]:
+    """What a user's program has set, put aside."""
+    stack = ExitStack()
+    for context in (real_tensors(), torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False)):
+        stack.enter_context(context)
+    return stack
+
+
+def _time(call: Callable[[], object], seconds: float) -> float:
+    """Milliseconds of one call, over as many as fill so many seconds."""
+    count = max(3, round(seconds * 1e3 / max(_run(call, 3), 1e-3)))
+    return _run(call, count)
+
+
+def _run(call: Callable[[], object], count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call, unused-ignore]
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / count
+
+
+# --- products that end in loops ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """One launch. Arguments are names of buffers, or numbers."""
+
+    archive: Path
+    function: str
+    grid: int
+    arguments: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """A product and the loop behind it, and kernels that do both."""
+
+    buffers: tuple[Buffer, ...]
+    factors: tuple[View, ...]
+    """left and right; what is added is before them."""
+    out: str
+    algorithm: tuple[Geometry, Algorithm] | None
+    """By which the library multiplies; None: as ATen chooses."""
+    separate: tuple[Started, ...]
+    """The loop."""
+    rivals: Mapping[Tile, tuple[Started, ...]]
+
+
+def fastest_ending(contest: Contest, launcher: Path, device: torch.device) -> Tile | None:
+    """The tile of the kernel that beats product and loop by most, or None. Takes a second."""
+    with _measuring(device):
+        memory = {buffer.name: _filled(buffer, device) for buffer in contest.buffers}
+        calls = _calls(contest, memory, launcher, torch.cuda.current_device())
+        for call in calls.values():
+            call()
+        torch.cuda.synchronize()
+        glance = medians(calls, GLANCES, GLANCE_S)
+        best = min((tile for tile in calls if tile is not None), key=lambda tile: glance[tile], default=None)
+        if best is None:
+            return None
+        look = medians({tile: calls[tile] for tile in (None, best)}, LOOKS, LOOK_S)
+        return best if look[best] <= GAIN * look[None] else None
+
+
+def _filled(buffer: Buffer, device: torch.device) -> torch.Tensor:
+    """Random numbers, drawn by no generator of the user's; integers and truth values are 0."""
+    extent, dtype = buffer.extent, getattr(torch, buffer.dtype)
+    assert isinstance(extent, int), "loops of known size"
+    if not dtype.is_floating_point:
+        return torch.zeros(extent, dtype=dtype, device=device)
+    draw = torch.Generator(device).manual_seed(0)
+    return torch.randn(extent, dtype=dtype, device=device, generator=draw)
+
+
+def _calls(
+    contest: Contest, memory: Mapping[str, torch.Tensor], launcher: Path, device: int
+) -> dict[Tile | None, Callable[[], object]]:
+    """Under None the library's product and the loop, and of the kernels those that the GPU has room for."""
+    views = [memory[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in contest.factors]  # type: ignore[arg-type]
+    out = memory[contest.out].view(views[-2].shape[0], views[-1].shape[1])
+    if contest.algorithm is not None:
+        geometry, algorithm = contest.algorithm
+        left, right = views
+        product: Callable[[], object]
+        product = functools.partial(Product(Products(geometry, device), algorithm), left, right, out)
+    else:
+        product = functools.partial(torch.addmm if len(views) > 2 else torch.mm, *views, out=out)
+    loaded, stream = library(launcher), cuda_launch.stream_of(device)
+
+    def launches(rows: tuple[Started, ...]) -> Callable[[], object]:
+        table = []
+        for row in rows:
+            known = [memory[arg].data_ptr() if isinstance(arg, str) else arg for arg in row.arguments]
+            table.append((row.archive, row.function, row.grid, [Address(value) for value in known]))
+        return functools.partial(cuda_launch.launches(loaded, device, 0, table), stream)
+
+    loop = launches(contest.separate)
+
+    def both() -> None:
+        product()
+        loop()
+
+    room = int(
+        getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", cuda_launch.SHARED_LIMIT)
+    )
+    fits = {
+        tile: rows
+        for tile, rows in contest.rivals.items()
+        if all(cuda_launch.read_archive(row.archive)[row.function].shared <= room for row in rows)
+    }
+    return {None: both, **{tile: launches(rows) for tile, rows in fits.items()}}

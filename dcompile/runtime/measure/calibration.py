@@ -1,0 +1,146 @@
+"""Figures of this machine: measured on request, kept in the cache directory, and rank 0's taken by every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile.compat.groups import group_store
+from dcompile.config import Config
+from dcompile.errors import OptionError
+from dcompile.machine_model import Figures, Link, from_record, rounded, table_figures, to_record
+from dcompile.runtime.cache.disk import KernelCache
+
+TIMEOUT_S = 60
+COMMAND = "torchrun --nproc-per-node N -m dcompile.calibrate"
+
+
+def device_name(device: torch.device) -> str:
+    """What the table and files call a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def figures_for(config: Config) -> Callable[[Any, Any], Figures]:
+    """(device, process group or None) -> figures, as `config.figures` wants them: the same on every rank of the group.
+
+    Raises OptionError, on all ranks, where measured ones are wanted and rank 0 has none. Nothing is measured here.
+    """
+    known: dict[tuple[str, int], Figures] = {}
+
+    def figures(device: torch.device, group: Any) -> Figures:
+        name = device_name(device)
+        if config.figures == "table":
+            return table_figures(name)
+        if (name, id(group)) not in known:
+            store, rank = (None, 0) if group is None else (group_store(group), dist.get_rank(group))
+            known[name, id(group)] = agreed(store, rank, name, KernelCache.open(config).directory)
+        return known[name, id(group)]
+
+    return figures
+
+
+def agreed(store: Any, rank: int, name: str, directory: Path) -> Figures:
+    """What rank 0 has kept for this device. Raises OptionError on every rank if it has nothing."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps one store over restarts
+    key = f"dcompile/{attempt}/figures/{name}"
+    if rank == 0:
+        said = _read(directory, name)
+        if store is not None:
+            store.set(key, json.dumps(said))
+    else:
+        try:
+            store.wait([key], timedelta(seconds=TIMEOUT_S))
+        except RuntimeError as error:  # the store's own time-out is a DistStoreError
+            raise OptionError(
+                f"dcompile: rank {rank} waited {TIMEOUT_S} s for rank 0 to say what this machine can do "
+                "(figures='measured'); rank 0 does not run this step"
+            ) from error
+        said = json.loads(store.get(key))
+    if "error" in said:
+        raise OptionError(said["error"])
+    return from_record(said)
+
+
+def _read(directory: Path, name: str) -> Mapping[str, Any]:
+    """What was kept, or why there is nothing."""
+    path = _path(directory, name)
+    try:
+        record: Mapping[str, Any] = json.loads(path.read_text())
+        from_record(record)
+    except FileNotFoundError:
+        return {"error": f"dcompile: figures='measured', but {path} is not there; run {COMMAND}"}
+    except (OSError, ValueError, TypeError) as error:
+        return {"error": f"dcompile: {path} cannot be used: {error}; run {COMMAND} again"}
+    return record
+
+
+def _path(directory: Path, name: str) -> Path:
+    return directory / f"figures-{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
+
+
+def keep(figures: Figures, name: str, directory: Path) -> Path:
+    """Write figures down, whole or not at all, for their owner alone."""
+    handle, temporary = tempfile.mkstemp(prefix="tmp-", dir=directory)  # of mode 0600
+    with os.fdopen(handle, "w") as file:
+        json.dump(to_record(figures), file)
+    return Path(temporary).rename(_path(directory, name))
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(device: torch.device, group: Any = None) -> Figures:
+    """Measure memory, matrix products and, in a group, all-reduces: all ranks of it call this together.
+
+    Takes a fifth of a second. What is not measured is the table's; all is rounded to steps of 19 %.
+    """
+    table = table_figures(device_name(device))
+    gpu = device.type == "cuda"
+    source = torch.ones((256 if gpu else 16) << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = _seconds(lambda: target.copy_(source), device)
+    size = 4096 if gpu else 512
+    tflops = []
+    for dtype, rate in table.tflops:
+        if dtype in ("float32", "bfloat16"):
+            matrix = torch.ones((size, size), dtype=getattr(torch, dtype), device=device)
+            rate = 2 * size**3 / _seconds(partial(torch.mm, matrix, matrix), device) / 1e12
+        tflops.append((dtype, rate))
+    found = replace(table, name="measured", memory_gbs=2 * source.nbytes / copy / 1e9, tflops=tuple(tflops))
+    if group is not None and dist.get_world_size(group) > 1:
+        found = replace(found, links=(_link(device, group),), network=None)
+    return rounded(found)
+
+
+def _link(device: torch.device, group: Any) -> Link:
+    """From a small and a large all-reduce over the whole group."""
+    ranks = dist.get_world_size(group)
+    small = torch.zeros(256, device=device)
+    large = torch.zeros((16 if device.type == "cuda" else 1) << 20, device=device)
+    latency, whole = (_seconds(partial(dist.all_reduce, t, group=group), device) for t in (small, large))
+    traffic = 2 * (ranks - 1) / ranks * large.nbytes
+    return Link(1 << 20, gbs=traffic / max(whole - latency, 1e-6) / 1e9, latency_us=latency * 1e6)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, times: int = 4) -> float:
+    """The shortest of a few runs, the first not counted."""
+    taken = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])

@@ -1,0 +1,373 @@
+"""Measures host programs from inside: when each step ran, when each collective started, ended and was waited for.
+
+A program that is measured runs a second text (`instrument`), in which each step is stamped; the text that runs
+otherwise stays as it is, so measuring costs nothing while it is off. A stamp is the host's clock on CPU, and an event
+on the current stream on a GPU; events are read when measuring has ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from dcompile.collectives.contract import Report
+from dcompile.ir.functional_collectives import is_wait, kind_of
+from dcompile.ir.nodes import Bucket
+
+_WORK = re.compile(r"_(k|op|launch|fn)\d+")
+"""Names that a host program gives to what computes: kernels, library calls, launch tables."""
+POLL_S = 2e-4
+"""How often collectives that do not tell when they end are looked at."""
+_MEMORY = re.compile(r"(?:_p)?_bucket_(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One step of a host program, as its text tells: what it calls, where that came from, the buckets it touches."""
+
+    name: str
+    origin: tuple[str, ...]
+    buckets: frozenset[str]
+    """With every character that no name may have written as an underscore, as in the text."""
+    starts: str = ""
+    """The result's name, of a collective of the model's own."""
+    group: str = ""
+    """Name of the process group that it runs in."""
+    waits: str = ""
+    """Which of these it waits for."""
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One collective of one call. Times are stamps until `Recorder.finish`, then seconds; None where nobody looked."""
+
+    kind: str
+    bucket: str
+    nbytes: int
+    after: int
+    """The statement that ran last before it was started; -1 if none."""
+    arrived: Any
+    started: Any = None
+    """The hand-over was through, which scales gradients among others."""
+    ended: Any = None
+    wait_begin: Any = None
+    wait_end: Any = None
+    before: int = -1
+    """The statement that ran last before it was waited for."""
+    group: str = ""
+    """Of a collective of the model's own: the process group's name."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of one program."""
+
+    program: str
+    statements: tuple[Statement, ...]
+    begin: Any
+    end: Any = None
+    spans: list[tuple[int, Any, Any]] = field(default_factory=list)
+    """(statement, begin, end), in the order in which the host came to them."""
+    exchanges: list[Exchange] = field(default_factory=list)
+
+
+def instrument(source: str) -> tuple[str, tuple[Statement, ...]]:
+    """A host program that stamps its steps, and what these are.
+
+    In it, `_probe` (see `Probe`) is a global name.
+    """
+    lines = source.split("\n")
+    call = _call_of(ast.parse(source))
+    before: dict[int, list[str]] = {}
+    after: dict[int, list[str]] = {}
+    statements: list[Statement] = []
+    started: set[str] = set()
+    for node in call.body:
+        last = node.end_lineno or node.lineno
+        if _is_clear(node):
+            after[last] = ["_call = _probe.call(buckets)", "_now, _ran = _probe.now, _call.spans.append"]
+            after[last].append("buckets = _probe.buckets(buckets, _call)")
+        elif _works(node):
+            found = _own_collective(node, _statement(node, lines), started)
+            started |= {found.starts} - {""}
+            after[last] = [_stamp(len(statements), found, node)]
+            before[node.lineno] = ["_begin = _now()"]
+            statements.append(found)
+        elif isinstance(node, ast.Return):
+            before[node.lineno] = ["_probe.end(_call)"]
+    text: list[str] = []
+    for number, line in enumerate(lines, 1):
+        text += [f"        {added}" for added in before.get(number, ())]
+        text.append(line)
+        text += [f"        {added}" for added in after.get(number, ())]
+    return "\n".join(text), tuple(statements)
+
+
+def _call_of(module: ast.Module) -> ast.FunctionDef:
+    """The inner function `call` of `make`."""
+    found = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    assert len(found) == 1, f"a host program has {len(found)} functions named call"
+    return found[0]
+
+
+def _is_clear(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and ast.unparse(node) == "args.clear()"
+
+
+def _value_of(node: ast.stmt) -> Any:
+    """What a statement calls, perhaps to test what it returns."""
+    value = node.test if isinstance(node, ast.If) else getattr(node, "value", None)
+    return value.value if isinstance(value, ast.NamedExpr) else value
+
+
+def _works(node: ast.stmt) -> bool:
+    """Whether a statement computes: a call of what `make` has prepared, its result kept, dropped or tested."""
+    value = _value_of(node)
+    if not isinstance(node, ast.Expr | ast.Assign | ast.If) or not isinstance(value, ast.Call):
+        return False
+    return isinstance(value.func, ast.Name) and _WORK.fullmatch(value.func.id) is not None
+
+
+def _statement(node: ast.stmt, lines: list[str]) -> Statement:
+    """What a statement's text tells. The comment before it says where it came from."""
+    value: Any = _value_of(node)
+    callee = value.func.id
+    prepared = re.compile(rf"^    {callee} = (.*)$")
+    at, found = next((n, m[1]) for n, line in enumerate(lines) if (m := prepared.match(line)))
+    comment = lines[node.lineno - 2].strip()
+    origin = tuple(comment[2:].split(", ")) if comment.startswith("# ") else ()
+    library = re.fullmatch(r"(?:entry\()?torch\.(ops\.)?([\w.]+)\)?", found)
+    name = found if library is None else library[2] if library[1] else f"aten.{library[2]}"
+    if kernel := re.match(r"run\.(?:kernel|function|product)\('([^']+)'", found):
+        name = kernel[1]
+    if found.startswith(("run.launches(", "run.calls(")):
+        name, origin = _launched(lines[at + 1 :])
+    names = {leaf.id for leaf in ast.walk(value) if isinstance(leaf, ast.Name)}
+    buckets = frozenset(m[1] for name_ in names if (m := _MEMORY.fullmatch(name_)))
+    return Statement(name, origin, buckets)
+
+
+def _own_collective(node: Any, found: Statement, started: set[str]) -> Statement:
+    """The same statement; of the model's own collectives, with what it starts or waits for."""
+    value: Any = getattr(node, "value", None)
+    arguments = value.args if isinstance(value, ast.Call) else []
+    if kind_of(found.name) is not None and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        texts = [leaf.value for leaf in arguments if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
+        return replace(found, starts=node.targets[0].id, group=texts[-1] if texts else "")
+    if is_wait(found.name):
+        names = {leaf.id for argument in arguments for leaf in ast.walk(argument) if isinstance(leaf, ast.Name)}
+        return replace(found, waits=next(iter(names & started), ""))
+    return found
+
+
+def _stamp(number: int, found: Statement, node: Any) -> str:
+    """What a measured program runs behind a statement."""
+    if found.starts:
+        return f"_probe.started(_call, {number}, _begin, {found.starts}, {ast.unparse(node.value.args[0])})"
+    if found.waits:
+        return f"_probe.waited(_call, {number}, _begin)"
+    return f"_ran(({number}, _begin, _now()))"
+
+
+def _launched(lines: list[str]) -> tuple[str, tuple[str, ...]]:
+    """Name and origins of a launch table, whose rows follow its first line."""
+    origins: dict[str, None] = {}
+    kernels = 0
+    for line in lines:
+        if line == "    ])":
+            break
+        text = line.strip()
+        if text.startswith("# "):
+            origins.update(dict.fromkeys(text[2:].split(", ")))
+        else:
+            kernels += 1
+    return f"{kernels} kernels" if kernels != 1 else "1 kernel", tuple(origins)
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """A compiled program that can be measured."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    report: Report
+    on_gpu: bool
+
+    def measure(self, recorder: Recorder | None) -> None:
+        """From the next call on, tell `recorder` of each step; with None, run as ever."""
+
+
+class Recorder:
+    """Collects the calls of all programs of one rank while it is measured."""
+
+    def __init__(self, gpu: torch.device | None) -> None:
+        self.calls: list[Call] = []
+        self.gpu = gpu
+        self._side = None if gpu is None else torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call, unused-ignore]
+        """Waits for collectives, to see when they end, so that nothing else has to."""
+        self.now: Callable[[], Any] = time.perf_counter if gpu is None else self._event
+        self._polled: queue.SimpleQueue[tuple[Any, Exchange] | None] = queue.SimpleQueue()
+        self._poller: threading.Thread | None = None
+        self._anchor: tuple[Any, float] | None = None
+        if gpu is not None:
+            event = self._event()
+            event.synchronize()
+            self._anchor = event, time.perf_counter()
+
+    def _event(self) -> Any:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
+        event.record()
+        return event
+
+    def watch(self, work: Any, exchange: Exchange) -> None:
+        """See when a collective ends."""
+        if self._side is not None:
+            with torch.cuda.stream(self._side):
+                work.wait()
+                exchange.ended = self._event()
+            return
+        try:
+            future = work.get_future()
+        except RuntimeError:  # collectives on several tensors have none
+            self._polled.put((work, exchange))
+            if self._poller is None:
+                self._poller = threading.Thread(target=self._poll, name="dcompile measuring", daemon=True)
+                self._poller.start()
+        else:
+            # Gloo's own thread says so: the one that computes may be anywhere by then
+            future.add_done_callback(lambda _: setattr(exchange, "ended", time.perf_counter()))
+
+    def _poll(self) -> None:
+        """Look at collectives that do not tell, until they are waited for: some end only then."""
+        pending: list[tuple[Any, Exchange]] = []
+        while True:
+            while not pending or not self._polled.empty():
+                found = self._polled.get()
+                if found is None:
+                    return
+                pending.append(found)
+            for work, exchange in pending:
+                if exchange.wait_end is None and work.is_completed():
+                    exchange.ended = time.perf_counter()
+            pending = [p for p in pending if p[1].ended is None and p[1].wait_end is None]
+            time.sleep(POLL_S)
+
+    def finish(self) -> list[Call]:
+        """All calls that came to their end, stamps read as seconds of the host's clock."""
+        if self._poller is not None:
+            self._polled.put(None)
+            self._poller.join()
+        calls = [call for call in self.calls if call.end is not None]
+        if self._anchor is not None:
+            torch.cuda.synchronize(self.gpu)
+        for call in calls:
+            call.begin, call.end = self.seconds(call.begin), self.seconds(call.end)
+            call.spans = [(number, self.seconds(begin), self.seconds(end)) for number, begin, end in call.spans]
+            for exchange in call.exchanges:
+                for name in ("arrived", "started", "ended", "wait_begin", "wait_end"):
+                    setattr(exchange, name, self.seconds(getattr(exchange, name)))
+        return calls
+
+    def seconds(self, stamp: Any) -> Any:
+        """A stamp as seconds of the host's clock (time.perf_counter)."""
+        if stamp is None or self._anchor is None:
+            return stamp
+        event, at = self._anchor
+        return at + event.elapsed_time(stamp) / 1e3
+
+
+class Probe:
+    """What the text of one measured program talks to."""
+
+    def __init__(self, program: str, statements: tuple[Statement, ...], recorder: Recorder) -> None:
+        self._program, self._statements, self._recorder = program, statements, recorder
+        self.now = recorder.now
+
+    def call(self, _buckets: Any) -> Call:
+        """A call begins."""
+        call = Call(self._program, self._statements, self.now())
+        self._recorder.calls.append(call)
+        return call
+
+    def end(self, call: Call) -> None:
+        """A call ends."""
+        call.end = self.now()
+
+    def started(self, call: Call, number: int, begin: Any, result: Any, sent: Any) -> None:
+        """One of the model's own collectives has been handed over. When it ends is seen by its wait, which is next."""
+        found = self._statements[number]
+        nbytes = max(tensor.numel() * tensor.element_size() for tensor in (result, sent))
+        kind = kind_of(found.name) or found.name
+        call.exchanges.append(
+            Exchange(kind, found.starts, nbytes, _reached(call), begin, self.now(), group=found.group)
+        )
+
+    def waited(self, call: Call, number: int, begin: Any) -> None:
+        """It has been waited for."""
+        name = self._statements[number].waits
+        exchange = next(exchange for exchange in reversed(call.exchanges) if exchange.bucket == name)
+        exchange.before, exchange.wait_begin, exchange.wait_end = _reached(call), begin, self.now()
+
+    def buckets(self, buckets: Any, call: Call) -> Any:
+        """The bucket source, its collectives measured."""
+        return None if buckets is None else _Measured(buckets, call, self._recorder)
+
+
+def _reached(call: Call) -> int:
+    """The statement that ran last."""
+    return call.spans[-1][0] if call.spans else -1
+
+
+class _Measured:
+    """A `BucketSource` or `ShardSource` around another."""
+
+    def __init__(self, inner: Any, call: Call, recorder: Recorder) -> None:
+        self._inner, self._call, self._recorder = inner, call, recorder
+        self._open: dict[str, Exchange] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def start(self, bucket: str, memory: Any) -> None:
+        sent = getattr(memory, "wire", None)
+        self._start("start", "all_reduce", bucket, memory, [memory.flat if sent is None else sent])
+
+    def start_gather(self, bucket: str, full: list[Any]) -> None:
+        self._start("start_gather", "all_gather", bucket, full, full)
+
+    def start_scatter(self, bucket: str, full: list[Any]) -> None:
+        self._start("start_scatter", "reduce_scatter", bucket, full, full)
+
+    def wait(self, bucket: str, memory: Any) -> None:
+        self._wait("wait", bucket, memory)
+
+    def wait_gather(self, bucket: str) -> None:
+        self._wait("wait_gather", bucket)
+
+    def wait_scatter(self, bucket: str) -> None:
+        self._wait("wait_scatter", bucket)
+
+    def _start(self, method: str, kind: str, bucket: str, given: Any, sent: list[Any]) -> None:
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        exchange = Exchange(kind, bucket, nbytes, _reached(self._call), self._recorder.now())
+        self._open[bucket] = exchange
+        self._call.exchanges.append(exchange)
+        getattr(self._inner, method)(bucket, given)
+        exchange.started = self._recorder.now()
+        work = self._inner.pending(bucket)
+        if work is not None:
+            self._recorder.watch(work, exchange)
+
+    def _wait(self, method: str, bucket: str, *given: Any) -> None:
+        exchange = self._open.pop(bucket)
+        exchange.before, exchange.wait_begin = _reached(self._call), self._recorder.now()
+        getattr(self._inner, method)(bucket, *given)
+        exchange.wait_end = self._recorder.now()

@@ -1,0 +1,1 @@
+"""Load and launch kernels and host programs."""

@@ -1,0 +1,192 @@
+"""Runs a compiled graph: loads its kernels and its host program, and gives every call an arena to itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import linecache
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile.collectives.contract import AnySource
+from dcompile.runtime.measure.instrumentation import Probe, Recorder, instrument
+from dcompile.runtime.program import cuda_launch
+from dcompile.runtime.program.artifact import Loadable
+from dcompile.runtime.program.fast_aten import set_grad_enabled
+from dcompile.runtime.program.kernel_library import kernel
+from dcompile.runtime.program.workspace import Call, Workspace, Workspaces
+
+
+class HostProgram:
+    """A compiled graph; see `collectives.params.Executable`.
+
+    A call takes a workspace from `workspaces`, which the programs of one model share, and gives it back.
+    """
+
+    def __init__(self, name: str, loadable: Loadable, workspaces: Workspaces | None = None) -> None:
+        graph = loadable.graph
+        self.report = dataclasses.replace(graph.report, notes=[*graph.report.notes])
+        self.buckets = graph.buckets
+        self.source = graph.source
+        self.mutated = graph.mutated
+        self.late_sizes = graph.late_sizes
+        self.libraries = loadable.libraries
+        self._constants = [loadable.constants[constant] for constant in graph.constants]
+        self.on_gpu = graph.device == "cuda"
+        for symbol, path in self.libraries.items():
+            if path.suffix == ".so":
+                kernel(path, symbol)  # a library that cannot be loaded shows now, not in the first step
+        self.name = name
+        text = _load(graph.source, name)
+        self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = text.get("sizes")
+        self.on_host: str = text.get("on_host", "")
+        """What a program for a GPU computes on the CPU, if anything."""
+        self.make: Callable[..., Call] = text["make"]
+        self._quiet: bool = text.get("quiet", False)
+        """Whether the mode for gradients is nothing to it: to ask and to set it takes 3 us where caches were swept."""
+        fixed = graph.arena_bytes
+        self.needs: Callable[..., int] = text.get("arena_bytes", lambda: fixed)
+        """Bytes of the arena, given the sizes."""
+        self._workspaces = Workspaces() if workspaces is None else workspaces
+
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        """Run the program; `args` is emptied.
+
+        With as few calls of Python as there can be: where kernels have swept the caches, each takes 2 to 4 us.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(args, buckets=buckets, sync=sync)
+        device = self._device(args) if self.on_gpu else -1
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(args, buckets=buckets, sync=sync)
+        if self._constants:
+            args.extend(self._constants)
+        idle = self._workspaces.idle[device]
+        try:
+            workspace = idle.pop()
+        except IndexError:
+            workspace = self._workspaces.another(device)
+        try:
+            call = workspace.fixed.get(self)
+            if call is None:
+                call = workspace.call(self, () if self._sizes is None else self._sizes(args))
+            return call(args, buckets, sync)
+        except (RuntimeError, IndexError) as error:
+            self._explain(error)
+            raise
+        finally:
+            if workspace.lasting:
+                idle.append(workspace)
+
+    @property
+    def direct(self) -> Callable[..., list[Any]] | None:
+        """What compiled code may call in place of all that stands around this program, if there is such a way."""
+        return None if self.on_gpu or self.buckets else self._run_direct
+
+    def _run_direct(self, *given: Any) -> list[Any]:
+        """Run on a CPU, without collectives, from the arguments as compiled code has them.
+
+        `__call__` once more, as what both could share would be a call of Python's more for each.
+        """
+        args = [*given, *self._constants]
+        recording, idle = not self._quiet and torch.is_grad_enabled(), self._workspaces.idle[-1]
+        try:
+            workspace = idle.pop()
+        except IndexError:
+            workspace = self._workspaces.another(-1)
+        try:
+            if recording:
+                set_grad_enabled(False)
+            call = workspace.fixed.get(self)
+            if call is None:
+                call = workspace.call(self, () if self._sizes is None else self._sizes(args))
+            return call(args, None, False)
+        except (RuntimeError, IndexError) as error:
+            self._explain(error)
+            raise
+        finally:
+            if recording:
+                set_grad_enabled(True)
+            if workspace.lasting:
+                idle.append(workspace)
+
+    def _explain(self, error: Exception) -> None:
+        name_collective(error, self.source)
+        name_kernel(error, self.source)
+
+    def _device(self, args: list[Any]) -> int:
+        return cuda_launch.device_of([*args, *self._constants]) if self.on_gpu else -1
+
+    def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        """Run with an arena that ends with the call: to be recorded, with memory of the recorder's pool."""
+        workspace = Workspace(self._device(args))  # held for as long as the call runs, which knows addresses in it
+        args.extend(self._constants)
+        sizes = () if self._sizes is None else self._sizes(args)
+        with torch.no_grad():
+            return workspace.call(self, sizes)(args, buckets, sync)
+
+    def release(self) -> None:
+        """Let go of the arenas of earlier calls; a later call makes one anew."""
+        self._workspaces.release()
+
+    def measure(self, recorder: Recorder | None) -> None:
+        """From the next call on, run a text that tells `recorder` of each step; with None, the program's own again."""
+        self._workspaces.release()  # calls that are prepared belong to the other text
+        if recorder is None:
+            self.make = _load(self.source, self.name)["make"]
+        else:
+            source, statements = instrument(self.source)
+            probe = Probe(self.name, statements, recorder)
+            self.make = _load(source, f"{self.name} measured", _probe=probe)["make"]
+
+
+def name_kernel(error: Exception, source: str) -> None:
+    """Say in an error that a kernel of ours has found which operations it does, and where the user wrote them."""
+    lines, at = source.split("\n"), _line_of(error)
+    if at is None or "run.failed(" not in lines[at - 1]:
+        return
+    comment = next((line.strip() for line in reversed(lines[: at - 1]) if line.strip().startswith("# ")), "")
+    error.add_note(f"dcompile: found by a kernel that does {comment[2:]}" if comment else "dcompile: found by a kernel")
+
+
+def _line_of(error: Exception) -> int | None:
+    """The line of a host program in which an error came up."""
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<dcompile "):
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_lineno
+
+
+def name_collective(error: Exception, source: str) -> None:
+    """Say in an error of this host program which of the model's own collectives it came from, if from any.
+
+    Those are library calls (SyncBatchNorm's, tensor parallelism's); the others name themselves (`runtime.exchange`).
+    """
+    lines, at = source.split("\n"), _line_of(error)
+    if at is None:
+        return
+    callee = re.search(r"\b(_op\d+)\(", lines[at - 1])
+    found = callee and re.search(rf"^ *{callee[1]} = .*\btorch\.ops\.(_c10d_functional[\w.]+)", source, re.MULTILINE)
+    if found:
+        comment = lines[at - 2].strip()
+        origin = f" ({comment[2:]})" if comment.startswith("# ") else ""
+        error.add_note(
+            f"dcompile: rank {dist.get_rank()} was in the model's own collective {found[1]}{origin}; "
+            "another rank has failed, stalled, or does not run this step"
+        )
+
+
+def _load(source: str, name: str, **names: Any) -> dict[str, Any]:
+    """The functions of a host program, which may use `names`. Tracebacks and debuggers find its lines."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    filename = f"<dcompile {name} {digest}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {**names}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace

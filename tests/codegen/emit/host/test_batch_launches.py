@@ -1,0 +1,88 @@
+"""Runs of kernels: what is one call, what ends a run, and when memory is released."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.host import batch_launches
+from dcompile.codegen.emit.host import program as host_program
+from dcompile.ir.nodes import Buffer, Loop, Program, Store
+from tests.codegen.emit import loops
+from tests.runtime.program.test_executable import load, scale, vector, whole
+
+
+def text(program: Program) -> str:
+    return host_program.emit(program, cpp.emit_all(program))
+
+
+def steps(n: int, count: int, storage: str = "out") -> Program:
+    """b1 = 2 x, b2 = 2 b1 and so on: all but the last are needed once."""
+    names = ["x", *(f"b{number}" for number in range(1, count + 1))]
+    loops_ = tuple(scale(target, source, target, n, 2) for source, target in itertools.pairwise(names))
+    middle = (vector(name, n, storage) for name in names[1:])
+    return Program("steps", ("x",), (whole(vector(names[-1], n)),), (vector("x", n, "input"), *middle), loops_)
+
+
+def test_kernels_side_by_side_are_one_call_and_one_alone_is_its_own() -> None:
+    many, one = text(steps(8, 5)), text(steps(8, 1))
+    assert many.count("run.calls(") == 1 and "run.kernel(" not in many
+    assert one.count("run.kernel(") == 1 and "run.calls(" not in one
+    (got,) = load(steps(8, 5))([torch.arange(8.0)])
+    assert got.tolist() == [32.0 * i for i in range(8)]
+
+
+def test_an_optimizers_tensors_take_one_call() -> None:
+    """Updates in place of tensors of several sizes, each its own kernel; all addresses come with the call."""
+    sizes = (3, 5, 70000)
+    buffers = tuple(vector(f"p{n}", n, "input") for n in sizes)
+    updates = tuple(scale(f"s{n}", f"p{n}", f"p{n}", n, 3) for n in sizes)
+    program = Program("update", tuple(b.name for b in buffers), (), buffers, updates)
+    assert text(program).count("run.calls(3,") == 1
+    executable = load(program)
+    for _ in range(2):
+        given = [torch.arange(float(n)) for n in sizes]
+        assert executable([*given]) == []
+        assert all(torch.equal(tensor, 3 * torch.arange(float(n))) for tensor, n in zip(given, sizes, strict=True))
+
+
+@pytest.mark.parametrize("n", [16, batch_launches.CPU_ROOM_BYTES])
+def test_a_large_result_ends_a_run_that_holds_as_much_memory(n: int) -> None:
+    """Small ones wait to be released until the whole run is through."""
+    lines = [line.strip() for line in text(steps(n, 4)).split("def call(")[1].splitlines()]
+    first = next(place for place, line in enumerate(lines) if line.startswith("del "))
+    allocations = [place for place, line in enumerate(lines) if line.startswith("b") and " = " in line]
+    assert len(allocations) == 4
+    assert (first > allocations[-1]) == (n == 16)
+    (got,) = load(steps(n, 4))([torch.ones(n)])
+    assert torch.equal(got, torch.full((n,), 16.0))
+
+
+def test_a_kernel_that_may_fail_is_a_call_of_its_own() -> None:
+    """Its line names it, and what comes behind a failure does not run."""
+    body = loops.Body()
+    quotient = body.op("floordiv", body.load("x", loops.I0, "int64"), body.load("z", loops.I0, "int64"), dtype="int64")
+    names = "abcde"
+    divide = Loop("divide", (3,), (), tuple(body.values), (Store("c", loops.I0, quotient),), ("model.ratio",))
+    copy = loops.Body()
+    value = copy.load("x", loops.I0, "int64")
+    copies = {n: Loop(n, (3,), (), tuple(copy.values), (Store(n, loops.I0, value),), ("model.copy",)) for n in "abde"}
+    buffers = [Buffer(name, "int64", (3,), (1,), storage="input") for name in ("x", "z", *names)]
+    steps = tuple(copies.get(name, divide) for name in names)
+    program = Program("divisions", tuple(b.name for b in buffers), (), tuple(buffers), steps)
+    assert text(program).count("_launch0(") == 2, "equal tables are one"
+    assert text(program).count("run.kernel(") == 1
+    executable, x = load(program), torch.tensor([7, 8, 9])
+    for divisor, expected in ((torch.tensor([1, 0, 1]), 0), (torch.tensor([1, 1, 1]), 1)):
+        given = [torch.zeros(3, dtype=torch.int64) for _ in names]
+        context = contextlib.nullcontext() if expected else pytest.raises(RuntimeError, match="ZeroDivisionError")
+        with context as caught:
+            executable([x, divisor, *given])
+        assert [torch.equal(tensor, x) for tensor in given[3:]] == [bool(expected)] * 2
+        assert all(torch.equal(tensor, x) for tensor in given[:2])
+        if caught is not None:
+            assert "model.ratio" in "".join(caught.value.__notes__)

@@ -1,0 +1,21 @@
+"""Tiles of GPU loops: neighbours in memory are threads side by side."""
+
+from __future__ import annotations
+
+from dcompile.codegen.emit.triton.tiling import make_plan
+from dcompile.ir.index import var
+from dcompile.ir.nodes import Store
+from tests.codegen.emit import loops
+
+
+def test_few_channels_of_a_group_lie_side_by_side():
+    """An image of 128 channels, channels-last, less a mean for each group of 4: pixels are 128 apart."""
+    body = loops.Body()
+    place = var("i0") * 4 + var("i1") * 128 + var("i2")
+    x, mean = body.load("x", place), body.load("mean", var("i0"))
+    store = Store("y", place, body.op("sub", x, mean))
+    whole, groups = ("float32", (4096 * 128,)), ("float32", (32,))
+    program = loops.program(body, (32, 4096, 4), (), [store], x=whole, y=whole, mean=groups)
+    plan = make_plan(program.steps[0])
+    assert plan.kind == "flat"
+    assert [axis.size for axis in plan.dims[0].axes] == [4096, 32, 4], "by addresses"

@@ -1,0 +1,98 @@
+"""A row times a matrix as a loop of ours: what GPUs get is tried on the CPU here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dcompile.codegen.lower.decompositions.table import table
+from dcompile.codegen.lower.lower import Lowered, lower
+from dcompile.codegen.lower.rules import gemv
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.ir.nodes import Extern, Loop
+from dcompile.ir.verify import verify
+from tests.codegen.lower.lowered import run
+
+N, K = 320, 512
+linear = torch.nn.functional.linear
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: Any) -> None:
+    monkeypatch.setattr(gemv, "DEVICES", ("cpu",))
+
+
+def lowered(function: Any, *args: torch.Tensor, **more: Any) -> Lowered:
+    gm = make_fx(lambda *a: function(*a), tracing_mode="fake", decomposition_table=table())(*args)
+    found = lower(gm, "graph", **more)
+    verify(found.program)
+    return found
+
+
+def kinds(found: Lowered) -> list[type]:
+    return [type(step) for step in found.program.steps]
+
+
+def weight(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(N, K).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_sum_is_rounded_once(dtype: torch.dtype, biased: bool) -> None:
+    torch.manual_seed(0)
+    args = [torch.randn(1, K).to(dtype), weight(dtype), *([torch.randn(N).to(dtype)] if biased else [])]
+    found = lowered(linear, *args)
+    assert kinds(found) == [Loop]
+    (got,) = run(found.program, found.constants, args)
+    x, w, *b = (arg.double() for arg in args)
+    want = x @ w.t() + (b[0] if b else 0)
+    torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-4)
+    assert (got == want.to(dtype)).float().mean() > (0.98 if dtype != torch.float32 else 0.1)
+
+
+def test_products_of_one_row_share_kernels_with_what_surrounds_them() -> None:
+    """As the projections of a gated layer: gate, up and their product in one, down and what it is added to in one."""
+
+    def layer(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return x + linear(torch.nn.functional.silu(linear(x, gate)) * linear(x, up), down)
+
+    args = [torch.randn(1, K), torch.randn(2048, K), torch.randn(2048, K), torch.randn(K, 2048)]
+    found = lowered(layer, *args)
+    program = fuse(found.program)
+    assert [(step.outer, step.inner) for step in program.steps if isinstance(step, Loop)] == [
+        ((2048,), (K,)),
+        ((K,), (2048,)),
+    ]
+    (got,) = run(program, found.constants, args)
+    torch.testing.assert_close(got, layer(*args), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (torch.mm, (torch.randn(2, K), weight().t())),
+        (torch.mm, (torch.randn(1, K), torch.randn(K, N))),
+        (torch.mm, (torch.randn(1, 8), torch.randn(N, 8).t())),
+        (torch.mm, (torch.randn(1, K, dtype=torch.float64), weight(torch.float64).t())),
+        (lambda b, x, w: torch.addmm(b, x, w, alpha=2), (torch.randn(N), torch.randn(1, K), weight().t())),
+    ],
+    ids=["two rows", "columns apart", "short", "float64", "scaled"],
+)
+def test_other_products_are_the_librarys(function: Any, args: Any) -> None:
+    assert kinds(lowered(function, *args)) == [Extern]
+
+
+def test_who_multiplies_is_an_option() -> None:
+    args = torch.randn(1, K), weight().t()
+    assert kinds(lowered(torch.mm, *args)) == [Loop]
+    assert kinds(lowered(torch.mm, *args, own_rows=False)) == [Extern]
+
+
+def test_by_default_on_gpus_alone(monkeypatch: Any) -> None:
+    monkeypatch.undo()
+    assert gemv.DEVICES == ("cuda",)
+    assert kinds(lowered(torch.mm, torch.randn(1, K), weight().t())) == [Extern]

@@ -1,0 +1,143 @@
+"""Library calls: order of effects, custom ops, several results, collectives written into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as collectives
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dcompile.codegen.lower.lower import lower
+from dcompile.ir.nodes import Extern, Loop, Program, View
+from dcompile.ir.verify import verify
+from tests.codegen.lower.lowered import run
+
+
+@torch.library.custom_op("lower_test::halve", mutates_args=())
+def halve(x: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return x / 2, x.sum().reshape(1)
+
+
+@halve.register_fake
+def _(x: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(1)
+
+
+@torch.library.custom_op("lower_test::fill", mutates_args=("x",))
+def fill(x: torch.Tensor, value: float) -> None:
+    x.fill_(value)
+
+
+def program_of(function: Any, *args: torch.Tensor) -> tuple[Program, dict[str, Any]]:
+    lowered = lower(make_fx(lambda *a: function(*a), tracing_mode="fake")(*args), "graph")
+    verify(lowered.program)
+    return lowered.program, lowered.constants
+
+
+def externs(program: Program) -> list[Extern]:
+    return [step for step in program.steps if isinstance(step, Extern)]
+
+
+def test_a_custom_op_with_two_results() -> None:
+    def model(x: torch.Tensor) -> Any:
+        half, _ = torch.ops.lower_test.halve(x.t() * 2, [3, 4])
+        return (half + 1,)
+
+    x = torch.randn(3, 4)
+    program, constants = program_of(model, x)
+    (call,) = externs(program)
+    assert call.op == "lower_test.halve.default" and call.fallback and call.outs[1] is None
+    assert call.args[1] == (3, 4)
+    torch.testing.assert_close(run(program, constants, [x])[0], x.t() + 1)
+
+
+@torch.library.custom_op("lower_test::spread", mutates_args=())
+def spread(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.cpu() * 2, x + 1
+
+
+@spread.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(x.shape), torch.empty_like(x)
+
+
+def test_results_of_a_custom_op_on_two_devices_lie_where_each_is() -> None:
+    """A kernel on the GPU that read the first by its address would be given one of the host's."""
+
+    def model(x: torch.Tensor) -> Any:
+        host, there = torch.ops.lower_test.spread(x)
+        return host + 1, there * 2, there + torch.ops.aten._to_copy(host, device=torch.device("cuda:0"))
+
+    with FakeTensorMode() as mode:
+        gm = make_fx(model)(torch.empty(4, device="cuda"))
+    with mode:
+        program = lower(gm, "graph").program
+    call = next(step for step in externs(program) if step.op == "lower_test.spread.default")
+    assert [program.table[name].device for name in call.outs if name is not None] == ["cpu", "cuda"]
+    assert [program.table[view.buffer].device for view in program.outputs if isinstance(view, View)] == [
+        "cpu", "cuda", "cuda"
+    ]  # fmt: skip
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    assert all(len({program.table[name].device for name in loop.writes | loop.reads}) == 1 for loop in loops)
+
+
+def test_random_numbers_are_drawn_in_graph_order() -> None:
+    def model(x: torch.Tensor) -> Any:
+        late = torch.rand_like(x)
+        torch.ops.aten.rand.default([2], device="cpu", pin_memory=False)
+        early = torch.ops.aten.bernoulli.p(x, 0.5)
+        return (early + late * 2,)
+
+    x = torch.randn(5)
+    program, constants = program_of(model, x)
+    assert [call.op for call in externs(program)] == ["aten.rand_like.default", "aten.rand.default", "aten.bernoulli.p"]
+    assert all(call.effect and not call.fallback for call in externs(program))
+    torch.manual_seed(3)
+    expected = model(x)[0]
+    torch.manual_seed(3)
+    torch.testing.assert_close(run(program, constants, [x])[0], expected, rtol=0, atol=0)
+
+
+def test_a_custom_op_that_changes_an_input() -> None:
+    def model(x: torch.Tensor) -> Any:
+        before = x + 1
+        torch.ops.lower_test.fill(x, 2.0)
+        return (before * 3,)
+
+    program, _ = program_of(model, torch.randn(3))
+    (call,) = externs(program)
+    assert call.effect and program.steps.index(call) > 0, "what reads the input comes before the call"
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("two_ranks")
+def test_collectives_keep_their_order() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        group = dist.group.WORLD
+        first = collectives.all_reduce(x * 2, "sum", group)
+        second = collectives.all_gather_tensor(y + 1, 0, group)
+        return (second * 2, first + 1)
+
+    program, _ = program_of(model, torch.randn(3), torch.randn(3))
+    calls = externs(program)
+    names = [call.op.split(".")[1] for call in calls]
+    assert names == ["all_reduce", "wait_tensor", "all_gather_into_tensor", "wait_tensor"] or names == [
+        "all_reduce",
+        "all_gather_into_tensor",
+        "wait_tensor",
+        "wait_tensor",
+    ]
+    assert all(call.effect and not call.fallback for call in calls)

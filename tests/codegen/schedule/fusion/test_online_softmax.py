@@ -1,0 +1,115 @@
+"""Sums of exponentials below a row's largest element become one pass, on GPUs, whatever is fused with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dcompile.codegen.emit import cpp
+from dcompile.codegen.schedule.fusion import online_softmax
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
+from dcompile.ir.index import contiguous_strides, var
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Reduce, Store, View
+from dcompile.ir.verify import verify
+from tests.codegen.emit import loops
+from tests.codegen.emit.harness import run
+
+I0, J0 = var("i0"), var("j0")
+
+
+@pytest.fixture(autouse=True)
+def _short_rows_are_long(monkeypatch):
+    monkeypatch.setattr(online_softmax, "PERSISTENT", 16)
+    monkeypatch.setattr(online_softmax, "MULTIPROCESSORS", 4)
+
+
+def on_gpu(program: Program) -> Program:
+    return replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
+
+
+def apart(rows: int = 5, n: int = 40) -> Program:
+    """As a log-softmax comes from lowering: a maximum, differences, the sum of their exponentials, each a loop."""
+    at, row = I0 * n + J0, Load("top", I0, "float32")
+    flat = var("i0") * n + var("i1")
+    steps = (
+        Loop("top", (rows,), (n,), (Load("x", at, "float32"), Reduce("max", 0, "float32")), (Store("top", I0, 1),)),
+        Loop("below", (rows, n), (), (Load("x", flat, "float32"), row, Apply("sub", (0, 1), "float32")),
+             (Store("below", flat, 2),)),
+        Loop("total", (rows,), (n,), (Load("below", at, "float32"), Apply("exp", (0,), "float32"),
+             Reduce("sum", 1, "float32")), (Store("total", I0, 2),)),
+    )  # fmt: skip
+    shapes = {"x": (rows, n), "top": (rows,), "below": (rows, n), "total": (rows,)}
+    buffers = tuple(Buffer(name, "float32", shape, contiguous_strides(shape)) for name, shape in shapes.items())
+    outputs = tuple(View(b.name, b.shape, b.strides) for b in buffers if b.name in ("top", "total"))
+    return on_gpu(Program("apart", ("x",), outputs, buffers, steps))
+
+
+def sums(program: Program) -> list[str]:
+    bodies = [value for step in program.steps if isinstance(step, Loop) for value in step.body]
+    return [value.op for value in bodies if isinstance(value, Reduce)]
+
+
+def test_a_maximum_and_a_sum_in_loops_of_their_own_are_joined():
+    before = apart()
+    after = sum_exponentials(before)
+    verify(after)
+    assert sums(after) == ["max", "sum_exp"] and len(after.steps) == 2
+    assert len(fuse(after).steps) == 1, "the differences are not needed any more"
+    x = np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32) * 9
+    for want, got in zip(interpret(before, {"x": x}), interpret(after, {"x": x}), strict=True):
+        assert np.allclose(want, got, rtol=1e-6)
+
+
+def test_it_does_not_matter_what_was_fused_before():
+    assert sums(sum_exponentials(fuse(apart()))) == sums(fuse(sum_exponentials(apart())))
+
+
+def test_a_softmax_keeps_its_maximum():
+    after = sum_exponentials(on_gpu(loops.softmax(5, 40)))
+    verify(after)
+    assert sorted(sums(after)) == ["max", "sum_exp"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        replace(apart(), buffers=tuple(replace(b, device="cpu") for b in apart().buffers)),
+        apart(rows=5, n=16),
+        apart(rows=3),
+        on_gpu(loops.rms_norm(5, 40)),
+    ],
+    ids=["on the CPU", "short rows", "few rows", "no exponentials"],
+)
+def test_other_sums_stay_as_they_are(program):
+    assert sum_exponentials(program) == program
+
+
+def test_a_sum_stays_where_what_it_reads_changes_before_it():
+    """Another loop overwrites x between the maximum and the sum."""
+    program = apart()
+    top, below, total = program.steps
+    at = var("i0")
+    change = Loop("change", (200,), (), (Load("x", at, "float32"), Apply("neg", (0,), "float32")), (Store("x", at, 1),))
+    changed = replace(program, steps=(top, change, below, total))
+    assert "sum_exp" not in sums(sum_exponentials(changed))
+
+
+@pytest.mark.parametrize("row", [[-np.inf] * 40, [np.inf] + [0.0] * 39, [np.nan] * 40, [-np.inf] * 39 + [2.0]])
+def test_infinities_mean_what_they_mean_in_two_passes(row):
+    x = np.array([row] * 5, np.float32)
+    want, got = (interpret(program, {"x": x})[1] for program in (apart(), sum_exponentials(apart())))
+    assert np.array_equal(want, got, equal_nan=True)
+
+
+def test_the_cpu_sums_in_two_passes():
+    """No pass makes such sums for it, but the operation means the same there."""
+    program = loops.sum_exp(6, 50)
+    x = np.random.default_rng(1).normal(size=(6, 50)).astype(np.float32)
+    (kernel,) = cpp.emit_all(program).calls
+    assert "sum_exp" not in kernel.text
+    for want, got in zip(interpret(program, {"x": x}), run(program, {"x": x}), strict=True):
+        assert np.allclose(want, got, rtol=1e-6)

@@ -1,0 +1,117 @@
+"""Reductions in two steps mean what they meant, and only GPU programs get them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dcompile.codegen.schedule.fusion import split_reductions
+from dcompile.ir.index import var
+from dcompile.ir.interpret import interpret
+from dcompile.ir.nodes import Loop, Program, Reduce, Store, View
+from dcompile.ir.verify import verify
+from tests.codegen.emit import cases, loops
+from tests.codegen.emit.loops import I0, J0
+from tests.ir.fuzz import random_program
+
+
+def on_gpu(program: Program) -> Program:
+    return replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
+
+
+def spread_out(program: Program) -> Program:
+    made = split_reductions.spread_rows(split_reductions.spread_columns(on_gpu(program)))
+    verify(made)
+    return made
+
+
+def test_cpu_programs_are_left_alone():
+    program = loops.rms_norm_backward(5000, 64)
+    assert split_reductions.spread_columns(program) == program and split_reductions.spread_rows(program) == program
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_programs_keep_their_meaning(seed, monkeypatch):
+    for name, value in (("LONG", 8), ("PART", 3), ("PROGRAMS", 4), ("PERSISTENT", 8)):
+        monkeypatch.setattr(split_reductions, name, value)
+    program, inputs = random_program(seed, 8, exact=True)
+    for want, got in zip(interpret(program, inputs), interpret(spread_out(program), inputs), strict=True):
+        assert np.array_equal(want, got, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "steps"),
+    [
+        (loops.row_sum(1, 1 << 20), 2),
+        (loops.row_sum(2, 100_003), 2),  # a prime: parts of unequal length
+        (loops.softmax(2, 65536), 5),
+        (loops.argmax(1, 50_001), 4),
+        (loops.rms_norm_backward(5000, 64), 2),
+        (loops.softmax(500, 1000), 1),
+    ],
+    ids=["sum", "uneven", "softmax", "argmax", "columns", "rows enough"],
+)
+def test_work_is_shared_among_programs(program, steps):
+    made = spread_out(program)
+    assert len(made.steps) == steps
+    inputs = cases.random_inputs(program)
+    for want, got in zip(interpret(program, inputs), interpret(made, inputs), strict=True):
+        assert np.allclose(want, got, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sum_over_other_axes_becomes_a_loop_of_its_own():
+    """dx of each row and, over the first and the last axis, a sum for every channel."""
+    b = loops.Body()
+    at = var("i0") * 3 * 40 + var("i1") * 40 + var("j0")
+    x = b.load("x", at)
+    centred = b.op("sub", x, b.reduce("max", x))
+    stores = [Store("y", at, centred), Store("channels", var("i1"), centred, "sum")]
+    program = loops.program(
+        b, (50, 3), (40,), stores,
+        x=("float32", (50, 3, 40)), y=("float32", (50, 3, 40)), channels=("float32", (3,)),
+    )  # fmt: skip
+    made = spread_out(program)
+    assert all(store.mode == "set" for step in made.steps if isinstance(step, Loop) for store in step.stores)
+    inputs = cases.random_inputs(program)
+    for want, got in zip(interpret(program, inputs), interpret(made, inputs), strict=True):
+        assert np.allclose(want, got, rtol=1e-4, atol=1e-4)
+
+
+def scanned_and_combined(mode: str, in_place: bool) -> Program:
+    """Sums of rows as they grow; of each column, the products of what is read, and `mode` of the sums."""
+    b, at = loops.Body(), I0 * 40 + J0
+    x = b.load("x", at)
+    grown = b.scan("sum", x)
+    stores = [Store("x" if in_place else "grown", at, grown), Store("products", J0, x, "prod")]
+    stores.append(Store("combined", J0, grown, mode))
+    shapes = {"x": (6, 40), "grown": (6, 40), "products": (40,), "combined": (40,)}
+    made = loops.program(b, (6,), (40,), stores, **{n: ("float32", shape) for n, shape in shapes.items()})
+    buffers = tuple(buffer for buffer in made.buffers if buffer.name != "grown" or not in_place)
+    outputs = tuple(View(store.buffer, shapes[store.buffer], made.table[store.buffer].strides) for store in stores)
+    return replace(made, inputs=("x",), buffers=buffers, outputs=outputs)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_columns_beside_a_scan_of_rows_too_long_for_a_program_are_combined_by_loops_of_their_own(
+    mode, in_place, monkeypatch
+):
+    monkeypatch.setattr(split_reductions, "PERSISTENT", 32)
+    program = scanned_and_combined(mode, in_place)
+    made, inputs = spread_out(program), cases.random_inputs(program)
+    first, *others = made.steps
+    assert len(others) == 2 and {store.mode for store in first.stores} == {"set"}
+    assert ("products_values" in first.writes) == in_place  # else read again from x
+    for want, got in zip(interpret(program, inputs), interpret(made, inputs), strict=True):
+        assert np.allclose(want, got, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_are_added_up_in_a_fixed_order():
+    made = spread_out(loops.rms_norm_backward(5000, 64))
+    walk, total = made.steps
+    assert isinstance(walk, Loop) and isinstance(total, Loop)
+    assert any(store.mode == "sum" and "//" in str(store.index) for store in walk.stores)
+    assert all(store.mode == "set" for store in total.stores)
+    assert any(isinstance(value, Reduce) for value in total.body)

@@ -1,0 +1,105 @@
+"""Heartbeats, calling a job off, and the order of collectives: ranks are threads here."""
+
+import time
+
+import pytest
+
+from dcompile.errors import PlanMismatchError
+from dcompile.runtime.coordination import heartbeat as module
+from tests.runtime.ranks import Ranks
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    made = Ranks(monkeypatch)
+    yield made
+    made.stop()
+
+
+def until(condition, seconds=3.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_rank_says_what_it_is_doing_and_how_far_it_is(ranks):
+    first, second = ranks.start(2)
+    with first.busy("compiling"):
+        until(lambda: (said := second.said(0)) is not None and said.doing == "compiling")
+    until(lambda: second.said(0).doing == "")
+    first.count("a")
+    until(lambda: second.said(0).started == 1)
+    assert second.said(0).label == "a" and not second.said(0).ended
+
+
+def test_heartbeats_go_on_while_nothing_changes(ranks):
+    _, second = ranks.start(2)
+    until(lambda: second.said(0) is not None)
+    beats = second.said(0).beats
+    until(lambda: second.said(0).beats > beats + 2)
+
+
+def test_what_calls_a_job_off_reaches_every_rank_in_the_same_words(ranks):
+    lines = ranks.start(3)
+    with pytest.raises(PlanMismatchError, match="the reason"):
+        lines[1].call_off("the reason")
+    until(lambda: all(line.aborted == "the reason" for line in lines))
+    with pytest.raises(PlanMismatchError, match="the reason"):
+        lines[2].call_off("another one")
+    with pytest.raises(PlanMismatchError, match="the reason"):
+        lines[0].count("a")
+
+
+def test_another_order_of_collectives_is_noticed(ranks):
+    first, second = ranks.start(2)
+    for label in ("a", "b", "c"):
+        first.count(label)
+    for label in ("a", "c"):
+        second.count(label)
+    assert not first.aborted
+    second.count("b")
+    until(lambda: first.aborted and second.aborted)
+    assert first.aborted == second.aborted
+    assert "rank 0: c" in first.aborted and "rank 1: b" in first.aborted
+
+
+def test_the_same_order_at_another_pace_is_none(ranks):
+    first, second = ranks.start(2)
+    for number in range(3 * module.REMEMBERED):
+        first.count(str(number))
+    time.sleep(0.2)
+    for number in range(3 * module.REMEMBERED):
+        second.count(str(number))
+    time.sleep(0.3)
+    assert not first.aborted and not second.aborted
+
+
+def test_ranks_that_have_done_the_same_end_at_once(ranks):
+    lines = ranks.start(3)
+    for line in lines:
+        line.count("a")
+    began = time.monotonic()
+    assert ranks.each(lambda line: line.end(), lines) == [None] * 3
+    assert time.monotonic() - began < 1
+
+
+def test_a_rank_that_ends_alone_does_not_wait_long(ranks, monkeypatch):
+    monkeypatch.setattr(module, "GOODBYE_S", 0.3)
+    first, _ = ranks.start(2)
+    first.count("a")
+    began = time.monotonic()
+    first.end()
+    assert 0.2 < time.monotonic() - began < 2
+    assert first.said(0).ended
+
+
+def test_counting_costs_little(ranks):
+    (line, _) = ranks.start(2)
+    best = 1.0
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(1000):
+            line.count("all-reduce of gradient bucket0 (6553600 elements)")
+        best = min(best, time.process_time() - began)
+    assert best < 0.02  # 20 us each would still be nothing beside an exchange; it is about one

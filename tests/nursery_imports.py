@@ -15,7 +15,7 @@ for name in (
     "dcompile.codegen.lower.decompositions.table",
     "dcompile.codegen.lower.fusible_ops",
     "dcompile.compiler",
-    "dcompile.explain.report",
+    "dcompile.explain.report_data",
     "dcompile.pipeline",
     "dcompile.runtime.program.fast_aten",
     "matplotlib.backends.backend_agg",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,15 @@ LEVELS = (
 """Top-level parts of dcompile, lowest first."""
 
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+SUB_LEVELS = {
+    "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
+    "dcompile.capture": (
+        ("services",), ("agreement", "aliasing"), ("passes", "adapters"),
+        ("batched_backward", "compiled_model", "graph_boundary", "joint_graph"), ("graph_runner",), ("dynamo_backend",),
+        ("entry",),
+    ),
+}  # fmt: skip
+"""Parts of two packages, lowest first."""
 MIDDLE = ("capture", "collectives", "codegen", "runtime")
 MEETING_POINT = "dcompile.collectives.contract"
 """The one module of a middle package that the other middle packages may import."""
@@ -81,6 +90,51 @@ def upward_arrows(source: str, module: str, is_package: bool = False) -> list[st
         elif mine != other and mine in MIDDLE and other in MIDDLE and f"{name}.".find(f"{MEETING_POINT}.") != 0:
             wrong.append(f"{where}: {mine} and {other} meet only in ir/ and {MEETING_POINT}")
     return wrong
+
+
+def upward_arrows_inside(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The same for the parts of one package."""
+    wrong: list[str] = []
+    for package, levels in SUB_LEVELS.items():
+        level = {f"{package}.{part}": number for number, parts in enumerate(levels) for part in parts}
+        depth = package.count(".") + 2
+        mine = ".".join(module.split(".")[:depth])
+        if mine == package or not mine.startswith(f"{package}."):
+            continue
+        if mine not in level:
+            return [f"{module}: SUB_LEVELS does not say where {mine} stands in {package}"]
+        for line, name in imports(nodes_of(source), module, is_package):
+            other = ".".join(name.split(".")[:depth])
+            if level.get(other, -1) > level[mine]:
+                wrong.append(f"{module}:{line} imports {name}: {other} stands above {mine}")
+    return wrong
+
+
+def circles(found: Mapping[str, tuple[str, bool]]) -> list[list[str]]:
+    """Modules that import each other, for whatever purpose: {name: (source, whether it is a package)}."""
+    arrows = {name: _imported(name, source, is_package, found) for name, (source, is_package) in found.items()}
+    reached = {name: _reached_from(name, arrows) for name in arrows}
+    together = {name: frozenset(other for other in reached[name] if name in reached[other]) for name in arrows}
+    return sorted(sorted(group) for group in {*together.values()} if len(group) > 1)
+
+
+def _imported(name: str, source: str, is_package: bool, known: Mapping[str, object]) -> set[str]:
+    result = set()
+    for _, dotted in imports(nodes_of(source), name, is_package):
+        while dotted and dotted not in known:
+            dotted = dotted.rpartition(".")[0]
+        result.add(dotted)
+    return result - {"", name}
+
+
+def _reached_from(start: str, arrows: Mapping[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = arrows[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
 def private_torch_names(source: str, module: str) -> list[str]:
@@ -143,6 +197,24 @@ def forgotten() -> Iterator[None]:
 def test_imports_point_down() -> None:
     wrong = [w for path, name in modules() for w in upward_arrows(path.read_text(), name, path.stem == "__init__")]
     assert not wrong, "\n".join(wrong)
+
+
+def test_imports_inside_a_package_point_down() -> None:
+    wrong = [
+        w for path, name in modules() for w in upward_arrows_inside(path.read_text(), name, path.stem == "__init__")
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert upward_arrows_inside("from dcompile.codegen.emit import target", "dcompile.codegen.lower.rules.views")
+    assert upward_arrows_inside("from dcompile.capture.entry import Entry", "dcompile.capture.services")
+    assert not upward_arrows_inside("from dcompile.codegen.nest import loop_nest", "dcompile.codegen.emit.target")
+
+
+def test_no_modules_import_each_other() -> None:
+    found = {name: (path.read_text(), path.stem == "__init__") for path, name in modules()}
+    assert circles(found) == []
+    assert circles({"a": ("import b", False), "b": ("def f(): from a import x", False), "c": ("import a", False)}) == [
+        ["a", "b"]
+    ]
 
 
 def test_private_torch_names_are_in_compat() -> None:

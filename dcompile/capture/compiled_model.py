@@ -7,9 +7,10 @@ import functools
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,13 +24,10 @@ from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
 from dcompile.capture.passes.dynamo.grouped_experts import group_loop
 from dcompile.capture.passes.dynamo.sync_batch_norm import sync_batch_norm
-from dcompile.capture.services import GradientBuckets, Peers, ShardedParameters, Toolbox
+from dcompile.capture.services import GradientBuckets, Line, Peers, ShardedParameters, Toolbox
+from dcompile.collectives.contract import Executable
 from dcompile.config import Config
 from dcompile.gc_pause import without_collecting
-
-if TYPE_CHECKING:
-    from dcompile.capture.graph_runner import Programs
-
 
 GRADIENTS = "gradients of a model"
 """What ranks disagree on if some leave reducing to DDP."""
@@ -85,6 +83,24 @@ class Variant:
     """Parameters that this kind of call uses outside the compiled graphs, and the like."""
 
 
+class CapturedGraph(Protocol):
+    """A Dynamo graph with its programs (`graph_runner.Programs`), as the state of a model sees it."""
+
+    number: int
+    training: bool
+    executables: dict[str, Executable]
+    notes: list[str]
+    fallbacks: Counter[str]
+    captured: list[Line]
+    later: set[int]
+
+    def accumulates(self) -> bool:
+        """Inside its backward: whether that adds to the `.grad` of any parameter."""
+
+    def units(self) -> set[int]:
+        """Units of sharded parameters that a backward has gradients of."""
+
+
 class CompiledModel:
     """One compile call's state. It holds neither the module nor its parameters: cached code may outlive them."""
 
@@ -93,7 +109,7 @@ class CompiledModel:
         self.toolbox = toolbox
         self.adapter: PlainAdapter = PlainAdapter()
         self.peers: Peers = toolbox.meet(None)
-        self.graphs: list[Programs] = []
+        self.graphs: list[CapturedGraph] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
         self.between: Between | None = None
@@ -249,14 +265,14 @@ class CompiledModel:
             return not (self._compared or adapter.uneven)
         return torch.is_grad_enabled() and not any(v.training for v in self.variants.values())
 
-    def compare_captures(self, graphs: Iterable[Programs]) -> None:
+    def compare_captures(self, graphs: Iterable[CapturedGraph]) -> None:
         """See that every rank has captured the same for these graphs: all come, and all raise if they have not."""
         graphs = list(graphs)
         compare_captures(self, [graph.captured for graph in graphs])
         for graph in graphs:
             graph.captured = []
 
-    def ran(self, graph: Programs) -> torch.Tensor | None:
+    def ran(self, graph: CapturedGraph) -> torch.Tensor | None:
         """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token.
 
         None where the adapter carries no such token.
@@ -275,7 +291,7 @@ class CompiledModel:
         return stack[-1].token if stack[-1].token is not None else self._tokens[0]
 
     @staticmethod
-    def _shares(call: Invocation, graph: Programs, shards: ShardedParameters) -> None:
+    def _shares(call: Invocation, graph: CapturedGraph, shards: ShardedParameters) -> None:
         """A graph of a call with sharded parameters runs. What two have gradients of, the first one's backward reduces.
 
         It comes last. That follows from the graphs of calls so far, and their plans are the same on every rank.
@@ -420,7 +436,7 @@ class CompiledModel:
         """Everything found so far that speaks against reducing gradients in the compiled graphs."""
         return [reason for variant in self.variants.values() for reason in variant.objections]
 
-    def before_backward(self, graph: Programs, sync: bool) -> None:
+    def before_backward(self, graph: CapturedGraph, sync: bool) -> None:
         """Inside a backward, before a graph's backward program runs (and before it is compiled).
 
         `sync`: whether it is one that every rank runs, if it adds to gradients. Others may be one rank's alone.
@@ -462,7 +478,7 @@ class CompiledModel:
     def _asks_others(self, adapter: DdpAdapter) -> bool:
         return self.settings.config.distributed != "stock" and not adapter.may_be_alone
 
-    def _compare_before_reducing(self, adapter: DdpAdapter, graph: Programs) -> None:
+    def _compare_before_reducing(self, adapter: DdpAdapter, graph: CapturedGraph) -> None:
         """The first backward that every rank runs: see that all have captured the same, and do the same with gradients.
 
         Ranks that leave it to DDP would wait in other collectives than those that do not.
@@ -475,7 +491,7 @@ class CompiledModel:
         for other in self.graphs:
             other.captured = []
 
-    def _call_of(self, graph: Programs) -> tuple[int, ...]:
+    def _call_of(self, graph: CapturedGraph) -> tuple[int, ...]:
         """Numbers of the graphs that ran in the call that a graph's backward is of: one in progress, or the newest."""
         running = [tuple(call.graphs) for stack in list(self.calls.values()) for call in reversed(stack)]
         known = [variant.graphs for variant in (self.newest, *reversed(self.variants.values())) if variant is not None]

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dcompile import compat
+from dcompile.capture import batched_backward
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.collective_plan import plan_of
-from dcompile.capture.aliasing import batched_backward
 from dcompile.capture.aliasing.input_views import look_at_inputs
 from dcompile.capture.aliasing.output_views import (
     constant_pairs,

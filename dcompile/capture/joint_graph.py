@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.capture.aliasing.memory import memory_of
 from dcompile.capture.aliasing.storage_resizes import CHANGES, resize_inputs_alone
+from dcompile.capture.passes.dynamo.loss_gradient_in_forward import AHEAD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.rng_keys import hand_out_keys
 
@@ -78,10 +80,6 @@ def partitioner(
         return forward, backward
 
     return partition
-
-
-AHEAD = "dcompile_ahead"
-"""The mark (`compat.aot.annotated`) of what a forward makes for its backward alone."""
 
 
 def return_ahead(joint: Any, results: int) -> int:
@@ -325,14 +323,6 @@ def saved_positions(backward: Any) -> tuple[int, ...]:
     """Positions of the inputs that are tensors which the forward has saved."""
     places = enumerate(backward.graph.find_nodes(op="placeholder"))
     return tuple(n for n, node in places if memory_of(node) is not None and not compat.aot.is_tangent(node))
-
-
-def memory_of(node: Any) -> int | None:
-    """What tells the memory of a node's value from that of others; None if it is no tensor that has any."""
-    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    return compat.tensors.storage_key(value)
 
 
 def take_token(gm: Any) -> int | None:

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dcompile.explain.html_document import document
 from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline
 from dcompile.explain.timeline import Collective, Timeline
@@ -90,8 +91,6 @@ def timeline_section(timeline: Timeline) -> Iterator[str]:
 
 
 def _page(timeline: Timeline) -> str:
-    from dcompile.explain.html import document
-
     return document(timeline.model, [f"<h1>{escape(timeline.model)}</h1>", *timeline_section(timeline)])
 
 

@@ -7,10 +7,11 @@ from html import escape
 
 from dcompile.explain.collective_table import exchange_lines
 from dcompile.explain.export import timeline_section
-from dcompile.explain.report import (
+from dcompile.explain.html_document import document
+from dcompile.explain.report_data import (
     Call,
     GraphReport,
-    Report,
+    ReportData,
     grouped,
     headline,
     size_text,
@@ -19,28 +20,13 @@ from dcompile.explain.report import (
 from dcompile.ir.diagram import draw
 from dcompile.ir.text import show
 
-STYLE = """
-body { font: 14px/1.4 sans-serif; margin: 2em; } code, pre, td { font: 12px/1.4 monospace; }
-table { border-collapse: collapse; margin: 0.5em 0 1.5em; } td, th { padding: 2px 12px 2px 0; text-align: left; }
-tr:nth-child(even) { background: #f6f6f6; } .fallback td { background: #f8cecc; } .picture { overflow: auto; }
-"""
 
-
-def page(report: Report) -> str:
+def page(report: ReportData) -> str:
     """The text of the page."""
     return document(report.model, _body(report))
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """A page that needs nothing else."""
-    body, title = "\n".join(parts), escape(f"dcompile: {title}")
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
-
-
-def _body(report: Report) -> Iterator[str]:
+def _body(report: ReportData) -> Iterator[str]:
     yield f"<h1>{escape(report.model)}</h1>\n<p>{escape(summary(report))}</p>"
     yield _list("Parameters and gradients are left to stock PyTorch", report.reasons)
     if report.receipt is not None:

@@ -32,7 +32,8 @@ from dcompile.config import Config
 from dcompile.errors import NotCompiledError
 from dcompile.explain.profile import newest_timeline
 from dcompile.explain.receipt import Receipt, make_receipt
-from dcompile.explain.report import GraphBreak, GraphReport, Report, describe_program
+from dcompile.explain.report import Report
+from dcompile.explain.report_data import GraphBreak, GraphReport, describe_program
 from dcompile.explain.sources import Source, source_of, source_of_frames
 from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.pipeline import Pipeline

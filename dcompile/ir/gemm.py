@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from dcompile.ir.nodes import ITEMSIZE, View
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -32,5 +34,22 @@ class Geometry:
 Algorithm: TypeAlias = tuple[int, ...]
 """One of cuBLASLt's: eight numbers that mean something to the version that gave them, on one kind of GPU."""
 Chosen: TypeAlias = Mapping[Geometry, Algorithm]
+TENSOR_CORE_DTYPES = ("bfloat16", "float16")
+"""What is multiplied by the tensor cores, and summed up in float32, whatever the algorithm."""
 ALIGNMENT = 16
 """Bytes that a matrix and each of its rows begin at a multiple of."""
+
+
+def gemm_layout(view: View, dtype: str) -> tuple[bool, int] | None:
+    """Whether a matrix lies column by column as torch counts, and its leading dimension."""
+    numbers = [number for number in (*view.shape, *view.strides, view.offset) if isinstance(number, int)]
+    if len(numbers) != 5 or len(view.shape) != 2:
+        return None
+    rows, columns, down, right, offset = numbers
+    if min(rows, columns) < 2 or offset * ITEMSIZE[dtype] % ALIGNMENT:
+        return None
+    turned = down == 1
+    lead, least = (right, rows) if turned else (down, columns)
+    if 1 not in (down, right) or lead < least or lead * ITEMSIZE[dtype] % ALIGNMENT:
+        return None
+    return turned, lead

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
 from dcompile.errors import NotCompiledError
-from dcompile.explain.report import collapsed
+from dcompile.explain.report_data import collapsed
 
 # Dynamo looks at .grad of what comes out of the graph before a break
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -14,8 +14,8 @@ import numpy as np
 
 from dcompile.codegen.emit import cpp, wide
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.codegen.emit.triton.ops import has_atomic
-from dcompile.codegen.emit.triton.tiling import make_plan
+from dcompile.codegen.nest.device_traits import has_atomic
+from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns

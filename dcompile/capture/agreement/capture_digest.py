@@ -9,7 +9,7 @@ in one that has a graph break: parameters have those of the model there, and oth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,20 +17,25 @@ from dcompile.capture.services import Line
 from dcompile.compat.user_line import user_line
 from dcompile.toolchain import own_source, own_version
 
-if TYPE_CHECKING:
-    from dcompile.capture.compiled_model import CompiledModel
-
 CAPTURES = "captured graphs"
 """What ranks disagree on, if they do."""
 _OF_A_PART = "torch.ops.higher_order."
 
 
-def captured_calls(model: CompiledModel, gm: Any, params: Mapping[int, int]) -> list[Line]:
+class ComparedModel(Protocol):
+    """A compiled model (`compiled_model.CompiledModel`), as far as ranks compare it."""
+
+    settings: Any
+    adapter: Any
+    toolbox: Any
+
+
+def captured_calls(model: ComparedModel, gm: Any, params: Mapping[int, int]) -> list[Line]:
     """What ranks compare of a graph, once a call of the model is to exchange something between them."""
     return [*calls_of(gm, _names(model, params))]
 
 
-def compare_captures(model: CompiledModel, captures: Sequence[Sequence[Line]]) -> None:
+def compare_captures(model: ComparedModel, captures: Sequence[Sequence[Line]]) -> None:
     """Compare the graphs of a call, in their order, between ranks: all come. Raises PlanMismatchError, on all ranks.
 
     Graphs are told apart by their place in the call: how many a rank has made before, alone, is its own affair.
@@ -40,19 +45,19 @@ def compare_captures(model: CompiledModel, captures: Sequence[Sequence[Line]]) -
     model.toolbox.agree(model.adapter.group, CAPTURES, lines, model.adapter.way_to_differ)
 
 
-def compare_surroundings(model: CompiledModel) -> None:
+def compare_surroundings(model: ComparedModel) -> None:
     """The same where ranks may run other graphs: compare all but these."""
     model.toolbox.agree(model.adapter.group, "settings", [*_surroundings(model)])
 
 
-def _surroundings(model: CompiledModel) -> Iterator[Line]:
+def _surroundings(model: ComparedModel) -> Iterator[Line]:
     yield f"torch {torch.__version__}, dcompile {own_version()} (source {own_source()[:12]})", ""
     yield f"settings {model.settings.config.key()}", ""
     for info in model.adapter.param_infos():
         yield f"parameter {info.fqn} {list(info.shape)} {info.dtype} {info.kind}", ""
 
 
-def _names(model: CompiledModel, params: Mapping[int, int]) -> dict[int, str]:
+def _names(model: ComparedModel, params: Mapping[int, int]) -> dict[int, str]:
     """Position among a graph's inputs -> the name of its parameter."""
     infos = model.adapter.param_infos()
     return {position: infos[number].fqn for position, number in params.items()}

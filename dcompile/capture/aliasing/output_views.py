@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dcompile.capture.joint_graph import memory_of
+from dcompile.capture.aliasing.memory import memory_of
 from dcompile.compat.tensors import quick_look
 
 look = quick_look()

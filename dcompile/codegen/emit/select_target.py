@@ -6,7 +6,7 @@ from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue, segment_sum
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, joined
-from dcompile.codegen.schedule.fusion.split_reductions import on_gpu
+from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.ir.nodes import Buffer, Loop, Program
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from dcompile.ir.float8 import FLOAT8, OPAQUE, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, is_nonnegative, size_product, substitute, upper_bound, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS
-
-if TYPE_CHECKING:
-    from dcompile.codegen.lower.lazy_tensor import T
 
 Coords = tuple[Index, ...]
 
@@ -45,10 +42,28 @@ _EXACT = {
 """Casts that lose nothing: going there and back is the identity."""
 
 
+class Traceable(Protocol):
+    """What a body traces: a lazy tensor (`lazy_tensor.T`)."""
+
+    @property
+    def loads(self) -> int:
+        """Distinct loads that one element takes."""
+
+    @property
+    def made(self) -> Traceable | None:
+        """What a stored tensor was computed from, if its elements may be computed again."""
+
+    @property
+    def at(self) -> Callable[[Body, Coords], Ref]:
+        """Trace the element at some coordinates."""
+
+
 class Body:
     """Values of one loop in SSA form. `ranges` bounds the loop variables and the run-time indices seen so far."""
 
-    def __init__(self, ranges: dict[str, Size], stored: Mapping[int, tuple[T, T]] | None = None) -> None:
+    def __init__(
+        self, ranges: dict[str, Size], stored: Mapping[int, tuple[Traceable, Traceable]] | None = None
+    ) -> None:
         self.ranges = ranges
         self.stored = stored or {}
         """Tensors that lie in memory by now, by id: read from there instead of computed again."""
@@ -56,9 +71,9 @@ class Body:
         self.mask: Ref | None = None
         self.anew = False
         self._refs: dict[object, Ref] = {}
-        self._traced: dict[tuple[int, Coords, Ref | None], tuple[T, Ref]] = {}
+        self._traced: dict[tuple[int, Coords, Ref | None], tuple[Traceable, Ref]] = {}
 
-    def trace(self, tensor: T, coords: Coords) -> Ref:
+    def trace(self, tensor: Traceable, coords: Coords) -> Ref:
         """The element of `tensor` at `coords`; asked twice, it is computed once."""
         if tensor.loads and id(tensor) in self.stored:
             tensor = self.stored[id(tensor)][1]

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.artifacts import flush_streams
 from dcompile.errors import DcompileError
-from dcompile.runtime.coordination.heartbeat import BEAT_S, Peers, peers_of
+from dcompile.runtime.coordination.heartbeat import Peers, peers_of
+from dcompile.runtime.coordination.peer_status import BEAT_S
 from dcompile.runtime.coordination.wait_policy import PATIENCE_S, Others
 
 _STUCK: list[Any] = []

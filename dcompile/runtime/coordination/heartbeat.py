@@ -19,7 +19,6 @@ import weakref
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -27,11 +26,10 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.artifacts import flush_streams, say
 from dcompile.errors import DcompileError, PlanMismatchError
+from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus
 from dcompile.runtime.coordination.progress_events import Marks, stay_out_of_captures
 from dcompile.runtime.coordination.watchdog import Abort, Lookout
 
-BEAT_S = 1.0
-"""How often a rank says how it is."""
 GOODBYE_S = 3.0
 """How long a rank that ends waits for the others, in order to see that all have done the same."""
 GONE_S = 10.0
@@ -42,24 +40,6 @@ REMEMBERED = 1024
 _LINES: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
 _GENERATIONS: Counter[str] = Counter()
 """How many groups of a name there were in this process: a store outlives groups."""
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """The last that a rank said of itself."""
-
-    beats: int
-    """Grows with each time: a rank whose number stands still is dead, stopped, or cannot reach the store."""
-    doing: str
-    """What it is busy with while peers may have to wait for it: "" or "compiling"."""
-    meetings: int
-    """Agreements that it has come to."""
-    started: int
-    """Collectives that it has started."""
-    checksum: int
-    label: str
-    """Of the last of them."""
-    ended: bool
 
 
 class Alone:
@@ -172,7 +152,7 @@ class Peers(Alone):
                 "DistributedDataParallel again, and compile that"
             )
 
-    def said(self, rank: int) -> Said | None:
+    def said(self, rank: int) -> PeerStatus | None:
         """The last that a rank said, if anything."""
         return _said(self.store, rank)
 
@@ -304,9 +284,9 @@ class Peers(Alone):
             pause = min(2 * pause, 0.1)
 
 
-def _said(store: Any, rank: int) -> Said | None:
+def _said(store: Any, rank: int) -> PeerStatus | None:
     key = f"beat/{rank}"
-    return Said(*json.loads(store.get(key))) if store.check([key]) else None
+    return PeerStatus(*json.loads(store.get(key))) if store.check([key]) else None
 
 
 def peers_of(group: Any) -> Peers | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from dcompile.runtime.coordination.heartbeat import BEAT_S, Peers, Said
+from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus, PeerView
 
 STALE_S = 6 * BEAT_S
 """A rank that has said nothing new for so long is taken for dead or stuck."""
@@ -19,13 +19,13 @@ class Others:
     """What a rank that waits knows of the others. The clock stands still while one of those it waits for compiles."""
 
     def __init__(
-        self, peers: Peers, limit_s: float, ranks: Collection[int] | None = None, *, patience_s: float = PATIENCE_S
+        self, peers: PeerView, limit_s: float, ranks: Collection[int] | None = None, *, patience_s: float = PATIENCE_S
     ) -> None:
         self._peers = peers
         self._limit_s = limit_s
         self._patience_s = patience_s
         self._ranks = [rank for rank in (range(peers.world) if ranks is None else ranks) if rank != peers.rank]
-        self._last: dict[int, Said] = {}
+        self._last: dict[int, PeerStatus] = {}
         self._moved: dict[int, float] = {}
         """When each rank last said something new."""
         self._began = self._seen = time.monotonic()
@@ -42,7 +42,7 @@ class Others:
         """How long to wait before the next look; at most a second."""
         return min(max(self._limit_s - self._waited, 0.02), BEAT_S)
 
-    def look(self) -> Mapping[int, Said | None]:
+    def look(self) -> Mapping[int, PeerStatus | None]:
         """What every rank said last. Asks the store at most once a second, less often where there are many."""
         now = time.monotonic()
         if now - self._looked >= max(BEAT_S / 2, len(self._ranks) / 100):
@@ -54,7 +54,7 @@ class Others:
                     self._last[rank], self._moved[rank] = said, now
         return {rank: self._last.get(rank) for rank in self._ranks}
 
-    def last(self, rank: int) -> Said | None:
+    def last(self, rank: int) -> PeerStatus | None:
         """What a rank said last."""
         return self._last.get(rank)
 

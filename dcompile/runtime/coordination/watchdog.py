@@ -15,14 +15,13 @@ import os
 import threading
 import time
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcompile import compat
 from dcompile.artifacts import flush_streams, say
 from dcompile.errors import PlanMismatchError
-
-if TYPE_CHECKING:
-    from dcompile.runtime.coordination.heartbeat import Peers
+from dcompile.runtime.coordination.peer_status import PeerView
+from dcompile.runtime.coordination.wait_policy import SILENT_S, Others
 
 STUCK_S = 0.8
 """A collective that the GPU is not through with for so long is looked into."""
@@ -33,9 +32,9 @@ LAST_S = 10.0
 
 
 class Lookout:
-    """Looks after the collectives that one rank has on its GPU; `Peers` asks it once a second."""
+    """Looks after the collectives that one rank has on its GPU; `heartbeat.Peers` asks it once a second."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: PeerView) -> None:
         self._peers = peers
         self._number = 0
         self._since = 0.0
@@ -54,11 +53,6 @@ class Lookout:
         return self._look_around(*stuck)
 
     def _look_around(self, number: int, label: str) -> str:
-        from dcompile.runtime.coordination.wait_policy import (  # late: it needs the type that needs this module
-            SILENT_S,
-            Others,
-        )
-
         others = self._others = self._others or Others(self._peers, inf)
         rank = self._peers.rank
         if why := self._peers.failure():
@@ -80,7 +74,7 @@ class Lookout:
 class Abort:
     """Ends what a group has on this rank's GPU, once the job was called off, and wakes up the host."""
 
-    def __init__(self, peers: Peers, group: Any) -> None:
+    def __init__(self, peers: PeerView, group: Any) -> None:
         self._peers, self._group = peers, group
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="dcompile abort", daemon=True).start()
@@ -109,7 +103,7 @@ class Abort:
         self._ended.set()
 
 
-def _raise_in(thread: int | None, peers: Peers) -> None:
+def _raise_in(thread: int | None, peers: PeerView) -> None:
     """Raise in another thread why the job was called off, as soon as it runs Python again."""
     if thread is None:
         return

@@ -18,7 +18,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.joint_graph import AHEAD
 from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LOSS, between, given_to, is_call
 
@@ -27,6 +26,9 @@ _RESHAPES = ("view", "reshape", "flatten")
 """On the way from logits to their loss, where rows stay what they are and elements grow wider, if anything."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """That a gradient may be kept in. In float16 it needs GradScaler's factor from the beginning."""
+
+AHEAD = "dcompile_ahead"
+"""The mark (`compat.aot.annotated`) of what a forward makes for its backward alone."""
 
 
 def make_gradients_ahead(gm: GraphModule) -> None:

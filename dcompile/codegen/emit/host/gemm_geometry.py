@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from dcompile.ir.gemm import ALIGNMENT, Geometry
-from dcompile.ir.nodes import ITEMSIZE, SCALED, Buffer, Extern, Program, View
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Geometry, gemm_layout
+from dcompile.ir.nodes import SCALED, Buffer, Extern, Program, View
 
-DTYPES = ("bfloat16", "float16")
-"""What is multiplied by the tensor cores, and summed up in float32, whatever the algorithm."""
 SHARE = 0.02
 """Of a program's multiplications: products of a geometry that is less of them are not worth measuring."""
 
@@ -22,13 +20,13 @@ def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
     left, right = factors
     out = table[step.outs[0]]
     whole = View(out.name, out.shape, out.strides)
-    if out.dtype not in DTYPES or not out.device.startswith("cuda"):
+    if out.dtype not in TENSOR_CORE_DTYPES or not out.device.startswith("cuda"):
         return None
-    a, b, c = (lying(view, out.dtype) for view in (right, left, whole))
+    a, b, c = (gemm_layout(view, out.dtype) for view in (right, left, whole))
     if a is None or b is None or c is None or c[0]:
         return None
     (rows, inner), columns = left.shape, right.shape[1]
-    assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "seen by lying"
+    assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "seen by gemm_layout"
     return Geometry(out.dtype, columns, rows, inner, a[0], b[0], a[1], b[1], c[1])
 
 
@@ -41,21 +39,6 @@ def factors_of(step: Extern) -> tuple[View, View] | None:
             return left, right
         case _:
             return None
-
-
-def lying(view: View, dtype: str) -> tuple[bool, int] | None:
-    """Whether a matrix lies column by column as torch counts, and its leading dimension."""
-    numbers = [number for number in (*view.shape, *view.strides, view.offset) if isinstance(number, int)]
-    if len(numbers) != 5 or len(view.shape) != 2:
-        return None
-    rows, columns, down, right, offset = numbers
-    if min(rows, columns) < 2 or offset * ITEMSIZE[dtype] % ALIGNMENT:
-        return None
-    turned = down == 1
-    lead, least = (right, rows) if turned else (down, columns)
-    if 1 not in (down, right) or lead < least or lead * ITEMSIZE[dtype] % ALIGNMENT:
-        return None
-    return turned, lead
 
 
 def worth_measuring(program: Program) -> dict[Geometry, int]:

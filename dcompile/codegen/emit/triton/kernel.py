@@ -16,7 +16,7 @@ from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, SPELLING, literal
 from dcompile.codegen.emit.triton.row_passes import Passes
-from dcompile.codegen.emit.triton.tiling import ceil_div, leaves_gaps, make_plan
+from dcompile.codegen.nest.gpu_tiling import ceil_div, leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store

@@ -14,7 +14,7 @@ from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.kernel import function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.printer import Text, overlap
-from dcompile.codegen.emit.triton.tiling import Dim, Plan
+from dcompile.codegen.nest.gpu_tiling import Dim, Plan
 from dcompile.codegen.nest.loop_nest import flattened
 from dcompile.ir.analysis import product_buffer
 from dcompile.ir.nodes import Buffer, Load, Loop, Matmul, View

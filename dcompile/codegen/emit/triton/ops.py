@@ -49,18 +49,6 @@ POINTERS: Mapping[str, str] = {
 ALIGNED = ":16"
 """Behind the type of a pointer to whole 16 bytes, which every buffer starts at: see `runtime.gpu`."""
 
-ATOMIC: Mapping[str, frozenset[str]] = {
-    "sum": frozenset(("int32", "int64", "float32", "float64")),
-    "max": frozenset(("int32", "int64", "float32")),
-    "min": frozenset(("int32", "int64", "float32")),
-}
-"""What numbers in memory are combined by without losing some, of those that take part at the same time."""
-
-
-def has_atomic(mode: str, dtype: str) -> bool:
-    """Can a store combine numbers in memory?"""
-    return dtype in ATOMIC.get(mode, ())
-
 
 def register_type(dtype: str) -> str:
     """The Triton type in which values of a dtype are computed: 16-bit floats are float32 values that they can hold."""

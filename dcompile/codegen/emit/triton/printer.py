@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
-from dcompile.codegen.emit.triton.tiling import MULTIPROCESSORS, Dim, Plan, count, row_number
+from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, Dim, Plan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import (

@@ -6,7 +6,7 @@ from math import prod
 
 from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.emit.triton.printer import Class, Text
-from dcompile.codegen.emit.triton.tiling import Dim
+from dcompile.codegen.nest.gpu_tiling import Dim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from dcompile.codegen.emit.target import KernelSource, Launch, Product
 from dcompile.codegen.emit.triton.library import HEADER
 from dcompile.codegen.emit.triton.ops import POINTERS
-from dcompile.codegen.emit.triton.tiling import power_of_two
+from dcompile.codegen.nest.gpu_tiling import power_of_two
 from dcompile.ir.index import contiguous_strides, exact_quotient
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Extern, Program, View
 

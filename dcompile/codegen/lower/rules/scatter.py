@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from dcompile.codegen.emit.triton.ops import has_atomic
 from dcompile.codegen.lower.context import Lowering, dtype_name
 from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed, constant, constant_of, fresh, from_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
@@ -23,6 +22,7 @@ from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library, scatters_by_library
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, ranges_of, variables
+from dcompile.codegen.nest.device_traits import has_atomic
 from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dcompile.codegen.emit.triton.tiling import reach
+from dcompile.codegen.nest.device_traits import on_gpu
+from dcompile.codegen.nest.gpu_tiling import reach
 from dcompile.codegen.schedule.fusion.iteration_space import respace
-from dcompile.codegen.schedule.fusion.split_reductions import on_gpu
 from dcompile.ir.analysis import inner_names
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Loop, Program, Reduce, Scan, Step

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from dcompile.codegen.emit.host.gemm_geometry import DTYPES, lying
 from dcompile.codegen.nest.loop_nest import stride
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
 from dcompile.ir.canonical_names import buffers_in, renamed
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout
 from dcompile.ir.index import ZERO, Index, substitute, var
 from dcompile.ir.nodes import (
     Buffer,
@@ -131,12 +131,16 @@ def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
             return None
     buffer = table[out]
     result = View(out, buffer.shape, buffer.strides)
-    if buffer.dtype not in DTYPES or not buffer.device.startswith("cuda") or buffer.extent != _elements(result):
+    if (
+        buffer.dtype not in TENSOR_CORE_DTYPES
+        or not buffer.device.startswith("cuda")
+        or buffer.extent != _elements(result)
+    ):
         return None
     if any(table[view.buffer].dtype != buffer.dtype for view in (left, right)):
         return None
-    fits = all(lying(view, buffer.dtype) is not None and _reach(view) < REACH for view in (left, right, result))
-    return buffer if fits and lying(result, buffer.dtype) == (False, buffer.shape[1]) else None
+    fits = all(gemm_layout(view, buffer.dtype) is not None and _reach(view) < REACH for view in (left, right, result))
+    return buffer if fits and gemm_layout(result, buffer.dtype) == (False, buffer.shape[1]) else None
 
 
 def _elements(view: View) -> int:
@@ -146,7 +150,7 @@ def _elements(view: View) -> int:
 
 def _reach(view: View) -> int:
     numbers = [n for n in (*view.shape, *view.strides, view.offset) if isinstance(n, int)]
-    rows, columns, down, right, offset = numbers  # seen by `lying`
+    rows, columns, down, right, offset = numbers  # seen by `gemm_layout`
     return offset + (rows - 1) * down + (columns - 1) * right + 1
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dcompile.codegen.emit.triton.tiling import MULTIPROCESSORS, PERSISTENT
+from dcompile.codegen.nest.device_traits import on_gpu
+from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, PERSISTENT
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import merge, without
-from dcompile.codegen.schedule.fusion.split_reductions import on_gpu
 from dcompile.ir.index import size_product, typical
 from dcompile.ir.nodes import Apply, Buffer, Loop, Program, Reduce, Ref, Step, Value
 

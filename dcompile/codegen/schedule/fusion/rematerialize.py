@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, masked, moved, put
-from dcompile.codegen.schedule.fusion.split_reductions import on_gpu
 from dcompile.ir.analysis import behind, ranges, runtime_refs, turning_point
 from dcompile.ir.index import Index, Ranges, substitute, typical, var
 from dcompile.ir.nodes import (

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.emit.triton.ops import has_atomic
-from dcompile.codegen.emit.triton.tiling import (
+from dcompile.codegen.nest.device_traits import has_atomic, on_gpu
+from dcompile.codegen.nest.gpu_tiling import (
     COLUMN_ROWS,
     COLUMNS,
     MULTIPROCESSORS,
@@ -89,11 +89,6 @@ def fuse_sums(program: Program) -> Program:
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
     return fuse(program) if any(on_gpu(loop, table) for loop in loops) else program
-
-
-def on_gpu(loop: Loop, table: Mapping[str, Buffer]) -> bool:
-    """Does the loop write GPU memory?"""
-    return any(table[store.buffer].device != "cpu" for store in loop.stores)
 
 
 # --- column reductions ------------------------------------------------------------------------------------------------

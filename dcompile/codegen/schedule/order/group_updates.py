@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from dcompile.codegen.schedule.fusion.split_reductions import on_gpu
+from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.ir.canonical_names import nameless
 from dcompile.ir.nodes import Buffer, Loop, Program, Step, holder_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.emit.triton.tiling import make_plan
+from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Store
 from tests.codegen.emit import loops

@@ -1,0 +1,24 @@
+"""What lowering and scheduling may ask about the device that a loop runs on, without knowing its target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dcompile.ir.nodes import Buffer, Loop
+
+ATOMIC: Mapping[str, frozenset[str]] = {
+    "sum": frozenset(("int32", "int64", "float32", "float64")),
+    "max": frozenset(("int32", "int64", "float32")),
+    "min": frozenset(("int32", "int64", "float32")),
+}
+"""What numbers in memory are combined by without losing some, of those that take part at the same time."""
+
+
+def has_atomic(mode: str, dtype: str) -> bool:
+    """Can a store combine numbers in memory?"""
+    return dtype in ATOMIC.get(mode, ())
+
+
+def on_gpu(loop: Loop, table: Mapping[str, Buffer]) -> bool:
+    """Does the loop write GPU memory?"""
+    return any(table[store.buffer].device != "cpu" for store in loop.stores)

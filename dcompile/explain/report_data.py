@@ -1,0 +1,299 @@
+"""What dcompile makes of a model, as data and as lines of text: graphs, breaks, kernels, library calls, collectives."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcompile.collectives.contract import Report as Counts
+from dcompile.explain.collective_table import Exchange, exchange_lines, exchanges_of
+from dcompile.explain.export import timeline_lines
+from dcompile.explain.receipt import Receipt
+from dcompile.explain.sources import Source
+from dcompile.explain.timeline import Timeline
+from dcompile.explain.timeline_bars import duration
+from dcompile.ir.diagram import buffer_bytes, bytes_text
+from dcompile.ir.nodes import Extern, Loop, Program
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo had to end a graph, and why."""
+
+    reason: str
+    source: Source | None
+
+    def __str__(self) -> str:
+        lines = [line.strip() for line in self.reason.strip().splitlines()] or ["no reason given"]
+        lines = [lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Hint:")))]
+        return "\n    ".join([*lines, *([f"at {self.source}"] if self.source else [])])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step of a program: a kernel of ours, or a library call. Bytes are None where sizes are symbolic.
+
+    `read` and `written` count each buffer once, whole: an embedding counts its table, though it looks at a few rows.
+    """
+
+    name: str
+    """The kernel, or the op."""
+    origin: tuple[str, ...]
+    modules: tuple[str, ...]
+    """Paths of modules; the op and its line where it stands in no module."""
+    read: int | None
+    written: int | None
+    fallback: bool = False
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One program: the forward, the backward or the inference of one graph of Dynamo's."""
+
+    name: str
+    kind: str
+    operations: int
+    """Of ATen, before lowering."""
+    kernels: tuple[Call, ...]
+    library_calls: tuple[Call, ...]
+    exchanges: tuple[Exchange, ...]
+    program: Program = field(repr=False)
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """By the cost model, its last wait included, as the next one; both 0 where nothing is exchanged."""
+    exposed: float = 0.0
+    """How long nothing is computed because a collective is waited for."""
+
+    @property
+    def fallbacks(self) -> tuple[Call, ...]:
+        return tuple(call for call in self.library_calls if call.fallback)
+
+    @property
+    def read(self) -> int | None:
+        return _sum(call.read for call in (*self.kernels, *self.library_calls))
+
+    @property
+    def written(self) -> int | None:
+        return _sum(call.written for call in (*self.kernels, *self.library_calls))
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """All that a report of a model shows."""
+
+    model: str
+    adapter: str
+    graphs: tuple[GraphReport, ...]
+    breaks: tuple[GraphBreak, ...]
+    guards: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Why gradients are left to DDP's own reducer."""
+    notes: tuple[str, ...] = ()
+    receipt: Receipt | None = None
+    """Of a model that has run a compiled step."""
+    timeline: Timeline | None = None
+    """What `dcompile.profile` measured of it last."""
+
+    @property
+    def fallbacks(self) -> tuple[Call, ...]:
+        return tuple(call for graph in self.graphs for call in graph.fallbacks)
+
+
+def describe_program(
+    name: str,
+    kind: str,
+    program: Program,
+    kernel_names: Iterable[str],
+    products: Mapping[int, str],
+    *,
+    operations: int,
+    sources: Mapping[str, Source],
+    parameters: Mapping[int, str],
+    counts: Counts,
+) -> GraphReport:
+    """`kernel_names` of all loops, in order; `products`: position among the steps -> our kernel that multiplies there.
+
+    `sources` maps what stands in a step's origin to the user's line; `parameters` a number to its name.
+    """
+    kernels, library = [], []
+    names = iter(kernel_names)
+    for position, step in enumerate(program.steps):
+        match step:
+            case Loop():
+                kernels.append(_call(next(names), step, program, sources))
+            case Extern() if position in products:
+                kernels.append(_call(products[position], step, program, sources))
+            case Extern():
+                library.append(_call(step.op, step, program, sources))
+            case _:
+                pass
+    exchanges = tuple(exchanges_of(program, parameters, counts.schedule))
+    seconds, exposed = counts.predicted_us / 1e6, counts.exposed_us / 1e6
+    return GraphReport(
+        name,
+        kind,
+        operations,
+        tuple(kernels),
+        tuple(library),
+        exchanges,
+        program,
+        tuple(counts.notes),
+        seconds,
+        exposed,
+    )
+
+
+def _call(name: str, step: Loop | Extern, program: Program, sources: Mapping[str, Source]) -> Call:
+    modules = dict.fromkeys(text.partition(": ")[0] for text in step.origin)
+    source = next((sources[text] for text in step.origin if text in sources), None)
+    read, written = _bytes(step.reads, program), _bytes(step.writes, program)
+    return Call(name, step.origin, tuple(modules), read, written, isinstance(step, Extern) and step.fallback, source)
+
+
+def _bytes(names: Iterable[str], program: Program) -> int | None:
+    table = program.table
+    return _sum(buffer_bytes(table[name]) for name in names if name in table)
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def text_lines(report: ReportData) -> Iterator[str]:
+    yield f"{report.model}: {summary(report)}"
+    yield f"gradients: {'; '.join(report.reasons) or _gradients(report)}"
+    if report.receipt is not None:
+        yield from (f"receipt: {line}" for line in str(report.receipt).splitlines())
+    if report.timeline is not None:
+        yield from timeline_lines(report.timeline)
+    for number, found in enumerate(report.breaks, 1):
+        yield f"graph break {number}: {found}"
+    for graph in report.graphs:
+        yield ""
+        yield f"{graph.name}: {headline(graph)}"
+        yield from _section("kernels", graph.kernels)
+        yield from _section("library calls", [call for call in graph.library_calls if not call.fallback])
+        yield from _section("fallbacks", graph.fallbacks, with_source=True)
+        if graph.exchanges:
+            yield "  collectives"
+            yield from (f"    {line}" for exchange in graph.exchanges for line in exchange_lines(exchange))
+        yield from (f"  note: {note}" for note in graph.notes)
+    if report.guards:
+        kinds = Counter(guard.partition(" ")[0] for guard in report.guards)
+        yield ""
+        yield f"guards: {', '.join(f'{kind} x{count}' for kind, count in kinds.most_common())}"
+    yield from (f"note: {note}" for note in report.notes)
+
+
+def summary(report: ReportData) -> str:
+    """The first line, after the model's name."""
+    count = len({re.sub(r"\D", "", graph.name) for graph in report.graphs})
+    return (
+        f"{_count(count, 'graph')}, {_count(len(report.breaks), 'graph break')}, "
+        f"{_count(sum(len(graph.kernels) for graph in report.graphs), 'kernel call')}, "
+        f"{_count(len(report.fallbacks), 'fallback')}"
+    )
+
+
+def _gradients(report: ReportData) -> str:
+    if report.adapter == "plain":
+        return "nothing to reduce, the model is neither in DistributedDataParallel nor in fully_shard"
+    if report.adapter in ("fsdp1", "fsdp2"):
+        return "reduced inside the compiled backward, to shards; parameters are gathered in the compiled graphs"
+    return "reduced inside the compiled backward"
+
+
+def headline(graph: GraphReport) -> str:
+    """A graph in one line."""
+    distinct = len({call.name for call in graph.kernels})
+    arena = graph.program.arena_bytes
+    foreseen = f"; by the cost model {duration(graph.seconds)}, {duration(graph.exposed)} exposed"
+    return (
+        f"{_count(graph.operations, 'operation')} -> {_count(len(graph.kernels), 'kernel call')} of "
+        f"{_count(distinct, 'kernel')}, {_count(len(graph.library_calls) - len(graph.fallbacks), 'library call')}, "
+        f"{_count(len(graph.fallbacks), 'fallback')}, {_count(len(graph.exchanges), 'collective')}; reads "
+        f"{size_text(graph.read)}, writes {size_text(graph.written)}"
+        f"{f', arena of {bytes_text(arena)}' if isinstance(arena, int) else ''}"
+        f"{foreseen if graph.exchanges else ''}"
+    )
+
+
+def _section(title: str, calls: Iterable[Call], with_source: bool = False) -> Iterator[str]:
+    rows = list(grouped(calls, with_source=with_source))
+    if not rows:
+        return
+    yield f"  {title}"
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        times = f"x{row.calls}" if row.calls > 1 else ""
+        sizes = f"reads {size_text(row.read)}, writes {size_text(row.written)}"
+        yield f"    {row.name:{width}} {times:4} {sizes:34} {', '.join(row.modules)}".rstrip()
+        if with_source and row.source is not None:
+            yield f"      at {row.source}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Calls of the same kernel or op: how many, with all that they move, and the modules that they came from."""
+
+    name: str
+    calls: int
+    read: int | None
+    written: int | None
+    modules: tuple[str, ...]
+    source: Source | None
+
+
+def grouped(calls: Iterable[Call], with_source: bool = False) -> Iterator[Row]:
+    """One row for each kernel or op, in order of the first call; with sources, one for each line of source."""
+    key: Callable[[Call], Any] = (lambda call: (call.name, call.source)) if with_source else (lambda call: call.name)
+    found: dict[Any, list[Call]] = {}
+    for call in calls:
+        found.setdefault(key(call), []).append(call)
+    for same in found.values():
+        read, written = _sum(call.read for call in same), _sum(call.written for call in same)
+        modules = collapsed(module for call in same for module in call.modules)
+        yield Row(same[0].name, len(same), read, written, modules, same[0].source)
+
+
+def collapsed(modules: Iterable[str]) -> tuple[str, ...]:
+    """Paths that differ in numbers alone as one: `layers.0.mlp.1` and `layers.1.mlp.1` become `layers.0-1.mlp.1`."""
+    found: dict[tuple[str, ...], list[list[str]]] = {}
+    for module in dict.fromkeys(modules):
+        parts = module.split(".")
+        found.setdefault(tuple("*" if part.isdigit() else part for part in parts), []).append(parts)
+    columns = (zip(*same, strict=True) for same in found.values())
+    return tuple(".".join(parts[0] if len(set(parts)) == 1 else _runs(parts) for parts in column) for column in columns)
+
+
+def _runs(numbers: Iterable[str]) -> str:
+    """`0-3`, or `{0-3,7}`."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(set(map(int, numbers))):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    texts = [f"{first}-{last}" if first < last else str(first) for first, last in runs]
+    return texts[0] if len(texts) == 1 else f"{{{','.join(texts)}}}"
+
+
+def size_text(count: int | None) -> str:
+    """Bytes for people; sizes that only run time knows have none."""
+    return "?" if count is None else bytes_text(count)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -12,15 +12,15 @@ from torch.nn import Module
 from dcompile import artifacts, compat
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.entry import compile_function, compile_module, find_model
-from dcompile.capture.services import Toolbox
+from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.communication.ddp_buckets import Buckets, average
+from dcompile.runtime.communication.ddp_buckets import BucketSet, average
 from dcompile.runtime.communication.fsdp_shards import Shards
-from dcompile.runtime.coordination.agreement import agree, said_by_any
+from dcompile.runtime.coordination.agreement import agree, any_rank_objection
 from dcompile.runtime.measure.calibration import figures_for
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -110,23 +110,23 @@ def compile(
     return apply if model is None else apply(model)
 
 
-def make_toolbox(config: Config) -> Toolbox:
+def make_toolbox(config: Config) -> Services:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
     saves_memory = "option recompute is memory" if config.recompute == "memory" else ""
     shards = functools.partial(
         Shards, gathers=config.gathers, shard_copies=config.shard_copies, saves_memory=saves_memory
     )
-    return Toolbox(
+    return Services(
         compiler,
-        Buckets,
+        BucketSet,
         agree,
         average,
         print_receipt,
         shards,
         compiler.meet,
         figures_for(config),
-        said_by_any,
+        any_rank_objection,
         _all_idle,
     )
 

@@ -13,7 +13,7 @@ import torch
 from dcompile.codegen.emit.host.gemm_geometry import geometry, worth_measuring
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue
-from dcompile.codegen.schedule.fusion.matmul_epilogue import Ending, endings, with_tile
+from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, endings, with_tile
 from dcompile.errors import BuildError
 from dcompile.ir.gemm import Algorithm, Chosen, Geometry
 from dcompile.ir.nodes import Extern, Loop, Program, Tile, View
@@ -78,12 +78,12 @@ class Tuner:
                 reason = str(error).strip().splitlines()[0]
                 notes.append(f"max_autotune: no product ends in a loop, since kernels to measure failed: {reason}")
         chosen = {kind: tile for kind in kinds if (tile := self._tiles[kind]) is not None}
-        return chosen, [*notes, *said(kinds, chosen)]
+        return chosen, [*notes, *receipt_notes(kinds, chosen)]
 
     def _contests(
         self,
         program: Program,
-        new: Mapping[Loop, Ending],
+        new: Mapping[Loop, EpilogueCandidate],
         device: torch.device,
         arch: int,
         build: Build,
@@ -103,7 +103,7 @@ class Tuner:
             product, buffers = ending.joint.product, ending.joint.reads | ending.joint.writes
             assert product is not None, "an ending has a product"
             shape = _geometry(program, ending)
-            contest = autotune.Contest(
+            contest = autotune.EpilogueContest(
                 tuple(table[name] for name in sorted(buffers | {product.out})),
                 tuple(view for view in product.call.args if isinstance(view, View)),
                 product.out,
@@ -120,9 +120,9 @@ class Tuner:
         return result
 
 
-def worth_ending(program: Program) -> dict[Loop, list[Ending]]:
+def worth_ending(program: Program) -> dict[Loop, list[EpilogueCandidate]]:
     """The endings of a program, by kind: those whose products are much of its multiplications."""
-    kinds: dict[Loop, list[Ending]] = {}
+    kinds: dict[Loop, list[EpilogueCandidate]] = {}
     for ending in endings(program):
         kinds.setdefault(ending.kind, []).append(ending)
     shapes = (geometry(step, program.table) for step in program.steps if isinstance(step, Extern))
@@ -130,7 +130,7 @@ def worth_ending(program: Program) -> dict[Loop, list[Ending]]:
     return {kind: found for kind, found in kinds.items() if sum(e.flops for e in found) >= SHARE * total}
 
 
-def outlook(program: Program) -> list[str]:
+def forecast_notes(program: Program) -> list[str]:
     """For a report on a program that is only planned."""
     kinds = worth_ending(program)
     which = [f"{len(found)} of {_shape(kind)} in {_operations(found[0])}" for kind, found in kinds.items()]
@@ -139,7 +139,7 @@ def outlook(program: Program) -> list[str]:
     return [f"{line}: {', '.join(which)}"] if which else []
 
 
-def said(kinds: Mapping[Loop, Sequence[Ending]], chosen: Mapping[Loop, Tile]) -> list[str]:
+def receipt_notes(kinds: Mapping[Loop, Sequence[EpilogueCandidate]], chosen: Mapping[Loop, Tile]) -> list[str]:
     """For the receipt: how many products could end in loops, and which do."""
     if not kinds:
         return []
@@ -160,7 +160,7 @@ def _shape(kind: Loop) -> str:
     return f"{left.shape[0]}x{right.shape[1]}x{left.shape[1]}"
 
 
-def _operations(ending: Ending) -> str:
+def _operations(ending: EpilogueCandidate) -> str:
     """What the loop does, by the names of operations where the user's were traced."""
     found = (name for text in ending.joint.origin for name in re.findall(r"\baten\.(\w+)", text))
     assert ending.joint.product is not None, "an ending has a product"
@@ -168,25 +168,25 @@ def _operations(ending: Ending) -> str:
     return "+".join(dict.fromkeys(name for name in found if name != product)) or "a copy"
 
 
-def _geometry(program: Program, ending: Ending) -> Geometry | None:
+def _geometry(program: Program, ending: EpilogueCandidate) -> Geometry | None:
     step = program.steps[ending.product]
     assert isinstance(step, Extern), "products are library calls"
     return geometry(step, program.table)
 
 
-def _separate(program: Program, ending: Ending) -> KernelSource:
+def _separate(program: Program, ending: EpilogueCandidate) -> KernelSource:
     """The kernel of the loop alone."""
     loop = program.steps[ending.position]
     assert isinstance(loop, Loop), "products end in loops"
     return kernel.emit(loop, program.table)
 
 
-def _started(source: KernelSource, archives: Mapping[str, Path]) -> tuple[autotune.Started, ...]:
+def _started(source: KernelSource, archives: Mapping[str, Path]) -> tuple[autotune.CandidateLaunch, ...]:
     """How a kernel is started by itself."""
     given: tuple[str | int, ...] = (*source.arguments, *source.numbers)
     found = []
     for launch in source.launches:
         assert isinstance(launch.grid, int), "loops of known size"
         names = tuple(given[place] for place in launch.arguments)
-        found.append(autotune.Started(archives[source.name], launch.function, launch.grid, names))
+        found.append(autotune.CandidateLaunch(archives[source.name], launch.function, launch.grid, names))
     return tuple(found)

@@ -16,7 +16,7 @@ from dcompile import compat
 from dcompile.api import make_toolbox
 from dcompile.artifacts import own_dump
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.dynamo_backend import Graph
+from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import compile_function, compiled_call
 from dcompile.config import Config
 
@@ -29,7 +29,7 @@ def dcompile_backend(
     """Compile one graph on its own, as any TorchDynamo backend: for callers that go past the interception."""
     config = own_dump(Config.make(mode, options))
     model = CompiledModel(Settings(config), make_toolbox(config))
-    return Graph(model, example_inputs).compile(gm, example_inputs)
+    return DynamoGraph(model, example_inputs).compile(gm, example_inputs)
 
 
 def handle_compile(context: Any, fn: Any) -> Any:

@@ -29,16 +29,16 @@ from dcompile.runtime.cache.key import (
     without_groups,
     without_numbers,
 )
-from dcompile.runtime.coordination.artifact_sharing import Sharing
-from dcompile.runtime.coordination.heartbeat import Alone, Peers, peers_of
-from dcompile.runtime.cuda_graphs.trees import Replayed, Tree
+from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
+from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
+from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
 from dcompile.runtime.program.artifact import Loadable
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.runtime.program.workspace import Workspaces
 from dcompile.toolchain import own_products, products_key
 
 if TYPE_CHECKING:
-    from dcompile.pipeline import Begun, Pipeline
+    from dcompile.pipeline import PendingGraph, Pipeline
 
 
 class CachingCompiler:
@@ -46,17 +46,17 @@ class CachingCompiler:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._trees: dict[str, Tree] = {}
+        self._trees: dict[str, GraphTree] = {}
         """One for each device that programs are replayed on."""
-        self._peers = Alone()
-        self._sharing: Sharing | None = None
+        self._peers = SingleProcess()
+        self._sharing: ArtifactSharing | None = None
         self._reasons: dict[str, str] = {}
         """Name of a graph -> why it was compiled here, though another rank had claimed it."""
         self._begun_elsewhere = ""
         """Key of the kernel of matrix products, where another rank has begun it."""
         self._workspaces = Workspaces()
         self._made: Pipeline | None = None
-        self._begun: dict[tuple[str, str | None], Begun] = {}
+        self._begun: dict[tuple[str, str | None], PendingGraph] = {}
         """(name, key) -> a graph that was foreseen, and is planned."""
         if config.skip or config.until:
             self._pipeline()  # says now if there is no such pass
@@ -68,12 +68,12 @@ class CachingCompiler:
             self._made = Pipeline(self.config)
         return self._made
 
-    def meet(self, group: Any) -> Alone:
+    def meet(self, group: Any) -> SingleProcess:
         """The line to the other ranks of a process group, with which graphs are shared from now on."""
         peers = peers_of(group)
-        self._peers = Alone() if peers is None else peers
-        shares = isinstance(peers, Peers) and self.config.share_artifacts and not self._compiles_anew()
-        self._sharing = Sharing(peers, self.config.compile_timeout_s) if peers is not None and shares else None
+        self._peers = SingleProcess() if peers is None else peers
+        shares = isinstance(peers, PeerCoordinator) and self.config.share_artifacts and not self._compiles_anew()
+        self._sharing = ArtifactSharing(peers, self.config.compile_timeout_s) if peers is not None and shares else None
         return self._peers
 
     def decompositions(self) -> dict[Any, Any]:
@@ -146,9 +146,11 @@ class CachingCompiler:
         if device not in self._trees:
             from dcompile.runtime.cuda_graphs.recorder import CudaRecorder
 
-            self._trees[device] = Tree(CudaRecorder(torch.device(device)))
+            self._trees[device] = GraphTree(CudaRecorder(torch.device(device)))
         whole = storage_offsets.looked_beyond(gm)
-        return Replayed(program, self._trees[device], results=request.results, saved=bool(request.saved), whole=whole)
+        return ReplayedExecutable(
+            program, self._trees[device], results=request.results, saved=bool(request.saved), whole=whole
+        )
 
     def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:
         try:

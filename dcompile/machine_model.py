@@ -69,7 +69,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupSize:
     """A process group: how many ranks it has, and which communicator it is, whose collectives run one after another.
 
     `replicas`: among how many of its like what it has reduced is summed up again (HSDP). `copies`: its gathers are

@@ -26,15 +26,15 @@ from dcompile.codegen.schedule.fusion.inner_loop_order import order_rows
 from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
 from dcompile.codegen.schedule.fusion.matmul_epilogue import end_products
 from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
-from dcompile.codegen.schedule.fusion.rematerialize import compute_again
-from dcompile.codegen.schedule.fusion.split_reductions import fuse_sums, spread_columns, spread_rows
+from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
+from dcompile.codegen.schedule.fusion.split_reductions import refuse_after_split, spread_columns, spread_rows
 from dcompile.codegen.schedule.memory.reorder_for_peak import plan_frugally
 from dcompile.codegen.schedule.order.dependences import drop_dead
 from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
 from dcompile.codegen.schedule.order.group_updates import bring_together
 from dcompile.codegen.schedule.order.overlap_collectives import overlap, predicted
 from dcompile.collectives.coalesce_small import pack_small
-from dcompile.collectives.contract import Report, Request
+from dcompile.collectives.contract import ProgramReport, Request
 from dcompile.collectives.ddp_all_reduce import insert_buckets
 from dcompile.collectives.fold_average import scale_products
 from dcompile.collectives.fsdp_all_gather import insert_gathers
@@ -79,13 +79,13 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: reorient_columns(program), "reorient_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
     # after fusion, which leaves in memory what a reduction stands between
-    Pass(lambda program, _: compute_again(program), "compute_again", needs_loops=True),
+    Pass(lambda program, _: rematerialize(program), "compute_again", needs_loops=True),
     # after fusion, which knows loops of one space by the order of their axes
     Pass(lambda program, _: order_rows(program), "order_rows", reorders_sums=True, needs_loops=True),
     # after fusion, which decides how many rows and columns a kernel has
     Pass(lambda program, _: spread_columns(program), "spread_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: spread_rows(program), "spread_rows", reorders_sums=True, needs_loops=True),
-    Pass(lambda program, _: fuse_sums(program), "fuse_sums", needs_loops=True),
+    Pass(lambda program, _: refuse_after_split(program), "fuse_sums", needs_loops=True),
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
     Pass(lambda program, request: _bucketed(program, request), "insert_buckets", required=True),
     Pass(lambda program, _: scale_products(program), "scale_products"),
@@ -134,23 +134,23 @@ print(show(fuse(reorient_columns(program))))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProgramPlan:
     """What is known of a graph before anything is built."""
 
     lowered: Lowered
     program: Program
     kernels: Kernels
-    report: Report
+    report: ProgramReport
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PendingGraph:
     """A graph that is planned, and whose kernels are being compiled."""
 
-    plan: Plan
+    plan: ProgramPlan
     source: str
     """Its host program."""
-    building: triton_compile.Both
+    building: triton_compile.PendingBuild
 
     @property
     def waits(self) -> bool:
@@ -168,11 +168,11 @@ class Pipeline:
             if wanted not in names:
                 raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
         self._compilers = build.Compilers(config)
-        self._crews: dict[int, triton_compile.Crew] = {}
+        self._crews: dict[int, triton_compile.WorkerPool] = {}
         """Those who compile kernels for GPUs of one compute capability, for all graphs."""
         self._tuner = Tuner()
 
-    def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> Plan:
+    def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
         """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
@@ -189,9 +189,9 @@ class Pipeline:
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         report.notes += lowered.declined
-        return Plan(lowered, program, kernels, report)
+        return ProgramPlan(lowered, program, kernels, report)
 
-    def begin(self, gm: Any, request: Request, cache: KernelCache) -> Begun:
+    def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
         arch = self._arch(gm)
         if arch is not None:
@@ -211,14 +211,14 @@ class Pipeline:
             "host",
             lambda: host_program.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen, saved=saved),
         )
-        return Begun(plan, source, building)
+        return PendingGraph(plan, source, building)
 
     def _why_not_tuned(self, gm: Any) -> str:
         if _devices(gm) <= {torch.device("cpu")}:
             return "it measures products on GPUs, and this graph runs on the CPU"
         return "it measures products beside kernels of ours, and this graph runs on ATen's"
 
-    def _chosen(self, plan: Plan, gm: Any) -> Chosen:
+    def _chosen(self, plan: ProgramPlan, gm: Any) -> Chosen:
         """By measuring: algorithms for large matrix products. The receipt says what it came to."""
         if torch.are_deterministic_algorithms_enabled():
             plan.report.notes.append("max_autotune: nothing is measured, for another run might choose otherwise")
@@ -243,7 +243,7 @@ class Pipeline:
 
         return measure
 
-    def finish(self, begun: Begun, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
+    def finish(self, begun: PendingGraph, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
         """The rest: build."""
         plan, source, building = begun.plan, begun.source, begun.building
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
@@ -269,19 +269,19 @@ class Pipeline:
         major, minor = torch.cuda.get_device_capability(next(iter(gpus)))
         return 10 * major + minor
 
-    def _crew(self, arch: int, cache: KernelCache) -> triton_compile.Crew:
-        return self._crews.setdefault(arch, triton_compile.Crew(arch, cache.directory))
+    def _crew(self, arch: int, cache: KernelCache) -> triton_compile.WorkerPool:
+        return self._crews.setdefault(arch, triton_compile.WorkerPool(arch, cache.directory))
 
-    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_compile.Both:
+    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_compile.PendingBuild:
         """Have all kernels compiled."""
         sources = [source for source in kernels.sources if not source.launches]
         others = [source for source in kernels.sources if source.launches]
         if not others:
-            return triton_compile.Both(self._compiled(sources, cache), None)
+            return triton_compile.PendingBuild(self._compiled(sources, cache), None)
         assert arch is not None, "a graph with kernels for a GPU is on one"
-        theirs = triton_compile.Building(others, arch, self.config, cache, self._crew(arch, cache))
+        theirs = triton_compile.TritonBuild(others, arch, self.config, cache, self._crew(arch, cache))
         launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
-        return triton_compile.Both(self._compiled([*sources, launcher], cache), theirs)
+        return triton_compile.PendingBuild(self._compiled([*sources, launcher], cache), theirs)
 
     def _compiled(self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False) -> build.Building:
         return self._compilers.begin(sources, cache, early=early, aliases={gemm.source().name: products_key()})
@@ -411,14 +411,14 @@ def _why_not_gpu(devices: set[torch.device]) -> str | None:
     return None
 
 
-def _report(program: Program, kernels: Kernels) -> Report:
+def _report(program: Program, kernels: Kernels) -> ProgramReport:
     loops = [step for step in program.steps if isinstance(step, Loop)]
     externs = [step for step in program.steps if isinstance(step, Extern)]
     fallbacks: dict[str, int] = {}
     for step in externs:
         if step.fallback:
             fallbacks[step.op] = fallbacks.get(step.op, 0) + 1
-    return Report(
+    return ProgramReport(
         kernels=len(kernels.sources),
         kernel_calls=len(loops) + len(kernels.products),
         library_calls=sum(not step.fallback for step in externs) - len(kernels.products),

@@ -22,7 +22,7 @@ BYTE = 255
 def poisoned(byte: int = BYTE) -> Iterator[None]:
     """Fill arenas before each call, and all memory of results as it is given out; for programs made in here."""
     from dcompile.runtime.program import fast_aten
-    from dcompile.runtime.program.arena import Fresh, Recycled
+    from dcompile.runtime.program.arena import RecycledResultMemory, ReusedResultMemory
     from dcompile.runtime.program.workspace import Workspace
 
     prepare = Workspace.call
@@ -36,8 +36,8 @@ def poisoned(byte: int = BYTE) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Workspace, "call", call))
         for owner, name in (
-            (Fresh, "__call__"),
-            (Recycled, "__call__"),
+            (ReusedResultMemory, "__call__"),
+            (RecycledResultMemory, "__call__"),
             (fast_aten, "empty_cpu"),
             (fast_aten, "empty_cuda"),
         ):

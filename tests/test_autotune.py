@@ -62,7 +62,7 @@ def test_each_kind_is_measured_once_and_the_receipt_says_what_it_came_to(contest
     (tile,) = chosen.values()
     assert tile == autotune.tiles(90, 132)[1]
     assert notes == [f"max_autotune: 2 of 3 products end in the loop behind them: 2 of 64x64x64 in add ({tile})"]
-    assert autotune.outlook(PROGRAM) == [
+    assert autotune.forecast_notes(PROGRAM) == [
         "max_autotune: 3 products may end in the loop behind them, which compiling measures: "
         "2 of 64x64x64 in add, 1 of 64x64x64 in relu"
     ]

@@ -18,7 +18,7 @@ import dcompile
 from dcompile.collectives.contract import BucketRule, ParamInfo, Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
-from dcompile.pipeline import Begun, Pipeline
+from dcompile.pipeline import PendingGraph, Pipeline
 from dcompile.runtime.cache import disk as cache_module
 from tests import compiled_once, nursery
 from tests.distributed.harness import Ranks
@@ -97,7 +97,7 @@ def test_a_backward_is_planned_while_the_forward_is_built(go_on, begun, tmp_path
 
     monkeypatch.setattr(Pipeline, "begin", begin)
     monkeypatch.setattr(Pipeline, "finish", finish)
-    monkeypatch.setattr(Begun, "waits", True)
+    monkeypatch.setattr(PendingGraph, "waits", True)
     torch.manual_seed(0)
     model, x = Several(), torch.randn(4, 8)
     go_on(*model(x)).backward()

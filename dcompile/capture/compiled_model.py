@@ -16,15 +16,15 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.eager_regions import Between
-from dcompile.capture.adapters.fsdp_common import GivenBack, ShardedAdapter
+from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
+from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.capture_digest import compare_captures, compare_surroundings
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
 from dcompile.capture.passes.dynamo.grouped_experts import group_loop
 from dcompile.capture.passes.dynamo.sync_batch_norm import sync_batch_norm
-from dcompile.capture.services import GradientBuckets, Line, Peers, ShardedParameters, Toolbox
+from dcompile.capture.services import GradientBuckets, Line, Peers, Services, ShardedParameters
 from dcompile.collectives.contract import Executable
 from dcompile.config import Config
 from dcompile.gc_pause import without_collecting
@@ -62,7 +62,7 @@ class Invocation:
 
 
 @dataclass(eq=False)
-class Synced:
+class SynchronizedBackward:
     """One backward that reduces gradients."""
 
     behind: bool
@@ -84,7 +84,7 @@ class Variant:
 
 
 class CapturedGraph(Protocol):
-    """A Dynamo graph with its programs (`graph_runner.Programs`), as the state of a model sees it."""
+    """A Dynamo graph with its programs (`graph_runner.GraphPrograms`), as the state of a model sees it."""
 
     number: int
     training: bool
@@ -104,7 +104,7 @@ class CapturedGraph(Protocol):
 class CompiledModel:
     """One compile call's state. It holds neither the module nor its parameters: cached code may outlive them."""
 
-    def __init__(self, settings: Settings, toolbox: Toolbox) -> None:
+    def __init__(self, settings: Settings, toolbox: Services) -> None:
         self.settings = settings
         self.toolbox = toolbox
         self.adapter: PlainAdapter = PlainAdapter()
@@ -112,7 +112,7 @@ class CompiledModel:
         self.graphs: list[CapturedGraph] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
-        self.between: Between | None = None
+        self.between: EagerRegionMonitor | None = None
         """What looks after eager code between these programs."""
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
@@ -128,7 +128,7 @@ class CompiledModel:
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
         self._tokens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         """That a backward is not to reduce, and that it is, for adapters that are asked at each call."""
-        self._synced: dict[int, Synced] = {}
+        self._synced: dict[int, SynchronizedBackward] = {}
         self._all_idle: GradientBuckets | None = None
         """What calls beside the compiled graphs reduce through."""
         self._flushing: set[tuple[int, int]] = set()
@@ -154,7 +154,7 @@ class CompiledModel:
         self.shards, self.between, self._refusal, self._all_idle, self.pool = None, None, None, None, {}
         if isinstance(adapter, ShardedAdapter) and adapter.eligible:
             self.shards = self.toolbox.make_shards(adapter.units, adapter.groups)
-            self.between = Between(adapter)
+            self.between = EagerRegionMonitor(adapter)
         self._reported, self._owes_report = set(), False
 
     def has_moved(self) -> bool:
@@ -191,7 +191,7 @@ class CompiledModel:
                 self.settings.dynamic, sync_batch_norm, code is entry, grouping, late_sizes
             )
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
-            busy, one = self.peers.busy("capturing"), self._serving_one(code is entry)
+            busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)
             with looking, busy, settings, one, without_collecting():
                 yield
         finally:
@@ -201,12 +201,12 @@ class CompiledModel:
             if code is not entry:
                 self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
 
-    def _serving_one(self, outermost: bool) -> contextlib.AbstractContextManager[None]:
+    def _guard_on_module_identity(self, outermost: bool) -> contextlib.AbstractContextManager[None]:
         """Graphs know which parameters they reduce: those of a frame that several layers run serve one of them each."""
         adapter = self.adapter
         if outermost or type(adapter) is PlainAdapter:
             return contextlib.nullcontext()
-        return compat.guards.told_apart(lambda value: adapter.number_of(value) is not None)
+        return compat.guards.guard_tensor_identity(lambda value: adapter.number_of(value) is not None)
 
     def refuse(self, reason: str) -> None:
         """A graph that is being compiled cannot run with virtual parameters: nothing of it will run."""
@@ -319,7 +319,7 @@ class CompiledModel:
             self.newest = Variant((), training=torch.is_grad_enabled())
             self._report(training=torch.is_grad_enabled())
 
-    def judge(self, call: Invocation, result: Any) -> None:
+    def after_call(self, call: Invocation, result: Any) -> None:
         """After a call: note which graphs it ran; if they are new together, look for what they leave out."""
         key = tuple(call.graphs)
         variant = self.variants.get(key)
@@ -344,7 +344,7 @@ class CompiledModel:
             return
         numbers = (adapter.number_of(leaf) for leaf in compat.tensors.leaves(result))
         if names := sorted(adapter.param_infos()[number].fqn for number in numbers if number is not None):
-            raise GivenBack(f"the model returns or changes a parameter in its forward: {', '.join(names)}")
+            raise FallBackToStock(f"the model returns or changes a parameter in its forward: {', '.join(names)}")
 
     def _examine(self, key: tuple[int, ...], call: Invocation, result: Any) -> Variant:
         training = torch.is_grad_enabled() and any(self.graphs[number].training for number in key)
@@ -361,21 +361,21 @@ class CompiledModel:
         if isinstance(adapter, DdpAdapter) and adapter.eligible and torch.is_grad_enabled():
             reasons = (*variant.objections, *(adapter.hooked() if adapter.uneven else ()))
             if reasons:
-                self._go_around(adapter, call, result, reasons)
+                self._fall_back_to_ddp(adapter, call, result, reasons)
 
     def _no_graph_ran(self, call: Invocation, result: Any) -> None:
         adapter = self.adapter
         self.eager_calls += 1
         if call.inside_ddp and isinstance(adapter, DdpAdapter) and torch.is_grad_enabled():
             if adapter.eligible:
-                self._go_around(adapter, call, result, ("a forward ran without any compiled graph",))
+                self._fall_back_to_ddp(adapter, call, result, ("a forward ran without any compiled graph",))
             else:
                 adapter.let_go_of_static_graph()
         if (self.breaks or self._left_alone) and not self.graphs and None not in self._reported:
             self._reported.add(None)
             self.toolbox.first_step(self)
 
-    def _go_around(self, adapter: DdpAdapter, call: Invocation, result: Any, reasons: tuple[str, ...]) -> None:
+    def _fall_back_to_ddp(self, adapter: DdpAdapter, call: Invocation, result: Any, reasons: tuple[str, ...]) -> None:
         """A call uses parameters beside the compiled graphs, which do not know when all gradients are there.
 
         DDP reduces from here on. Where ranks may use different parameters, another one may well go on with compiled
@@ -511,7 +511,7 @@ class CompiledModel:
         first = task not in self._synced
         if first:
             hooked = [] if adapter.uneven else adapter.hooked()
-            self._synced[task] = Synced(behind=bool(hooked))
+            self._synced[task] = SynchronizedBackward(behind=bool(hooked))
             if hooked:
                 adapter.note_behind(hooked)
             compat.tensors.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
@@ -534,7 +534,7 @@ class CompiledModel:
 
             compat.tensors.at_end_of_backward(flush)
 
-    def _end_sync(self, synced: Synced) -> None:
+    def _end_sync(self, synced: SynchronizedBackward) -> None:
         if isinstance(self.adapter, DdpAdapter):
             self.adapter.has_synced()
         if synced.behind:

@@ -19,32 +19,32 @@ from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inpu
 from dcompile.capture.aliasing.storage_resizes import resize_inputs_alone
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs, with_plain_border, with_plain_tensors
-from dcompile.capture.graph_runner import Programs, boxed
-from dcompile.capture.joint_graph import Cut, keep_drawn, looks_returned, partitioner, recompute_views
+from dcompile.capture.graph_runner import GraphPrograms, boxed
+from dcompile.capture.joint_graph import PartitionResult, keep_drawn, looks_returned, partitioner, recompute_views
 from dcompile.capture.passes.dynamo.causal_mask import replace_constant_masks
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LEFT_WHOLE, chunk_losses
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import keep_only_sums
-from dcompile.capture.passes.dynamo.decode_attention import write_out_single_queries
+from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import share_repeated_heads
 from dcompile.capture.passes.dynamo.has_matmul import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
-from dcompile.capture.passes.dynamo.loss_gradient_in_forward import make_gradients_ahead
+from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_whole
 from dcompile.capture.passes.dynamo.unfold_by_slices import see_windows_by_slices
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
 from dcompile.capture.passes.joint.channels_last import lay_channels_last
-from dcompile.capture.passes.joint.compact_pool_indices import save_no_images, shorten_positions
+from dcompile.capture.passes.joint.compact_pool_indices import drop_saved_pool_inputs, shorten_positions
 from dcompile.capture.passes.joint.narrow_gathers import gather_narrow
 from dcompile.capture.passes.joint.pad_matmul import pad_products
 from dcompile.capture.passes.joint.permutation_gradients import gather_in_opposite_order
 from dcompile.capture.passes.joint.remove_clones import drop_copies
-from dcompile.capture.passes.joint.rng_keys import hand_out_keys
+from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.repeated_layers.find import repeated_layers, shortened
-from dcompile.capture.passes.repeated_layers.replicate import NotTheSame, check_inputs, unfold
+from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
 
 
-class Graph(Programs):
+class DynamoGraph(GraphPrograms):
     """One Dynamo graph of a compiled model."""
 
     gpu = "cuda"
@@ -70,14 +70,14 @@ class Graph(Programs):
         see_windows_by_slices(gm)
         if self.model.settings.config.kernels != "aten":
             self.notes += replace_constant_masks(gm)
-            self.notes += write_out_single_queries(gm)
+            self.notes += decompose_decode_attention(gm)
             self.notes += share_repeated_heads(gm, self.gpu)
         if self.model.settings.config.chunked_loss:
             notes, whole = chunk_losses(gm, self.model.settings.config.chunked_loss)
             self.notes += notes
             self.fallbacks += Counter({LEFT_WHOLE: whole})
         if self.model.settings.config.kernels != "aten":
-            make_gradients_ahead(gm)
+            compute_loss_gradient_in_forward(gm)
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
 
         def complete(module: Any) -> None:
@@ -88,7 +88,7 @@ class Graph(Programs):
             if layers is not None:
                 check_inputs(layers)
 
-        def found(cut: Cut) -> None:
+        def found(cut: PartitionResult) -> None:
             self.training = True
             self._cut = cut
             self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
@@ -118,7 +118,7 @@ class Graph(Programs):
             check()
             complete(module)
             resize_inputs_alone(module)
-            hand_out_keys(module)
+            assign_rng_keys(module)
             self._find_shards(module)
             self.changed = compat.aot.changed_inputs(count)
             if self._needs_parameters():
@@ -147,7 +147,7 @@ class Graph(Programs):
         )
         try:
             compiled = trace(gm if layers is None else shortened(gm, layers))
-        except NotTheSame as reason:
+        except LayersDiffer as reason:
             self.notes.append(f"layers that repeat are traced each by itself: {reason}")
             layers = None
             compiled = trace(gm)
@@ -164,7 +164,7 @@ class Graph(Programs):
             shorten_positions(joint)
         self._lay_out(joint)
         if self.model.settings.config.kernels != "aten":
-            save_no_images(joint)
+            drop_saved_pool_inputs(joint)
         keep_only_sums(joint)
         self.notes += keep_drawn(joint)
         recompute_views(joint, self._find_shards(joint))
@@ -241,7 +241,7 @@ class Graph(Programs):
 class Backend:
     """What Dynamo calls with each graph of one compiled model. Dynamo never drops it, so it holds the model weakly."""
 
-    def __init__(self, model: CompiledModel, graph: type[Graph] = Graph) -> None:
+    def __init__(self, model: CompiledModel, graph: type[DynamoGraph] = DynamoGraph) -> None:
         self._model = weakref.ref(model)
         self._graph = graph
         self.__name__ = "dcompile"

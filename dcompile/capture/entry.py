@@ -19,11 +19,11 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
-from dcompile.capture.adapters.fsdp_common import GivenBack, ShardedAdapter
+from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.dynamo_backend import Backend, Graph
-from dcompile.capture.services import Toolbox
+from dcompile.capture.dynamo_backend import Backend, DynamoGraph
+from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError
 
 _SERIAL = itertools.count()
@@ -32,7 +32,7 @@ _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKey
 
 
 @dataclass(eq=False)
-class Made:
+class EntryRecord:
     """What Dynamo keeps of an entry, in tables that outlive it."""
 
     codes: list[types.CodeType] = field(default_factory=list)
@@ -62,12 +62,12 @@ class Entry:
         target: Callable[..., Any],
         root: Module | None,
         settings: Settings,
-        toolbox: Toolbox,
-        graph: type[Graph] = Graph,
+        toolbox: Services,
+        graph: type[DynamoGraph] = DynamoGraph,
         *,
         in_place: bool = False,
     ) -> None:
-        self._held = compat.skip_frame_eval.Held(target if root is None else root, weakly=in_place)
+        self._held = compat.skip_frame_eval.CallTarget(target if root is None else root, weakly=in_place)
         self._is_module = root is not None
         self._graph = graph
         self._hooks = None if root is None else compat.hooks.Hooks(root)
@@ -77,7 +77,7 @@ class Entry:
         self._compiled: Callable[..., Any] | None = None
         self._frames = compat.skip_frame_eval.Frames()
         """Compiled code that calls may go to at once: only of models with nothing to keep in step around a call."""
-        self._made = Made()
+        self._made = EntryRecord()
         weakref.finalize(self, self._made.forget, self.model).atexit = False
         if root is not None:
             _NEWEST[root] = weakref.ref(self)
@@ -153,15 +153,17 @@ class Entry:
         call = self.model.begin(inside_ddp)
         try:
             with regions:
-                result = self._compiled(compat.hooks.told(self._hooks), self._thing(), *args, **kwargs)
+                result = self._compiled(compat.hooks.active_hook_kinds(self._hooks), self._thing(), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
-            if isinstance(inner, PlanMismatchError | GivenBack):  # on all ranks the same, wherever they learn of it
+            if isinstance(
+                inner, PlanMismatchError | FallBackToStock
+            ):  # on all ranks the same, wherever they learn of it
                 raise inner from None
             raise
         finally:
             self.model.end(call)
-        self.model.judge(call, result)
+        self.model.after_call(call, result)
         self._frames.settle()
         return result
 
@@ -202,7 +204,7 @@ class Entry:
                 result = self._call(False, args, kwargs)
             compat.tensors.keep_for_backward(result, self.root)
             return result
-        except GivenBack as error:
+        except FallBackToStock as error:
             reason = str(error)
         return self._call_given_back(adapter, reason, args, kwargs)
 
@@ -314,7 +316,7 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def module_call(root: Module, settings: Settings, toolbox: Toolbox, *, in_place: bool = False) -> Callable[..., Any]:
+def module_call(root: Module, settings: Settings, toolbox: Services, *, in_place: bool = False) -> Callable[..., Any]:
     """A compiled stand-in for `root._call_impl`. `in_place`: it will belong to the module, and does not keep it."""
     entry = Entry(root._call_impl, root, settings, toolbox, in_place=in_place)
     module: Callable[[], Any] = weakref.ref(root)
@@ -327,7 +329,7 @@ def module_call(root: Module, settings: Settings, toolbox: Toolbox, *, in_place:
     return entry.entrance(traced)
 
 
-def compile_module(module: Module, settings: Settings, toolbox: Toolbox) -> None:
+def compile_module(module: Module, settings: Settings, toolbox: Services) -> None:
     """Compile `module` in place; of a DDP module, what it wraps: DDP's own forward stays as it is around it."""
     root = unwrapped(module)
     if isinstance(root, DistributedDataParallel):
@@ -337,7 +339,7 @@ def compile_module(module: Module, settings: Settings, toolbox: Toolbox) -> None
     vars(root)["_compiled_call_impl"] = module_call(root, settings, toolbox, in_place=True)
 
 
-def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Callable[..., Any]:
+def compiled_call(module: Module, settings: Settings, toolbox: Services) -> Callable[..., Any]:
     """What torch.compile is to call for `module`, which itself stays as it is unless it is DDP."""
     if isinstance(module, DistributedDataParallel):
         compile_module(module, settings, toolbox)
@@ -351,7 +353,7 @@ def compiled_call(module: Module, settings: Settings, toolbox: Toolbox) -> Calla
     return module_call(module, settings, toolbox)
 
 
-def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Toolbox) -> Any:
+def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Services) -> Any:
     """A compiled stand-in for a function; the function itself stays as it is."""
     function = original_function(function)
     inner = Entry(function, None, settings, toolbox).entrance(function)

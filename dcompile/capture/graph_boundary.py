@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.fsdp_common import GivenBack, ShardedAdapter
+from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 
 Compiled = Callable[..., Any]
@@ -31,7 +31,7 @@ Convert = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Border:
+class GraphBoundary:
     """How to call what is compiled of a graph with plain inputs and outputs, as Dynamo calls the graph that it gave."""
 
     kept: tuple[int, ...] = ()
@@ -64,20 +64,20 @@ class Border:
         return compat.dynamo.no_dynamo(call, "a compiled graph")
 
 
-def with_flat_inputs(gm: Any, inputs: Sequence[Any]) -> tuple[Any, Sequence[Any], Flat]:
+def with_flat_inputs(gm: Any, inputs: Sequence[Any]) -> tuple[Any, Sequence[Any], FlattenedLists]:
     """A graph that takes each tensor of a list of tensors as an input, its inputs, and the way from lists to these.
 
     Compiled autograd keeps what a backward has saved in one list, to be emptied when the graph starts.
     """
     lists = {position: len(value) for position, value in enumerate(inputs) if isinstance(value, list)}
     if not lists:
-        return gm, inputs, Flat()
+        return gm, inputs, FlattenedLists()
     gm = _copied(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if position in lists:
             _unpack(gm, node, inputs[position])
     gm.recompile()
-    return gm, _flattened(inputs), Flat(tuple(lists))
+    return gm, _flattened(inputs), FlattenedLists(tuple(lists))
 
 
 def _unpack(gm: Any, node: Any, values: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ def _flattened(values: Iterable[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlattenedLists:
     """How to call what takes the elements of lists, as Dynamo calls the graph that takes lists."""
 
     lists: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class Flat:
         return compat.dynamo.no_dynamo(call, "a compiled graph")
 
 
-def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], Border]:
+def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], GraphBoundary]:
     """Inputs without the subclasses of tensors that say nothing of operators, such as an image's; a way to take these.
 
     What they say of functions (`__torch_function__`) Dynamo has traced. torch's look at a first call's custom operators
@@ -137,15 +137,17 @@ def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], B
     marked = {n: _unmarked for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
     found = classes | marked
     if not found:
-        return inputs, Border()
+        return inputs, GraphBoundary()
     plain = list(inputs)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if position in found:
             plain[position] = _without_mark(node.meta["example_value"])
-    return plain, Border(tuple(range(len(inputs))), found, {}, tuple(marked))
+    return plain, GraphBoundary(tuple(range(len(inputs))), found, {}, tuple(marked))
 
 
-def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> tuple[Any, Sequence[Any], Border]:
+def with_plain_border(
+    gm: Any, inputs: Sequence[Any], adapter: PlainAdapter
+) -> tuple[Any, Sequence[Any], GraphBoundary]:
     """A graph that takes and returns plain tensors where `gm` has DTensors, its inputs, and the way between the two.
 
     Only of models whose parameters are not as they are gathered. Meshes become constants: Dynamo has guarded what they
@@ -154,7 +156,7 @@ def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> 
     """
     parameters = _parameters(inputs, adapter)
     if not parameters:
-        return gm, inputs, Border()
+        return gm, inputs, GraphBoundary()
     gm = _copied(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
@@ -174,7 +176,7 @@ def with_plain_border(gm: Any, inputs: Sequence[Any], adapter: PlainAdapter) -> 
             _hold(gm, node, f"mesh{position}", value)
     outputs = _take_outputs_apart(gm)
     gm.recompile()
-    return gm, list(plain.values()), Border(tuple(plain), convert, outputs)
+    return gm, list(plain.values()), GraphBoundary(tuple(plain), convert, outputs)
 
 
 def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:
@@ -202,7 +204,7 @@ def _fixed(node: Any, what: str) -> Any:
     """The DTensor that a node stands for, if its size is known."""
     value = node.meta["example_value"]
     if not compat.sizes.is_fixed(value):
-        raise GivenBack(f"the model {what} a DTensor of symbolic size")
+        raise FallBackToStock(f"the model {what} a DTensor of symbolic size")
     return value
 
 

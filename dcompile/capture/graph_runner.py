@@ -17,7 +17,7 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.collective_plan import plan_of
-from dcompile.capture.aliasing.input_views import look_at_inputs
+from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.output_views import (
     constant_pairs,
     hand_out,
@@ -30,10 +30,10 @@ from dcompile.capture.aliasing.output_views import (
     to_be_detached,
     to_be_told_apart,
 )
-from dcompile.capture.aliasing.unshare_gradients import Apart
+from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.joint_graph import Cut, donated_positions, saved_positions, take_token
+from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_token
 from dcompile.capture.passes.joint.absent_gradients import (
     fixed,
     following,
@@ -47,7 +47,7 @@ from dcompile.capture.passes.joint.absent_gradients import (
 )
 from dcompile.capture.services import GradientBuckets, Line
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Phase, Request
-from dcompile.machine_model import Group
+from dcompile.machine_model import GroupSize
 
 Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
@@ -56,7 +56,7 @@ WHOLE = "whole_backward"
 """The program of a backward that takes every gradient, where the first one could do without some."""
 
 
-class Programs:
+class GraphPrograms:
     """Forward and backward, or inference program of one Dynamo graph."""
 
     def __init__(self, model: CompiledModel, example_inputs: Sequence[Any]) -> None:
@@ -115,7 +115,7 @@ class Programs:
         """Positions of the forward's inputs that are numbers."""
         self.changed: frozenset[int] | None = None
         """Positions of the inputs that the graph writes to, as far as that is known."""
-        self._cut = Cut(())
+        self._cut = PartitionResult(())
         self._parted: Any = None
         """The backward as partitioning left it, until the forward is compiled."""
         model.graphs.append(self)
@@ -201,7 +201,7 @@ class Programs:
         return {
             "figures": self.model.toolbox.figures(self.device, next(iter(found.values()), None)),
             "groups": tuple(
-                (name, Group(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
+                (name, GroupSize(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
                 for name, group in found.items()
             ),
             "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
@@ -218,7 +218,7 @@ class Programs:
 
     def _inference(self, gm: Any) -> Boxed:
         compat.sizes.multiply_two_by_two(gm)
-        look_at_inputs(gm, compat.aot.looks_at_inputs())
+        return_input_views(gm, compat.aot.looks_at_inputs())
         pairs, again = to_be_told_apart(gm), returned_again(gm)
         retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
@@ -242,7 +242,7 @@ class Programs:
 
     def _forward(self, gm: Any) -> Boxed:
         position = take_token(gm)
-        look_at_inputs(gm, compat.aot.looks_at_inputs())
+        return_input_views(gm, compat.aot.looks_at_inputs())
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
         views = saved_with(gm, compat.aot.take_views(), self._cut.results)
@@ -286,7 +286,7 @@ class Programs:
         self._unsure = tuple(sorted({numbers[place] for place in unsure(gm, numbers)}))
         alone = position is None and not places and type(self.adapter) is PlainAdapter
         settled: Boxed | None = None
-        is_batch, apart = compat.aot.batch_test(), Apart()
+        is_batch, apart = compat.aot.batch_test(), UnshareGradients()
 
         def backward(args: list[Any]) -> list[Any]:
             nonlocal settled

@@ -15,7 +15,7 @@ from dcompile.capture.aliasing.memory import memory_of
 from dcompile.capture.aliasing.storage_resizes import CHANGES, resize_inputs_alone
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import AHEAD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
-from dcompile.capture.passes.joint.rng_keys import hand_out_keys
+from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 
 TOKEN = "dcompile_sync"
 """Name of the value that carries `sync` from a forward to its own backward.
@@ -30,7 +30,7 @@ DONATED = "dcompile_donated"
 
 
 @dataclass(frozen=True)
-class Cut:
+class PartitionResult:
     """What partitioning found out."""
 
     gradients: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class Cut:
 
 def partitioner(
     carries_sync: bool,
-    found: Callable[[Cut], None],
+    found: Callable[[PartitionResult], None],
     fusible: Callable[[], tuple[frozenset[Any], frozenset[Any]]],
     prepare: Callable[[Any], object] = lambda joint: None,
     memory_budget: float = 1.0,
@@ -55,12 +55,12 @@ def partitioner(
     """
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
-        found(Cut(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
+        found(PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         compat.sizes.multiply_two_by_two(joint)
-        hand_out_keys(joint)
+        assign_rng_keys(joint)
         resize_inputs_alone(joint)
         keep_old_values(joint)
-        keep_looks_by_strides(joint)
+        save_as_strided_views(joint)
         prepare(joint)
         ahead = return_ahead(joint, num_fwd_outputs)
         forward, backward = compat.aot.min_cut_partition(
@@ -142,7 +142,7 @@ def _changes(node: Any) -> bool:
     return str(node.target) == CHANGES or compat.storage_offsets.resizes(node.target)
 
 
-def keep_looks_by_strides(joint: Any) -> None:
+def save_as_strided_views(joint: Any) -> None:
     """Have the forward save what it sees of an input by `as_strided`, as eager does, rather than the input alone.
 
     In the backward the input may lie otherwise (`p.data = p.data.t()`). It is copied to where it lay, then: the same
@@ -158,7 +158,7 @@ def keep_drawn(joint: Any) -> list[str]:
     """Have the forward save what the library's random operators make under gradient checkpointing; returns notes.
 
     torch would save the generator's state and run them again in the backward, through an operator on functions that no
-    kernels can be made around. Our own random numbers (`hand_out_keys`) need no state.
+    kernels can be made around. Our own random numbers (`assign_rng_keys`) need no state.
     """
     drawn = [node for node in joint.graph.nodes if compat.aot.is_drawn_again(node)]
     for node in drawn:

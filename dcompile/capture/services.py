@@ -64,7 +64,7 @@ class Peers(Protocol):
         """The model is called: raise if another rank has called the job off, or the process group is gone."""
 
 
-class Nobody:
+class NoPeers:
     """No other ranks: what is planned without being run asks none."""
 
     def busy(self, what: str) -> AbstractContextManager[None]:
@@ -77,7 +77,7 @@ class Nobody:
 
 
 def _met_by_nobody(_group: Any) -> Peers:
-    return Nobody()
+    return NoPeers()
 
 
 def _said_by_nobody(_group: Any, _subject: str, mine: str) -> str:
@@ -145,7 +145,7 @@ def figures_from_table(device: Any, _group: Any) -> Figures:
 
 
 @dataclass(frozen=True)
-class Toolbox:
+class Services:
     """Compiler, bucket memory, agreement between ranks, and who is told about the first compiled step."""
 
     compiler: Compiler

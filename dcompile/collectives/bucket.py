@@ -14,7 +14,7 @@ ALIGN_BYTES = 64
 
 
 @dataclass
-class _Open:
+class _OpenBucket:
     """A bucket that is being filled."""
 
     position: int
@@ -29,15 +29,15 @@ def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo
     The rule of torch's `compute_bucket_assignment_by_size` on the parameters in reverse: a bucket holds one dtype of
     one device and closes once its size reaches the limit; buckets are ordered by their first member.
     """
-    done: list[_Open] = []
-    filling: dict[tuple[str, str, str], _Open] = {}
+    done: list[_OpenBucket] = []
+    filling: dict[tuple[str, str, str], _OpenBucket] = {}
     opened: dict[tuple[str, str, str], int] = {}
     limits = rule.limits
     for position, param in enumerate(sorted(params, key=lambda p: -p.number)):
         key = (param.dtype, param.device, param.group)
         if key not in filling:
             count = opened.get(key, 0)
-            filling[key] = _Open(position, limits[min(count, len(limits) - 1)])
+            filling[key] = _OpenBucket(position, limits[min(count, len(limits) - 1)])
             opened[key] = count + 1
         bucket = filling[key]
         bucket.members.append(param)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dcompile.ir.nodes import ITEMSIZE, Bucket, Collective, Program, Wait
-from dcompile.machine_model import Figures, Group
+from dcompile.machine_model import Figures, GroupSize
 
 SAFETY = 2.0
 """Copies are to save so many times what they cost: figures of a table are easily off by that much."""
 
 
-def pack_small(program: Program, figures: Figures, groups: Mapping[str, Group]) -> Program:
+def pack_small(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> Program:
     """Choose `Bucket.packed` of gathers and reduce-scatters.
 
     A collective on many tensors (a group of NCCL's calls) takes some time for each. Norms and biases are better copied
@@ -26,7 +26,9 @@ def pack_small(program: Program, figures: Figures, groups: Mapping[str, Group]) 
         return program
     exposed = _exposed(program)
     buckets = tuple(
-        replace(bucket, packed=packed(bucket, figures, groups.get(bucket.group, Group()).ranks, bucket.name in exposed))
+        replace(
+            bucket, packed=packed(bucket, figures, groups.get(bucket.group, GroupSize()).ranks, bucket.name in exposed)
+        )
         for bucket in program.buckets
     )
     return replace(program, buckets=buckets)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from dcompile.ir.nodes import Bucket, Loop, Tile
-from dcompile.machine_model import CPU, Figures, Group
+from dcompile.machine_model import CPU, Figures, GroupSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Request:
     """Positions of the inputs of a backward that come from its forward, by way of autograd."""
     figures: Figures = CPU
     """What the machine can do: the same on every rank."""
-    groups: tuple[tuple[str, Group], ...] = ()
+    groups: tuple[tuple[str, GroupSize], ...] = ()
     """(group within the plan, its size and communicator)."""
     endings: tuple[tuple[Loop, Tile], ...] = ()
     """Kinds of loops that products shall end in, by which tile: measured on the rank that compiles."""
@@ -112,7 +112,7 @@ collective, named as its bucket, on its communicator; the last is how long its w
 
 
 @dataclass(slots=True)
-class Report:
+class ProgramReport:
     """What compiling one graph came to; counts for the receipt."""
 
     kernels: int = 0
@@ -268,7 +268,7 @@ AnySource: TypeAlias = BucketSource | ShardSource
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class GradientReduction:
     """How gradients are averaged. Operations are torch.distributed.ReduceOp; None divides by nothing."""
 
     divide_before: float | None
@@ -298,14 +298,14 @@ class ShardGroup(Protocol):
     def wants(self) -> Literal["nothing", "shards", "all"]:
         """What a backward that runs now is to reduce over: nothing, the shards alone, or replicas too."""
 
-    def reduction(self, dtype: Any) -> Reduction:
+    def reduction(self, dtype: Any) -> GradientReduction:
         """How gradients of this dtype are averaged."""
 
 
 class Executable(Protocol):
     """A compiled graph. Calling it empties `args` (AOTAutograd's boxed convention)."""
 
-    report: Report
+    report: ProgramReport
     buckets: tuple[Bucket, ...]
     source: str
 

@@ -16,7 +16,7 @@ Output: TypeAlias = View | Index | int | float | bool | None
 
 
 @dataclass(frozen=True)
-class _Gradient:
+class _BucketGradient:
     """One gradient: where the program returns it, and the buffer that its bucket will hold."""
 
     output: int
@@ -124,7 +124,7 @@ def products_last(program: Program, buckets: Sequence[Collection[str]]) -> Progr
     return replace(program, steps=(*kept, *moved))
 
 
-def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_Gradient]:
+def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_BucketGradient]:
     """Gradients that exist (an unused parameter has none), each with the buffer that goes into its bucket."""
     found = []
     for position, number in program.grads:
@@ -133,7 +133,7 @@ def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_Gradi
             continue
         copied = not can_place(program, position)
         buffer = f"grad{number}_in_bucket" if copied else view.buffer
-        found.append(_Gradient(position, params[number], view, buffer, copied))
+        found.append(_BucketGradient(position, params[number], view, buffer, copied))
     return found
 
 
@@ -179,7 +179,7 @@ def _numel(shape: tuple[object, ...]) -> int:
     return total
 
 
-def _outputs(program: Program, gradients: list[_Gradient]) -> tuple[Output, ...]:
+def _outputs(program: Program, gradients: list[_BucketGradient]) -> tuple[Output, ...]:
     outputs = list(program.outputs)
     for gradient in gradients:
         if gradient.copied:
@@ -188,7 +188,7 @@ def _outputs(program: Program, gradients: list[_Gradient]) -> tuple[Output, ...]
     return tuple(outputs)
 
 
-def _buffers(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) -> tuple[Buffer, ...]:
+def _buffers(program: Program, gradients: list[_BucketGradient], buckets: list[Bucket]) -> tuple[Buffer, ...]:
     """All buffers, those of gradients placed in their bucket."""
     places = {
         name: (f"bucket:{bucket.name}", offset * ITEMSIZE[bucket.dtype])
@@ -209,7 +209,7 @@ def _buffers(program: Program, gradients: list[_Gradient], buckets: list[Bucket]
     )
 
 
-def _steps(program: Program, gradients: list[_Gradient], buckets: list[Bucket]) -> tuple[Step, ...]:
+def _steps(program: Program, gradients: list[_BucketGradient], buckets: list[Bucket]) -> tuple[Step, ...]:
     """The steps, with copies into buckets after their source, starts after the last gradient, waits at the end."""
     written = {name: position for position, step in enumerate(program.steps) for name in step.writes}
     ready = {g.buffer: written.get(g.view.buffer, -1) for g in gradients}  # -1: an input of the program

@@ -26,7 +26,7 @@ from dcompile.ir.nodes import (
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _GatheredPlace:
     """Where a gathered parameter lies: in the buffer of its unit, from `offset` elements on."""
 
     holder: str
@@ -34,7 +34,7 @@ class _Place:
 
 
 Output: TypeAlias = View | Index | int | float | bool | None
-Places: TypeAlias = Mapping[str, _Place]
+Places: TypeAlias = Mapping[str, _GatheredPlace]
 """Of each input that stands for a sharded parameter."""
 
 
@@ -56,7 +56,8 @@ def insert_gathers(
     infos = {info.number: info for info in params}
     gathered = {program.inputs[position]: infos[number] for position, number in gathers}
     places = {
-        name: _Place(holder_of_unit("all_gather", shard_of(i).unit), shard_of(i).offset) for name, i in gathered.items()
+        name: _GatheredPlace(holder_of_unit("all_gather", shard_of(i).unit), shard_of(i).offset)
+        for name, i in gathered.items()
     }
     kept = {name: place for name, place in places.items() if not shard_of(gathered[name]).reshard}
     steps = [_rebased(step, places) for step in program.steps]

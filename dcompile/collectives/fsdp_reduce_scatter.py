@@ -14,7 +14,7 @@ from dcompile.ir.nodes import ITEMSIZE, WITHIN, Bucket, Buffer, Collective, Exte
 
 
 @dataclass(frozen=True, slots=True)
-class _Gradient:
+class _ShardGradient:
     """One gradient: where the program returned it, and the buffer within its unit that holds it."""
 
     output: int
@@ -57,7 +57,9 @@ def insert_scatters(program: Program, params: tuple[ParamInfo, ...], flying: int
     )
 
 
-def _reductions(program: Program, gradients: Sequence[_Gradient]) -> tuple[dict[str, int], list[tuple[int, Bucket]]]:
+def _reductions(
+    program: Program, gradients: Sequence[_ShardGradient]
+) -> tuple[dict[str, int], list[tuple[int, Bucket]]]:
     """The step that each gradient is ready at, by its buffer; and what `_buckets` makes of that."""
     written = {name: position for position, step in enumerate(program.steps) for name in step.writes}
     ready = {g.buffer: written.get(g.view.buffer, -1) for g in gradients}  # -1: an input of the program
@@ -65,7 +67,7 @@ def _reductions(program: Program, gradients: Sequence[_Gradient]) -> tuple[dict[
 
 
 def products_to_hide_the_last(
-    program: Program, gradients: Sequence[_Gradient], buckets: Sequence[tuple[int, Bucket]]
+    program: Program, gradients: Sequence[_ShardGradient], buckets: Sequence[tuple[int, Bucket]]
 ) -> frozenset[str]:
     """Gradients that are better made behind the start of the last reduction, which nothing else would hide.
 
@@ -92,15 +94,15 @@ def _exists(program: Program, output: int) -> bool:
     return isinstance(program.outputs[output], View)
 
 
-def _gradient(program: Program, output: int, param: ParamInfo) -> _Gradient:
+def _gradient(program: Program, output: int, param: ParamInfo) -> _ShardGradient:
     view = program.outputs[output]
     assert isinstance(view, View)
     same = program.table[view.buffer].dtype == shard_of(param).reduce_dtype
     copied = not (same and can_place(program, output))
-    return _Gradient(output, param, view, f"grad{param.number}" if copied else view.buffer, copied)
+    return _ShardGradient(output, param, view, f"grad{param.number}" if copied else view.buffer, copied)
 
 
-def _buckets(gradients: Sequence[_Gradient], ready: Mapping[str, int]) -> list[tuple[int, Bucket]]:
+def _buckets(gradients: Sequence[_ShardGradient], ready: Mapping[str, int]) -> list[tuple[int, Bucket]]:
     """(step after which its last gradient is there, bucket), in order of that step."""
     places: dict[int, int] = {}
     for gradient in gradients:
@@ -110,7 +112,7 @@ def _buckets(gradients: Sequence[_Gradient], ready: Mapping[str, int]) -> list[t
     return unit_buckets("reduce_scatter", [gradient.param for gradient in gradients], places, buffer_of)
 
 
-def _buffers(program: Program, gradients: Sequence[_Gradient], buckets: Sequence[Bucket]) -> tuple[Buffer, ...]:
+def _buffers(program: Program, gradients: Sequence[_ShardGradient], buckets: Sequence[Bucket]) -> tuple[Buffer, ...]:
     """All buffers, gradients as parts of their units."""
     copies = [
         Buffer(g.buffer, shard_of(g.param).reduce_dtype, shape, contiguous_strides(shape), g.param.device)
@@ -134,7 +136,7 @@ def _buffers(program: Program, gradients: Sequence[_Gradient], buckets: Sequence
 
 def _steps(
     program: Program,
-    gradients: Sequence[_Gradient],
+    gradients: Sequence[_ShardGradient],
     ready: Mapping[str, int],
     buckets: Sequence[tuple[int, Bucket]],
     most: int,

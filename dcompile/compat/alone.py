@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FUNCTIONAL = "_c10d_functional"
 
 
-class Alone:
+class SingleRankCollectives:
     """Functions of torch.distributed that answer at once, in the place of torch's own, while `active`.
 
     Not while Dynamo traces: it knows the functions that it can trace by identity.
@@ -54,7 +54,7 @@ class Alone:
                     self._patches.enter_context(unittest.mock.patch.object(place, name, answer))
 
 
-class _Done:
+class _CompletedWork:
     """A collective that is through; as the Work of one."""
 
     def wait(self, *_: Any, **__: Any) -> bool:
@@ -72,7 +72,7 @@ class _Done:
 
 
 def _work(async_op: bool) -> Any:
-    return _Done() if async_op else None
+    return _CompletedWork() if async_op else None
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:

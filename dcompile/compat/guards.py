@@ -144,7 +144,7 @@ class _Weakref:
 
 
 @contextlib.contextmanager
-def told_apart(is_kept: Callable[[Any], bool]) -> Iterator[None]:
+def guard_tensor_identity(is_kept: Callable[[Any], bool]) -> Iterator[None]:
     """Have what is compiled with a parameter that `is_kept` serve the module alone that has this parameter.
 
     Dynamo guards what parameters look like: what it compiles behind a graph break serves all layers of a class. It

@@ -41,7 +41,7 @@ class Hooks:
         return " ".join(name for name, table in self._held if table)
 
 
-def told(hooks: Hooks | None) -> str:
+def active_hook_kinds(hooks: Hooks | None) -> str:
     """What a call's function is told: the kinds of a module's hooks, and whether those for saved tensors are graphs."""
     kinds = "" if hooks is None else hooks.kinds()
     return f"{kinds} saved tensors" if saved_are_traced() else kinds

@@ -30,7 +30,7 @@ def latest_arrivals(
     says how far clocks of different machines may be apart.
     """
     store, rank, world = group_store(group), dist.get_rank(group), dist.get_world_size(group)
-    exchange = _Exchange(store, subject, rank, timeout_s)
+    exchange = _TextExchange(store, subject, rank, timeout_s)
     try:
         exchange.say(f"arrivals/{rank}", [machine(), list(arrivals)])
         if rank == 0:
@@ -62,7 +62,7 @@ def _latest(
     return latest, f"clocks of different machines are compared to within {error * 1e6:.0f} us" if clocks else ""
 
 
-class _Exchange:
+class _TextExchange:
     """What ranks say to one another under one subject."""
 
     def __init__(self, store: Any, subject: str, rank: int, timeout_s: float) -> None:

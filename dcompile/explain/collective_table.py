@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dcompile import compat
 from dcompile.collectives.contract import Predicted
 from dcompile.explain.timeline import OWN, advise, label
-from dcompile.explain.timeline import Collective as Measured
+from dcompile.explain.timeline import MeasuredCollective as Measured
 from dcompile.explain.timeline_bars import duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
@@ -16,7 +16,7 @@ from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait, holder_of
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveRow:
     """A collective."""
 
     kind: str
@@ -36,7 +36,9 @@ class Exchange:
     """Which setting would change that."""
 
 
-def exchanges_of(program: Program, parameters: Mapping[int, str], schedule: Sequence[Predicted]) -> Iterator[Exchange]:
+def exchanges_of(
+    program: Program, parameters: Mapping[int, str], schedule: Sequence[Predicted]
+) -> Iterator[CollectiveRow]:
     """The collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
     buckets = {bucket.name: bucket for bucket in program.buckets}
     foreseen = dict(_foreseen(schedule))
@@ -57,12 +59,12 @@ def exchanges_of(program: Program, parameters: Mapping[int, str], schedule: Sequ
         )  # fmt: skip
         names = tuple(parameters.get(number, f"parameter {number}") for number in buckets[step.bucket].params)
         advice = advise(like, whole + exposed)
-        yield Exchange(
+        yield CollectiveRow(
             step.kind, step.bucket, step.group, nbytes, names, producer, consumer, seconds, exposed, advice
         )  # fmt: skip
 
 
-def _own(program: Program, position: int, seconds: float, whole: float) -> Exchange:
+def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveRow:
     """One of the model's own. Its wait is the next step, so that all of it is exposed."""
     step = program.steps[position]
     assert isinstance(step, Extern)
@@ -75,7 +77,7 @@ def _own(program: Program, position: int, seconds: float, whole: float) -> Excha
         exposed_skew=0.0, queued=0.0, skew=None, latest_rank=None, advice="", own=True,
     )  # fmt: skip
     advice = advise(like, whole) if seconds else OWN
-    return Exchange(kind, bucket, group, nbytes, (), producer, consumer, seconds, seconds, advice)
+    return CollectiveRow(kind, bucket, group, nbytes, (), producer, consumer, seconds, seconds, advice)
 
 
 def _seconds(program: Program, schedule: Sequence[Predicted]) -> dict[int, float]:
@@ -133,7 +135,7 @@ def _label(step: Loop | Extern) -> str:
     return label(step.op if isinstance(step, Extern) else step.name, step.origin)
 
 
-def exchange_lines(exchange: Exchange) -> Iterator[str]:
+def exchange_lines(exchange: CollectiveRow) -> Iterator[str]:
     """A collective for people: what it is; what blocks it; and what would change it."""
     shown = ", ".join(exchange.parameters[:3]) + (", ..." if len(exchange.parameters) > 3 else "")
     count = len(exchange.parameters)

@@ -10,7 +10,7 @@ from typing import Any
 from dcompile.explain.html_document import document
 from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline
-from dcompile.explain.timeline import Collective, Timeline
+from dcompile.explain.timeline import MeasuredCollective, Timeline
 from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, megabytes
 
 PICTURES = (".json", ".svg", ".png")
@@ -51,7 +51,7 @@ def timeline_lines(timeline: Timeline) -> Iterator[str]:
     yield from (f"  note: {note}" for note in timeline.notes)
 
 
-def row(found: Collective) -> tuple[str, ...]:
+def row(found: MeasuredCollective) -> tuple[str, ...]:
     """One collective under `HEAD`."""
     unknown = "unknown"
     return (
@@ -67,7 +67,7 @@ def row(found: Collective) -> tuple[str, ...]:
     )
 
 
-def blockers(found: Collective) -> str:
+def blockers(found: MeasuredCollective) -> str:
     """What a collective waits for, and what waits for it."""
     late = f" ({duration(found.exposed_skew)} of it for rank {found.latest_rank})" if found.exposed_skew else ""
     waits = f"waits {duration(found.exposed)}{late}" if found.exposed else "does not wait"

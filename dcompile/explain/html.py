@@ -9,9 +9,9 @@ from dcompile.explain.collective_table import exchange_lines
 from dcompile.explain.export import timeline_section
 from dcompile.explain.html_document import document
 from dcompile.explain.report_data import (
-    Call,
     GraphReport,
     ReportData,
+    StepReport,
     grouped,
     headline,
     size_text,
@@ -51,7 +51,7 @@ def _graph(graph: GraphReport) -> Iterator[str]:
     yield f"<details><summary>Program</summary><pre>{escape(show(graph.program))}</pre></details>"
 
 
-def _calls(title: str, calls: Iterable[Call], fallback: bool = False) -> str:
+def _calls(title: str, calls: Iterable[StepReport], fallback: bool = False) -> str:
     rows = [
         (row.name, str(row.calls), size_text(row.read), size_text(row.written), ", ".join(row.modules), str(row.source))
         for row in grouped(calls, with_source=fallback)

@@ -15,18 +15,18 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
-from dcompile.autotune import outlook
+from dcompile.autotune import forecast_notes
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.dynamo_backend import Graph
+from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry, find_model, original_function, unwrapped
-from dcompile.capture.services import Toolbox
+from dcompile.capture.services import Services
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.collectives.contract import AnySource, Foreseen, Request
-from dcompile.collectives.contract import Report as Counts
+from dcompile.collectives.contract import ProgramReport as Counts
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError
@@ -34,7 +34,7 @@ from dcompile.explain.profile import newest_timeline
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.explain.report import Report
 from dcompile.explain.report_data import GraphBreak, GraphReport, describe_program
-from dcompile.explain.sources import Source, source_of, source_of_frames
+from dcompile.explain.sources import SourceLine, source_of, source_of_frames
 from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.pipeline import Pipeline
 
@@ -53,7 +53,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     module, ddp = _module_of(model)
     target = module._call_impl if module is not None else original_function(model)
     planner = _Planner(settings.config)
-    toolbox = Toolbox(planner, _no_buckets, _nothing, _nothing, _nothing, _NoExchange)
+    toolbox = Services(planner, _no_buckets, _nothing, _nothing, _nothing, _NoExchange)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
@@ -89,7 +89,7 @@ def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.Abs
         return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    alone, own = compat.alone.Alone(), model.compiling
+    alone, own = compat.alone.SingleRankCollectives(), model.compiling
 
     @contextlib.contextmanager
     def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
@@ -151,7 +151,7 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
     """A break inside the model also ends the frames that call it, one after another: each line counts once."""
-    found: dict[Source | None, GraphBreak] = {}
+    found: dict[SourceLine | None, GraphBreak] = {}
     for reason, frames in compat.dynamo.graph_breaks(before):
         source = source_of_frames(frames)
         found.setdefault(source, GraphBreak(reason, source))
@@ -186,13 +186,13 @@ class _Planner(CachingCompiler):
 
         def foresee(program: Program) -> dict[Loop, Tile]:
             """Nothing is measured here."""
-            notes.extend(outlook(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
+            notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
             return {}
 
         plan = Pipeline(self.config).plan(gm, request, foresee)
         plan.report.notes += notes
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
-        sources: dict[str, Source] = {}
+        sources: dict[str, SourceLine] = {}
         for node in nodes:
             source = source_of(node)
             if source is not None:
@@ -245,7 +245,7 @@ class _Eager:
             return list(compat.alone.run(self.gm, values))
 
 
-class _PlannedGraph(Graph):
+class _PlannedGraph(DynamoGraph):
     """A graph whose backward is planned with its forward: none is going to run."""
 
     def _backward(self, gm: Any) -> Any:

@@ -24,7 +24,7 @@ from dcompile.errors import NotCompiledError
 from dcompile.explain.arrival_skew import latest_arrivals
 from dcompile.explain.timeline import Arrived, Timeline, steps_of
 from dcompile.ir.functional_collectives import kind_of
-from dcompile.runtime.measure.instrumentation import Call, Measurable, Recorder, Statement
+from dcompile.runtime.measure.instrumentation import CallRecorder, InstrumentedStatement, Measurable, ProgramCallTiming
 
 _NEWEST: weakref.WeakKeyDictionary[CompiledModel, Timeline] = weakref.WeakKeyDictionary()
 _SERIAL = itertools.count()
@@ -81,7 +81,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         self._programs = _programs_of(self._model)
-        self._recorder = Recorder(_gpu_of(self._model))
+        self._recorder = CallRecorder(_gpu_of(self._model))
         for program in self._programs:
             program.measure(self._recorder)
         self._hooks = [
@@ -144,7 +144,9 @@ class Profile:
             | dict(_foreseen(self._programs, calls)),
         )
 
-    def _others(self, calls: list[Call], groups: Mapping[tuple[str, str], str]) -> tuple[list[Arrived], str]:
+    def _others(
+        self, calls: list[ProgramCallTiming], groups: Mapping[tuple[str, str], str]
+    ) -> tuple[list[Arrived], str]:
         """When the last rank came to each collective, in the order of their starts; None where it is not known."""
         every = [(groups.get((call.program, found.bucket), ""), found) for call in calls for found in call.exchanges]
         latest: list[Arrived] = [None] * len(every)
@@ -215,7 +217,7 @@ def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
     return [(group, frozenset(names)) for group, names in found.values()]
 
 
-def _own(calls: Iterable[Call]) -> Iterator[tuple[str, Statement]]:
+def _own(calls: Iterable[ProgramCallTiming]) -> Iterator[tuple[str, InstrumentedStatement]]:
     """(program, what starts it) of the model's own collectives, program by program, in order."""
     for name, statements in {call.program: call.statements for call in calls}.items():
         yield from ((name, found) for found in statements if found.starts)
@@ -228,7 +230,9 @@ def _own_groups(names: set[str]) -> Iterator[tuple[Any, frozenset[str]]]:
             yield group, frozenset({compat.groups.described(name)})
 
 
-def _foreseen(programs: Iterable[Measurable], calls: Iterable[Call]) -> Iterator[tuple[tuple[str, str], float]]:
+def _foreseen(
+    programs: Iterable[Measurable], calls: Iterable[ProgramCallTiming]
+) -> Iterator[tuple[tuple[str, str], float]]:
     """What the cost model says of the model's own collectives, which stand in the plan in the order of their texts."""
     started: dict[str, list[str]] = {}
     for name, found in _own(calls):

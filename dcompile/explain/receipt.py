@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dcompile.capture.compiled_model import CompiledModel, Variant
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
 
@@ -129,11 +129,11 @@ def nothing_compiled(model: CompiledModel) -> str:
     )
 
 
-def _reports(model: CompiledModel, variant: Variant) -> list[Report]:
+def _reports(model: CompiledModel, variant: Variant) -> list[ProgramReport]:
     return [e.report for number in sorted(set(variant.graphs)) for e in model.graphs[number].executables.values()]
 
 
-def _graph_notes(model: CompiledModel, variant: Variant, reports: list[Report]) -> list[str]:
+def _graph_notes(model: CompiledModel, variant: Variant, reports: list[ProgramReport]) -> list[str]:
     captured = [note for number in sorted(set(variant.graphs)) for note in model.graphs[number].notes]
     return captured + [note for report in reports for note in report.notes]
 
@@ -143,7 +143,7 @@ def _bucket_count(model: CompiledModel, variant: Variant) -> int:
     return sum(len(executable.buckets) for executable in executables)
 
 
-def _fallbacks(model: CompiledModel, variant: Variant, reports: list[Report]) -> dict[str, int]:
+def _fallbacks(model: CompiledModel, variant: Variant, reports: list[ProgramReport]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for number in set(variant.graphs):
         total.update(model.graphs[number].fallbacks)

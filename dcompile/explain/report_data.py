@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcompile.collectives.contract import Report as Counts
-from dcompile.explain.collective_table import Exchange, exchange_lines, exchanges_of
+from dcompile.collectives.contract import ProgramReport as Counts
+from dcompile.explain.collective_table import CollectiveRow, exchange_lines, exchanges_of
 from dcompile.explain.export import timeline_lines
 from dcompile.explain.receipt import Receipt
-from dcompile.explain.sources import Source
+from dcompile.explain.sources import SourceLine
 from dcompile.explain.timeline import Timeline
 from dcompile.explain.timeline_bars import duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text
@@ -24,7 +24,7 @@ class GraphBreak:
     """Where Dynamo had to end a graph, and why."""
 
     reason: str
-    source: Source | None
+    source: SourceLine | None
 
     def __str__(self) -> str:
         lines = [line.strip() for line in self.reason.strip().splitlines()] or ["no reason given"]
@@ -33,7 +33,7 @@ class GraphBreak:
 
 
 @dataclass(frozen=True)
-class Call:
+class StepReport:
     """One step of a program: a kernel of ours, or a library call. Bytes are None where sizes are symbolic.
 
     `read` and `written` count each buffer once, whole: an embedding counts its table, though it looks at a few rows.
@@ -47,7 +47,7 @@ class Call:
     read: int | None
     written: int | None
     fallback: bool = False
-    source: Source | None = None
+    source: SourceLine | None = None
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class GraphReport:
     kind: str
     operations: int
     """Of ATen, before lowering."""
-    kernels: tuple[Call, ...]
-    library_calls: tuple[Call, ...]
-    exchanges: tuple[Exchange, ...]
+    kernels: tuple[StepReport, ...]
+    library_calls: tuple[StepReport, ...]
+    exchanges: tuple[CollectiveRow, ...]
     program: Program = field(repr=False)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -69,7 +69,7 @@ class GraphReport:
     """How long nothing is computed because a collective is waited for."""
 
     @property
-    def fallbacks(self) -> tuple[Call, ...]:
+    def fallbacks(self) -> tuple[StepReport, ...]:
         return tuple(call for call in self.library_calls if call.fallback)
 
     @property
@@ -99,7 +99,7 @@ class ReportData:
     """What `dcompile.profile` measured of it last."""
 
     @property
-    def fallbacks(self) -> tuple[Call, ...]:
+    def fallbacks(self) -> tuple[StepReport, ...]:
         return tuple(call for graph in self.graphs for call in graph.fallbacks)
 
 
@@ -111,7 +111,7 @@ def describe_program(
     products: Mapping[int, str],
     *,
     operations: int,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, SourceLine],
     parameters: Mapping[int, str],
     counts: Counts,
 ) -> GraphReport:
@@ -147,11 +147,13 @@ def describe_program(
     )
 
 
-def _call(name: str, step: Loop | Extern, program: Program, sources: Mapping[str, Source]) -> Call:
+def _call(name: str, step: Loop | Extern, program: Program, sources: Mapping[str, SourceLine]) -> StepReport:
     modules = dict.fromkeys(text.partition(": ")[0] for text in step.origin)
     source = next((sources[text] for text in step.origin if text in sources), None)
     read, written = _bytes(step.reads, program), _bytes(step.writes, program)
-    return Call(name, step.origin, tuple(modules), read, written, isinstance(step, Extern) and step.fallback, source)
+    return StepReport(
+        name, step.origin, tuple(modules), read, written, isinstance(step, Extern) and step.fallback, source
+    )
 
 
 def _bytes(names: Iterable[str], program: Program) -> int | None:
@@ -230,7 +232,7 @@ def headline(graph: GraphReport) -> str:
     )
 
 
-def _section(title: str, calls: Iterable[Call], with_source: bool = False) -> Iterator[str]:
+def _section(title: str, calls: Iterable[StepReport], with_source: bool = False) -> Iterator[str]:
     rows = list(grouped(calls, with_source=with_source))
     if not rows:
         return
@@ -245,7 +247,7 @@ def _section(title: str, calls: Iterable[Call], with_source: bool = False) -> It
 
 
 @dataclass(frozen=True)
-class Row:
+class GroupedSteps:
     """Calls of the same kernel or op: how many, with all that they move, and the modules that they came from."""
 
     name: str
@@ -253,19 +255,21 @@ class Row:
     read: int | None
     written: int | None
     modules: tuple[str, ...]
-    source: Source | None
+    source: SourceLine | None
 
 
-def grouped(calls: Iterable[Call], with_source: bool = False) -> Iterator[Row]:
+def grouped(calls: Iterable[StepReport], with_source: bool = False) -> Iterator[GroupedSteps]:
     """One row for each kernel or op, in order of the first call; with sources, one for each line of source."""
-    key: Callable[[Call], Any] = (lambda call: (call.name, call.source)) if with_source else (lambda call: call.name)
-    found: dict[Any, list[Call]] = {}
+    key: Callable[[StepReport], Any] = (
+        (lambda call: (call.name, call.source)) if with_source else (lambda call: call.name)
+    )
+    found: dict[Any, list[StepReport]] = {}
     for call in calls:
         found.setdefault(key(call), []).append(call)
     for same in found.values():
         read, written = _sum(call.read for call in same), _sum(call.written for call in same)
         modules = collapsed(module for call in same for module in call.modules)
-        yield Row(same[0].name, len(same), read, written, modules, same[0].source)
+        yield GroupedSteps(same[0].name, len(same), read, written, modules, same[0].source)
 
 
 def collapsed(modules: Iterable[str]) -> tuple[str, ...]:

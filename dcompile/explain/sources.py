@@ -15,7 +15,7 @@ _FRAME = re.compile(r'  File "([^"]+)", line (\d+), in ([^\n]*)\n(?:    ([^\n]*)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceLine:
     """A line of source."""
 
     path: str
@@ -38,10 +38,10 @@ def _ours() -> str:
     return f"{Path(__file__).parents[1]}/"
 
 
-def innermost(frames: Iterable[Source]) -> Source | None:
+def innermost(frames: Iterable[SourceLine]) -> SourceLine | None:
     """The last frame outside of torch and dcompile, or else torch's last; None if all are dcompile's."""
-    found: Source | None = None
-    inside: Source | None = None
+    found: SourceLine | None = None
+    inside: SourceLine | None = None
     for frame in frames:
         if frame.path.startswith(_torchs()):
             inside = frame
@@ -50,12 +50,12 @@ def innermost(frames: Iterable[Source]) -> Source | None:
     return found or inside
 
 
-def source_of(node: torch.fx.Node) -> Source | None:
+def source_of(node: torch.fx.Node) -> SourceLine | None:
     """The line that an FX node came from; of a backward's node, the line whose gradient it computes."""
     trace = node.meta.get("stack_trace") or ""
-    return innermost(Source(path, int(line), name, code) for path, line, name, code in _FRAME.findall(f"  {trace}"))
+    return innermost(SourceLine(path, int(line), name, code) for path, line, name, code in _FRAME.findall(f"  {trace}"))
 
 
-def source_of_frames(frames: Iterable[Any]) -> Source | None:
+def source_of_frames(frames: Iterable[Any]) -> SourceLine | None:
     """The user's line of a stack of traceback.FrameSummary."""
-    return innermost(Source(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames)
+    return innermost(SourceLine(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames)

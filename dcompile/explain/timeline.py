@@ -17,7 +17,7 @@ OWN = "waited for where the model's own plan has it: fewer parallel ranks, or la
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MeasuredSpan:
     """Something that took its time."""
 
     lane: Lane
@@ -32,7 +32,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class CollectiveInterval:
     """One collective of one step, on this rank's clock."""
 
     program: str
@@ -91,13 +91,13 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MeasuredStep:
     """One training step."""
 
     begin: float
     end: float
-    spans: tuple[Span, ...]
-    exchanges: tuple[Exchange, ...]
+    spans: tuple[MeasuredSpan, ...]
+    exchanges: tuple[CollectiveInterval, ...]
 
     @property
     def seconds(self) -> float:
@@ -125,7 +125,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class MeasuredCollective:
     """One bucket's collective, as the medians over the steps that were measured."""
 
     program: str
@@ -157,13 +157,13 @@ class Timeline:
     rank: int
     world: int
     device: str
-    steps: tuple[Step, ...]
+    steps: tuple[MeasuredStep, ...]
     notes: tuple[str, ...] = ()
     predicted: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(program, bucket) -> seconds of the collective by the cost model."""
-    typical: Step = field(init=False)
+    typical: MeasuredStep = field(init=False)
     """The step of median length: the one that is drawn."""
-    collectives: tuple[Collective, ...] = field(init=False)
+    collectives: tuple[MeasuredCollective, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.steps, "a timeline of no step"
@@ -184,8 +184,10 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
-def _summaries(steps: Sequence[Step], predicted: Mapping[tuple[str, str], float]) -> Iterator[Collective]:
-    found: dict[tuple[str, str, int], list[Exchange]] = {}
+def _summaries(
+    steps: Sequence[MeasuredStep], predicted: Mapping[tuple[str, str], float]
+) -> Iterator[MeasuredCollective]:
+    found: dict[tuple[str, str, int], list[CollectiveInterval]] = {}
     for step in steps:
         times: dict[tuple[str, str], int] = {}
         for exchange in step.exchanges:
@@ -197,7 +199,7 @@ def _summaries(steps: Sequence[Step], predicted: Mapping[tuple[str, str], float]
         first = exchanges[0]
         skews = [e.skew for e in exchanges if e.skew is not None]
         ranks = [e.latest_rank for e in exchanges if e.latest_rank is not None]
-        made = Collective(
+        made = MeasuredCollective(
             program=first.program,
             kind=first.kind,
             bucket=first.bucket,
@@ -218,11 +220,11 @@ def _summaries(steps: Sequence[Step], predicted: Mapping[tuple[str, str], float]
         yield replace(made, advice=advise(made, length))
 
 
-def _median(exchanges: Sequence[Exchange], of: Callable[[Exchange], float]) -> float:
+def _median(exchanges: Sequence[CollectiveInterval], of: Callable[[CollectiveInterval], float]) -> float:
     return statistics.median(map(of, exchanges))
 
 
-def advise(found: Collective, step: float) -> str:
+def advise(found: MeasuredCollective, step: float) -> str:
     """Which setting, or what else, would change how long this collective holds up the step."""
     if found.exposed <= HIDDEN * step:
         return "hidden: nothing waits for it"
@@ -265,7 +267,7 @@ def steps_of(
     latest: Sequence[Arrived] | None,
     groups: Mapping[tuple[str, str], str],
     serial: bool = True,
-) -> tuple[Step, ...]:
+) -> tuple[MeasuredStep, ...]:
     """Steps from `runtime.probe.Call`s and the optimizer's (name, begin, end).
 
     A step ends with an optimizer's update; without any, where a forward follows a backward. `latest`: for each
@@ -274,13 +276,13 @@ def steps_of(
     """
     exchanges = _exchanges(calls, latest, groups, serial)
     spans = [span for call in calls for span in _spans(call)]
-    spans += [Span("optimizer", name, begun, ended) for name, begun, ended in updates]
-    spans += [Span("compute", f"hands {e.bucket} over", e.arrived, e.started, e.program) for e in exchanges]
-    spans += [Span("wait", f"waits for {e.bucket}", e.wait_begin, e.wait_end, e.program) for e in exchanges]
+    spans += [MeasuredSpan("optimizer", name, begun, ended) for name, begun, ended in updates]
+    spans += [MeasuredSpan("compute", f"hands {e.bucket} over", e.arrived, e.started, e.program) for e in exchanges]
+    spans += [MeasuredSpan("wait", f"waits for {e.bucket}", e.wait_begin, e.wait_end, e.program) for e in exchanges]
     spans.sort(key=lambda span: span.begin)
     cuts = [begin, *_cuts(calls, updates, end)]
     return tuple(
-        Step(
+        MeasuredStep(
             one,
             two,
             tuple(span for span in spans if one <= span.begin < two),
@@ -306,10 +308,10 @@ def _runs_between(starts: Sequence[float], one: float, two: float | None) -> boo
     return two is None or any(one <= start < two for start in starts)
 
 
-def _spans(call: Any) -> Iterator[Span]:
+def _spans(call: Any) -> Iterator[MeasuredSpan]:
     for number, begin, end in call.spans:
         statement = call.statements[number]
-        yield Span("compute", label(statement.name, statement.origin), begin, end, call.program)
+        yield MeasuredSpan("compute", label(statement.name, statement.origin), begin, end, call.program)
 
 
 def label(name: str, origin: Sequence[str]) -> str:
@@ -326,8 +328,8 @@ def _exchanges(
     latest: Sequence[Arrived] | None,
     groups: Mapping[tuple[str, str], str],
     serial: bool,
-) -> list[Exchange]:
-    made: list[Exchange] = []
+) -> list[CollectiveInterval]:
+    made: list[CollectiveInterval] = []
     free: dict[str, float] = {}
     every = [(call, found) for call in calls for found in call.exchanges]
     for number, (call, found) in enumerate(every):
@@ -337,7 +339,7 @@ def _exchanges(
         group = groups.get((call.program, found.bucket), found.group)
         last = None if latest is None else latest[number]
         made.append(
-            Exchange(
+            CollectiveInterval(
                 call.program, found.kind, found.bucket, group, found.nbytes, found.arrived, found.started, ended,
                 found.wait_begin, found.wait_end, _producer(call, found), _consumer(call, found),
                 None if last is None else last[0], None if last is None else last[1], bool(found.group),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dcompile.explain.timeline import Exchange, Span, Step
+from dcompile.explain.timeline import CollectiveInterval, MeasuredSpan, MeasuredStep
 
 COLOURS = {
     "forward": "#4477aa",
@@ -31,13 +31,13 @@ class Bar:
     title: str
 
 
-def bars(step: Step, finest: float = 0.0) -> list[Bar]:
+def bars(step: MeasuredStep, finest: float = 0.0) -> list[Bar]:
     """The bars of a step. Neighbours of one kind that are shorter than `finest` seconds are drawn as one."""
     compute = [_compute_bar(span, step.begin) for span in step.spans]
     return [*_merged(compute, finest), *(bar for e in step.exchanges for bar in _exchange_bars(e, step.begin))]
 
 
-def _compute_bar(span: Span, zero: float) -> Bar:
+def _compute_bar(span: MeasuredSpan, zero: float) -> Bar:
     kind = {"optimizer": "optimizer", "wait": "waiting"}.get(span.lane) or (
         "backward" if span.program.startswith("backward") else "forward"
     )
@@ -60,7 +60,7 @@ def _merged(found: Iterable[Bar], finest: float) -> Iterator[Bar]:
         yield open_
 
 
-def _exchange_bars(found: Exchange, zero: float) -> Iterator[Bar]:
+def _exchange_bars(found: CollectiveInterval, zero: float) -> Iterator[Bar]:
     what = f"{found.kind} {found.bucket}, {megabytes(found.nbytes)}"
     late = max(found.arrived, found.latest or found.arrived)
     pieces = (
@@ -88,7 +88,7 @@ def megabytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
 
 
-def caption(step: Step) -> str:
+def caption(step: MeasuredStep) -> str:
     """The numbers below a picture."""
     if not step.exchanges:
         return f"step of {duration(step.seconds)}; nothing is exchanged"

@@ -29,7 +29,6 @@ from dcompile.ir.nodes import (
     Const,
     Extern,
     IndexOf,
-    Literally,
     Load,
     Loop,
     Matmul,
@@ -38,6 +37,7 @@ from dcompile.ir.nodes import (
     Scan,
     Store,
     Value,
+    Verbatim,
     View,
     Wait,
     views_of,
@@ -64,14 +64,14 @@ def interpret(
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class InterpretedResult:
     """What a call returns, and what it leaves in its inputs."""
 
     outputs: list[Array | int | float | bool | None]
     inputs: dict[str, Array]
 
 
-def execute(program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None) -> Result:
+def execute(program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None) -> InterpretedResult:
     """As `interpret`, with the contents of the inputs after the call."""
     with np.errstate(all="ignore"):
         machine = _Machine(program, inputs, externs or {})
@@ -87,7 +87,7 @@ def execute(program: Program, inputs: Mapping[str, Array | int], externs: Extern
                     pass  # the exchange took place when it was started
         outputs = [machine.output(output) for output in program.outputs]
         contents = {name: machine.whole(name) for name in program.inputs if name in machine.table}
-    return Result(outputs, contents)
+    return InterpretedResult(outputs, contents)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class _Machine:
                 return self.size(arg)
             case tuple():
                 return tuple(self._argument(item) for item in arg)
-            case Literally(text):
+            case Verbatim(text):
                 return text
             case _:
                 return arg

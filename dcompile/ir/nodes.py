@@ -174,19 +174,19 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Literally:
+class Verbatim:
     """An argument of a library call that has no meaning to the compiler: `torch.float32`, `torch.strided`, ..."""
 
     text: str
 
 
-SCALE = Literally("_scale")
+SCALE = Verbatim("_scale")
 """The factor that averages gradients over ranks, by its name in the host program, which asks its `BucketSource` for it:
 plans know neither how many ranks there are nor whether a backward is going to reduce."""
 SCALED = (("beta", 0), ("alpha", SCALE))
 """Keywords of an `addmm` that is a product times this factor: nothing is added."""
 
-Arg: TypeAlias = "View | Index | Literally | bool | int | float | str | tuple[Arg, ...] | None"
+Arg: TypeAlias = "View | Index | Verbatim | bool | int | float | str | tuple[Arg, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ What: TypeAlias = Literal["value", "shape", "stride"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SymbolSource:
     """How a symbol is worked out from an input: `(its value, or a size or stride of it, - rest) // factor`.
 
     `rest` and `factor` are made of symbols that come before it.
@@ -26,9 +26,9 @@ class Source:
     rest: Index
 
 
-def sources(program: Program) -> dict[str, Source]:
+def sources(program: Program) -> dict[str, SymbolSource]:
     """Each symbol that the inputs tell, in the order in which they can be worked out."""
-    found: dict[str, Source] = {}
+    found: dict[str, SymbolSource] = {}
     facts = [fact for fact in _facts(program) if fact[0].variables]
     before = -1
     while len(found) > before:
@@ -38,7 +38,7 @@ def sources(program: Program) -> dict[str, Source]:
             if len(unknown) == 1:
                 factor, rest = index.split(Var(unknown[0]))
                 if factor is not None:
-                    found[unknown[0]] = Source(name, what, dim, factor, rest)
+                    found[unknown[0]] = SymbolSource(name, what, dim, factor, rest)
     return found
 
 

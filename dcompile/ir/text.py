@@ -15,7 +15,6 @@ from dcompile.ir.nodes import (
     Const,
     Extern,
     IndexOf,
-    Literally,
     Load,
     Loop,
     Program,
@@ -24,6 +23,7 @@ from dcompile.ir.nodes import (
     Scan,
     Step,
     Value,
+    Verbatim,
     View,
     Wait,
 )
@@ -130,7 +130,7 @@ def show_arg(arg: Arg) -> str:
             layout = "" if strides == contiguous_strides(shape) else f" strides {_sizes(strides)}"
             start = "" if isinstance(offset, int) and offset == 0 else f" from {offset}"
             return f"{buffer}{_sizes(shape)}{layout}{start}"
-        case Literally(text):
+        case Verbatim(text):
             return text
         case tuple():
             return f"({', '.join(map(show_arg, arg))})"

@@ -16,7 +16,7 @@ from dcompile.machine_model import FABRICS
 from dcompile.simulate.check import check
 from dcompile.simulate.estimate import Setup, estimate, extrapolated
 from dcompile.simulate.models import SHAPES, configuration, with_layers
-from dcompile.simulate.trace import Spread, Traced, trace
+from dcompile.simulate.trace import ParallelLayout, TracedStep, trace
 
 GIB = 1 << 30
 
@@ -78,7 +78,7 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
     if options.layers < 2:
         raise OptionError("dcompile: --layers must be 2 or more: what a layer adds follows from two depths")
     began, rows = time.perf_counter(), []
-    traced: dict[int, list[Traced]] = {}
+    traced: dict[int, list[TracedStep]] = {}
     for world in worlds:
         spread = _spread(options, world)
         if spread.shard not in traced:
@@ -103,11 +103,11 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _spread(options: argparse.Namespace, world: int) -> Spread:
+def _spread(options: argparse.Namespace, world: int) -> ParallelLayout:
     shard = min(options.shard or world, world) if options.kind == "fsdp" else 1
     if world % shard:
         raise OptionError(f"dcompile: {world} ranks are no whole number of groups of {shard}")
-    return Spread(options.kind, world, shard, options.reduce_dtype, not options.no_reshard)
+    return ParallelLayout(options.kind, world, shard, options.reduce_dtype, not options.no_reshard)
 
 
 def _fabrics(names: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from dcompile.errors import OptionError
 from dcompile.machine_model import table_figures
 from dcompile.simulate.estimate import Setup, estimate
 from dcompile.simulate.models import SHAPES, configuration
-from dcompile.simulate.trace import Spread, trace
+from dcompile.simulate.trace import ParallelLayout, trace
 
 BATCHES: Mapping[str, tuple[int, int]] = {"1B": (4, 2048), "160M": (4, 1024), "tiny": (2, 64)}
 """Rows and tokens a row of each benchmark's model."""
@@ -71,7 +71,7 @@ def predict(
     """Milliseconds by the model, and the peak of memory."""
     rows, length = BATCHES[shape]
     sharded = kind.startswith("fsdp")
-    spread = Spread("fsdp" if sharded else "ddp", ranks, ranks if sharded else 1)
+    spread = ParallelLayout("fsdp" if sharded else "ddp", ranks, ranks if sharded else 1)
     traced = trace(configuration(shape, length), spread, batch=rows, length=length, recompute=recompute)
     figures = table_figures(device)
     if collective:

@@ -10,12 +10,12 @@ import numpy as np
 
 from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
 from dcompile.codegen.schedule.order.overlap_collectives import overlap
-from dcompile.codegen.schedule.order.simulate import Timeline, timeline
+from dcompile.codegen.schedule.order.simulate import PredictedTimeline, timeline
 from dcompile.collectives.contract import ParamInfo
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Program, View, Wait, holder_of
 from dcompile.machine_model import LEAST_COPIED, Figures
-from dcompile.simulate.trace import Spread, Traced
+from dcompile.simulate.trace import ParallelLayout, TracedStep
 
 UPDATE_SHARE = 0.63
 """Part of the memory's rate that torch's fused AdamW reaches: 7.7 GB of bfloat16 take 3.0 ms on an H200."""
@@ -26,7 +26,7 @@ class Setup:
     """What beside the programs decides what a step takes."""
 
     figures: Figures
-    spread: Spread
+    spread: ParallelLayout
     state_dtype: str = "bfloat16"
     """Of parameters, gradients and Adam's two moments as they are kept."""
     early_bytes: int | None = None
@@ -59,7 +59,7 @@ class Estimate:
     step: float
 
 
-def estimate(traced: Traced, setup: Setup) -> Estimate:
+def estimate(traced: TracedStep, setup: Setup) -> Estimate:
     """What the traced step comes to."""
     groups = {"group": replace(setup.spread.group, copies=_copies(traced.forward, setup))}
     programs = [overlap(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)]
@@ -128,7 +128,7 @@ def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.nda
     return np.asarray(np.cumsum(arrived) * (parameters / whole if whole else 0.0))
 
 
-def _tail(line: Timeline) -> float:
+def _tail(line: PredictedTimeline) -> float:
     ends = [span.start + span.duration for span in line.spans if span.resource == "compute"]
     return line.total - max(ends, default=0.0)
 

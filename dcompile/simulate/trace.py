@@ -18,16 +18,16 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.compiled_model import Settings
-from dcompile.capture.dynamo_backend import Graph
+from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry
 from dcompile.capture.passes.joint.absent_gradients import tangents, without
-from dcompile.capture.services import Toolbox
-from dcompile.collectives.contract import BucketRule, BucketSource, Foreseen, ParamInfo, Report, Request, Shard
+from dcompile.capture.services import Services
+from dcompile.collectives.contract import BucketRule, BucketSource, Foreseen, ParamInfo, ProgramReport, Request, Shard
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.nodes import Program
-from dcompile.machine_model import Group
+from dcompile.machine_model import GroupSize
 from dcompile.pipeline import Pipeline
 
 DDP_RULE = BucketRule(1 << 20, 25 << 20)
@@ -35,7 +35,7 @@ DDP_RULE = BucketRule(1 << 20, 25 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ParallelLayout:
     """How a model is spread: `ddp`, or `fsdp` (fully_shard on each layer and on the root) over `shard` ranks.
 
     With fewer ranks to a shard group than there are, groups are replicas of one another (HSDP).
@@ -48,15 +48,15 @@ class Spread:
     reshard: bool = True
 
     @property
-    def group(self) -> Group:
+    def group(self) -> GroupSize:
         """What the programs' collectives run on."""
         if self.kind == "fsdp":
-            return Group(self.shard, replicas=self.world // self.shard)
-        return Group(self.world)
+            return GroupSize(self.shard, replicas=self.world // self.shard)
+        return GroupSize(self.world)
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedStep:
     """The programs of one step, without places in memory, and what is known of the parameters."""
 
     forward: Program
@@ -69,8 +69,14 @@ class Traced:
 
 
 def trace(
-    config: Any, spread: Spread, *, batch: int, length: int, dtype: str = "bfloat16", recompute: str = "registers"
-) -> Traced:
+    config: Any,
+    spread: ParallelLayout,
+    *,
+    batch: int,
+    length: int,
+    dtype: str = "bfloat16",
+    recompute: str = "registers",
+) -> TracedStep:
     """The programs of one training step of a causal language model, before collectives are scheduled.
 
     `recompute` is the option of that name. Raises OptionError where the model does not come out as one graph.
@@ -79,13 +85,13 @@ def trace(
 
     models: Any = transformers.AutoModelForCausalLM
     options = {"receipt": False, "skip": "overlap", "matmul": "aten", "recompute": recompute}
-    planner = _Planner(Config.make(options=options))
+    planner = _SimulatedPlanner(Config.make(options=options))
     with compat.tensors.fake_mode(), _default_dtype(getattr(torch, dtype)):
         model = models.from_config(config).train()
         tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
-        toolbox = Toolbox(planner, _nothing, _nothing, _nothing, _nothing, _nothing)
-        entry = Entry(model._call_impl, None, Settings(planner.config), toolbox, _Graph)
-        adapter = _Adapter(model, spread)
+        toolbox = Services(planner, _nothing, _nothing, _nothing, _nothing, _nothing)
+        entry = Entry(model._call_impl, None, Settings(planner.config), toolbox, _SimulatedGraph)
+        adapter = _SimulatedAdapter(model, spread)
         entry.model.adopt(adapter)
         with compat.aot.backward_at_once():
             entry(input_ids=tokens, labels=tokens)
@@ -93,9 +99,9 @@ def trace(
     if names != ["backward0", "forward0"]:
         raise OptionError(f"dcompile: the model was captured as {', '.join(names) or 'nothing'}, not as one graph")
     graph = entry.model.graphs[0]
-    assert isinstance(graph, _Graph), "the entry makes graphs of the class that it was given"
+    assert isinstance(graph, _SimulatedGraph), "the entry makes graphs of the class that it was given"
     held = frozenset(graph.placeholders)
-    return Traced(planner.programs["forward0"], planner.programs["backward0"], adapter.infos, held, graph.results)
+    return TracedStep(planner.programs["forward0"], planner.programs["backward0"], adapter.infos, held, graph.results)
 
 
 @contextmanager
@@ -108,10 +114,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class _Adapter(PlainAdapter):
+class _SimulatedAdapter(PlainAdapter):
     """Parameters spread as DDP or fully_shard would: numbered, in groups of layers, padded to whole shards."""
 
-    def __init__(self, model: torch.nn.Module, spread: Spread) -> None:
+    def __init__(self, model: torch.nn.Module, spread: ParallelLayout) -> None:
         self.spread = spread
         named = list(model.named_parameters())
         groups = _groups(model)
@@ -148,7 +154,7 @@ def _groups(model: torch.nn.Module) -> dict[int, int]:
     return {id(p): number for number, layer in enumerate(longest, 1) for p in layer.parameters()}
 
 
-class _Graph(Graph):
+class _SimulatedGraph(DynamoGraph):
     """A graph whose backward is planned with its forward, for ranks that the adapter makes up."""
 
     gpu = "cpu"  # which stands for one here
@@ -164,8 +170,8 @@ class _Graph(Graph):
         return list(found) if self._spread.kind == "fsdp" else []
 
     @property
-    def _spread(self) -> Spread:
-        assert isinstance(self.adapter, _Adapter), "simulated graphs have simulated parameters"
+    def _spread(self) -> ParallelLayout:
+        assert isinstance(self.adapter, _SimulatedAdapter), "simulated graphs have simulated parameters"
         return self.adapter.spread
 
     def _build(self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any) -> Any:
@@ -191,7 +197,7 @@ class _Graph(Graph):
         return self._build(without(gm, absent, self._exchanged), "backward")
 
 
-class _Planner(CachingCompiler):
+class _SimulatedPlanner(CachingCompiler):
     """Plans each graph, and lets torch's fake tensors run it."""
 
     def __init__(self, config: Config) -> None:
@@ -201,7 +207,7 @@ class _Planner(CachingCompiler):
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Any:
         del foreseen
         self.programs[request.name] = _unplaced(Pipeline(self.config).plan(gm, request).program)
-        return _Fake(gm)
+        return _ShapeOnlyExecutable(gm)
 
 
 def _unplaced(program: Program) -> Program:
@@ -213,13 +219,13 @@ def _unplaced(program: Program) -> Program:
     return replace(program, buffers=buffers, arena_bytes=0)
 
 
-class _Fake:
+class _ShapeOnlyExecutable:
     """Implements `collectives.params.Executable` by shapes alone."""
 
     source, buckets = "", ()
 
     def __init__(self, gm: Any) -> None:
-        self.gm, self.report = gm, Report()
+        self.gm, self.report = gm, ProgramReport()
 
     def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         del buckets, sync

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dcompile.collectives.bucket import assign, lay_out
-from dcompile.collectives.contract import BucketSource, Foreseen, Report, Request
+from dcompile.collectives.contract import BucketSource, Foreseen, ProgramReport, Request
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.coordination.heartbeat import Alone, peers_of
+from dcompile.runtime.coordination.heartbeat import SingleProcess, peers_of
 
 
 class InterpreterExecutable:
@@ -27,7 +27,7 @@ class InterpreterExecutable:
                 lay_out(members, f"bucket{i}", [p.fqn for p in members])
                 for i, members in enumerate(assign(request.params, request.rule))
             )
-        self.report = Report(kernels=1, kernel_calls=1, collectives=len(self.buckets))
+        self.report = ProgramReport(kernels=1, kernel_calls=1, collectives=len(self.buckets))
 
     def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
         values = list(args)
@@ -64,7 +64,7 @@ class InterpreterCompiler:
 
     def meet(self, group: Any) -> Any:
         peers = peers_of(group)
-        return Alone() if peers is None else peers
+        return SingleProcess() if peers is None else peers
 
     def decompositions(self) -> dict[Any, Any]:
         return {}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import dcompile
-from dcompile.capture.dynamo_backend import Graph
+from dcompile.capture.dynamo_backend import DynamoGraph
 from tests.models.checks import LOSS, assert_close, assert_same_state, compiled, twins
 from tests.models.zoo import CASES, llama
 from tests.subject import IS_DCOMPILE
@@ -89,7 +89,7 @@ WAYS = {
 def attentions(monkeypatch):
     """(mask, is_causal) of each attention of the joint graphs that are compiled."""
     found = []
-    original = Graph._prepare
+    original = DynamoGraph._prepare
 
     def prepare(self, joint):
         names = {node: str(node.target) for node in joint.graph.nodes}
@@ -97,7 +97,7 @@ def attentions(monkeypatch):
         found.extend((node.kwargs.get("attn_mask"), node.args[4]) for node in calls)
         original(self, joint)
 
-    monkeypatch.setattr(Graph, "_prepare", prepare)
+    monkeypatch.setattr(DynamoGraph, "_prepare", prepare)
     return found
 
 

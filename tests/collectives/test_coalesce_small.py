@@ -8,7 +8,7 @@ from dcompile.codegen.schedule.order.cost_model import durations
 from dcompile.collectives.coalesce_small import pack_small, packed
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Bucket, Buffer, Collective, Const, Loop, Program, Store, Wait
-from dcompile.machine_model import CPU, TABLE, Group
+from dcompile.machine_model import CPU, TABLE, GroupSize
 
 H200 = replace(TABLE["h200"], interference=0.35)  # what is tested here does not move with the table
 MIB = 1 << 20
@@ -64,9 +64,9 @@ def program(kind="all_gather"):
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_what_is_exposed_is_packed_and_takes_less_time(kind):
     before = program(kind)
-    after = pack_small(before, H200, {"fsdp0": Group(2)})
+    after = pack_small(before, H200, {"fsdp0": GroupSize(2)})
     assert [b.packed for b in after.buckets] == [tuple(range(10)), ()]
     assert after == replace(before, buckets=after.buckets)
-    seconds = [sum(durations(each, H200, {"fsdp0": Group(2)})) for each in (before, after)]
+    seconds = [sum(durations(each, H200, {"fsdp0": GroupSize(2)})) for each in (before, after)]
     assert seconds[0] - seconds[1] == pytest.approx(9 * 2.5e-6)
     assert pack_small(before, CPU, {}) is before

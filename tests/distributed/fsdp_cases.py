@@ -32,10 +32,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import dcompile
 from dcompile.machine_model import table_figures
-from dcompile.runtime.communication.fsdp_shards import Exchange
+from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from dcompile.runtime.communication.packing import in_order
-from dcompile.runtime.communication.peer_memory.cuda_ipc import CudaReach
-from dcompile.runtime.communication.work import Flight
+from dcompile.runtime.communication.peer_memory.cuda_ipc import CudaPeerMemoryAccess
+from dcompile.runtime.communication.work import PendingCollective
 from tests.distributed import models
 from tests.distributed.cases import ATEN, device, largest_difference
 from tests.distributed.matrix import MIXED
@@ -520,10 +520,10 @@ def parts_for_the_backward() -> dict[str, Any]:
         found[what] = sorted(seen)
         return result
 
-    def flight(group: Any, device: Any, label: str, start: Any) -> Flight:
+    def flight(group: Any, device: Any, label: str, start: Any) -> PendingCollective:
         if label.startswith("all-gather"):
             seen.append(dist.get_world_size(group))
-        return Flight(group, device, label, start)
+        return PendingCollective(group, device, label, start)
 
     def steps(call: Any, module: Any) -> None:
         loss = noted("forward", lambda: loss_of(call(**inputs(module, 0))))
@@ -687,14 +687,14 @@ class RecordedOnce:
 
 def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
     """Two steps, of which the second is recorded; or one step of two backwards."""
-    left: list[Exchange] = []
+    left: list[ShardCommunication] = []
 
     def steps(call: Any, module: Any) -> None:
         gc.collect()
         gc.disable()  # what is left in a circle holds results of the recording, which the caller then seems to keep
         try:
             run(call, module)
-            left.extend(o for o in gc.get_objects() if issubclass(type(o), Exchange))
+            left.extend(o for o in gc.get_objects() if issubclass(type(o), ShardCommunication))
         finally:
             gc.enable()
 
@@ -811,7 +811,7 @@ class ProcessReach:
             self.copied += nbytes
 
 
-class CountedReach(CudaReach):
+class CountedReach(CudaPeerMemoryAccess):
     """A GPU's, which counts the bytes that it copies."""
 
     copied = 0

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import dcompile
 from dcompile.capture.entry import find_model
 from dcompile.runtime.communication import ddp_buckets
-from dcompile.runtime.communication.work import Flight
+from dcompile.runtime.communication.work import PendingCollective
 from tests.distributed.cases import average, by_hand, gradients, inputs, make, wrap
 from tests.distributed.fsdp_cases import compiled
 from tests.distributed.models import Lora, loss_of
@@ -275,13 +275,13 @@ def _whole(module: nn.Module) -> dict[str, Any]:
 def _groups_used() -> Iterator[list[tuple[str, Any]]]:
     """(what was exchanged, the process group) of each collective that is started by dcompile."""
     found: list[tuple[str, Any]] = []
-    begin = Flight.__init__
+    begin = PendingCollective.__init__
 
     def noted(self: Any, group: Any, device: Any, label: str, start: Any) -> None:
         found.append((label.split()[0], group))
         begin(self, group, device, label, start)
 
-    with mock.patch.object(Flight, "__init__", noted):
+    with mock.patch.object(PendingCollective, "__init__", noted):
         yield found
 
 

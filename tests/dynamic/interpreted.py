@@ -31,7 +31,7 @@ from tests.codegen.emit.interpreted import _module
 DTYPES = {pointer: getattr(torch, name) for name, pointer in POINTERS.items()}
 
 
-class Interpreting(workspace.Run):
+class Interpreting(workspace.HostProgramServices):
     """What a host program for a GPU asks for, on the CPU. `kernels`: those of all graphs, by name."""
 
     kernels: dict[str, KernelSource]
@@ -49,7 +49,7 @@ class Interpreting(workspace.Run):
             assert stream == 0 and len(given) == count
             for name, function, grid, arguments in kernels:
                 values = [int(a) if isinstance(a, Address) else given[a] for a in arguments]
-                programs = given[grid.place] if isinstance(grid, cuda_launch.Grid) else grid
+                programs = given[grid.place] if isinstance(grid, cuda_launch.SymbolicGrid) else grid
                 if programs:
                     self._start(name, function, programs, values)
 
@@ -100,5 +100,8 @@ def on_cpu() -> Iterator[list[str]]:
         return HostProgram(request.name, Loadable(graph, {}, constants), self._workspaces)
 
     run = type("Run", (Interpreting,), {"kernels": kernels})
-    with mock.patch.object(workspace, "Run", run), mock.patch.object(CachingCompiler, "compile_graph", compile_graph):
+    with (
+        mock.patch.object(workspace, "HostProgramServices", run),
+        mock.patch.object(CachingCompiler, "compile_graph", compile_graph),
+    ):
         yield texts

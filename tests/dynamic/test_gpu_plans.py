@@ -12,7 +12,7 @@ from torch import nn
 
 from dcompile import pipeline
 from dcompile.codegen.emit.host import program
-from dcompile.pipeline import Plan
+from dcompile.pipeline import ProgramPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
@@ -34,9 +34,9 @@ class Tagger(nn.Module):
 
 
 @pytest.fixture
-def plans(monkeypatch) -> list[tuple[Plan, str]]:
+def plans(monkeypatch) -> list[tuple[ProgramPlan, str]]:
     """Each graph's plan and host program for a GPU; what runs are the library's calls."""
-    found: list[tuple[Plan, str]] = []
+    found: list[tuple[ProgramPlan, str]] = []
     plan, lower = pipeline.Pipeline.plan, pipeline.lower
 
     def elsewhere(*args, **more):

@@ -7,7 +7,7 @@ import pytest
 
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.compiled_model import Settings, Variant
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError
 from dcompile.explain.receipt import make_receipt
@@ -27,9 +27,11 @@ def model(newest, *graphs, adapter=None):
 
 
 def test_counts_are_of_the_newest_variant_and_of_both_directions():
-    forward = Report(kernels=2, kernel_calls=5, library_calls=1, fallbacks={"aten.sort": 1}, cache_hits=1)
-    backward = Report(kernels=3, kernel_calls=3, collectives=2, built=4, fallbacks={"aten.sort": 2, "aten.topk": 1})
-    other = Report(kernels=100, built=7)
+    forward = ProgramReport(kernels=2, kernel_calls=5, library_calls=1, fallbacks={"aten.sort": 1}, cache_hits=1)
+    backward = ProgramReport(
+        kernels=3, kernel_calls=3, collectives=2, built=4, fallbacks={"aten.sort": 2, "aten.topk": 1}
+    )
+    other = ProgramReport(kernels=100, built=7)
     made = model(Variant((0,), True), graph(0, forward=forward, backward=backward), graph(1, inference=other))
     receipt = make_receipt(made)
     assert (receipt.graphs, receipt.graph_breaks, receipt.kernels, receipt.kernel_calls) == (1, 3, 5, 8)
@@ -40,12 +42,14 @@ def test_counts_are_of_the_newest_variant_and_of_both_directions():
 
 
 def test_a_graph_that_runs_twice_is_compiled_once():
-    made = model(Variant((0, 0), True), graph(0, forward=Report(kernels=2)))
+    made = model(Variant((0, 0), True), graph(0, forward=ProgramReport(kernels=2)))
     assert (make_receipt(made).graphs, make_receipt(made).kernels) == (2, 2)
 
 
 def test_what_the_calls_themselves_leave_without_kernels_is_counted_with_the_operators():
-    made = model(Variant((0, 1, 1), True), *(graph(n, forward=Report(fallbacks={"aten.sort": 1})) for n in range(2)))
+    made = model(
+        Variant((0, 1, 1), True), *(graph(n, forward=ProgramReport(fallbacks={"aten.sort": 1})) for n in range(2))
+    )
     made.graphs[0].fallbacks["backward of batched gradients"] = 3
     made.graphs[1].fallbacks["loss that chunked_loss leaves whole"] = 1
     whole, batched = "loss that chunked_loss leaves whole", "backward of batched gradients"
@@ -62,7 +66,7 @@ def test_calls_that_an_adapter_wants_eager_are_counted():
 def test_print():
     adapter = PlainAdapter()
     adapter.reasons, adapter.notes = ("because",), ("by the way",)
-    report = Report(kernels=1, kernel_calls=1, fallbacks={"aten.sort": 2}, notes=["given up"])
+    report = ProgramReport(kernels=1, kernel_calls=1, fallbacks={"aten.sort": 2}, notes=["given up"])
     first, *rest = str(make_receipt(model(Variant((0,), False), graph(0, inference=report), adapter=adapter))).split(
         "\n"
     )

@@ -10,24 +10,24 @@ from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline, ticks
 from dcompile.explain.timeline import Timeline, covered, label, steps_of
 from dcompile.explain.timeline_bars import bars, caption
-from dcompile.runtime.measure.instrumentation import Call, Exchange, Statement
+from dcompile.runtime.measure.instrumentation import CollectiveTiming, InstrumentedStatement, ProgramCallTiming
 
 MS = 1e-3
 
 
 def statement(module, *buckets):
-    return Statement("k1", (f"{module}: aten.mm.default (m.py:1)",), frozenset(buckets))
+    return InstrumentedStatement("k1", (f"{module}: aten.mm.default (m.py:1)",), frozenset(buckets))
 
 
 def call(program, begin, end, spans, exchanges=(), statements=()):
-    return Call(program, tuple(statements), begin, end, list(spans), list(exchanges))
+    return ProgramCallTiming(program, tuple(statements), begin, end, list(spans), list(exchanges))
 
 
 def one_step(at=0.0):
     """Forward 10 ms, backward 20 ms with two buckets, of which the second is waited for, optimizer 5 ms."""
     head, body, tail = statement("head", "bucket0"), statement("body"), statement("tail", "bucket1")
-    first = Exchange("all_reduce", "bucket0", 4 << 20, 0, at + 16 * MS, at + 16 * MS, at + 28 * MS, before=2)
-    second = Exchange("all_reduce", "bucket1", 2 << 20, 2, at + 26 * MS, at + 26 * MS, at + 40 * MS, before=2)
+    first = CollectiveTiming("all_reduce", "bucket0", 4 << 20, 0, at + 16 * MS, at + 16 * MS, at + 28 * MS, before=2)
+    second = CollectiveTiming("all_reduce", "bucket1", 2 << 20, 2, at + 26 * MS, at + 26 * MS, at + 40 * MS, before=2)
     first.wait_begin = first.wait_end = second.wait_begin = at + 30 * MS
     second.wait_end = at + 40 * MS
     spans = [(0, at + 10 * MS, at + 16 * MS), (1, at + 16 * MS, at + 20 * MS), (2, at + 20 * MS, at + 26 * MS)]

@@ -81,7 +81,7 @@ def model_of(kind: type[nn.Module] = Mlp, seconds: float = 60, wrap: str = "ddp"
     return dcompile.compile(model, options={"receipt": False, "kernels": "aten", **options})
 
 
-def line_of(model: Any) -> heartbeat.Peers:
+def line_of(model: Any) -> heartbeat.PeerCoordinator:
     """The line to the other ranks of a model that has run."""
     found = find_model(model)
     line = heartbeat.peers_of(found.adapter.group) if found is not None else None

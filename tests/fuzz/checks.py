@@ -20,7 +20,7 @@ from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
 from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
-from dcompile.codegen.schedule.fusion.rematerialize import compute_again
+from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.dependences import drop_dead
 from dcompile.codegen.schedule.order.group_updates import bring_together
@@ -137,8 +137,8 @@ def planned_for_gpu(program: Program) -> Program:
     """What the pipeline makes of it on a GPU; each buffer has memory of its own."""
     program = fuse(reorient_columns(sum_exponentials(drop_dead(on_a_gpu(program)))))
     return bring_together(
-        split_reductions.fuse_sums(
-            split_reductions.spread_rows(split_reductions.spread_columns(compute_again(program)))
+        split_reductions.refuse_after_split(
+            split_reductions.spread_rows(split_reductions.spread_columns(rematerialize(program)))
         )
     )
 

@@ -14,12 +14,12 @@ from dcompile.ir.nodes import (
     Const,
     Extern,
     IndexOf,
-    Literally,
     Load,
     Loop,
     Program,
     Reduce,
     Store,
+    Verbatim,
     View,
     Wait,
 )
@@ -264,7 +264,7 @@ def test_library_calls():
     row = View("x", (5,), (1,), 5)
     steps = (
         Extern("aten.mm.default", (full, turned), (), ("m",), "out"),
-        Extern("aten.max.dim", (View("m", (4, 4), (4, 1)), 1), (("keepdim", Literally("False")),), ("s", "i"), "alloc"),
+        Extern("aten.max.dim", (View("m", (4, 4), (4, 1)), 1), (("keepdim", Verbatim("False")),), ("s", "i"), "alloc"),
         Extern("aten.zero_.default", (row,), (), ("x",), "mutate"),
     )
     views = (View("m", (4, 4), (4, 1)), View("s", (4,), (1,)), View("i", (4,), (1,)), full, as_index(3), None, 2.5)

@@ -11,13 +11,13 @@ from dcompile.ir.nodes import (
     Const,
     Extern,
     IndexOf,
-    Literally,
     Load,
     Loop,
     Program,
     Reduce,
     Scan,
     Store,
+    Verbatim,
     View,
     Wait,
 )
@@ -77,7 +77,7 @@ def small_program():
         Extern(
             "aten.mm.default",
             (view, turned),
-            (("out_dtype", Literally("torch.float32")),),
+            (("out_dtype", Verbatim("torch.float32")),),
             ("g",),
             "out",
             origin=("head",),

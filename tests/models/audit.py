@@ -26,9 +26,9 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.ir.interpret import GARBAGE, interpret
-from dcompile.ir.nodes import Arg, Buffer, Extern, Literally, Loop, Program, View
+from dcompile.ir.nodes import Arg, Buffer, Extern, Loop, Program, Verbatim, View
 from dcompile.ir.symbols import sources, specialise
-from dcompile.pipeline import PASSES, Begun, Pipeline, Plan, _report
+from dcompile.pipeline import PASSES, PendingGraph, Pipeline, ProgramPlan, _report
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.executable import HostProgram
 
@@ -51,10 +51,10 @@ def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tu
     views = tuple(View(b.name, b.shape, b.strides) for b in shown)
     program = PASSES[-1].run(replace(program, outputs=program.outputs + views), request)
     kernels = select_target.emit_all(program, request.kind, pipeline._own_products())
-    plan = Plan(lowered, program, kernels, _report(program, kernels))
+    plan = ProgramPlan(lowered, program, kernels, _report(program, kernels))
     building = pipeline._begin(kernels, pipeline._arch(gm), cache)
     made, _ = pipeline.finish(
-        Begun(plan, host_program.emit(program, kernels, recycle=False), building), gm, request, cache
+        PendingGraph(plan, host_program.emit(program, kernels, recycle=False), building), gm, request, cache
     )
     return program, HostProgram(request.name, made), [b.name for b in shown]
 
@@ -136,7 +136,7 @@ def _given(arg: Arg, known: dict[str, Any]) -> Any:
         return torch.as_strided(base, arg.shape, arg.strides, base.storage_offset() + arg.offset)
     if isinstance(arg, tuple):
         return [_given(item, known) for item in arg]
-    return eval(arg.text, {"torch": torch}) if isinstance(arg, Literally) else arg
+    return eval(arg.text, {"torch": torch}) if isinstance(arg, Verbatim) else arg
 
 
 def _copies(args: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.runtime.coordination import heartbeat as module
-from dcompile.runtime.coordination.heartbeat import Peers
+from dcompile.runtime.coordination.heartbeat import PeerCoordinator
 
 _NUMBERS = itertools.count()
 
@@ -39,21 +39,21 @@ class Ranks:
         monkeypatch.setattr(module, "BEAT_S", 0.05)
         self.store = dist.HashStore()
         self.groups: list[Group] = []
-        self.lines: list[Peers] = []
+        self.lines: list[PeerCoordinator] = []
 
-    def start(self, world: int, present: int | None = None, store: Any = None) -> list[Peers]:
+    def start(self, world: int, present: int | None = None, store: Any = None) -> list[PeerCoordinator]:
         """Lines of the first `present` ranks of a group of `world`."""
         store = store or dist.HashStore()
         groups = [Group(store, rank, world) for rank in range(present or world)]
         self.groups += groups
-        lines = [Peers(group) for group in groups]
+        lines = [PeerCoordinator(group) for group in groups]
         self.lines += lines
         return lines
 
-    def each(self, function: Callable[[Peers], Any], lines: list[Peers]) -> list[Any]:
+    def each(self, function: Callable[[PeerCoordinator], Any], lines: list[PeerCoordinator]) -> list[Any]:
         """What `function` returns on each rank, or the text of what it raised."""
 
-        def one(line: Peers) -> Any:
+        def one(line: PeerCoordinator) -> Any:
             try:
                 return function(line)
             except RuntimeError as error:

@@ -7,13 +7,13 @@ when it was recorded and not handed over to it. So a replay where the rule forbi
 import torch
 
 from dcompile import compat
-from dcompile.collectives.contract import Report
-from dcompile.runtime.cuda_graphs.trees import Replayed, Tree
+from dcompile.collectives.contract import ProgramReport
+from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
 
 
 class Worst:
     def __init__(self):
-        self.tree = Tree(self)
+        self.tree = GraphTree(self)
         self.kept = []
         """All result memory, held so that its addresses stay ours."""
         self.programs = []
@@ -52,10 +52,10 @@ class Program:
     def __init__(self, recorder, function, mutated=(), **more):
         self.recorder, self.function, self.plain = recorder, function, 0
         recorder.programs.append(self)
-        self.report, self.buckets, self.source = Report(), (), ""
+        self.report, self.buckets, self.source = ProgramReport(), (), ""
         self.name, self.on_gpu = "program", False
         self.mutated, self.released = mutated, 0
-        self.replayed = Replayed(self, recorder.tree, **more)
+        self.replayed = ReplayedExecutable(self, recorder.tree, **more)
 
     def __call__(self, args, *, buckets=None, sync=False):
         self.plain += 1

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 import dcompile
-from dcompile.runtime.program.arena import RECYCLE_BYTES, Fresh, Recycled
+from dcompile.runtime.program.arena import RECYCLE_BYTES, RecycledResultMemory, ReusedResultMemory
 
 ROWS = RECYCLE_BYTES // 4 // 64
 """Rows of 64 float32 that make a result large enough to be given out again."""
 
 
 def test_memory_of_results_is_the_cpus():
-    fresh, recycled = Fresh(torch.float32, (3,), (1,)), Recycled()
+    fresh, recycled = ReusedResultMemory(torch.float32, (3,), (1,)), RecycledResultMemory()
     with torch.device("meta"):
         results = [
             fresh(),

@@ -11,7 +11,7 @@ from torch import nn
 import dcompile
 from dcompile.capture.entry import find_model
 from dcompile.runtime.program.arena import like
-from dcompile.runtime.program.workspace import Run
+from dcompile.runtime.program.workspace import HostProgramServices
 
 
 class Block(nn.Module):
@@ -104,7 +104,7 @@ def test_only_what_nobody_else_refers_to_is_inherited():
     def inherit(tensor):
         address = tensor.data_ptr()
         values = tensor.clone()
-        room = Run.inherit(tensor)
+        room = HostProgramServices.inherit(tensor)
         assert room.shape == tensor.shape and room.stride() == tensor.stride() and torch.equal(tensor, values)
         return room.data_ptr() == address
 
@@ -115,7 +115,7 @@ def test_only_what_nobody_else_refers_to_is_inherited():
         (tensor,) = args
         args.clear()
         address = tensor.data_ptr()
-        tensor = Run.inherit(tensor)
+        tensor = HostProgramServices.inherit(tensor)
         return tensor.data_ptr() == address
 
     assert given_away()

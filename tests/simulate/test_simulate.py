@@ -14,7 +14,7 @@ from dcompile.simulate.__main__ import main
 from dcompile.simulate.check import check
 from dcompile.simulate.estimate import Setup, _reduced_bytes, estimate, extrapolated
 from dcompile.simulate.models import SHAPES, configuration, with_layers
-from dcompile.simulate.trace import Spread, trace
+from dcompile.simulate.trace import ParallelLayout, trace
 
 ROWS, LENGTH = 2, 64
 H100, SLOW = FABRICS["h100-ib400"], FABRICS["h100-eth100"]
@@ -24,7 +24,7 @@ H100, SLOW = FABRICS["h100-ib400"], FABRICS["h100-eth100"]
 def tiny():
     """Traces by kind, made once, over eight ranks: one layer, and two that are sharded apart."""
     config = configuration("tiny", LENGTH)
-    spreads = {"ddp": (1, Spread("ddp", 8)), "fsdp": (2, Spread("fsdp", 8, 8))}
+    spreads = {"ddp": (1, ParallelLayout("ddp", 8)), "fsdp": (2, ParallelLayout("fsdp", 8, 8))}
     known = {"batch": ROWS, "length": LENGTH}
     found = {k: (spread, trace(with_layers(config, n), spread, **known)) for k, (n, spread) in spreads.items()}
     return SimpleNamespace(**found)
@@ -72,13 +72,13 @@ def test_gradients_are_there_from_when_they_are_reduced(tiny):
 
 def test_a_slower_network_takes_longer_and_holds_no_more_than_the_budget(tiny):
     spread, traced = tiny.fsdp
-    wide = Spread("fsdp", 64, 8)
+    wide = ParallelLayout("fsdp", 64, 8)
     near, far = (estimate(traced, Setup(H100, s)) for s in (spread, wide))
     assert far.communication == pytest.approx(near.communication)
     assert far.exposed > near.exposed  # sums among eight replicas
-    fast, slow = (estimate(traced, Setup(f, Spread("fsdp", 1024, 1024))) for f in (H100, SLOW))
+    fast, slow = (estimate(traced, Setup(f, ParallelLayout("fsdp", 1024, 1024))) for f in (H100, SLOW))
     assert slow.step > fast.step and slow.exchanged == fast.exchanged
-    two_nodes = Spread("fsdp", 16, 16)
+    two_nodes = ParallelLayout("fsdp", 16, 16)
     tight = estimate(traced, Setup(SLOW, two_nodes, early_bytes=0))
     assert tight.peak <= estimate(traced, Setup(SLOW, two_nodes)).peak
 
@@ -129,7 +129,7 @@ AutoModelForCausalLM.register(ShortConfig, Short)
 
 
 def test_what_each_further_layer_adds_is_the_same():
-    spread, config = Spread("ddp", 8), ShortConfig()
+    spread, config = ParallelLayout("ddp", 8), ShortConfig()
     known = {"batch": ROWS, "length": LENGTH}
     setup = Setup(H100, spread)
     one, two, three = (estimate(trace(with_layers(config, n), spread, **known), setup) for n in (1, 2, 3))

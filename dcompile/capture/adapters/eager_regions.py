@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.fsdp_common import GivenBack, ShardedAdapter
+from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 
 _SERIAL = itertools.count()
 _TORCH, _OWN = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
 
 
-class Kept:
+class ForwardSnapshot:
     """What a forward changes beside its result, as it was before a call: buffers, and torch's random numbers."""
 
     def __init__(self, root: torch.nn.Module | None, device: torch.device) -> None:
@@ -64,14 +64,14 @@ class _Call:
     hooks: Any = field(default_factory=compat.dispatch_watch.saved_tensor_hooks)
     gathers: Any = None
     """What FSDP itself was gathering when the call began."""
-    kept: Kept | None = None
+    kept: ForwardSnapshot | None = None
     watch: compat.dispatch_watch.Watch | None = None
     """On while something of the call runs eagerly."""
     shown: list[torch.nn.Module] = field(default_factory=list)
     """Modules of torch's that have a forward of ours meanwhile."""
 
 
-class Between:
+class EagerRegionMonitor:
     """Of one compiled model with sharded parameters: whether its calls run several graphs, and a look between them."""
 
     def __init__(self, adapter: ShardedAdapter) -> None:
@@ -97,7 +97,7 @@ class Between:
                 try:
                     yield
                     if self._refusal:  # the model has caught what it was told
-                        raise GivenBack(self._refusal)
+                        raise FallBackToStock(self._refusal)
                     if call.watch is not None:
                         self._look(call, takes_parameters=False, at_the_end=True)
                 finally:
@@ -109,15 +109,15 @@ class Between:
             reason = self._why(error)
             if reason and call.kept is not None:
                 call.kept.restore()
-            if reason and not isinstance(error, GivenBack):
-                raise GivenBack(reason) from None
+            if reason and not isinstance(error, FallBackToStock):
+                raise FallBackToStock(reason) from None
             raise
         finally:
             self._call = outer
 
     def _why(self, error: Exception) -> str:
         """Why FSDP is to take over after this error; empty if it is the model's own."""
-        if isinstance(error, GivenBack):
+        if isinstance(error, FallBackToStock):
             return str(error)
         if self._several and compat.dispatch_watch.NO_MEMORY in str(error):
             return "the memory of a parameter is asked for outside the compiled graphs"
@@ -126,13 +126,13 @@ class Between:
     def start(self) -> None:
         """From here on, something of this call runs eagerly. Raises GivenBack if the adapter cannot do with that."""
         if objection := self._adapter.objection_to_parts():
-            raise GivenBack(objection)
+            raise FallBackToStock(objection)
         if not self._several:
             for _, tensor in self._stand_ins:
                 compat.dispatch_watch.forbid_memory(tensor)
         self._several, call = True, self._call
         if call is not None and call.watch is None:
-            call.kept = Kept(call.root, self._adapter.device)
+            call.kept = ForwardSnapshot(call.root, self._adapter.device)
             storages = {compat.tensors.storage_key(tensor): number for number, tensor in self._stand_ins}
             watch = compat.dispatch_watch.Watch(storages, self._touched)
             watch.begin()
@@ -213,7 +213,7 @@ class Between:
     def refuse(self, reason: str) -> NoReturn:
         """Raises GivenBack, and remembers it: the model may catch what is raised inside it."""
         self._refusal = self._refusal or reason
-        raise GivenBack(reason)
+        raise FallBackToStock(reason)
 
 
 def _forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -19,19 +19,19 @@ from torch.distributed import ReduceOp
 
 from dcompile import compat
 from dcompile.capture.adapters.fsdp2 import converted
-from dcompile.capture.adapters.fsdp_common import Alone, ShardedAdapter, present
-from dcompile.collectives.contract import ParamInfo, Reduction, Shard
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter, UnshardedGroup, present
+from dcompile.collectives.contract import GradientReduction, ParamInfo, Shard
 from dcompile.errors import DcompileError
 
 
-class Flat:
+class FlatParameter:
     """One flat parameter: a unit, and as such alone in its group; see `collectives.params`."""
 
     def __init__(self, instance: Any, number: int) -> None:
         self._instance = weakref.ref(instance)
         self.group = f"fsdp{number}"
         self.name = " ".join(compat.fsdp1.names(self.handle))
-        self._alone = None if self.handle.uses_sharded_strategy else Alone()
+        self._alone = None if self.handle.uses_sharded_strategy else UnshardedGroup()
 
     @property
     def instance(self) -> Any:
@@ -92,15 +92,15 @@ class Flat:
         """As FSDP, asked in the backward (no_sync)."""
         return "all" if compat.fsdp1.syncs(self.instance) else "nothing"
 
-    def reduction(self, dtype: torch.dtype) -> Reduction:
+    def reduction(self, dtype: torch.dtype) -> GradientReduction:
         """Divided by about the root of the number of ranks before the sum, and by the rest behind it."""
         del dtype
         before, after = compat.fsdp1.divisors(self.instance)
-        return Reduction(before, after, ReduceOp.SUM, ReduceOp.SUM)
+        return GradientReduction(before, after, ReduceOp.SUM, ReduceOp.SUM)
 
 
 @dataclass(frozen=True, slots=True)
-class Param:
+class OriginalParameter:
     """One original parameter, and what stands for it while it is traced."""
 
     virtual: torch.nn.Parameter
@@ -132,7 +132,7 @@ class Fsdp1Adapter(ShardedAdapter):
                 compat.fsdp1.initialize(root)
             reasons = compat.fsdp1.objections(root, instances)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
-        self._originals: list[Param] = []
+        self._originals: list[OriginalParameter] = []
         self._kept_as = f"_dcompile_forward_{id(self)}"
         """Where each wrapper keeps its forward in compiled calls: that leads to its module, and so must not be here."""
         if not self.reasons:
@@ -151,13 +151,13 @@ class Fsdp1Adapter(ShardedAdapter):
             instance.__dict__[self._kept_as] = _forward(instance, cast=instance is not self._root())
             if compat.fsdp1.handle_of(instance) is None:
                 continue
-            flat = Flat(instance, len(self.groups))
+            flat = FlatParameter(instance, len(self.groups))
             self.units[len(self.units)] = flat
             infos += self._parameters(flat, len(self.groups), len(infos))
             self.groups[flat.group] = flat
         self._infos = tuple(infos)
 
-    def _parameters(self, flat: Flat, unit: int, first: int) -> Iterator[ParamInfo]:
+    def _parameters(self, flat: FlatParameter, unit: int, first: int) -> Iterator[ParamInfo]:
         """What the compiler is to know of the parameters of one flat one, numbered from `first` on."""
         handle, dtype = flat.handle, compat.fsdp1.compute_dtype(flat.handle)
         numel = compat.fsdp1.whole_numel(handle, flat.gather_group().size())
@@ -173,7 +173,7 @@ class Fsdp1Adapter(ShardedAdapter):
             original = originals[index]
             virtual = torch.nn.Parameter(tensor, requires_grad=original.requires_grad)
             where_shown = [(weakref.ref(module), name) for module, name in places[index]]
-            self._originals.append(Param(virtual, weakref.ref(original), where_shown))
+            self._originals.append(OriginalParameter(virtual, weakref.ref(original), where_shown))
             shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True)
             size, where = tuple(shape), device.type
             yield ParamInfo(first + index, fqn, size, _name(dtype), where, "sharded", flat.group, shard)

@@ -20,11 +20,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from dcompile import compat
-from dcompile.capture.adapters.fsdp_common import Alone, ShardedAdapter, present
-from dcompile.collectives.contract import ParamInfo, Reduction, Shard
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter, UnshardedGroup, present
+from dcompile.collectives.contract import GradientReduction, ParamInfo, Shard
 
 
-class Unit:
+class ShardedParameterUnit:
     """One parameter; see `collectives.params.ShardUnit`."""
 
     def __init__(self, param: Any, number: int, group: str) -> None:
@@ -68,14 +68,14 @@ class Unit:
             self._arrival = None
 
 
-class Group:
+class FsdpParameterGroup:
     """The parameters that one `fully_shard` call groups; see `collectives.params.ShardGroup`."""
 
     def __init__(self, group: Any, name: str, parts: bool) -> None:
         self._group = weakref.ref(group)
         self.name = name
         self._parts = parts
-        self.alone = None if compat.fsdp2.is_sharded(group.mesh_info) else Alone()
+        self.alone = None if compat.fsdp2.is_sharded(group.mesh_info) else UnshardedGroup()
         """In place of the group of shards, where each rank has all of its parameters."""
 
     @property
@@ -101,7 +101,7 @@ class Group:
             return "nothing"
         return "all" if self.group.all_reduce_grads else "shards"
 
-    def reduction(self, dtype: torch.dtype) -> Reduction:
+    def reduction(self, dtype: torch.dtype) -> GradientReduction:
         replicas = self.replica_group()
         return reduction(
             shards=self.scatter_group().size(),
@@ -112,7 +112,9 @@ class Group:
         )
 
 
-def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float | None, sums_only: bool) -> Reduction:
+def reduction(
+    *, shards: int, replicas: int, dtype: torch.dtype, factor: float | None, sums_only: bool
+) -> GradientReduction:
     """FSDP2's way of averaging gradients over `shards` times `replicas` ranks; `factor` is the user's divisor.
 
     float16 is divided by about the root of the divisor before the sum and by the rest after it, against overflow.
@@ -125,19 +127,19 @@ def reduction(*, shards: int, replicas: int, dtype: torch.dtype, factor: float |
     alone = factor if shards == 1 else None
     if not small and not sums_only:
         if alone is not None:
-            return Reduction(alone, None, ReduceOp.SUM, ReduceOp.SUM)
+            return GradientReduction(alone, None, ReduceOp.SUM, ReduceOp.SUM)
         if factor is None:
             average = ReduceOp.SUM if ranks == 1 else ReduceOp.AVG
-            return Reduction(None, None, average, average)
+            return GradientReduction(None, None, average, average)
         scaled = ReduceOp.AVG if factor == shards else compat.groups.multiplied_sum(1 / factor)
-        return Reduction(None, None, scaled, ReduceOp.SUM)
+        return GradientReduction(None, None, scaled, ReduceOp.SUM)
     divisor = float(ranks) if factor is None else factor
     if not small:
-        return Reduction(alone, divisor, ReduceOp.SUM, ReduceOp.SUM)
+        return GradientReduction(alone, divisor, ReduceOp.SUM, ReduceOp.SUM)
     before = 1.0
     while divisor % before == 0 and divisor / before > before:
         before *= 2
-    return Reduction(before * (alone or 1.0), divisor / before, ReduceOp.SUM, ReduceOp.SUM)
+    return GradientReduction(before * (alone or 1.0), divisor / before, ReduceOp.SUM, ReduceOp.SUM)
 
 
 class Fsdp2Adapter(ShardedAdapter):
@@ -162,8 +164,8 @@ class Fsdp2Adapter(ShardedAdapter):
             reasons = compat.fsdp2.objections(states)
             compat.fsdp2.keep_versions(states)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
-        self._units: list[Unit] = []
-        self._groups: list[Group] = []
+        self._units: list[ShardedParameterUnit] = []
+        self._groups: list[FsdpParameterGroup] = []
         self._hooks: list[tuple[Callable[[], Any], int, Callable[..., Any]]] = []
         """(table of hooks, key in it, what is there in compiled calls)"""
         if not self.reasons:
@@ -176,9 +178,9 @@ class Fsdp2Adapter(ShardedAdapter):
         infos = []
         for state in map(present, self._states):
             for group in compat.fsdp2.groups_of(state):
-                entry = Group(group, f"fsdp{len(self._groups)}", self._parts)
+                entry = FsdpParameterGroup(group, f"fsdp{len(self._groups)}", self._parts)
                 for param in group.fsdp_params:
-                    unit = Unit(param, len(self._units), entry.name)
+                    unit = ShardedParameterUnit(param, len(self._units), entry.name)
                     infos.append(self._info(unit, entry, len(self._units), len(self._groups)))
                     self._units.append(unit)
                 self._groups.append(entry)
@@ -197,7 +199,7 @@ class Fsdp2Adapter(ShardedAdapter):
             self.name = "replicate"
 
     @staticmethod
-    def _info(unit: Unit, entry: Group, number: int, together: int) -> ParamInfo:
+    def _info(unit: ShardedParameterUnit, entry: FsdpParameterGroup, number: int, together: int) -> ParamInfo:
         virtual, group = unit.virtual, entry.group
         padded = unit.param.padded_sharded_param_size.numel() * entry.gather_group().size()
         shard = Shard(

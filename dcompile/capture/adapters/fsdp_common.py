@@ -13,7 +13,7 @@ from dcompile.collectives.contract import ParamInfo, ShardGroup, ShardUnit
 from dcompile.errors import DcompileError
 
 
-class GivenBack(DcompileError):
+class FallBackToStock(DcompileError):
     """The call cannot run with virtual parameters: it starts again with FSDP's own hooks."""
 
 
@@ -27,19 +27,19 @@ def present(reference: Callable[[], Any]) -> Any:
     return found
 
 
-class Alone:
+class UnshardedGroup:
     """The one rank that has all of an unsharded parameter, where a process group would be."""
 
     def size(self) -> int:
         return 1
 
-    def allgather_into_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+    def allgather_into_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> UnshardedGroup:
         return self._copied(outputs, inputs, options)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Any], inputs: list[Any], options: Any) -> UnshardedGroup:
         return self._copied(outputs, inputs, options)
 
-    def _copied(self, outputs: list[Any], inputs: list[Any], options: Any) -> Alone:
+    def _copied(self, outputs: list[Any], inputs: list[Any], options: Any) -> UnshardedGroup:
         del options
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(given)
@@ -49,7 +49,7 @@ class Alone:
         """It is done already."""
 
 
-class Virtual(Protocol):
+class VirtualParameter(Protocol):
     """A parameter, and what stands for it while it is traced."""
 
     @property
@@ -74,7 +74,7 @@ class ShardedAdapter(PlainAdapter):
         self._compared: set[tuple[str, ...]] = set()
         self._numbers: dict[int, int] = {}
         """Identity of a virtual parameter, or of what modules show in its place -> its number."""
-        self._params: Sequence[Virtual] = ()
+        self._params: Sequence[VirtualParameter] = ()
         """Parameters, by number."""
         self._infos: tuple[ParamInfo, ...] = ()
         self.notes = ()

@@ -18,7 +18,7 @@ import torch
 from dcompile import compat
 
 
-def look_at_inputs(gm: Any, aliases: Mapping[int, int]) -> None:
+def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
     """Have a graph return looks at its own inputs for these results: position of a result -> of the input.
 
     Guarantees: whatever else the graph returns, and does. What is in those results is read by nobody.

@@ -23,7 +23,7 @@ COUNTED = "call with arguments that share memory otherwise than when it was trac
 
 
 @dataclass(frozen=True)
-class Watched:
+class TracedOverlaps:
     """The inputs of a graph that are compared, and how they were stored when it was traced."""
 
     positions: tuple[int, ...]
@@ -36,7 +36,7 @@ class Watched:
     """For places of inputs that share memory since then: bytes from the first to the second."""
 
 
-def watched_inputs(gm: Any, inputs: Sequence[Any], changed: frozenset[int] | None) -> Watched | None:
+def watched_inputs(gm: Any, inputs: Sequence[Any], changed: frozenset[int] | None) -> TracedOverlaps | None:
     """Which inputs of a graph to compare, given those it changes (None: not known); None if there is no pair."""
     nodes = gm.graph.find_nodes(op="placeholder")
     plain = [
@@ -51,7 +51,7 @@ def watched_inputs(gm: Any, inputs: Sequence[Any], changed: frozenset[int] | Non
         return None
     of = {position: place for place, position in enumerate(positions)}
     places = frozenset(of[n] for n in written), frozenset(of[n] for n in chosen)
-    return Watched(positions, *places, _shared(positions, *places, inputs))
+    return TracedOverlaps(positions, *places, _shared(positions, *places, inputs))
 
 
 def _shared(
@@ -89,7 +89,7 @@ def _length(value: torch.Tensor) -> int:
 def as_traced(
     compiled: Callable[..., Any],
     gm: Callable[..., Any],
-    watched: Watched | None,
+    watched: TracedOverlaps | None,
     counted: Counter[str],
     has_collectives: bool,
 ) -> Callable[..., Any]:

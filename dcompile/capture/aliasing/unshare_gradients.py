@@ -16,7 +16,7 @@ Run = Callable[[list[Any]], list[Any]]
 Pair = tuple[int, int, bool]
 
 
-class Apart:
+class UnshareGradients:
     """Has the gradients of a graph's programs lie apart. What they share is found in the first call of each."""
 
     def __init__(self) -> None:

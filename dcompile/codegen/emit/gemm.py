@@ -15,21 +15,21 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.target import KernelSource, Product
+from dcompile.codegen.emit.target import KernelSource, LibraryReplacement
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import Buffer, Extern, Program, View
 
 SERVED = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default")
 
 
-def products(program: Program) -> dict[int, Product]:
+def products(program: Program) -> dict[int, LibraryReplacement]:
     """The library calls of a program, by their position among the steps, that the function computes."""
     table = program.table
     found = {n: product(step, table) for n, step in enumerate(program.steps) if isinstance(step, Extern)}
     return {position: call for position, call in found.items() if call is not None}
 
 
-def product(step: Extern, table: Mapping[str, Buffer]) -> Product | None:
+def product(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacement | None:
     """How the function computes `step`; None if it does not: other dtypes, vectors, results in strided pieces."""
     if step.op not in SERVED or step.mode != "out" or step.outs[0] is None:
         return None
@@ -49,7 +49,7 @@ def product(step: Extern, table: Mapping[str, Buffer]) -> Product | None:
     batch = out.shape[0] if len(out.shape) == 3 else 1
     sizes = (batch, c.rows, c.columns, a.columns, a.batch, a.row, a.column, b.batch, b.row, b.column, c.batch, c.row)
     assert a.view is not None and b.view is not None, "only what is added may be missing"
-    return Product(source(), (a.view, b.view, out, plus.view), (*sizes, plus.batch, plus.row))
+    return LibraryReplacement(source(), (a.view, b.view, out, plus.view), (*sizes, plus.batch, plus.row))
 
 
 def _is_float_matrix(buffer: Buffer) -> bool:

@@ -47,7 +47,7 @@ class KernelSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class LibraryReplacement:
     """A library call that a kernel of ours does instead: a matrix product, or on a GPU what no loop says.
 
     `views` of a product are left, right, result and what is added (or None), `sizes` what it is told beside addresses.
@@ -64,7 +64,7 @@ class Kernels:
     """All kernels of a program: one for each of its loops, in order, and each different one once."""
 
     calls: tuple[KernelSource, ...]
-    products: Mapping[int, Product] = field(default_factory=dict)
+    products: Mapping[int, LibraryReplacement] = field(default_factory=dict)
     """Library calls, by their position among the steps, that a kernel of ours does instead."""
 
     @property

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from dcompile.codegen.lower.context import dtype_name, literal_text
 from dcompile.codegen.lower.library_calls import (
     CALL,
-    Fixed,
+    GraphAttribute,
     calling,
     has_effect,
     has_no_text,
@@ -23,17 +23,17 @@ from dcompile.codegen.lower.library_calls import (
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import NUMBER, OBJECT, Arg, Buffer, Extern, Literally, Program, View
+from dcompile.ir.nodes import NUMBER, OBJECT, Arg, Buffer, Extern, Program, Verbatim, View
 
 
 def lower(
     gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *, because: str | None = None
 ) -> tuple[Program, dict[str, Any]]:
     """(program, constants). With `because`, loops were wanted and every call counts as a fallback, for that reason."""
-    return _Walk(gm, because).run(name, grads)
+    return _AtenWalk(gm, because).run(name, grads)
 
 
-class _Walk:
+class _AtenWalk:
     def __init__(self, gm: GraphModule, because: str | None) -> None:
         self.gm, self.because = gm, because
         self.buffers: dict[str, Buffer] = {}
@@ -52,7 +52,7 @@ class _Walk:
                 case "get_attr":
                     value = operator.attrgetter(str(node.target))(self.gm)
                     is_tensor = isinstance(value, torch.Tensor)
-                    self.values[node] = self._constant(node.name, value) if is_tensor else Fixed(value)
+                    self.values[node] = self._constant(node.name, value) if is_tensor else GraphAttribute(value)
                 case "call_function":
                     self.values[node] = self._call(node)
                 case "output":
@@ -120,7 +120,7 @@ class _Walk:
     def _spelled(self, node: Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
         """Op, arguments and keywords; a call that has no text becomes a function kept among the constants."""
         everything = (*node.args, *node.kwargs.values())
-        fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := self.values[n], Fixed)}
+        fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := self.values[n], GraphAttribute)}
         if not fixed and not returns_one_in_a_tuple(node) and not any(has_no_text(arg) for arg in everything):
             args = tuple(self._spell(arg) for arg in node.args)
             return op_text(node.target), args, tuple((k, self._spell(v)) for k, v in node.kwargs.items())
@@ -136,7 +136,7 @@ class _Walk:
             case bool() | int() | float() | str() | None:
                 return arg
             case _:
-                return Literally(literal_text(arg))
+                return Verbatim(literal_text(arg))
 
     def _argument(self, node: Any) -> Any:
         return self.values[node]

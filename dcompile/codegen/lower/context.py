@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dcompile.codegen.lower.lazy_tensor import T, constant, from_view, laid_out_as, remapped
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, laid_out_as, remapped
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.symbolic.floats import Real, follows
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape, variables_of
@@ -19,7 +19,7 @@ from dcompile.codegen.lower.symbolic.shapes import strides_of as strides_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
 from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, Size, flatten, var
-from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Literally, Loop, Ref, Step, Store, View
+from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Loop, Ref, Step, Store, Verbatim, View
 from dcompile.ir.ops import DTYPES
 
 LAY_OUT = "dcompile.lay_out"
@@ -45,12 +45,12 @@ class Lowering:
         self.inputs: dict[str, None] = {}
         """Buffers that are inputs of the graph, in order; attributes of the module after the arguments."""
         self.values: dict[Node, Any] = {}
-        """What each node has become: a `T`, a tuple of them, a number."""
+        """What each node has become: a `LazyTensor`, a tuple of them, a number."""
         self.constants: dict[str, Any] = {}
         """Values of the inputs that come after the arguments."""
-        self.lazy: dict[int, tuple[T, int]] = {}
+        self.lazy: dict[int, tuple[LazyTensor, int]] = {}
         """Tensors that are not stored and still have users: by id, with the position of the last one."""
-        self.checked: dict[tuple[View, Size, Size], T] = {}
+        self.checked: dict[tuple[View, Size, Size], LazyTensor] = {}
         """Positions whose bounds were checked: where they lie, and against what."""
         self.overwritten: set[str] = set()
         """Inputs whose first values are gone."""
@@ -67,10 +67,10 @@ class Lowering:
         """Why ops were left to the library for the sake of their sizes."""
         self.data_given: list[tuple[Extern, int]] = []
         """Calls that give an input other memory, and what tells that memory from others in eager mode."""
-        self._stored: dict[int, tuple[T, T]] = {}
-        self._exact: dict[int, tuple[T, View]] = {}
+        self._stored: dict[int, tuple[LazyTensor, LazyTensor]] = {}
+        self._exact: dict[int, tuple[LazyTensor, View]] = {}
         self._numbers: dict[Real, View] = {}
-        self._brought: dict[tuple[View, str], T] = {}
+        self._brought: dict[tuple[View, str], LazyTensor] = {}
         """Copies of tensors that lie on another device."""
         self._from_cpu = set[str]()
         """Those of single elements of the CPU: ATen's kernels for GPUs take such for numbers."""
@@ -99,7 +99,7 @@ class Lowering:
         values, kept = body.finish(tuple(stores))
         self.steps.append(Loop(kept[0].buffer, outer, inner, values, kept, self.origin))
 
-    def store(self, tensor: T, strides: Shape | None = None, name: str | None = None) -> T:
+    def store(self, tensor: LazyTensor, strides: Shape | None = None, name: str | None = None) -> LazyTensor:
         """`tensor` computed into a new buffer, with `strides`, else with its own if they are dense."""
         wanted = strides
         if wanted is None:
@@ -108,7 +108,7 @@ class Lowering:
         self.store_into(tensor, view)
         return replace(from_view(view, tensor.dtype), strides=tensor.strides)
 
-    def store_into(self, tensor: T, view: View) -> None:
+    def store_into(self, tensor: LazyTensor, view: View) -> None:
         """A loop that writes every element of `tensor` to where it lies in `view`."""
         body = self.body(ranges_of("i", tensor.shape))
         coords = variables("i", tensor.shape)
@@ -116,11 +116,11 @@ class Lowering:
         index = flatten(coords, view.strides) + view.offset
         self.loop(tensor.shape, (), body, [Store(view.buffer, index, ref)])
 
-    def device_of(self, tensor: T) -> str | None:
+    def device_of(self, tensor: LazyTensor) -> str | None:
         """The type of the device that a tensor is computed on; None where nothing tells."""
         return next((self.buffers[name].device for name in sorted(tensor.reads)), tensor.device)
 
-    def brought(self, tensor: T, device: str) -> T:
+    def brought(self, tensor: LazyTensor, device: str) -> LazyTensor:
         """`tensor` where loops on `device` can read it: itself, or a copy that the library makes."""
         here = self.device_of(tensor)
         if here is None or here == device:
@@ -132,7 +132,7 @@ class Lowering:
         key = (stored.view, device)
         if key not in self._brought:
             copy = self.buffer(stored.shape, stored.dtype, device=device)
-            to = {"device": Literally(f"torch.device({device!r})"), "memory_format": torch.contiguous_format}
+            to = {"device": Verbatim(f"torch.device({device!r})"), "memory_format": torch.contiguous_format}
             self.extern("aten._to_copy.default", [stored.view], [copy.buffer], kwargs=to)
             self._brought[key] = from_view(copy, stored.dtype)
             if tensor.shape == () and here == "cpu":
@@ -141,12 +141,12 @@ class Lowering:
 
     def is_number(self, arg: Any) -> bool:
         """Whether an operand is a number, or what counts as one on a GPU."""
-        if not isinstance(arg, T):
+        if not isinstance(arg, LazyTensor):
             return True
         read = arg.view is not None and arg.view.buffer in self._from_cpu
         return arg.shape == () and (read or (not arg.reads and arg.device == "cpu"))
 
-    def memory(self, tensor: T, anew: bool = True) -> T:
+    def memory(self, tensor: LazyTensor, anew: bool = True) -> LazyTensor:
         """`tensor` in memory, whatever the strides: itself, a view of its stored base, or a copy.
 
         `anew`: whether readers of a few elements may compute those again.
@@ -165,7 +165,7 @@ class Lowering:
             self._stored[key] = (tensor, stored)  # the tensor is kept, so that its id stays its own
         return self._stored[key][1]
 
-    def exact(self, tensor: T) -> View:
+    def exact(self, tensor: LazyTensor) -> View:
         """`tensor` in memory with the strides that torch gave it: what a library call expects."""
         stored = self.memory(tensor)
         fits = tensor.dtype not in DTYPES or laid_out_as(stored, tensor.strides)
@@ -193,13 +193,13 @@ class Lowering:
         each = zip(view.shape, view.strides, torchs, strict=True)
         return tuple(told if size == 1 and self.has((told,)) else own for size, own, told in each)
 
-    def _store_by_library(self, stored: T, strides: Shape) -> View:
+    def _store_by_library(self, stored: LazyTensor, strides: Shape) -> View:
         """A copy with strides of which only the run shows whether they tell elements apart."""
         view = self.buffer(stored.shape, stored.dtype, strides, device=self.device_of(stored))
         self.extern(LAY_OUT, [stored.view, strides], [view.buffer], fallback=True)
         return view
 
-    def _store_once(self, tensor: T, once: Shape) -> View:
+    def _store_once(self, tensor: LazyTensor, once: Shape) -> View:
         """`tensor` stored with its strides, what is repeated only once: `once` is its shape without repetitions."""
         part = tensor
         if once != tensor.shape:
@@ -208,7 +208,9 @@ class Lowering:
         assert view is not None
         return replace(view, shape=tensor.shape)
 
-    def trace_over(self, tensor: T, outer_dims: Sequence[int], inner_dims: Sequence[int]) -> tuple[Body, Ref, Coords]:
+    def trace_over(
+        self, tensor: LazyTensor, outer_dims: Sequence[int], inner_dims: Sequence[int]
+    ) -> tuple[Body, Ref, Coords]:
         """A body over `outer_dims` (i) and `inner_dims` (j) of a tensor, its element there, and the coordinates."""
         outer = tuple(tensor.shape[dim] for dim in outer_dims)
         inner = tuple(tensor.shape[dim] for dim in inner_dims)
@@ -257,16 +259,16 @@ class Lowering:
     def argument(self, value: Any) -> Arg:
         """A library call's argument: tensors are put into memory, what only torch knows becomes text."""
         match value:
-            case T():
+            case LazyTensor():
                 return self.exact(value)
-            case View() | Index() | Literally() | bool() | int() | float() | str() | None:
+            case View() | Index() | Verbatim() | bool() | int() | float() | str() | None:
                 return value
             case tuple() | list():
                 return tuple(self.argument(item) for item in value)
             case Real():
                 return self.number(value)
             case _:
-                return Literally(literal_text(value))
+                return Verbatim(literal_text(value))
 
     def number(self, value: Real) -> View:
         """A float made of sizes, worked out by the host program."""
@@ -275,7 +277,7 @@ class Lowering:
             self.extern(value.target, value.args, [view.buffer], effect=True)
         return self._numbers[value]
 
-    def result(self, value: torch.Tensor, name: str) -> T:
+    def result(self, value: torch.Tensor, name: str) -> LazyTensor:
         """A buffer for a tensor that a library call allocates, on its own device: a custom operator may use several."""
         shape, strides = opaque_shape(value)
         view = self.buffer(shape, dtype_name(value.dtype), strides, name, value.device.type)
@@ -302,7 +304,7 @@ def _sizes_in(arg: Arg) -> list[Size]:
             return []
 
 
-def _or_nothing(tensor: T) -> T:
+def _or_nothing(tensor: LazyTensor) -> LazyTensor:
     """An empty tensor as a constant: a loop over no elements should share no memory that fusion could join it by."""
     return constant(0, tensor.shape, tensor.dtype) if 0 in tensor.shape and tensor.dtype not in OPAQUE else tensor
 

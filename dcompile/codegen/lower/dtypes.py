@@ -9,7 +9,7 @@ import torch
 
 from dcompile import compat
 from dcompile.codegen.lower.context import dtype_name
-from dcompile.codegen.lower.lazy_tensor import T
+from dcompile.codegen.lower.lazy_tensor import LazyTensor
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rules.views import RULES as VIEWS
 from dcompile.ir.float8 import BYTES, LARGEST, OPAQUE
@@ -39,7 +39,7 @@ def fits_a_loop(target: Any, value: Any, args: list[Any]) -> bool:
 
 def _is_held(value: Any) -> bool:
     """A tensor (or several) of dtypes that loops may hold, or no tensor at all."""
-    if isinstance(value, T):
+    if isinstance(value, LazyTensor):
         return value.dtype in DTYPES
     if isinstance(value, View):
         return False  # a number that a library call has computed
@@ -54,7 +54,7 @@ def _is_held(value: Any) -> bool:
 
 def _dtypes_of(value: Any) -> Iterator[str]:
     """Those of a tensor, or of several."""
-    if isinstance(value, T):
+    if isinstance(value, LazyTensor):
         yield value.dtype
     elif isinstance(value, torch.Tensor):
         yield dtype_name(value.dtype)

@@ -32,7 +32,7 @@ SLIGHT = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class T:
+class LazyTensor:
     """A tensor of the graph. `view` is set if its elements lie in a buffer, `strides` is how torch would lay it out.
 
     `ops`, `loads` and `heavy` (transcendental or division) estimate what inlining one element costs. A view of a lazy
@@ -50,9 +50,9 @@ class T:
     loads: int = 1
     heavy: bool = False
     reads: frozenset[str] = frozenset()
-    base: T | None = None
-    again: Callable[[T], T] | None = field(default=None, repr=False)
-    made: T | None = None
+    base: LazyTensor | None = None
+    again: Callable[[LazyTensor], LazyTensor] | None = field(default=None, repr=False)
+    made: LazyTensor | None = None
     sources: frozenset[str] = frozenset()
     device: str | None = None
 
@@ -66,7 +66,7 @@ class T:
         return size_product(self.shape)
 
 
-def from_view(view: View, dtype: str) -> T:
+def from_view(view: View, dtype: str) -> LazyTensor:
     """The tensor that lies in a buffer."""
     shape, strides = view.shape, view.strides
     offset = as_index(view.offset)
@@ -75,15 +75,15 @@ def from_view(view: View, dtype: str) -> T:
         return body.load(view.buffer, flatten(coords, strides) + offset, dtype)
 
     reads = frozenset((view.buffer,))
-    return T(shape, dtype, at, view, strides, reads=reads, sources=reads)
+    return LazyTensor(shape, dtype, at, view, strides, reads=reads, sources=reads)
 
 
-def constant(value: bool | int | float, shape: Shape, dtype: str) -> T:
+def constant(value: bool | int | float, shape: Shape, dtype: str) -> LazyTensor:
     """A tensor filled with one number."""
-    return T(shape, dtype, lambda body, _: body.const(value, dtype), strides=contiguous(shape), loads=0)
+    return LazyTensor(shape, dtype, lambda body, _: body.const(value, dtype), strides=contiguous(shape), loads=0)
 
 
-def remapped(base: T, shape: Shape, remap: Remap) -> T:
+def remapped(base: LazyTensor, shape: Shape, remap: Remap) -> LazyTensor:
     """`base` seen through a map from coordinates in `shape` to its own. Strided looks at a buffer stay so."""
     view = None if base.view is None else _view_through(base.view, shape, remap)
     if view is not None:
@@ -91,7 +91,7 @@ def remapped(base: T, shape: Shape, remap: Remap) -> T:
         return (
             seen if base.made is None else replace(seen, made=remapped(base.made, shape, remap), sources=base.sources)
         )
-    return T(
+    return LazyTensor(
         shape,
         base.dtype,
         lambda body, coords: body.trace(base, remap(body, coords)),
@@ -115,9 +115,11 @@ def _view_through(view: View, shape: Shape, remap: Remap) -> View | None:
     return None if found is None else View(view.buffer, shape, *found)
 
 
-def computed(shape: Shape, dtype: str, at: At, args: tuple[T, ...], *, ops: int = 1, heavy: bool = False) -> T:
+def computed(
+    shape: Shape, dtype: str, at: At, args: tuple[LazyTensor, ...], *, ops: int = 1, heavy: bool = False
+) -> LazyTensor:
     """A lazy tensor made from `args`."""
-    return T(
+    return LazyTensor(
         shape,
         dtype,
         at,
@@ -130,7 +132,7 @@ def computed(shape: Shape, dtype: str, at: At, args: tuple[T, ...], *, ops: int 
     )
 
 
-def broadcast(tensor: T, shape: Shape) -> T:
+def broadcast(tensor: LazyTensor, shape: Shape) -> LazyTensor:
     """`tensor` expanded to `shape` by the usual rules."""
     if tensor.shape == shape:
         return tensor
@@ -168,7 +170,7 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
     return tuple(result)
 
 
-def is_within(tensor: T, low: Size, high: Size) -> bool:
+def is_within(tensor: LazyTensor, low: Size, high: Size) -> bool:
     """Is this an index expression of its coordinates, such as arange, known to be in [low, high)?"""
     if tensor.loads or 0 in tensor.shape:
         return False
@@ -183,7 +185,7 @@ def is_within(tensor: T, low: Size, high: Size) -> bool:
     return is_nonnegative(index - low, body.ranges) and is_below(index, high, body.ranges)
 
 
-def constant_of(tensor: T) -> bool | int | float | None:
+def constant_of(tensor: LazyTensor) -> bool | int | float | None:
     """The number that all elements are, if that is known."""
     if tensor.loads or 0 in tensor.shape:
         return None
@@ -192,7 +194,7 @@ def constant_of(tensor: T) -> bool | int | float | None:
     return value.value if isinstance(value, Const) else None
 
 
-def is_slight(tensor: T) -> bool:
+def is_slight(tensor: LazyTensor) -> bool:
     """Is it one element, made by few additions, or one division, of what is in memory?"""
     if tensor.numel != 1 or tensor.ops > SLIGHT or tensor.loads > 2:
         return False
@@ -201,13 +203,13 @@ def is_slight(tensor: T) -> bool:
     return sum(OPS[value.op].cost for value in body.values if isinstance(value, Apply)) <= SLIGHT
 
 
-def laid_out_as(tensor: T, strides: Shape) -> bool:
+def laid_out_as(tensor: LazyTensor, strides: Shape) -> bool:
     """In memory already, with these strides."""
     if tensor.view is None:
         return False
     return same_layout(tensor.shape, tensor.view.strides, strides)
 
 
-def fresh(tensor: T) -> T:
+def fresh(tensor: LazyTensor) -> LazyTensor:
     """The same elements as a tensor of its own: stored, it shares no memory with what it is made from."""
     return computed(tensor.shape, tensor.dtype, lambda body, coords: body.trace(tensor, coords), (tensor,), ops=0)

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dcompile import compat
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import T, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.nodes import OBJECT, Extern, View
@@ -98,7 +98,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         if (look := _strided_look(low, op, value, args)) is not None:
             return look
         aliasing = False
-    elif op in COMPUTING and not isinstance(args[0], T) and isinstance(value, torch.Tensor):
+    elif op in COMPUTING and not isinstance(args[0], LazyTensor) and isinstance(value, torch.Tensor):
         # of a number: the backward of a product with one of Python's
         op, kwargs = "aten.scalar_tensor.default", {"dtype": value.dtype, "device": value.device}
         args, aliasing = [_computed(str(target), args[0])], False
@@ -119,7 +119,7 @@ def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
     Where sizes are fixed, on the way from the input too, it makes such views anew by itself.
     """
     base = args[0] if args else None
-    of_input = isinstance(base, T) and base.view is not None and base.view.buffer in low.inputs
+    of_input = isinstance(base, LazyTensor) and base.view is not None and base.view.buffer in low.inputs
     return of_input and _is_only_returned(node) and _has_symbols(node)
 
 
@@ -139,7 +139,7 @@ def _is_only_returned(node: Node) -> bool:
     )
 
 
-def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> T | None:
+def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> LazyTensor | None:
     """The view that `as_strided` makes of an input from where that begins; torch checks its bounds when it is made."""
     shape, strides = opaque_shape(value)
     if op != "aten.as_strided.default" or len(args) > 3 or not low.has((*shape, *strides)):
@@ -148,15 +148,15 @@ def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> T 
     return from_view(View(args[0].view.buffer, shape, strides, args[0].view.offset), args[0].dtype)
 
 
-def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> T:
+def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyTensor:
     # any strided operand will do: a transposed or sliced one needs no copy
-    views = [low.memory(arg).view if isinstance(arg, T) else arg for arg in args]
+    views = [low.memory(arg).view if isinstance(arg, LazyTensor) else arg for arg in args]
     view = low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value))
     low.extern(op, views, [view.buffer], kwargs=kwargs, mode="out")
     return from_view(view, dtype_name(value.dtype))
 
 
-def _in_its_storage(low: Lowering, node: Node, tensor: T) -> T:
+def _in_its_storage(low: Lowering, node: Node, tensor: LazyTensor) -> LazyTensor:
     """`tensor` where its storage starts as in eager's: what the program makes may lie anywhere in the arena."""
     if tensor.view is not None and tensor.view.buffer in low.inputs:
         return tensor  # a view of the caller's own tensor
@@ -191,7 +191,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
     """The node as a function among the constants, and its arguments."""
-    fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], Fixed)}
+    fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], GraphAttribute)}
     name = f"{node.name}_function"
     low.constants[name] = _flex(low, node, fixed) or calling(node, fixed)
     low.inputs[name] = None
@@ -213,7 +213,7 @@ def _flex(low: Lowering, node: Node, fixed: Mapping[Node, Any]) -> Callable[...,
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class GraphAttribute:
     """An attribute of the graph module that is no tensor: a graph, for example."""
 
     value: Any
@@ -247,7 +247,7 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
     schema = node.target._schema  # type: ignore[union-attr]
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     written = [given.get(name) for name in written_names(schema)]
-    tensors = [t for item in written for t in (item if isinstance(item, list) else [item]) if isinstance(t, T)]
+    tensors = [t for item in written for t in (item if isinstance(item, list) else [item]) if isinstance(t, LazyTensor)]
     views = [tensor.view for tensor in tensors]
     if any(view is None or view.buffer not in low.inputs for view in views) or any(
         a.alias_info is None for a in schema.returns
@@ -272,7 +272,7 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
     return tensors[0] if len(schema.returns) == 1 else tuple(tensors)
 
 
-def _is_made(low: Lowering, node: Node, source: T) -> bool:
+def _is_made(low: Lowering, node: Node, source: LazyTensor) -> bool:
     """Whether what becomes a tensor's data is made by the program, rather than (part of) an input."""
     if source.view is None or source.view.buffer not in low.inputs:
         return True
@@ -322,7 +322,7 @@ def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
     """Copies of results that look at the call's arguments: those may be overwritten while the results live."""
     if isinstance(result, list):
         return [_own_memory(low, outs, item) for item in result]
-    if not isinstance(result, T):
+    if not isinstance(result, LazyTensor):
         return result
     assert result.view is not None
     name = _name(result)
@@ -331,7 +331,7 @@ def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
     return from_view(out, result.dtype)
 
 
-def _name(tensor: T) -> str:
+def _name(tensor: LazyTensor) -> str:
     assert tensor.view is not None
     return tensor.view.buffer
 
@@ -409,7 +409,7 @@ def has_no_text(arg: Any) -> bool:
     """An argument that cannot be written down in a program."""
     if isinstance(arg, (tuple, list)):
         return any(has_no_text(item) for item in arg)
-    return isinstance(arg, (dict, torch.nn.Module, slice, Fixed)) or (
+    return isinstance(arg, (dict, torch.nn.Module, slice, GraphAttribute)) or (
         isinstance(arg, Callable) and not hasattr(arg, "_schema")  # type: ignore[arg-type]
-        and not isinstance(arg, (T, View, torch.dtype))
+        and not isinstance(arg, (LazyTensor, View, torch.dtype))
     )  # fmt: skip

@@ -43,7 +43,7 @@ _EXACT = {
 
 
 class Traceable(Protocol):
-    """What a body traces: a lazy tensor (`lazy_tensor.T`)."""
+    """What a body traces: a lazy tensor (`lazy_tensor.LazyTensor`)."""
 
     @property
     def loads(self) -> int:

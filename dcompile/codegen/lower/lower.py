@@ -14,8 +14,8 @@ from dcompile import compat
 from dcompile.codegen.lower import all_aten
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.dtypes import fits_a_loop
-from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, T, constant, from_view, is_slight
-from dcompile.codegen.lower.library_calls import Fixed, Unsupported, call_library
+from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view, is_slight
+from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library
 from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.registry import RULES
@@ -155,7 +155,7 @@ class _Walk:
         self.arguments.append(name)
         return as_size(size)
 
-    def _input(self, name: str, value: torch.Tensor) -> T:
+    def _input(self, name: str, value: torch.Tensor) -> LazyTensor:
         self.low.device = value.device.type
         view = self.low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value), name)
         self.low.inputs[view.buffer] = None
@@ -165,7 +165,7 @@ class _Walk:
     def _attribute(self, node: Node) -> Any:
         value = operator.attrgetter(str(node.target))(self.gm)
         if not isinstance(value, torch.Tensor):
-            return Fixed(value)
+            return GraphAttribute(value)
         self.low.constants[node.name] = value
         return self._input(node.name, value)
 
@@ -174,7 +174,7 @@ class _Walk:
         result: list[View | Index | int | float | bool | None] = []
         for place, item in enumerate(returned if isinstance(returned, (tuple, list)) else (returned,)):
             value = self.values[item] if isinstance(item, Node) else item
-            if isinstance(value, T):
+            if isinstance(value, LazyTensor):
                 self.low.node = item.name if isinstance(item, Node) else "output"
                 result.append(view := self.low.exact(value))
                 self._check_alias(item, view)
@@ -197,7 +197,7 @@ class _Walk:
         if compat.tensors.storage_key(fake) in self.storages:
             raise Unsupported(f"dcompile: {item.target} returns a part of an input, and where it lies is not known")
 
-    def _check_layout(self, value: T, view: View) -> None:
+    def _check_layout(self, value: LazyTensor, view: View) -> None:
         """Kernels of the backward read what is saved where tracing says that it lies: elsewhere is other memory."""
         if value.dtype in DTYPES and not same_layout(view.shape, view.strides, value.strides):
             raise Unsupported(f"dcompile: {self.low.node} is to be saved with strides that cannot be told apart")
@@ -257,7 +257,7 @@ class _Walk:
         """An argument of a loop on the device of its result."""
         if isinstance(arg, list):
             return [self._brought(item) for item in arg]
-        return self.low.brought(arg, self.low.device) if isinstance(arg, T) else arg
+        return self.low.brought(arg, self.low.device) if isinstance(arg, LazyTensor) else arg
 
     def _require_known(self, value: Any, args: Any) -> None:
         """Raise Inexpressible unless every size is known: by the arguments, or by a library call before this one."""
@@ -265,7 +265,7 @@ class _Walk:
             if isinstance(item, torch.Tensor):
                 self._require_sizes(shape_of(item))
         for arg in args:
-            if isinstance(arg, T):
+            if isinstance(arg, LazyTensor):
                 self._require_sizes(arg.shape)
             elif isinstance(arg, list):
                 self._require_known(None, arg)
@@ -279,7 +279,9 @@ class _Walk:
 
     def _small(self, args: list[Any]) -> list[Any]:
         """The arguments, the largest of them stored until what is inlined into one body stays within limits."""
-        lazy = [arg for item in args for arg in (item if isinstance(item, list) else [item]) if isinstance(arg, T)]
+        lazy = [
+            arg for item in args for arg in (item if isinstance(item, list) else [item]) if isinstance(arg, LazyTensor)
+        ]
         for arg in sorted(lazy, key=lambda t: -t.ops - t.loads):
             if sum(t.ops for t in lazy) <= MAX_OPS and sum(t.loads for t in lazy) <= MAX_LOADS:
                 break
@@ -294,10 +296,10 @@ class _Walk:
         value: Any = node.meta.get("val")
         if isinstance(result, (tuple, list)):
             return tuple(
-                self._torch_layout(item, fake) if isinstance(item, T) else item
+                self._torch_layout(item, fake) if isinstance(item, LazyTensor) else item
                 for item, fake in zip(result, value, strict=True)
             )
-        if not isinstance(result, T):
+        if not isinstance(result, LazyTensor):
             return result
         tensor = self._torch_layout(result, value)
         if tensor.view is None and self._is_stored(node, tensor):
@@ -306,7 +308,7 @@ class _Walk:
             self.low.lazy[id(tensor)] = (tensor, self.uses[node].last)
         return tensor
 
-    def _torch_layout(self, tensor: T, value: torch.Tensor) -> T:
+    def _torch_layout(self, tensor: LazyTensor, value: torch.Tensor) -> LazyTensor:
         (shape, strides), dtype = opaque_shape(value), dtype_name(value.dtype)
         symbolic = any(isinstance(size, Index) for size in (*shape, *tensor.shape))
         same = len(tensor.shape) == len(shape) if symbolic else tensor.shape == shape
@@ -317,7 +319,7 @@ class _Walk:
             tensor = replace(tensor, device=value.device.type)
         return tensor if tensor.strides == strides else replace(tensor, strides=strides)
 
-    def _is_stored(self, node: Node, tensor: T) -> bool:
+    def _is_stored(self, node: Node, tensor: LazyTensor) -> bool:
         uses = self.uses[node]
         if tensor.loads == 0:
             return False  # constants and ranges: memory is made for them when a library call asks
@@ -332,7 +334,7 @@ class _Walk:
         return not tensor.is_cheap and (uses.count > 1 or uses.numel > typical(tensor.numel))
 
 
-def _of_equal_shape(tensor: T, shape: tuple[Size, ...]) -> T:
+def _of_equal_shape(tensor: LazyTensor, shape: tuple[Size, ...]) -> LazyTensor:
     """`tensor` with its sizes written as torch writes them; they are equal by a guard of torch's."""
     if tensor.view is not None:
         return from_view(replace(tensor.view, shape=shape), tensor.dtype)
@@ -371,7 +373,7 @@ def _in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]
     return args + [kwargs.pop(argument.name, argument.default_value) for argument in missing]
 
 
-def _replaced(item: Any, old: T, new: T) -> Any:
+def _replaced(item: Any, old: LazyTensor, new: LazyTensor) -> Any:
     if isinstance(item, list):
         return [_replaced(part, old, new) for part in item]
     return new if item is old else item
@@ -381,5 +383,5 @@ def _is_strided(value: Any) -> bool:
     return all(v.layout == torch.strided for v in (value if isinstance(value, (tuple, list)) else [value]))
 
 
-def _in_memory(result: T | Sequence[T]) -> bool:
+def _in_memory(result: LazyTensor | Sequence[LazyTensor]) -> bool:
     return all(t.view is not None for t in (result if isinstance(result, Sequence) else [result]))

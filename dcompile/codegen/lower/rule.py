@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dcompile.codegen.lower.lazy_tensor import T
+from dcompile.codegen.lower.lazy_tensor import LazyTensor
 from dcompile.codegen.lower.node_uses import Kind
 from dcompile.ir.float8 import FLOAT8
 from dcompile.ir.index import Index, Size
@@ -41,8 +41,8 @@ def common_dtype(args: tuple[Any, ...]) -> str:
     """The dtype in which operands are compared: torch's promotion, where tensors with dimensions outrank numbers."""
     ranks: list[str | None] = [None, None, None]  # tensors with dimensions, tensors without, Python numbers
     for arg in args:
-        rank = (0 if arg.shape else 1) if isinstance(arg, T) else 2
-        dtype = arg.dtype if isinstance(arg, T) else number_dtype(arg)
+        rank = (0 if arg.shape else 1) if isinstance(arg, LazyTensor) else 2
+        dtype = arg.dtype if isinstance(arg, LazyTensor) else number_dtype(arg)
         present = ranks[rank]
         ranks[rank] = dtype if present is None else promote(present, dtype)
     result: str | None = None

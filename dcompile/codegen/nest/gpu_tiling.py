@@ -71,7 +71,7 @@ Kind = Literal["flat", "turn", "rows", "columns"]
 
 
 @dataclass(frozen=True, slots=True)
-class Dim:
+class TileDim:
     """One direction of a tile: the loop variables that run along it, row-major, and how many of their positions."""
 
     name: str
@@ -88,7 +88,7 @@ class Dim:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TilePlan:
     """How a loop runs.
 
     flat: elements in order. turn: two-dimensional tiles, `batch` variables outside. rows: `dims` are rows and elements;
@@ -98,7 +98,7 @@ class Plan:
 
     kind: Kind
     nest: Nest
-    dims: tuple[Dim, ...]
+    dims: tuple[TileDim, ...]
     warps: int
     batch: tuple[Axis, ...] = ()
     looped: bool = False
@@ -125,7 +125,7 @@ class Plan:
         return as_size(extreme("max", ceil_div(rows, self.chunk), 1))
 
 
-def make_plan(loop: Loop) -> Plan:
+def make_plan(loop: Loop) -> TilePlan:
     """The tiles of a loop."""
     in_pieces = may_exceed(size_product(loop.inner), PERSISTENT) and all(store.mode == "set" for store in loop.stores)
     nest = flattened(loop, in_one_pass=in_pieces)
@@ -144,7 +144,7 @@ def _needs_rows(nest: Nest) -> bool:
 # --- element by element -----------------------------------------------------------------------------------------------
 
 
-def _pointwise(nest: Nest) -> Plan:
+def _pointwise(nest: Nest) -> TilePlan:
     axes = (*nest.rows, *nest.elements)
     nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
     used = _full(axes, accesses(nest.body, nest.stores))
@@ -156,12 +156,12 @@ def _pointwise(nest: Nest) -> Plan:
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
     if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):
-        y, x = Dim("y", (other,), _side(other, TURN[0])), Dim("x", (best,), _side(best, TURN[1]))
+        y, x = TileDim("y", (other,), _side(other, TURN[0])), TileDim("x", (best,), _side(best, TURN[1]))
         batch = tuple(axis for axis in rest if axis is not other)
-        return Plan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
+        return TilePlan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
     if best and rest and (block := _row_block(nest, best)):
-        y, x = Dim("y", tuple(rest), 1), Dim("x", (best,), block)
-        return Plan("turn", nest, (y, x), max(block // 256, 1))
+        y, x = TileDim("y", tuple(rest), 1), TileDim("x", (best,), block)
+        return TilePlan("turn", nest, (y, x), max(block // 256, 1))
     size = about(axes)
     block = FLAT
     while block > 128 and size < block * PROGRAMS:
@@ -171,7 +171,7 @@ def _pointwise(nest: Nest) -> Plan:
     # head, took 37 us of 41 (rotary embedding of 8192 tokens, one H200)
     rest.sort(key=lambda axis: -reach(nest, axis.name))
     ordered = (*rest, best) if best else ()
-    return Plan("flat", nest, (Dim("x", ordered, block),), max(block // 256, 1))
+    return TilePlan("flat", nest, (TileDim("x", ordered, block),), max(block // 256, 1))
 
 
 def reach(of: Nest | Loop, name: str) -> int:
@@ -218,7 +218,7 @@ def _side(axis: Axis, most: int) -> int:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _rows(nest: Nest) -> Plan:
+def _rows(nest: Nest) -> TilePlan:
     rows, size = about(nest.rows), about(nest.elements)
     known = isinstance(count(nest.elements), int)
     whole = power_of_two(size)
@@ -230,27 +230,31 @@ def _rows(nest: Nest) -> Plan:
         few = rows < 2 * x * PROGRAMS
         r = min(ROW * (2 if few else 1) // x, whole)
         if known and few and r < whole and x * whole <= PERSISTENT:
-            dims = Dim("x", nest.rows, x), Dim("r", nest.elements, whole)
-            return Plan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
-        dims = Dim("x", nest.rows, x), Dim("r", nest.elements, r)
-        return Plan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
+            dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)
+            return TilePlan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
+        dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)
+        return TilePlan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
     if not known:
         piece = min(max(4 * whole, PIECE // 8), PIECE)
-        dims = Dim("x", nest.rows, 1), Dim("r", nest.elements, piece)
-        return Plan("rows", nest, dims, max(piece // 512, 1), looped=True)
+        dims = TileDim("x", nest.rows, 1), TileDim("r", nest.elements, piece)
+        return TilePlan("rows", nest, dims, max(piece // 512, 1), looped=True)
     if whole > PERSISTENT:
-        return Plan("rows", nest, (Dim("x", nest.rows, 1), Dim("r", nest.elements, PIECE)), 4, looped=True)
+        return TilePlan("rows", nest, (TileDim("x", nest.rows, 1), TileDim("r", nest.elements, PIECE)), 4, looped=True)
     x = max(min(ROW // whole, power_of_two(rows)), 1)
     while x > 1 and rows < x * PROGRAMS:
         x //= 2
     if all(nest.row_stores) and whole > READ and _in_one_pass(nest):
-        return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, READ)), _warps(READ), looped=True)
+        return TilePlan(
+            "rows", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, READ)), _warps(READ), looped=True
+        )
     if x == 1 and PAIRED[0] <= whole <= PAIRED[1] and rows >= PROGRAMS and not all(nest.row_stores):
         # maxima of two rows at once take longer than of one: softmax 154 for 139 us, RMSNorm 37.2 for 37.6 (one H200)
         sums = all(value.op == "sum" for value in nest.body if isinstance(value, (Reduce, Scan)))
         x = 2 if sums and rows >= 2 * PROGRAMS else 1
-        return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), max(x * whole // 1024, 1))
-    return Plan("rows", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole))
+        return TilePlan(
+            "rows", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)), max(x * whole // 1024, 1)
+        )
+    return TilePlan("rows", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)), _warps(x * whole))
 
 
 def _in_one_pass(nest: Nest) -> bool:
@@ -286,17 +290,21 @@ def _warps(elements: int) -> int:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def _columns(nest: Nest, chunk: Size) -> Plan:
+def _columns(nest: Nest, chunk: Size) -> TilePlan:
     whole = power_of_two(about(nest.elements))
     if sees_whole_rows(nest):
         x = min(max(ROW // whole, 1), power_of_two(typical(chunk)))
-        return Plan(
-            "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, whole)), _warps(x * whole), chunk=chunk
+        return TilePlan(
+            "columns",
+            nest,
+            (TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)),
+            _warps(x * whole),
+            chunk=chunk,
         )
     r = min(COLUMNS, whole)
     x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(typical(chunk)))
-    return Plan(
-        "columns", nest, (Dim("x", nest.rows, x), Dim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
+    return TilePlan(
+        "columns", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
     )
 
 
@@ -346,7 +354,7 @@ def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], r
     return chunk
 
 
-def leaves_gaps(plan: Plan, store: Store, extent: Size) -> bool:
+def leaves_gaps(plan: TilePlan, store: Store, extent: Size) -> bool:
     """Whether a column reduction may leave places of its buffer unwritten: these hold what a sum of nothing is.
 
     So a gradient of an embedding of which one row alone is used: the others are in no part of the sum.

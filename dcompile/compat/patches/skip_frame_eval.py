@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.dynamo import fx_tracing_flag
 from dcompile.compat.guards import hooks_behind_guards
-from dcompile.compat.hooks import told
+from dcompile.compat.hooks import active_hook_kinds
 
 if TYPE_CHECKING:
     from dcompile.compat.hooks import Hooks
@@ -27,7 +27,7 @@ HELPERS = "__import_torch_dot__dynamo_dot_utils"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Way:
+class _CompiledCode:
     """Compiled code as a function of its own, and its guards."""
 
     run: Callable[..., Any]
@@ -38,7 +38,7 @@ class _Way:
     """Dynamo takes its entry in the cache out of here when it drops that: at a reset, or since what it guards died."""
 
 
-class Held:
+class CallTarget:
     """What compiled calls are of: a function, or a module; weakly, if what is to be called belongs to the module."""
 
     __slots__ = ("kept", "ref")
@@ -71,13 +71,13 @@ class Frames:
     """The compiled code of one function, the last used first, as Dynamo itself keeps it."""
 
     def __init__(self) -> None:
-        self.ways: tuple[_Way, ...] = ()
+        self.ways: tuple[_CompiledCode, ...] = ()
         self.stance: Any = None
         """The stance of Dynamo's in which they serve."""
-        self.last: _Way | None = None
+        self.last: _CompiledCode | None = None
         """What the last call ran, if it was one of them."""
         self._function: types.FunctionType | None = None
-        self._waiting: list[_Way] = []
+        self._waiting: list[_CompiledCode] = []
 
     def begin(self, function: types.FunctionType | None) -> None:
         """Hold the code of this function from now on, of no other; or of none at all."""
@@ -97,7 +97,7 @@ class Frames:
             waiting, self._waiting = self._waiting, []
             self.ways = (*reversed(waiting), *(way for way in self.ways if way.guards.cache_entry is not None))
 
-    def prefer(self, way: _Way) -> None:
+    def prefer(self, way: _CompiledCode) -> None:
         """This one runs now, after another: ask it first from now on."""
         self.last = way
         if way is not self.ways[0]:
@@ -106,7 +106,7 @@ class Frames:
 
 def entrance(
     frames: Frames,
-    held: Held,
+    held: CallTarget,
     whole: Callable[..., Any],
     calls: Collection[Any],
     hooks: Hooks | None,
@@ -151,7 +151,7 @@ def entrance(
             )
             and (hooks is None or Ddp._active_ddp_module is None)
         ):
-            hooked = ("" if hooks is None else hooks.kinds()) if saving(True) is None else told(hooks)
+            hooked = ("" if hooks is None else hooks.kinds()) if saving(True) is None else active_hook_kinds(hooks)
             target = held.kept
             if target is None:
                 target = held.ref()
@@ -168,7 +168,7 @@ def entrance(
     return call
 
 
-def _way(guarded: Any, function: types.FunctionType) -> _Way | None:
+def _way(guarded: Any, function: types.FunctionType) -> _CompiledCode | None:
     """`function` with the code that Dynamo has made of all of it."""
     root: Any = getattr(guarded.guard_manager, "root", None)
     names = set(_names(guarded.code))
@@ -186,7 +186,7 @@ def _way(guarded: Any, function: types.FunctionType) -> _Way | None:
         types.FunctionType(guarded.code, scope | called, function.__name__, None, function.__closure__)
         for called in (graphs, direct)
     )
-    return _Way(run, again, root.check, guarded.guard_manager)
+    return _CompiledCode(run, again, root.check, guarded.guard_manager)
 
 
 class _Helpers:

@@ -22,7 +22,7 @@ ALIGN_BYTES = 256
 """Where each shard begins: NCCL and copy engines are slower from other addresses than multiples of 16."""
 
 
-class Converted:
+class ConvertedShards:
     """The converted shards of one model. `way` is the option `shard_copies`; `saves_memory`: why auto keeps none."""
 
     def __init__(

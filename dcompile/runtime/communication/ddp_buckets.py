@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dcompile.compat.tensors import multiply_all, storage_use_count, will_accumulate
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.communication.work import Flight, count_replayed, start_sum
+from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
 KEPT = 2
 """Storages kept per bucket: one that p.grad may still show, one to write into. A third is needed only by a caller who
@@ -41,7 +41,7 @@ Pool: TypeAlias = "dict[tuple[Any, ...], list[BucketMemory]]"
 
 
 @dataclass(eq=False)
-class Buckets:
+class BucketSet:
     """All buckets of one backward program: its BucketSource.
 
     Parameters are held weakly and read anew each time: their .grad changes between calls.
@@ -56,7 +56,7 @@ class Buckets:
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> its bucket and its offset there."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
-    _works: dict[str, Flight] = field(init=False, default_factory=dict)
+    _works: dict[str, PendingCollective] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
     _used: frozenset[int] = field(init=False, default=frozenset())
     """Parameters that hold gradients of earlier backwards, which this one is to reduce."""

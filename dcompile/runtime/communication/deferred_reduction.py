@@ -13,7 +13,7 @@ from dcompile.errors import DcompileError
 
 
 @dataclass(eq=False)
-class Unreduced:
+class DeferredGradients:
     """By unit: sums on this rank, with their padding, in the dtype that they are reduced in."""
 
     units: Mapping[int, ShardUnit]

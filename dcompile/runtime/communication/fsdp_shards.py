@@ -13,15 +13,15 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.collectives.contract import Phase, ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.communication.converted_shards import Converted
-from dcompile.runtime.communication.deferred_reduction import Unreduced
+from dcompile.runtime.communication.converted_shards import ConvertedShards
+from dcompile.runtime.communication.deferred_reduction import DeferredGradients
 from dcompile.runtime.communication.gloo import start_gather, start_scatter
-from dcompile.runtime.communication.gradient_presence import Unsure
-from dcompile.runtime.communication.in_flight import Gathering, Reducing, named, together
-from dcompile.runtime.communication.packing import Parcel, in_order
-from dcompile.runtime.communication.peer_memory.all_gather import Pulls
-from dcompile.runtime.communication.peer_memory.shards import Nearby, Neighbours
-from dcompile.runtime.communication.work import Flight, count_replayed
+from dcompile.runtime.communication.gradient_presence import UncertainUnits
+from dcompile.runtime.communication.in_flight import PendingGather, PendingReduction, named, together
+from dcompile.runtime.communication.packing import PackedUnits, in_order
+from dcompile.runtime.communication.peer_memory.all_gather import CopyGathers
+from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup, PeerShards
+from dcompile.runtime.communication.work import PendingCollective, count_replayed
 
 
 @dataclass(eq=False)
@@ -34,11 +34,11 @@ class Shards:
     """The option of that name."""
     shard_copies: Literal["auto", "kept", "gather"] = "auto"
     saves_memory: str = ""
-    """See `Converted`."""
-    converted: Converted = field(init=False)
-    neighbours: Neighbours = field(init=False)
-    unreduced: Unreduced = field(init=False)
-    unsure: Unsure = field(init=False)
+    """See `ConvertedShards`."""
+    converted: ConvertedShards = field(init=False)
+    neighbours: PeerShards = field(init=False)
+    unreduced: DeferredGradients = field(init=False)
+    unsure: UncertainUnits = field(init=False)
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
     """Units whose gradients may be on their way to CPU memory."""
 
@@ -46,10 +46,10 @@ class Shards:
     """Unit -> this rank's part of it among fewer ranks, that the last forward has left for the backward."""
 
     def __post_init__(self) -> None:
-        self.converted = Converted(self.units, self.shard_copies, self.saves_memory)
-        self.neighbours = Neighbours(self.units, self.groups, self.gathers, self.converted)
-        self.unreduced = Unreduced(self.units)
-        self.unsure = Unsure(self.units, self.groups)
+        self.converted = ConvertedShards(self.units, self.shard_copies, self.saves_memory)
+        self.neighbours = PeerShards(self.units, self.groups, self.gathers, self.converted)
+        self.unreduced = DeferredGradients(self.units)
+        self.unsure = UncertainUnits(self.units, self.groups)
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
@@ -69,7 +69,7 @@ class Shards:
         accumulates: bool = False,
         later: Collection[int] = (),
         absent: Collection[int] = (),
-    ) -> Exchange:
+    ) -> ShardCommunication:
         """What one call of a program with these buckets exchanges through.
 
         `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not.
@@ -77,7 +77,7 @@ class Shards:
         `absent`: units that the program has no gradient of in this call, but zeros.
         """
         named_buckets = {bucket.name: bucket for bucket in buckets}
-        return Exchange(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
+        return ShardCommunication(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
 
     def may_lack(self, units: Iterable[int]) -> None:
         """A program runs that may have no gradient of these units: ranks say which there are, when it is through."""
@@ -134,7 +134,7 @@ class Shards:
         name: str,
         packed: int = 0,
         absent: Collection[int] = (),
-    ) -> Reducing:
+    ) -> PendingReduction:
         """Start reducing units of one group, the last `packed` of them as one message; `absent` ones are zeros."""
         lacking = frozenset(absent).difference(self.unreduced.real)
         process_group = group.scatter_group()
@@ -150,7 +150,7 @@ class Shards:
         shards = dict(zip(full, torch.split(flat, sizes), strict=True))
         inputs, outputs = list(full.values()), list(shards.values())
         if packed:
-            parcel = Parcel(inputs[-packed:], world)
+            parcel = PackedUnits(inputs[-packed:], world)
             parcel.pack()
             inputs = [*inputs[:-packed], parcel.whole]
             outputs = [*outputs[:-packed], flat[-parcel.whole.numel() // world :]]
@@ -160,10 +160,10 @@ class Shards:
 
         with named(f"the {name}", full, self.units, process_group):
             label = f"{name} ({flat.numel() * world} elements{f', {packed} together' if packed else ''})"
-            flight = Flight(process_group, first.device, label, start)
-        return Reducing(name, group, flat, shards, flight, lacking)
+            flight = PendingCollective(process_group, first.device, label, start)
+        return PendingReduction(name, group, flat, shards, flight, lacking)
 
-    def _finish(self, pending: Reducing) -> None:
+    def _finish(self, pending: PendingReduction) -> None:
         """Wait for all of a reduction, and hand the shards on as gradients."""
         if self._reduce(pending):
             self.commit(pending.shards, pending.absent)
@@ -180,7 +180,7 @@ class Shards:
         if unit.offloaded:
             self._unsettled[number] = unit
 
-    def _go_on(self, pending: Reducing) -> None:
+    def _go_on(self, pending: PendingReduction) -> None:
         """Wait for the shards; where ranks hold copies of them, start to average among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
         with named(f"the {pending.name}", shards, self.units, group.scatter_group()):
@@ -207,9 +207,9 @@ class Shards:
 
         with named(f"the {pending.name} among replicas", shards, self.units, replicas):
             label = f"{pending.name} among replicas ({flat.numel()} elements)"
-            pending.replicating = Flight(replicas, flat.device, label, start)
+            pending.replicating = PendingCollective(replicas, flat.device, label, start)
 
-    def _reduce(self, pending: Reducing) -> bool:
+    def _reduce(self, pending: PendingReduction) -> bool:
         """Wait for all of a reduction; whether the shards are gradients now."""
         if not pending.scattered:
             self._go_on(pending)
@@ -226,7 +226,7 @@ class Shards:
 
 
 @dataclass(eq=False)
-class Exchange:
+class ShardCommunication:
     """The collectives of one call of a program; see `collectives.params.ShardSource`."""
 
     shards: Shards
@@ -236,10 +236,10 @@ class Exchange:
     later: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
     """Units that the program has no gradient of in this call."""
-    _gathering: dict[str, Gathering] = field(init=False, default_factory=dict)
+    _gathering: dict[str, PendingGather] = field(init=False, default_factory=dict)
     """Bucket -> its collective."""
-    _reducing: dict[str, Reducing] = field(init=False, default_factory=dict)
-    _pulls: dict[Nearby, Pulls] = field(init=False, default_factory=dict)
+    _reducing: dict[str, PendingReduction] = field(init=False, default_factory=dict)
+    _pulls: dict[PeerShardGroup, CopyGathers] = field(init=False, default_factory=dict)
     """What gathers go through that are copies."""
     _waited: int = field(init=False, default=0)
     """How many collectives were waited for."""
@@ -253,10 +253,10 @@ class Exchange:
         if near is not None:
             with self._named("all-gather", found, near.group):
                 pull = self._pulls_from(near).start(bucket, found.units, full)
-            self._gathering[bucket] = Gathering(pull, [], None, near.group, units)
+            self._gathering[bucket] = PendingGather(pull, [], None, near.group, units)
             return
         group, shards = self._senders(found)
-        parcel = Parcel([full[place] for place in found.packed], group.size()) if found.packed else None
+        parcel = PackedUnits([full[place] for place in found.packed], group.size()) if found.packed else None
         if parcel is not None:
             alone = [place for place in range(len(full)) if place not in found.packed]
             sent = torch.cat([shards[place] for place in found.packed])
@@ -267,20 +267,20 @@ class Exchange:
 
         label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{together(found)})"
         with self._named("all-gather", found, group):
-            flight = Flight(group, full[0].device, label, start)
-        self._gathering[bucket] = Gathering(flight, shards, parcel, group, units)
+            flight = PendingCollective(group, full[0].device, label, start)
+        self._gathering[bucket] = PendingGather(flight, shards, parcel, group, units)
 
-    def _pulls_from(self, near: Nearby) -> Pulls:
+    def _pulls_from(self, near: PeerShardGroup) -> CopyGathers:
         found = self._pulls.get(near)
         if found is None:
             neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
             copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
             beside = any(self.shards.converted.memory(number) is not None for number in numbers)
-            found = self._pulls[near] = Pulls(near, len(copied), numbers, self._meeting, self._convert, beside)
+            found = self._pulls[near] = CopyGathers(near, len(copied), numbers, self._meeting, self._convert, beside)
         return found
 
-    def _meeting(self, flight: Flight) -> None:
+    def _meeting(self, flight: PendingCollective) -> None:
         """Ranks begin to meet, before or behind gathers that are copies."""
 
     def _has_waited(self) -> None:
@@ -353,7 +353,7 @@ class Exchange:
             self.shards._finish(self._arrived(bucket))
         self._has_waited()
 
-    def _arrived(self, bucket: str) -> Reducing:
+    def _arrived(self, bucket: str) -> PendingReduction:
         """The reduction of a bucket, which has come so far that nothing started before it holds it up.
 
         Replicas must start the same all-reduces in the same order, whenever each of them waits for what.
@@ -394,12 +394,15 @@ class Exchange:
                 return "gradients are kept for a later reduction, or were"
         return tuple(read)
 
-    def recorded(self) -> Recorded:
+    def recorded(self) -> RecordedShardCommunication:
         """A source that exchanges as this one does, but hands no gradient on."""
-        return Recorded(self.shards, self.buckets, self.accumulates, self.phase, self.later)
+        return RecordedShardCommunication(self.shards, self.buckets, self.accumulates, self.phase, self.later)
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
-        """Hand on the reduced shards of a replay, in the order of `Recorded.reduced`; its collectives have happened."""
+        """Pass on the reduced shards of a replay, whose collectives have happened.
+
+        They come in the order of `RecordedShardCommunication.reduced`.
+        """
         labels: dict[Any, list[str]] = {}
         for group, label in collectives:
             labels.setdefault(group, []).append(label)
@@ -423,7 +426,7 @@ class Exchange:
 
 
 @dataclass(eq=False)
-class Recorded(Exchange):
+class RecordedShardCommunication(ShardCommunication):
     """An exchange that is recorded: it keeps the shards that it has reduced, for replays to hand on."""
 
     collectives: list[tuple[Any, str]] = field(init=False, default_factory=list)
@@ -433,7 +436,7 @@ class Recorded(Exchange):
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units that the ranks hold shards of."""
         super().start_gather(bucket, full)
-        if isinstance(flight := self._gathering[bucket].flight, Flight):
+        if isinstance(flight := self._gathering[bucket].flight, PendingCollective):
             self._log(flight)
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
@@ -441,10 +444,10 @@ class Recorded(Exchange):
         super().start_scatter(bucket, full)
         self._log(self._reducing[bucket].flight)
 
-    def _meeting(self, flight: Flight) -> None:
+    def _meeting(self, flight: PendingCollective) -> None:
         self._log(flight)
 
-    def _log(self, flight: Flight) -> None:
+    def _log(self, flight: PendingCollective) -> None:
         self.collectives.append((flight.group, flight.label))
 
     def wait_scatter(self, bucket: str) -> None:

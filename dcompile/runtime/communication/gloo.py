@@ -19,7 +19,7 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
 from dcompile import compat
-from dcompile.runtime.communication.packing import Parcel
+from dcompile.runtime.communication.packing import PackedUnits
 
 ALONE_BYTES = 1 << 20
 """A message of this size is sent from where it lies; smaller ones are put together, which costs less than to send them:
@@ -35,7 +35,7 @@ def start_scatter(
     Gloo's all-reduce bit for bit; on more, parts are added in order of ranks.
     """
     if _over_gloo(group, full) and op in (ReduceOp.SUM, ReduceOp.AVG):
-        return Exchanged(group, shards, full, op == ReduceOp.AVG, limit_s)
+        return GlooReduceScatter(group, shards, full, op == ReduceOp.AVG, limit_s)
     return compat.groups.start_scatter(group, list(shards), list(full), op, limit_s)
 
 
@@ -47,7 +47,7 @@ def start_gather(
     `limit_s`: seconds after which it fails, None where that is the backend's affair.
     """
     if _over_gloo(group, full):
-        return Gathered(group, full, shards, limit_s)
+        return GlooAllGather(group, full, shards, limit_s)
     return compat.groups.start_gather(group, list(full), list(shards), limit_s)
 
 
@@ -64,7 +64,7 @@ def _messages(full: Sequence[torch.Tensor]) -> list[list[int]]:
     return alone + ([rest] if rest else [])
 
 
-class _UnderWay:
+class _PendingMessages:
     """Messages under way, as one torch.distributed.Work."""
 
     def __init__(self) -> None:
@@ -94,19 +94,19 @@ class _UnderWay:
         raise NotImplementedError
 
 
-class Gathered(_UnderWay):
+class GlooAllGather(_PendingMessages):
     """An all-gather over Gloo: what is large straight to where it belongs, what is small as one message."""
 
     def __init__(
         self, group: Any, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], limit_s: float | None
     ) -> None:
         super().__init__()
-        self._parcels: list[Parcel] = []
+        self._parcels: list[PackedUnits] = []
         for places in _messages(full):
             if len(places) == 1:
                 received, sent = full[places[0]], shards[places[0]]
             else:
-                parcel = Parcel([full[place] for place in places], group.size())
+                parcel = PackedUnits([full[place] for place in places], group.size())
                 received, sent = parcel.whole, torch.cat([shards[place] for place in places])
                 self._parcels.append(parcel)
             self._works.append(compat.groups.start_gather_of_one(group, received, sent, limit_s))
@@ -117,7 +117,7 @@ class Gathered(_UnderWay):
         self._parcels = []
 
 
-class Exchanged(_UnderWay):
+class GlooReduceScatter(_PendingMessages):
     """A reduce-scatter under way over Gloo: parts are on their way, and added up by whoever waits."""
 
     def __init__(

@@ -17,7 +17,7 @@ from dcompile.runtime.communication.work import start_sum
 
 
 @dataclass(eq=False)
-class Unsure:
+class UncertainUnits:
     """The units of one model that this is asked about, at the end of each backward that has reduced them."""
 
     units: Mapping[int, ShardUnit]

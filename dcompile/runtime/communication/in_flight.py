@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from dcompile.collectives.contract import ShardGroup, ShardUnit
 from dcompile.ir.nodes import Bucket
-from dcompile.runtime.communication.packing import Parcel
-from dcompile.runtime.communication.peer_memory.all_gather import Pull
-from dcompile.runtime.communication.work import Flight
+from dcompile.runtime.communication.packing import PackedUnits
+from dcompile.runtime.communication.peer_memory.all_gather import PendingCopyGather
+from dcompile.runtime.communication.work import PendingCollective
 
 
 @dataclass(eq=False, slots=True)
-class Gathering:
+class PendingGather:
     """A gather in flight."""
 
-    flight: Flight | Pull
+    flight: PendingCollective | PendingCopyGather
     shards: list[torch.Tensor]
     """What it reads, which must live until it is done."""
-    parcel: Parcel | None
+    parcel: PackedUnits | None
     """What arrives in one message, to be unpacked."""
     group: Any
     full: list[torch.Tensor]
@@ -32,7 +32,7 @@ class Gathering:
 
 
 @dataclass(eq=False)
-class Reducing:
+class PendingReduction:
     """A reduction in flight."""
 
     name: str
@@ -40,14 +40,14 @@ class Reducing:
     flat: torch.Tensor
     """All shards of this rank, end to end."""
     shards: dict[int, torch.Tensor]
-    flight: Flight
+    flight: PendingCollective
     absent: frozenset[int] = frozenset()
     """Units that this rank has no gradient of."""
     scattered: bool = False
     """Whether this rank has its shards."""
     complete: bool = True
     """Whether they become gradients; otherwise they are kept until replicas are averaged over."""
-    replicating: Flight | None = None
+    replicating: PendingCollective | None = None
     """The all-reduce among replicas."""
 
 

@@ -12,7 +12,7 @@ def in_order(bucket: Bucket) -> list[int]:
     return sorted(range(len(bucket.units)), key=lambda place: (place in bucket.packed, place))
 
 
-class Parcel:
+class PackedUnits:
     """Units in one message: `whole` holds rank by rank its parts of all of them, end to end."""
 
     def __init__(self, units: list[torch.Tensor], ranks: int) -> None:

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.artifacts import flush_streams
 from dcompile.errors import DcompileError
-from dcompile.runtime.coordination.heartbeat import Peers, peers_of
+from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
 from dcompile.runtime.coordination.peer_status import BEAT_S
-from dcompile.runtime.coordination.wait_policy import PATIENCE_S, Others
+from dcompile.runtime.coordination.wait_policy import PATIENCE_S, PeerWait
 
 _STUCK: list[Any] = []
 """Exchanges that were given up. Gloo cannot abort them, and its threads would keep the process from ending."""
 
 
-class Flight:
+class PendingCollective:
     """One collective in flight. `label` says which, in the same words on every rank.
 
     `start` starts it and returns its torch.distributed.Work; it is given the seconds after which the collective is to
@@ -50,7 +50,7 @@ class Flight:
             self._limit_s = compat.groups.time_limit(group, device.type)
         self.work = self._started(self._peers, start)
 
-    def _started(self, peers: Peers, start: Callable[[float | None], Any]) -> Any:
+    def _started(self, peers: PeerCoordinator, start: Callable[[float | None], Any]) -> Any:
         peers.starting = self._index, self.label
         try:
             if self._limit_s is None:
@@ -69,7 +69,7 @@ class Flight:
         if self._peers is None or self._limit_s is None:
             self._let_the_stream_wait()
             return
-        work = self.work if _takes_limits(self.work) else _Waited(self.work)
+        work = self.work if _takes_limits(self.work) else _UnlimitedWork(self.work)
         try:
             work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
         except RuntimeError as error:
@@ -88,9 +88,9 @@ class Flight:
         if self._peers is not None and self._marked:
             self._peers.marks.put(self._index, self.label)
 
-    def _wait_long(self, work: Any, peers: Peers, limit_s: float) -> None:
+    def _wait_long(self, work: Any, peers: PeerCoordinator, limit_s: float) -> None:
         """Some other rank is late."""
-        others = Others(peers, limit_s)
+        others = PeerWait(peers, limit_s)
         others.waited(min(BEAT_S, limit_s))
         while True:
             try:
@@ -112,7 +112,7 @@ class Flight:
                 _give_up(work)
                 raise
 
-    def _see_who_has_ended(self, peers: Peers, others: Others, late: set[int]) -> None:
+    def _see_who_has_ended(self, peers: PeerCoordinator, others: PeerWait, late: set[int]) -> None:
         for rank in sorted(late):
             said = others.last(rank)
             if said is not None and said.ended:
@@ -121,7 +121,7 @@ class Flight:
                     f"started {self._name()}: every rank must run the same steps"
                 )
 
-    def _finish(self, work: Any, peers: Peers, error: RuntimeError) -> None:
+    def _finish(self, work: Any, peers: PeerCoordinator, error: RuntimeError) -> None:
         """It is over: well, if it ended just behind the time that it was waited for."""
         try:
             work.wait()
@@ -143,7 +143,7 @@ class Flight:
         return f"the {self.label}" + (f", number {self._index} of this group" if self._index else "")
 
 
-class _Waited:
+class _UnlimitedWork:
     """A torch.distributed.Work whose `wait` knows no limit, nor `is_completed` the truth: a thread waits for it."""
 
     def __init__(self, work: Any) -> None:
@@ -180,7 +180,7 @@ def _takes_limits(work: Any) -> bool:
     return True
 
 
-def start_sum(group: Any, tensor: torch.Tensor, label: str) -> Flight:
+def start_sum(group: Any, tensor: torch.Tensor, label: str) -> PendingCollective:
     """Start summing a tensor up over the ranks, in place."""
 
     def start(limit_s: float | None) -> Any:
@@ -188,7 +188,7 @@ def start_sum(group: Any, tensor: torch.Tensor, label: str) -> Flight:
             return dist.all_reduce(tensor, group=group, async_op=True)
         return compat.groups.start_sum(group, tensor, limit_s)
 
-    return Flight(group, tensor.device, label, start)
+    return PendingCollective(group, tensor.device, label, start)
 
 
 def count_replayed(group: Any, labels: Sequence[str]) -> None:

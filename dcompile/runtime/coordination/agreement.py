@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from dcompile import compat
 from dcompile.errors import PlanMismatchError
-from dcompile.runtime.coordination.heartbeat import Peers, peers_of
-from dcompile.runtime.coordination.wait_policy import Others
+from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
+from dcompile.runtime.coordination.wait_policy import PeerWait
 
 TIMEOUT_S = 60.0
 """Least time between the first and the last rank to come, not counting that in which they compile.
@@ -47,14 +47,14 @@ def _limit_s(group: Any) -> float:
     return max(TIMEOUT_S, compat.groups.time_limit(group, "cuda" if compat.groups.can_abort(group) else "cpu"))
 
 
-def _next_meeting(peers: Peers) -> tuple[int, str]:
+def _next_meeting(peers: PeerCoordinator) -> tuple[int, str]:
     """Its number, which every rank counts alike, and its place in the store."""
     number = peers.meetings
     peers.meetings += 1
     return number, f"meeting/{number}"
 
 
-def _meet(peers: Peers, lines: Sequence[Line], timeout_s: float, way_out: str = "") -> None:
+def _meet(peers: PeerCoordinator, lines: Sequence[Line], timeout_s: float, way_out: str = "") -> None:
     number, place = _next_meeting(peers)
     if peers.rank == 0:
         _say(peers, place, lines)
@@ -87,7 +87,7 @@ def exchanged(group: Any, subject: str, text: str) -> list[str]:
     return [peers.store.get(f"{place}/said/{rank}").decode() for rank in range(peers.world)]
 
 
-def said_by_any(group: Any, subject: str, mine: str) -> str:
+def any_rank_objection(group: Any, subject: str, mine: str) -> str:
     """What a rank of `group` says of `subject`, "" if none says anything: all come, and all get the same answer.
 
     Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
@@ -96,7 +96,7 @@ def said_by_any(group: Any, subject: str, mine: str) -> str:
     return mine if peers is None else _hear(peers, subject, mine, _limit_s(group))
 
 
-def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
+def _hear(peers: PeerCoordinator, subject: str, mine: str, timeout_s: float) -> str:
     number, place = _next_meeting(peers)
     if mine:
         peers.store.compare_set(f"{place}/said", "", f"rank {peers.rank}: {mine}")
@@ -108,7 +108,7 @@ def _hear(peers: Peers, subject: str, mine: str, timeout_s: float) -> str:
     return verdict
 
 
-def _say(peers: Peers, place: str, lines: Sequence[Line]) -> None:
+def _say(peers: PeerCoordinator, place: str, lines: Sequence[Line]) -> None:
     peers.store.set(f"{place}/lines", zlib.compress(json.dumps(list(lines)).encode()))
     peers.store.set(f"{place}/digest", _digest(lines))
 
@@ -117,9 +117,9 @@ def _digest(lines: Sequence[Line]) -> str:
     return hashlib.sha256("\n".join(text for text, _ in lines).encode()).hexdigest()
 
 
-def _wait(peers: Peers, key: str, number: int, lines: Sequence[Line], timeout_s: float) -> bool:
+def _wait(peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], timeout_s: float) -> bool:
     """Wait for a key of a meeting. Raises on every rank if somebody will not come."""
-    others = Others(peers, timeout_s)
+    others = PeerWait(peers, timeout_s)
     pause = 0.001
     while not peers.store.check([key]):
         peers.check()
@@ -145,7 +145,7 @@ def _wait(peers: Peers, key: str, number: int, lines: Sequence[Line], timeout_s:
     return True
 
 
-def _without(peers: Peers, rank: int, label: str, lines: Sequence[Line]) -> str:
+def _without(peers: PeerCoordinator, rank: int, label: str, lines: Sequence[Line]) -> str:
     """A rank has gone on to a collective that comes after the point at which this one wants to agree."""
     mine = lines[1][0] if len(lines) > 1 else "(nothing)"
     return (
@@ -155,7 +155,7 @@ def _without(peers: Peers, rank: int, label: str, lines: Sequence[Line]) -> str:
     )
 
 
-def _difference(peers: Peers, place: str, lines: Sequence[Line], way_out: str = "") -> str:
+def _difference(peers: PeerCoordinator, place: str, lines: Sequence[Line], way_out: str = "") -> str:
     """The first difference from what rank 0 said, or nothing."""
     if peers.store.get(f"{place}/digest").decode() == _digest(lines):
         return ""

@@ -20,8 +20,8 @@ from typing import Any
 
 from dcompile.errors import BuildError
 from dcompile.runtime.cache.disk import KINDS, KernelCache
-from dcompile.runtime.coordination.heartbeat import Peers
-from dcompile.runtime.coordination.wait_policy import Others
+from dcompile.runtime.coordination.heartbeat import PeerCoordinator
+from dcompile.runtime.coordination.wait_policy import PeerWait
 from dcompile.runtime.program.artifact import from_record, to_record
 
 CHUNK = 1 << 20
@@ -32,14 +32,14 @@ ARRIVE_S = 60.0
 _FORMAT = 1
 
 
-class Unusable(Exception):
+class UnusableArtifact(Exception):
     """What came through the store does not fit its checksum or its form; says what."""
 
 
-class Sharing:
+class ArtifactSharing:
     """Between the ranks of one group, for the graphs of one compiled model."""
 
-    def __init__(self, peers: Peers, patience_s: float) -> None:
+    def __init__(self, peers: PeerCoordinator, patience_s: float) -> None:
         self._peers = peers
         self._patience_s = patience_s
         self._claims: dict[str, int] = {}
@@ -59,7 +59,7 @@ class Sharing:
         rank = self._claims.get(ahead, self._peers.rank)
         if rank == self._peers.rank or key in self._claims:
             return
-        others, pause = Others(self._peers, inf, [rank]), 0.001
+        others, pause = PeerWait(self._peers, inf, [rank]), 0.001
         while not self._peers.store.check([f"claim/{key}"]):
             self._peers.check()
             others.look()
@@ -109,7 +109,7 @@ class Sharing:
         Or None, and why nothing did. Waits while that rank captures or compiles.
         """
         giver = self._claims[key]
-        others = Others(self._peers, ARRIVE_S, [giver], patience_s=self._patience_s)
+        others = PeerWait(self._peers, ARRIVE_S, [giver], patience_s=self._patience_s)
         pause = 0.001
         while not self._peers.store.check([f"program/{key}"]):
             self._peers.check()
@@ -125,7 +125,7 @@ class Sharing:
             return None, f"rank {giver} could not send it"
         try:
             return self._take(key, said, cache), ""
-        except (Unusable, BuildError, OSError) as error:
+        except (UnusableArtifact, BuildError, OSError) as error:
             return None, f"from rank {giver}: {error}"
         except (KeyError, TypeError, ValueError, AttributeError):
             return None, f"rank {giver} sent a graph in a form that is not understood"
@@ -141,7 +141,7 @@ class Sharing:
                 continue
             digest, dot, kind = file.partition(".")
             if f"{dot}{kind}" not in KINDS or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise Unusable(f"a library of an unknown kind came, {file[:80]}")
+                raise UnusableArtifact(f"a library of an unknown kind came, {file[:80]}")
             cache.take(keys, self._get(f"library/{file}", entry["chunks"][file], digest), digest, f"{dot}{kind}")
             received += len(keys)
         cache.put_graph(key, from_record(entry["graph"]))
@@ -150,14 +150,14 @@ class Sharing:
     def _entry(self, key: str, said: str) -> Any:
         match = re.fullmatch("([0-9]{1,6}) ([0-9a-f]{64})", said)
         if match is None:
-            raise Unusable("it was announced in a form that is not understood")
+            raise UnusableArtifact("it was announced in a form that is not understood")
         try:
             entry = json.loads(self._get(f"program/{key}", int(match[1]), match[2]))
             known = entry["format"] == _FORMAT
         except (ValueError, KeyError, TypeError) as error:
-            raise Unusable("a graph came in a form that is not understood") from error
+            raise UnusableArtifact("a graph came in a form that is not understood") from error
         if not known:
-            raise Unusable(f"a graph came in format {entry['format']}, this dcompile reads {_FORMAT}")
+            raise UnusableArtifact(f"a graph came in format {entry['format']}, this dcompile reads {_FORMAT}")
         return entry
 
     def _get(self, place: str, chunks: int, digest: str) -> bytes:
@@ -165,7 +165,7 @@ class Sharing:
         try:
             data = zlib.decompress(packed)
         except zlib.error as error:
-            raise Unusable(f"what came as {place[:40]} is damaged") from error
+            raise UnusableArtifact(f"what came as {place[:40]} is damaged") from error
         if hashlib.sha256(data).hexdigest() != digest:
-            raise Unusable(f"what came as {place[:40]} does not match its checksum")
+            raise UnusableArtifact(f"what came as {place[:40]} does not match its checksum")
         return data

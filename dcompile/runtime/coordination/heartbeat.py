@@ -27,8 +27,8 @@ from dcompile import compat
 from dcompile.artifacts import flush_streams, say
 from dcompile.errors import DcompileError, PlanMismatchError
 from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus
-from dcompile.runtime.coordination.progress_events import Marks, stay_out_of_captures
-from dcompile.runtime.coordination.watchdog import Abort, Lookout
+from dcompile.runtime.coordination.progress_events import ProgressEvents, stay_out_of_captures
+from dcompile.runtime.coordination.watchdog import CommunicatorAbort, Watchdog
 
 GOODBYE_S = 3.0
 """How long a rank that ends waits for the others, in order to see that all have done the same."""
@@ -37,12 +37,12 @@ GONE_S = 10.0
 REMEMBERED = 1024
 """Collectives whose checksum is kept, to compare with what rank 0 said of them."""
 
-_LINES: weakref.WeakKeyDictionary[Any, Peers] = weakref.WeakKeyDictionary()
+_LINES: weakref.WeakKeyDictionary[Any, PeerCoordinator] = weakref.WeakKeyDictionary()
 _GENERATIONS: Counter[str] = Counter()
 """How many groups of a name there were in this process: a store outlives groups."""
 
 
-class Alone:
+class SingleProcess:
     """No other rank to talk to."""
 
     rank, world = 0, 1
@@ -56,7 +56,7 @@ class Alone:
         """The model is called on this thread: raise if the job was called off, or the process group is gone."""
 
 
-class Peers(Alone):
+class PeerCoordinator(SingleProcess):
     """The line of one process group: `peers_of` makes one for each."""
 
     def __init__(self, group: Any) -> None:
@@ -79,7 +79,7 @@ class Peers(Alone):
         """Set once that was raised here."""
         self.caller: int | None = None
         """The thread that called the model last."""
-        self.marks = Marks()
+        self.marks = ProgressEvents()
         """Of collectives that a GPU waits for."""
         self.starting: tuple[int, str] | None = None
         """A collective that is being handed over: number and label. A communicator's first one waits for the others."""
@@ -94,8 +94,8 @@ class Peers(Alone):
         self._doing: list[str] = []
         self._beats = 0
         self._ended = False
-        self._lookout = Lookout(self)
-        self._abortion: Abort | None = None
+        self._lookout = Watchdog(self)
+        self._abortion: CommunicatorAbort | None = None
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dcompile-peers", daemon=True)
         self._thread.start()
@@ -226,7 +226,7 @@ class Peers(Alone):
         first, self.aborted = not self.aborted, self.aborted or why
         group = self._group()
         if first and group is not None and self.on_gpu:
-            self._abortion = Abort(self, group)
+            self._abortion = CommunicatorAbort(self, group)
 
     @property
     def aborting(self) -> bool:
@@ -289,7 +289,7 @@ def _said(store: Any, rank: int) -> PeerStatus | None:
     return PeerStatus(*json.loads(store.get(key))) if store.check([key]) else None
 
 
-def peers_of(group: Any) -> Peers | None:
+def peers_of(group: Any) -> PeerCoordinator | None:
     """The line of a process group; None where there is no other rank, or no real one."""
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return None
@@ -298,7 +298,7 @@ def peers_of(group: Any) -> Peers | None:
         if not _GENERATIONS:
             compat.groups.on_destroy(_end)
             atexit.register(_end_at_exit)
-        found = _LINES[group] = Peers(group)
+        found = _LINES[group] = PeerCoordinator(group)
     return found
 
 

@@ -29,7 +29,7 @@ class PeerStatus:
 
 
 class PeerView(Protocol):
-    """The connection to the other ranks of a group (`heartbeat.Peers`), as those see it that wait or supervise."""
+    """The other ranks of a group (`heartbeat.PeerCoordinator`), as waiting and supervising see them."""
 
     rank: int
     world: int

@@ -22,7 +22,7 @@ _THREAD_LOCAL = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ProgressEvent:
     """Behind a collective: its number in the group, and its label."""
 
     number: int
@@ -31,11 +31,11 @@ class Mark:
     device: int
 
 
-class Marks:
+class ProgressEvents:
     """The marks of one process group, in the order in which the GPU comes to them."""
 
     def __init__(self) -> None:
-        self._marks: deque[Mark] = deque()
+        self._marks: deque[ProgressEvent] = deque()
         self._spare: dict[int, list[Any]] = {}
         self._lock = threading.Lock()
 
@@ -46,11 +46,11 @@ class Marks:
             spare = self._spare.setdefault(device, [])
             event: Any = spare.pop() if spare else torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             event.record()
-            self._marks.append(Mark(number, label, event, device))
+            self._marks.append(ProgressEvent(number, label, event, device))
             if len(self._marks) > SWEPT:
                 self._sweep()
 
-    def oldest(self) -> Mark | None:
+    def oldest(self) -> ProgressEvent | None:
         """The first collective that the GPU is not through with."""
         with self._lock:
             self._sweep()

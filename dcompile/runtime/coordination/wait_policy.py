@@ -15,7 +15,7 @@ PATIENCE_S = 1800.0
 """Longest time, beyond the limit that applies otherwise, for which peers that compile are waited for."""
 
 
-class Others:
+class PeerWait:
     """What a rank that waits knows of the others. The clock stands still while one of those it waits for compiles."""
 
     def __init__(

@@ -21,7 +21,7 @@ from dcompile import compat
 from dcompile.artifacts import flush_streams, say
 from dcompile.errors import PlanMismatchError
 from dcompile.runtime.coordination.peer_status import PeerView
-from dcompile.runtime.coordination.wait_policy import SILENT_S, Others
+from dcompile.runtime.coordination.wait_policy import SILENT_S, PeerWait
 
 STUCK_S = 0.8
 """A collective that the GPU is not through with for so long is looked into."""
@@ -31,8 +31,8 @@ LAST_S = 10.0
 """How long it has, once communicators are aborted, to come out of its wait; then the process ends."""
 
 
-class Lookout:
-    """Looks after the collectives that one rank has on its GPU; `heartbeat.Peers` asks it once a second."""
+class Watchdog:
+    """Looks after the collectives that one rank has on its GPU; `heartbeat.PeerCoordinator` asks it once a second."""
 
     def __init__(self, peers: PeerView) -> None:
         self._peers = peers
@@ -53,7 +53,7 @@ class Lookout:
         return self._look_around(*stuck)
 
     def _look_around(self, number: int, label: str) -> str:
-        others = self._others = self._others or Others(self._peers, inf)
+        others = self._others = self._others or PeerWait(self._peers, inf)
         rank = self._peers.rank
         if why := self._peers.failure():
             return f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; {why}"
@@ -71,7 +71,7 @@ class Lookout:
         return ""
 
 
-class Abort:
+class CommunicatorAbort:
     """Ends what a group has on this rank's GPU, once the job was called off, and wakes up the host."""
 
     def __init__(self, peers: PeerView, group: Any) -> None:

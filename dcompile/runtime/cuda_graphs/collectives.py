@@ -16,7 +16,7 @@ Once = Callable[[AnySource | None, bool], list[Any]]
 """Runs the program on a source of collectives; `sync` as in `collectives.params.Executable`."""
 
 
-class Call(Protocol):
+class RecordedCall(Protocol):
     """What surrounds one call of a program."""
 
     key: tuple[Any, ...]
@@ -114,7 +114,7 @@ class ShardCall:
         self.source.hand_on(reduced, collectives)
 
 
-def call_of(buckets: Sequence[Bucket], source: AnySource | None, sync: bool) -> Call | str:
+def call_of(buckets: Sequence[Bucket], source: AnySource | None, sync: bool) -> RecordedCall | str:
     """What surrounds this call; or why it runs without a recording, since it does not do the same each time."""
     if source is None:
         return PlainCall(sync)

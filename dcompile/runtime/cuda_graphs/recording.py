@@ -23,13 +23,13 @@ COPY_BYTES = 1 << 16
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class ResultRetention:
     """Whether the user of a program was found to keep its results: copies are handed out from there on."""
 
     found: bool = False
 
 
-class Memory:
+class ResultMemory:
     """One storage that results lie in, and a template of each result over it.
 
     `owned` while the allocator knows that it is taken. That ends when a later recording takes the memory over: it frees
@@ -39,7 +39,7 @@ class Memory:
     def __init__(self, storage: torch.UntypedStorage, pool: int, pinned: bool = False) -> None:
         self.owned = True
         self.pool = pool
-        self.kept: Kept | None = None
+        self.kept: ResultRetention | None = None
         """Of memory with results that users see: whether they keep them."""
         self.pinned = pinned
         """Whether it is a slot, which is filled from outside and cannot be taken over."""
@@ -141,12 +141,12 @@ class Memory:
         self.settle()
 
 
-Given = dict[tuple[Memory, bool], torch.Tensor]
+Given = dict[tuple[ResultMemory, bool], torch.Tensor]
 """(memory, whether copies of it) -> what this call has handed out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class CopiedInput:
     """A copied input: its position, and the tensor that the recording reads instead."""
 
     position: int
@@ -164,22 +164,22 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RecordedResult:
     """One result: a `value` that is no tensor; a look at an `input` or `bucket`; `memory`, itself or as a copy; or an
     earlier one `again`: what looks at it, and what counts its changes, go by the tensor."""
 
     kind: Literal["value", "input", "bucket", "memory", "copy", "again"]
     source: Any
-    """The value; the input's position; the bucket's name; the `Memory`; or the earlier result's position."""
+    """The value; the input's position; the bucket's name; the `ResultMemory`; or the earlier result's position."""
     template: int = 0
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     offset: int = 0
     """Of a look at an input or bucket: in elements, from where that begins."""
-    kept: Kept | None = None
+    kept: ResultRetention | None = None
 
     def of(self, args: Sequence[Any], buckets: Mapping[str, Any], given: Given, earlier: list[Any]) -> Any:
-        """What the caller gets, behind `earlier` results; `given` as in `Memory.hand_out`."""
+        """What the caller gets, behind `earlier` results; `given` as in `ResultMemory.hand_out`."""
         match self.kind:
             case "again":
                 return earlier[self.source]
@@ -207,11 +207,11 @@ class Recording:
     fixed: list[int]
     addresses: list[int]
     """Of all inputs; only those of the fixed ones count."""
-    slots: tuple[Slot, ...]
-    results: tuple[Result, ...]
-    memories: tuple[Memory, ...]
+    slots: tuple[CopiedInput, ...]
+    results: tuple[RecordedResult, ...]
+    memories: tuple[ResultMemory, ...]
     pool: int
-    tolerates: frozenset[Memory]
+    tolerates: frozenset[ResultMemory]
     lie: Callable[..., bool] | None = None
     """Of a backward: whether the fixed inputs have the layouts that they had: a new `.data` may lie there, too."""
 

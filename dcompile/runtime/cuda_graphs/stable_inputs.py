@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from dcompile.runtime.cuda_graphs.recording import Slot
+from dcompile.runtime.cuda_graphs.recording import CopiedInput
 
 CALLS = 3
 """Replays after which an input that has not moved is expected to stay. The first steps of a run allocate unlike later
@@ -21,7 +21,7 @@ WORTH_US = 20.0
 """Copies in a call from which their end is worth one more recording, which takes some tenths of a second."""
 
 
-class Settling:
+class StableInputDetector:
     """The copied inputs of calls that share their recordings: watched for a while, and then known to stay or not."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Settling:
         self._seen: dict[int, int] | None = None
         self._wrong = False
 
-    def look(self, args: Sequence[Any], slots: Sequence[Slot]) -> bool:
+    def look(self, args: Sequence[Any], slots: Sequence[CopiedInput]) -> bool:
         """See where the inputs of one more replay lie; whether it is now known that some of those in slots stay."""
         if self._left == 0:
             return False

@@ -33,9 +33,16 @@ import torch
 
 from dcompile import compat
 from dcompile.collectives.contract import AnySource, Executable
-from dcompile.runtime.cuda_graphs.collectives import Call, call_of
-from dcompile.runtime.cuda_graphs.recording import COPY_BYTES, Kept, Memory, Recording, Result, Slot
-from dcompile.runtime.cuda_graphs.stable_inputs import Settling
+from dcompile.runtime.cuda_graphs.collectives import RecordedCall, call_of
+from dcompile.runtime.cuda_graphs.recording import (
+    COPY_BYTES,
+    CopiedInput,
+    RecordedResult,
+    Recording,
+    ResultMemory,
+    ResultRetention,
+)
+from dcompile.runtime.cuda_graphs.stable_inputs import StableInputDetector
 from dcompile.runtime.program.arena import like
 
 LIMIT = 8
@@ -46,7 +53,7 @@ POOLS = 3
 """Pools of one model. The second and third are for what is recorded while memory of the first is in use unowned."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """What a device supplies: records the kernels that a function starts, with memory from a pool."""
 
     def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
@@ -74,20 +81,20 @@ class Recordable(Executable, Protocol):
         """See `HostProgram.measure`."""
 
 
-class Tree:
+class GraphTree:
     """The recordings of one model on one device, and which of their results are alive."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: GraphRecorder) -> None:
         self.recorder = recorder
         self._handed: dict[Recording, None] = {}
         """Recordings whose results may be alive."""
         self._dropped: set[Recording] = set()
         """Those among them that are not replayed any more."""
-        self._programs: weakref.WeakSet[Replayed] = weakref.WeakSet()
+        self._programs: weakref.WeakSet[ReplayedExecutable] = weakref.WeakSet()
         self._ends_with_groups = False
-        self._pairs: dict[tuple[Recording, Recording], tuple[Memory, ...]] = {}
+        self._pairs: dict[tuple[Recording, Recording], tuple[ResultMemory, ...]] = {}
 
-    def obstacle(self, recording: Recording) -> Memory | None:
+    def obstacle(self, recording: Recording) -> ResultMemory | None:
         """By the rule: something alive that was not alive when `recording` was made, if there is such a thing."""
         for other in list(self._handed):
             strange = self._strange(recording, other)
@@ -108,7 +115,7 @@ class Tree:
     def _forget_pairs(self, recording: Recording) -> None:
         self._pairs = {pair: found for pair, found in self._pairs.items() if recording not in pair}
 
-    def _strange(self, recording: Recording, other: Recording) -> tuple[Memory, ...]:
+    def _strange(self, recording: Recording, other: Recording) -> tuple[ResultMemory, ...]:
         """What of another's memory `recording` might write to."""
         found = self._pairs.get((recording, other))
         if found is None:
@@ -122,7 +129,7 @@ class Tree:
         busy = {memory.pool for memory in self.alive() if not memory.owned}
         return next((pool for pool in range(POOLS) if pool not in busy), None)
 
-    def add(self, program: Replayed) -> None:
+    def add(self, program: ReplayedExecutable) -> None:
         """A program whose recordings belong here."""
         self._programs.add(program)
 
@@ -150,12 +157,12 @@ class Tree:
         """Its results are with the caller now."""
         self._handed[recording] = None
 
-    def alive(self) -> list[Memory]:
+    def alive(self) -> list[ResultMemory]:
         """All memory that somebody holds."""
         return [memory for recording in self._handed for memory in recording.memories if memory.live]
 
 
-class Replayed:
+class ReplayedExecutable:
     """An executable that is recorded and replayed. See `collectives.params.Executable`.
 
     `results`: how many of its first results the user sees; the others are saved tensors or gradients. `saved`: whether
@@ -164,13 +171,13 @@ class Replayed:
     """
 
     def __init__(
-        self, program: Recordable, tree: Tree, *, results: int = 0, saved: bool = False, whole: Sequence[int] = ()
+        self, program: Recordable, tree: GraphTree, *, results: int = 0, saved: bool = False, whole: Sequence[int] = ()
     ) -> None:
         self._program, self._tree, self._results, self._saved, self._whole = program, tree, results, saved, whole
         self._mutated = frozenset(program.mutated)
-        self._kept = Kept()
+        self._kept = ResultRetention()
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
-        self._settling: dict[tuple[Any, ...], Settling] = {}
+        self._settling: dict[tuple[Any, ...], StableInputDetector] = {}
         self._objection: str | None = None
         self._measured = False
         self.report, self.buckets, self.source = program.report, program.buckets, program.source
@@ -190,7 +197,7 @@ class Replayed:
         recordings = self._recordings.get(key)
         if recordings is None:
             self._recordings[key] = []
-            self._settling[key] = Settling()
+            self._settling[key] = StableInputDetector()
             return self._program(args, buckets=buckets, sync=sync)
         for recording in recordings:
             if not recording.fits(args):
@@ -214,7 +221,7 @@ class Replayed:
         self._measured = recorder is not None
         self._program.measure(recorder)
 
-    def _replay(self, recording: Recording, args: list[Any], call: Call) -> list[Any]:
+    def _replay(self, recording: Recording, args: list[Any], call: RecordedCall) -> list[Any]:
         results = recording.run(args, call.memories)
         call.happened(results)
         self._tree.ran(recording)
@@ -231,7 +238,7 @@ class Replayed:
 
     # --- recording ---
 
-    def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: Call) -> Recording:
+    def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: RecordedCall) -> Recording:
         """In place of recordings that copy inputs which have not moved for a while, one that reads them there."""
         settling = self._settling[key]
         if call.communicates:  # each rank would find out for itself, and recordings of collectives are made by all
@@ -247,7 +254,9 @@ class Replayed:
         self._recordings[key][:] = [made]  # states that the others were made for are recorded again, without copies
         return made
 
-    def _record(self, args: list[Any], recordings: list[Recording], settling: Settling, call: Call) -> Recording | None:
+    def _record(
+        self, args: list[Any], recordings: list[Recording], settling: StableInputDetector, call: RecordedCall
+    ) -> Recording | None:
         """A recording of this call, or None if it is to run as it is."""
         strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
         if strangers:
@@ -277,7 +286,9 @@ class Replayed:
         if call.communicates:
             self._tree.has_collectives()
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
-        made = _Results([i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call)
+        made = _ResultSorter(
+            [i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call
+        )
         kept = tuple(
             made.result(value, self._kept if number < self._results else None, _seen(results, number, self._results))
             for number, value in enumerate(results)
@@ -291,14 +302,16 @@ class Replayed:
         self.report.recordings += 1
         return recording
 
-    def _slots(self, args: Sequence[Any], fixed: frozenset[int]) -> tuple[Slot, ...]:
+    def _slots(self, args: Sequence[Any], fixed: frozenset[int]) -> tuple[CopiedInput, ...]:
         positions = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in fixed]
-        slots = tuple(Slot(i, like(args[i]), i in self._mutated) for i in positions)
+        slots = tuple(CopiedInput(i, like(args[i]), i in self._mutated) for i in positions)
         for slot in slots:
             slot.fill(args)
         return slots
 
-    def _recorded_args(self, args: list[Any], slots: Sequence[Slot], taken: dict[int, Memory], pool: int) -> list[Any]:
+    def _recorded_args(
+        self, args: list[Any], slots: Sequence[CopiedInput], taken: dict[int, ResultMemory], pool: int
+    ) -> list[Any]:
         """The inputs to record with. Saved tensors that only `args` holds are given up, so that they end in there."""
         inside = list(args)
         for slot in slots:
@@ -323,24 +336,26 @@ class Replayed:
         return inside
 
 
-class _Results:
+class _ResultSorter:
     """Sorts the results of a recorded run, and collects the memory they lie in.
 
     `stay`: positions of the fixed inputs whose memory was not freed during the run; what was may hold a result now.
     """
 
-    def __init__(self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[Slot], pool: int, call: Call) -> None:
+    def __init__(
+        self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[CopiedInput], pool: int, call: RecordedCall
+    ) -> None:
         self._pool = pool
         self._buckets = {memory.flat.untyped_storage().data_ptr(): name for name, memory in call.memories.items()}
         self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
         self._args = args
-        self._by_address: dict[int, Memory] = {}
+        self._by_address: dict[int, ResultMemory] = {}
         self._slots = {slot.tensor.untyped_storage().data_ptr(): slot for slot in slots}
         self._virtual = {id(args[i]): i for i in stay if _is_virtual(args[i])}
-        self._seen: dict[Memory, None] = {}
+        self._seen: dict[ResultMemory, None] = {}
 
     @property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[ResultMemory, ...]:
         """What the caller may come to hold."""
         return tuple(self._seen)
 
@@ -349,11 +364,11 @@ class _Results:
         for memory in self._by_address.values():
             memory.settle()
 
-    def result(self, value: Any, kept: Kept | None, earlier: int | None) -> Result:
+    def result(self, value: Any, kept: ResultRetention | None, earlier: int | None) -> RecordedResult:
         if not isinstance(value, torch.Tensor):
-            return Result("value", value)
+            return RecordedResult("value", value)
         if earlier is not None:
-            return Result("again", earlier)
+            return RecordedResult("again", earlier)
         storage = value.untyped_storage()
         position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
         if position is not None:
@@ -363,17 +378,17 @@ class _Results:
             return _look(slot.position, slot.tensor, value)
         bucket = self._buckets.get(storage.data_ptr())
         if bucket is not None:
-            return Result("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
+            return RecordedResult("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
         # empty results lie nowhere, which is no place that they have in common
         address = storage.data_ptr() if storage.nbytes() else -1 - len(self._by_address)
         memory = self._by_address.get(address)
         if memory is None:
-            memory = self._by_address[address] = Memory(storage, self._pool, pinned=slot is not None)
+            memory = self._by_address[address] = ResultMemory(storage, self._pool, pinned=slot is not None)
         if kept is not None and storage.nbytes() <= COPY_BYTES:
-            return Result("copy", memory, memory.add(value))
+            return RecordedResult("copy", memory, memory.add(value))
         self._seen[memory] = None
         memory.kept = memory.kept or kept
-        return Result("memory", memory, memory.add(value), kept=kept)
+        return RecordedResult("memory", memory, memory.add(value), kept=kept)
 
 
 def _seen(results: Sequence[Any], number: int, users: int) -> int | None:
@@ -382,10 +397,10 @@ def _seen(results: Sequence[Any], number: int, users: int) -> int | None:
     return next((place for place in earlier if results[place] is results[number]), None)
 
 
-def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> Result:
+def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> RecordedResult:
     """A result that lies in the memory of `source`, which the input of this position is or was copied to."""
     offset = value.storage_offset() - source.storage_offset()
-    return Result("input", position, 0, tuple(value.shape), value.stride(), int(offset))
+    return RecordedResult("input", position, 0, tuple(value.shape), value.stride(), int(offset))
 
 
 def _key(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -395,7 +410,7 @@ def _key(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
 
 
-def _stays(tensor: torch.Tensor, taken: dict[int, Memory]) -> bool:
+def _stays(tensor: torch.Tensor, taken: dict[int, ResultMemory]) -> bool:
     """Whether an input is expected at the same address each time."""
     return (
         isinstance(tensor, torch.nn.Parameter)

@@ -20,7 +20,7 @@ from dcompile.ir.gemm import Algorithm, Geometry
 from dcompile.ir.nodes import Buffer, Tile, View
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.argument_table import Address
-from dcompile.runtime.program.cublaslt import Product, Products
+from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
 from dcompile.runtime.program.kernel_library import library
 
 Name = TypeVar("Name", bound=Hashable)
@@ -43,11 +43,11 @@ def choose(geometries: Iterable[Geometry], device: torch.device) -> dict[Geometr
 
 def fastest(geometry: Geometry, device: torch.device) -> Algorithm | None:
     """The fastest algorithm, or None where ATen's own is as fast."""
-    products = Products(geometry, torch.cuda.current_device())
+    products = GemmDescription(geometry, torch.cuda.current_device())
     left, right, out = operands(geometry, device)
     calls: dict[Algorithm, Callable[[], object]] = {(): functools.partial(torch.mm, left, right, out=out)}
     for algorithm in products.algorithms():
-        calls[algorithm] = functools.partial(Product(products, algorithm), left, right, out)
+        calls[algorithm] = functools.partial(GemmCall(products, algorithm), left, right, out)
     for call in calls.values():
         call()
     torch.cuda.synchronize()
@@ -111,7 +111,7 @@ def _run(call: Callable[[], object], count: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class CandidateLaunch:
     """One launch. Arguments are names of buffers, or numbers."""
 
     archive: Path
@@ -121,7 +121,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
+class EpilogueContest:
     """A product and the loop behind it, and kernels that do both."""
 
     buffers: tuple[Buffer, ...]
@@ -130,12 +130,12 @@ class Contest:
     out: str
     algorithm: tuple[Geometry, Algorithm] | None
     """By which the library multiplies; None: as ATen chooses."""
-    separate: tuple[Started, ...]
+    separate: tuple[CandidateLaunch, ...]
     """The loop."""
-    rivals: Mapping[Tile, tuple[Started, ...]]
+    rivals: Mapping[Tile, tuple[CandidateLaunch, ...]]
 
 
-def fastest_ending(contest: Contest, launcher: Path, device: torch.device) -> Tile | None:
+def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.device) -> Tile | None:
     """The tile of the kernel that beats product and loop by most, or None. Takes a second."""
     with _measuring(device):
         memory = {buffer.name: _filled(buffer, device) for buffer in contest.buffers}
@@ -162,7 +162,7 @@ def _filled(buffer: Buffer, device: torch.device) -> torch.Tensor:
 
 
 def _calls(
-    contest: Contest, memory: Mapping[str, torch.Tensor], launcher: Path, device: int
+    contest: EpilogueContest, memory: Mapping[str, torch.Tensor], launcher: Path, device: int
 ) -> dict[Tile | None, Callable[[], object]]:
     """Under None the library's product and the loop, and of the kernels those that the GPU has room for."""
     views = [memory[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in contest.factors]  # type: ignore[arg-type]
@@ -171,12 +171,12 @@ def _calls(
         geometry, algorithm = contest.algorithm
         left, right = views
         product: Callable[[], object]
-        product = functools.partial(Product(Products(geometry, device), algorithm), left, right, out)
+        product = functools.partial(GemmCall(GemmDescription(geometry, device), algorithm), left, right, out)
     else:
         product = functools.partial(torch.addmm if len(views) > 2 else torch.mm, *views, out=out)
     loaded, stream = library(launcher), cuda_launch.stream_of(device)
 
-    def launches(rows: tuple[Started, ...]) -> Callable[[], object]:
+    def launches(rows: tuple[CandidateLaunch, ...]) -> Callable[[], object]:
         table = []
         for row in rows:
             known = [memory[arg].data_ptr() if isinstance(arg, str) else arg for arg in row.arguments]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.ir.functional_collectives import is_wait, kind_of
 from dcompile.ir.nodes import Bucket
 
@@ -30,7 +30,7 @@ _MEMORY = re.compile(r"(?:_p)?_bucket_(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class InstrumentedStatement:
     """One step of a host program, as its text tells: what it calls, where that came from, the buckets it touches."""
 
     name: str
@@ -46,8 +46,8 @@ class Statement:
 
 
 @dataclass(eq=False, slots=True)
-class Exchange:
-    """One collective of one call. Times are stamps until `Recorder.finish`, then seconds; None where nobody looked."""
+class CollectiveTiming:
+    """One collective of one call. Times are stamps until `CallRecorder.finish`, then seconds; None: not measured."""
 
     kind: str
     bucket: str
@@ -67,28 +67,28 @@ class Exchange:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ProgramCallTiming:
     """One call of one program."""
 
     program: str
-    statements: tuple[Statement, ...]
+    statements: tuple[InstrumentedStatement, ...]
     begin: Any
     end: Any = None
     spans: list[tuple[int, Any, Any]] = field(default_factory=list)
     """(statement, begin, end), in the order in which the host came to them."""
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[CollectiveTiming] = field(default_factory=list)
 
 
-def instrument(source: str) -> tuple[str, tuple[Statement, ...]]:
+def instrument(source: str) -> tuple[str, tuple[InstrumentedStatement, ...]]:
     """A host program that stamps its steps, and what these are.
 
-    In it, `_probe` (see `Probe`) is a global name.
+    In it, `_probe` (see `ProgramProbe`) is a global name.
     """
     lines = source.split("\n")
     call = _call_of(ast.parse(source))
     before: dict[int, list[str]] = {}
     after: dict[int, list[str]] = {}
-    statements: list[Statement] = []
+    statements: list[InstrumentedStatement] = []
     started: set[str] = set()
     for node in call.body:
         last = node.end_lineno or node.lineno
@@ -136,7 +136,7 @@ def _works(node: ast.stmt) -> bool:
     return isinstance(value.func, ast.Name) and _WORK.fullmatch(value.func.id) is not None
 
 
-def _statement(node: ast.stmt, lines: list[str]) -> Statement:
+def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
     """What a statement's text tells. The comment before it says where it came from."""
     value: Any = _value_of(node)
     callee = value.func.id
@@ -152,10 +152,10 @@ def _statement(node: ast.stmt, lines: list[str]) -> Statement:
         name, origin = _launched(lines[at + 1 :])
     names = {leaf.id for leaf in ast.walk(value) if isinstance(leaf, ast.Name)}
     buckets = frozenset(m[1] for name_ in names if (m := _MEMORY.fullmatch(name_)))
-    return Statement(name, origin, buckets)
+    return InstrumentedStatement(name, origin, buckets)
 
 
-def _own_collective(node: Any, found: Statement, started: set[str]) -> Statement:
+def _own_collective(node: Any, found: InstrumentedStatement, started: set[str]) -> InstrumentedStatement:
     """The same statement; of the model's own collectives, with what it starts or waits for."""
     value: Any = getattr(node, "value", None)
     arguments = value.args if isinstance(value, ast.Call) else []
@@ -168,7 +168,7 @@ def _own_collective(node: Any, found: Statement, started: set[str]) -> Statement
     return found
 
 
-def _stamp(number: int, found: Statement, node: Any) -> str:
+def _stamp(number: int, found: InstrumentedStatement, node: Any) -> str:
     """What a measured program runs behind a statement."""
     if found.starts:
         return f"_probe.started(_call, {number}, _begin, {found.starts}, {ast.unparse(node.value.args[0])})"
@@ -198,23 +198,23 @@ class Measurable(Protocol):
 
     name: str
     buckets: tuple[Bucket, ...]
-    report: Report
+    report: ProgramReport
     on_gpu: bool
 
-    def measure(self, recorder: Recorder | None) -> None:
+    def measure(self, recorder: CallRecorder | None) -> None:
         """From the next call on, tell `recorder` of each step; with None, run as ever."""
 
 
-class Recorder:
+class CallRecorder:
     """Collects the calls of all programs of one rank while it is measured."""
 
     def __init__(self, gpu: torch.device | None) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ProgramCallTiming] = []
         self.gpu = gpu
         self._side = None if gpu is None else torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call, unused-ignore]
         """Waits for collectives, to see when they end, so that nothing else has to."""
         self.now: Callable[[], Any] = time.perf_counter if gpu is None else self._event
-        self._polled: queue.SimpleQueue[tuple[Any, Exchange] | None] = queue.SimpleQueue()
+        self._polled: queue.SimpleQueue[tuple[Any, CollectiveTiming] | None] = queue.SimpleQueue()
         self._poller: threading.Thread | None = None
         self._anchor: tuple[Any, float] | None = None
         if gpu is not None:
@@ -227,7 +227,7 @@ class Recorder:
         event.record()
         return event
 
-    def watch(self, work: Any, exchange: Exchange) -> None:
+    def watch(self, work: Any, exchange: CollectiveTiming) -> None:
         """See when a collective ends."""
         if self._side is not None:
             with torch.cuda.stream(self._side):
@@ -247,7 +247,7 @@ class Recorder:
 
     def _poll(self) -> None:
         """Look at collectives that do not tell, until they are waited for: some end only then."""
-        pending: list[tuple[Any, Exchange]] = []
+        pending: list[tuple[Any, CollectiveTiming]] = []
         while True:
             while not pending or not self._polled.empty():
                 found = self._polled.get()
@@ -260,7 +260,7 @@ class Recorder:
             pending = [p for p in pending if p[1].ended is None and p[1].wait_end is None]
             time.sleep(POLL_S)
 
-    def finish(self) -> list[Call]:
+    def finish(self) -> list[ProgramCallTiming]:
         """All calls that came to their end, stamps read as seconds of the host's clock."""
         if self._poller is not None:
             self._polled.put(None)
@@ -284,44 +284,44 @@ class Recorder:
         return at + event.elapsed_time(stamp) / 1e3
 
 
-class Probe:
+class ProgramProbe:
     """What the text of one measured program talks to."""
 
-    def __init__(self, program: str, statements: tuple[Statement, ...], recorder: Recorder) -> None:
+    def __init__(self, program: str, statements: tuple[InstrumentedStatement, ...], recorder: CallRecorder) -> None:
         self._program, self._statements, self._recorder = program, statements, recorder
         self.now = recorder.now
 
-    def call(self, _buckets: Any) -> Call:
+    def call(self, _buckets: Any) -> ProgramCallTiming:
         """A call begins."""
-        call = Call(self._program, self._statements, self.now())
+        call = ProgramCallTiming(self._program, self._statements, self.now())
         self._recorder.calls.append(call)
         return call
 
-    def end(self, call: Call) -> None:
+    def end(self, call: ProgramCallTiming) -> None:
         """A call ends."""
         call.end = self.now()
 
-    def started(self, call: Call, number: int, begin: Any, result: Any, sent: Any) -> None:
+    def started(self, call: ProgramCallTiming, number: int, begin: Any, result: Any, sent: Any) -> None:
         """One of the model's own collectives has been handed over. When it ends is seen by its wait, which is next."""
         found = self._statements[number]
         nbytes = max(tensor.numel() * tensor.element_size() for tensor in (result, sent))
         kind = kind_of(found.name) or found.name
         call.exchanges.append(
-            Exchange(kind, found.starts, nbytes, _reached(call), begin, self.now(), group=found.group)
+            CollectiveTiming(kind, found.starts, nbytes, _reached(call), begin, self.now(), group=found.group)
         )
 
-    def waited(self, call: Call, number: int, begin: Any) -> None:
+    def waited(self, call: ProgramCallTiming, number: int, begin: Any) -> None:
         """It has been waited for."""
         name = self._statements[number].waits
         exchange = next(exchange for exchange in reversed(call.exchanges) if exchange.bucket == name)
         exchange.before, exchange.wait_begin, exchange.wait_end = _reached(call), begin, self.now()
 
-    def buckets(self, buckets: Any, call: Call) -> Any:
+    def buckets(self, buckets: Any, call: ProgramCallTiming) -> Any:
         """The bucket source, its collectives measured."""
         return None if buckets is None else _Measured(buckets, call, self._recorder)
 
 
-def _reached(call: Call) -> int:
+def _reached(call: ProgramCallTiming) -> int:
     """The statement that ran last."""
     return call.spans[-1][0] if call.spans else -1
 
@@ -329,9 +329,9 @@ def _reached(call: Call) -> int:
 class _Measured:
     """A `BucketSource` or `ShardSource` around another."""
 
-    def __init__(self, inner: Any, call: Call, recorder: Recorder) -> None:
+    def __init__(self, inner: Any, call: ProgramCallTiming, recorder: CallRecorder) -> None:
         self._inner, self._call, self._recorder = inner, call, recorder
-        self._open: dict[str, Exchange] = {}
+        self._open: dict[str, CollectiveTiming] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -357,7 +357,7 @@ class _Measured:
 
     def _start(self, method: str, kind: str, bucket: str, given: Any, sent: list[Any]) -> None:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        exchange = Exchange(kind, bucket, nbytes, _reached(self._call), self._recorder.now())
+        exchange = CollectiveTiming(kind, bucket, nbytes, _reached(self._call), self._recorder.now())
         self._open[bucket] = exchange
         self._call.exchanges.append(exchange)
         getattr(self._inner, method)(bucket, given)

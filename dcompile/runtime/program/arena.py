@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dcompile.compat.tensors import Held
+from dcompile.compat.tensors import KeptTensor
 from dcompile.runtime.program.fast_aten import empty_cpu
 
 ALIGNMENT = 64
@@ -46,7 +46,7 @@ class Arena:
         return over(self._memory, dtype, shape, strides, self._start + offset)
 
 
-class Fresh:
+class ReusedResultMemory:
     """Gives memory for one result of a program, call after call: the last call's, if nothing refers to it any more.
 
     Large allocations come from the kernel page by page, and the first touch of a page costs more than computing what is
@@ -55,26 +55,26 @@ class Fresh:
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self._dtype, self._shape, self._strides = dtype, shape, strides
-        self._holder: Held | None = None
+        self._holder: KeptTensor | None = None
 
     def __call__(self) -> torch.Tensor:
         if torch.is_inference_mode_enabled():  # a result there is an inference tensor, which cannot serve elsewhere
             return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="cpu")
         holder, self._holder = self._holder, None  # taken first: another thread then finds nothing, and allocates
         if holder is None or not holder.alone():
-            holder = Held(torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="cpu"))
+            holder = KeptTensor(torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device="cpu"))
         self._holder = holder
         return holder.tensor.data  # a tensor of its own: no view, with its own version counter
 
 
-class Recycled:
-    """As `Fresh`, for a result whose size varies: memory is given out again while it is large enough and not much more.
+class RecycledResultMemory:
+    """As `ReusedResultMemory`, for a result whose size varies: memory is reused while it is large enough.
 
     All sizes share one piece of memory, so that many lengths do not come to hold as many results.
     """
 
     def __init__(self) -> None:
-        self._holder: Held | None = None
+        self._holder: KeptTensor | None = None
 
     def of(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Callable[[], torch.Tensor]:
         """An allocator of one size."""
@@ -87,7 +87,7 @@ class Recycled:
         holder, self._holder = self._holder, None
         fits = holder is not None and wanted <= holder.tensor.nbytes <= 2 * wanted
         if holder is None or not fits or not holder.alone():
-            holder = Held(torch.empty(wanted, dtype=torch.uint8, device="cpu"))
+            holder = KeptTensor(torch.empty(wanted, dtype=torch.uint8, device="cpu"))
         self._holder = holder
         return over(holder.tensor, dtype, shape, strides, 0)
 

@@ -19,7 +19,7 @@ class Address(int):
     """An address or a number that is known beforehand, where a plain int stands for one given at each call."""
 
 
-class Table(int):
+class ArgumentTable(int):
     """The address of words of 64 bits, which it keeps, and so does what is bound to it."""
 
     words: ctypes.Array[ctypes.c_uint64]
@@ -49,7 +49,7 @@ class Table(int):
         return table
 
 
-def bound(library: ctypes.CDLL, method: str, table: Table) -> Callable[..., Any]:
+def bound(library: ctypes.CDLL, method: str, table: ArgumentTable) -> Callable[..., Any]:
     """The function that `method`, a `PyMethodDef` of a library, describes, bound to `table`."""
     try:
         described = ctypes.addressof(ctypes.c_char.in_dll(library, method))

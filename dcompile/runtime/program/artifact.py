@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.ir.nodes import Bucket
 
 
@@ -24,7 +24,7 @@ class CompiledGraph:
     arena_bytes: int
     kernels: Mapping[str, str]
     """Name of each kernel -> its key in the kernel cache."""
-    report: Report
+    report: ProgramReport
     """Counts, as far as they do not depend on what was in the cache."""
     mutated: tuple[int, ...] = ()
     """Positions of the inputs that the program writes."""
@@ -56,7 +56,7 @@ def from_record(record: Mapping[str, Any]) -> CompiledGraph:
         buckets=tuple(Bucket(**{name: _frozen(value) for name, value in b.items()}) for b in record["buckets"]),
         arena_bytes=record["arena_bytes"],
         kernels=record["kernels"],
-        report=Report(**{**record["report"], "schedule": [tuple(row) for row in record["report"]["schedule"]]}),
+        report=ProgramReport(**{**record["report"], "schedule": [tuple(row) for row in record["report"]["schedule"]]}),
         mutated=tuple(record["mutated"]),
         device=record["device"],
         late_sizes=record["late_sizes"],

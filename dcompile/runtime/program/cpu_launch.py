@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcompile.runtime.program.argument_table import Address, Table, address_of, bound
+from dcompile.runtime.program.argument_table import Address, ArgumentTable, address_of, bound
 from dcompile.runtime.program.kernel_library import kernel, library
 
 METHOD = "calls_from_python"
@@ -26,7 +26,7 @@ def calls(
     """
     rows = [word for name, some in kernels for word in (_entry(libraries[name], name), len(some))]
     arguments = [argument for _, some in kernels for argument in some]
-    table = Table.laid_out([count, len(kernels)], [0] * count, rows, arguments)
+    table = ArgumentTable.laid_out([count, len(kernels)], [0] * count, rows, arguments)
     return bound(library(libraries[kernels[0][0]]), METHOD, table)
 
 

@@ -48,7 +48,7 @@ class _Proposal(ctypes.Structure):
     )
 
 
-class Library:
+class CublasLt:
     """cuBLASLt, and a handle of it for one GPU."""
 
     def __init__(self, device: int) -> None:
@@ -71,9 +71,9 @@ class Library:
 
 
 @functools.cache
-def library(device: int) -> Library:
+def library(device: int) -> CublasLt:
     """That of a GPU: it has no state but its handle, which any thread may use."""
-    return Library(device)
+    return CublasLt(device)
 
 
 def _loaded() -> ctypes.CDLL:
@@ -88,7 +88,7 @@ def _loaded() -> ctypes.CDLL:
     raise DcompileError(f"dcompile: max_autotune needs {name}, which is neither loaded nor in {beside}")
 
 
-class Products:
+class GemmDescription:
     """Products of one geometry: what the library must know of them."""
 
     def __init__(self, geometry: Geometry, device: int) -> None:
@@ -141,13 +141,13 @@ class Products:
             self.library.functions.cublasLtMatmulDescDestroy(self.how)
 
 
-class Product:
+class GemmCall:
     """`torch.mm(left, right, out=out)` by one algorithm, times a factor.
 
     Tensors are as the geometry says, and begin at whole 16 bytes.
     """
 
-    def __init__(self, products: Products, algorithm: Algorithm) -> None:
+    def __init__(self, products: GemmDescription, algorithm: Algorithm) -> None:
         self._products, self._algorithm = products, _Algorithm((ctypes.c_uint64 * 8)(*algorithm))
         self._factor, self._nothing = ctypes.c_float(1.0), ctypes.c_float(0.0)
         matmul, p, address = products.library.functions.cublasLtMatmul, products, ctypes.addressof

@@ -20,7 +20,7 @@ import torch
 
 from dcompile.compat.tensors import raw_stream
 from dcompile.errors import BuildError
-from dcompile.runtime.program.argument_table import Table, address_of, bound
+from dcompile.runtime.program.argument_table import ArgumentTable, address_of, bound
 
 LAUNCHER = "gpu_launch"
 """Name of the C in the cache; the host's compiler builds it once."""
@@ -105,7 +105,7 @@ def _check(code: int, what: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class KernelFunction:
     """One function of an archive."""
 
     entry: str
@@ -120,15 +120,15 @@ class Code:
 
 
 @cache
-def read_archive(path: Path) -> dict[str, Code]:
+def read_archive(path: Path) -> dict[str, KernelFunction]:
     """The functions of an archive, by name."""
     head, _, rest = path.read_bytes().partition(b"\n")
-    found: dict[str, Code] = {}
+    found: dict[str, KernelFunction] = {}
     at = 0
     for item in json.loads(head):
         cubin = rest[at : at + item["size"]]
         known = {name: item[name] for name in ("entry", "shared", "warps", "waits", "scratch")}
-        found[item["function"]] = Code(**known, cubin=cubin)
+        found[item["function"]] = KernelFunction(**known, cubin=cubin)
         at += item["size"]
     return found
 
@@ -155,13 +155,13 @@ Argument = int
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class SymbolicGrid:
     """How many programs a kernel has, where the call tells: a position among what it gives. 0 of them start nothing."""
 
     place: int
 
 
-class _Table(Table):
+class _LaunchTable(ArgumentTable):
     """What a run of kernels is started by."""
 
     names: list[str]
@@ -174,7 +174,10 @@ class _Table(Table):
 
 
 def launches(
-    launcher: ctypes.CDLL, device: int, count: int, kernels: Sequence[tuple[Path, str, int | Grid, Sequence[Argument]]]
+    launcher: ctypes.CDLL,
+    device: int,
+    count: int,
+    kernels: Sequence[tuple[Path, str, int | SymbolicGrid, Sequence[Argument]]],
 ) -> Callable[..., Any]:
     """A run of kernels: called with a stream and with what changes from call to call: addresses, sizes, grids.
 
@@ -183,23 +186,25 @@ def launches(
     codes = [(_function(path, name, device), read_archive(path)[name]) for path, name, _, _ in kernels]
     rows, grids, arguments = list[int](), list[int](), list[int]()
     for place, ((function, code), (_, _, grid, some)) in enumerate(zip(codes, kernels, strict=True)):
-        grids += [place, grid.place] if isinstance(grid, Grid) else []
-        rows += _row(function, 0 if isinstance(grid, Grid) else grid, code, len(some) + 2)
+        grids += [place, grid.place] if isinstance(grid, SymbolicGrid) else []
+        rows += _row(function, 0 if isinstance(grid, SymbolicGrid) else grid, code, len(some) + 2)
         arguments += [*some, count if code.scratch else count + 1, count + 1]  # Triton's two scratch arguments
     scratch, start = _scratch(kernels, device), _driver().cuLaunchKernelEx
     head = [count, len(kernels), address_of(start), len(grids) // 2]
     given = [0] * count + [0 if scratch is None else scratch.data_ptr(), 0]
-    table = _Table.laid_out(head, given, [*grids, *rows], arguments)
+    table = _LaunchTable.laid_out(head, given, [*grids, *rows], arguments)
     table.names, table.kept = [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels], (scratch, start)
     return bound(launcher, METHOD, table)
 
 
-def _row(function: int, grid: int, code: Code, count: int) -> list[int]:
+def _row(function: int, grid: int, code: KernelFunction, count: int) -> list[int]:
     """A kernel as the launcher's C has it: an address, and numbers of 32 bits in pairs."""
     return [function, grid | 32 * code.warps << 32, code.shared | count << 32, int(code.waits)]
 
 
-def _scratch(kernels: Iterable[tuple[Path, str, int | Grid, Sequence[Argument]]], device: int) -> torch.Tensor | None:
+def _scratch(
+    kernels: Iterable[tuple[Path, str, int | SymbolicGrid, Sequence[Argument]]], device: int
+) -> torch.Tensor | None:
     """Memory for the descriptors of whichever of the kernels runs: one that has some starts when others have ended."""
     most = 0
     for path, name, grid, _ in kernels:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile.collectives.contract import AnySource
-from dcompile.runtime.measure.instrumentation import Probe, Recorder, instrument
+from dcompile.runtime.measure.instrumentation import CallRecorder, ProgramProbe, instrument
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.artifact import Loadable
 from dcompile.runtime.program.fast_aten import set_grad_enabled
@@ -135,14 +135,14 @@ class HostProgram:
         """Let go of the arenas of earlier calls; a later call makes one anew."""
         self._workspaces.release()
 
-    def measure(self, recorder: Recorder | None) -> None:
+    def measure(self, recorder: CallRecorder | None) -> None:
         """From the next call on, run a text that tells `recorder` of each step; with None, the program's own again."""
         self._workspaces.release()  # calls that are prepared belong to the other text
         if recorder is None:
             self.make = _load(self.source, self.name)["make"]
         else:
             source, statements = instrument(self.source)
-            probe = Probe(self.name, statements, recorder)
+            probe = ProgramProbe(self.name, statements, recorder)
             self.make = _load(source, f"{self.name} measured", _probe=probe)["make"]
 
 

@@ -20,7 +20,7 @@ Layout: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str, b
 NOTE = "a backward copied what a hook for saved tensors or a new `.data` has laid out otherwise than in the forward"
 
 
-class Saved:
+class SavedLayouts:
     """The layouts that one program expects."""
 
     __slots__ = ("_layouts", "_notes", "check")

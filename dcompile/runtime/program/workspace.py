@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
-from dcompile.collectives.contract import AnySource, Report
+from dcompile.collectives.contract import AnySource, ProgramReport
 from dcompile.compat.tensors import is_only_reference
 from dcompile.ir.gemm import Geometry
 from dcompile.runtime.program import cuda_launch, half_gemm, host_checks
 from dcompile.runtime.program.arena import (
     Arena,
-    Fresh,
-    Recycled,
+    RecycledResultMemory,
+    ReusedResultMemory,
     copy_elements,
     like,
     like_span,
@@ -24,11 +24,11 @@ from dcompile.runtime.program.arena import (
     over,
     seen_in,
 )
-from dcompile.runtime.program.argument_table import Address, Table
+from dcompile.runtime.program.argument_table import Address, ArgumentTable
 from dcompile.runtime.program.cpu_launch import calls
-from dcompile.runtime.program.cublaslt import Product, Products
+from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
 from dcompile.runtime.program.kernel_library import library
-from dcompile.runtime.program.saved_tensors import Layout, Saved
+from dcompile.runtime.program.saved_tensors import Layout, SavedLayouts
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
@@ -36,15 +36,15 @@ SIZES_KEPT = 16
 """Sizes for which a dynamic program keeps its prepared calls; preparing one takes about as long as running it once."""
 
 
-class Preparable(Protocol):
+class PreparableProgram(Protocol):
     """A program that can be prepared for an arena."""
 
     libraries: Mapping[str, Path]
-    report: Report
+    report: ProgramReport
 
     @property
     def make(self) -> Callable[..., Call]:
-        """Prepares a call, given a `Run` and the sizes."""
+        """Prepares a call, given a `HostProgramServices` and the sizes."""
 
     @property
     def needs(self) -> Callable[..., int]:
@@ -80,8 +80,8 @@ class _Prepared:
 
     def __init__(self) -> None:
         self.calls: OrderedDict[tuple[int, ...], Call] = OrderedDict()
-        self.run: Run | None = None
-        self.results: dict[str, Recycled] = {}
+        self.run: HostProgramServices | None = None
+        self.results: dict[str, RecycledResultMemory] = {}
         """Memory of results whose size varies, by name; it outlives the arena."""
 
 
@@ -92,11 +92,11 @@ class Workspace:
         self.device, self.lasting = device, lasting
         self.arena: Arena | None = None
         """Calls know only addresses in it."""
-        self.fixed: dict[Preparable, Call] = {}
+        self.fixed: dict[PreparableProgram, Call] = {}
         """Calls that are prepared for it, of programs without sizes."""
-        self._prepared: dict[Preparable, _Prepared] = {}
+        self._prepared: dict[PreparableProgram, _Prepared] = {}
 
-    def call(self, program: Preparable, sizes: tuple[int, ...]) -> Call:
+    def call(self, program: PreparableProgram, sizes: tuple[int, ...]) -> Call:
         """The program's call for these sizes."""
         prepared = self._prepared.get(program)
         found = None if prepared is None else prepared.calls.get(sizes)
@@ -106,13 +106,13 @@ class Workspace:
             prepared.calls.move_to_end(sizes)
         return found
 
-    def _prepare(self, program: Preparable, sizes: tuple[int, ...]) -> Call:
+    def _prepare(self, program: PreparableProgram, sizes: tuple[int, ...]) -> Call:
         with torch.inference_mode(False):  # views of the arena outlive the mode of the call that made them
             arena = self._arena_of(program.needs(*sizes))
             prepared = self._prepared.setdefault(program, _Prepared())
             if prepared.run is None:
                 notes = program.report.notes
-                prepared.run = Run(arena, program.libraries, prepared.results, self.device, notes)
+                prepared.run = HostProgramServices(arena, program.libraries, prepared.results, self.device, notes)
             call = program.make(prepared.run, *sizes)
         prepared.calls[sizes] = call
         if not sizes:
@@ -132,11 +132,16 @@ class Workspace:
         return self.arena
 
 
-class Run:
+class HostProgramServices:
     """What a host program asks for while it prepares itself, and for rare cases while it runs."""
 
     def __init__(
-        self, arena: Arena, libraries: Mapping[str, Path], results: dict[str, Recycled], device: int, notes: list[str]
+        self,
+        arena: Arena,
+        libraries: Mapping[str, Path],
+        results: dict[str, RecycledResultMemory],
+        device: int,
+        notes: list[str],
     ) -> None:
         self.device, self.notes = device, notes
         self.arena = arena
@@ -154,12 +159,12 @@ class Run:
         return Address(value)
 
     @staticmethod
-    def grid(place: int) -> cuda_launch.Grid:
+    def grid(place: int) -> cuda_launch.SymbolicGrid:
         """A number of programs that the call tells, for a launch table."""
-        return cuda_launch.Grid(place)
+        return cuda_launch.SymbolicGrid(place)
 
     def launches(
-        self, count: int, kernels: list[tuple[str, str, int | cuda_launch.Grid, tuple[int, ...]]]
+        self, count: int, kernels: list[tuple[str, str, int | cuda_launch.SymbolicGrid, tuple[int, ...]]]
     ) -> Callable[..., Any]:
         """A run of kernels: each its name, function, grid and arguments, which are known or one of `count` given ones.
 
@@ -201,9 +206,9 @@ class Run:
         }
         return [seen_in(moved, result) for result in results]
 
-    def saved(self, *layouts: Layout) -> Saved:
+    def saved(self, *layouts: Layout) -> SavedLayouts:
         """How the program's saved tensors have to lie."""
-        return Saved(layouts, self.notes)
+        return SavedLayouts(layouts, self.notes)
 
     @property
     def address(self) -> int:
@@ -229,15 +234,15 @@ class Run:
         """A tensor in the memory of another one, `offset` bytes behind its beginning."""
         return over(tensor, dtype, shape, strides, int(tensor.storage_offset()) * tensor.itemsize + offset)
 
-    def fresh(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Fresh:
+    def fresh(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> ReusedResultMemory:
         """An allocator of one large result."""
-        return Fresh(dtype, shape, strides)
+        return ReusedResultMemory(dtype, shape, strides)
 
     def recycled(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> Callable[[], torch.Tensor]:
         """An allocator of one result whose size varies from call to call."""
-        return self.results.setdefault(name, Recycled()).of(dtype, shape, strides)
+        return self.results.setdefault(name, RecycledResultMemory()).of(dtype, shape, strides)
 
     def kernel(self, name: str, count: int) -> Callable[..., Any]:
         """A compiled kernel that takes this many addresses and sizes. It returns 0, or how it has failed."""
@@ -247,15 +252,15 @@ class Run:
         """A run of compiled kernels: each its name and arguments, which are known or one of `count` given ones."""
         return calls(self.libraries, count, kernels)
 
-    def product(self, op: str, shape: tuple[Any, ...], algorithm: tuple[int, ...]) -> Product:
+    def product(self, op: str, shape: tuple[Any, ...], algorithm: tuple[int, ...]) -> GemmCall:
         """A matrix product of this geometry by this algorithm of cuBLASLt's, in place of ATen's `op`."""
         del op
-        return Product(Products(Geometry(*shape), self.device), algorithm)
+        return GemmCall(GemmDescription(Geometry(*shape), self.device), algorithm)
 
     @staticmethod
-    def numbers(*values: int) -> Table:
+    def numbers(*values: int) -> ArgumentTable:
         """Integers in memory, for a kernel that takes their address."""
-        table = Table(len(values))
+        table = ArgumentTable(len(values))
         table.fill(values)
         return table
 

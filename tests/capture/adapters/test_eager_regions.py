@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcompile import compat
-from dcompile.capture.adapters.eager_regions import Between
-from dcompile.capture.adapters.fsdp_common import GivenBack, ShardedAdapter
+from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
+from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.collectives.contract import ParamInfo
 
 
@@ -56,7 +56,7 @@ class Module(torch.nn.Module):
 def run(steps, module=None, adapter=None):
     """Steps of a call that is not compiled as a whole."""
     adapter = adapter or One()
-    between = Between(adapter)
+    between = EagerRegionMonitor(adapter)
     with between.watching(module):
         between.start()
         return steps(between, adapter)
@@ -76,7 +76,7 @@ def run(steps, module=None, adapter=None):
     ],
 )
 def test_an_operation_on_a_parameter_gives_the_call_back(use):
-    with pytest.raises(GivenBack, match=r"parameter layer.weight is used outside .* at test_between.py:\d+"):
+    with pytest.raises(FallBackToStock, match=r"parameter layer.weight is used outside .* at test_between.py:\d+"):
         run(lambda between, adapter: use(adapter.p))
 
 
@@ -89,7 +89,7 @@ def test_all_else_runs_as_ever():
 
 
 def test_where_a_parameter_lies_gives_the_call_back():
-    with pytest.raises(GivenBack, match="the memory of a parameter is asked for"):
+    with pytest.raises(FallBackToStock, match="the memory of a parameter is asked for"):
         run(lambda between, adapter: adapter.p.data_ptr())
 
 
@@ -100,7 +100,7 @@ def test_what_the_model_catches_gives_the_call_back_all_the_same():
         except RuntimeError:
             return torch.ones(3)
 
-    with pytest.raises(GivenBack, match="used outside"):
+    with pytest.raises(FallBackToStock, match="used outside"):
         run(caught)
 
     def turned(between, adapter):
@@ -109,7 +109,7 @@ def test_what_the_model_catches_gives_the_call_back_all_the_same():
         except RuntimeError:
             raise KeyError("mine") from None
 
-    with pytest.raises(GivenBack, match="used outside"):
+    with pytest.raises(FallBackToStock, match="used outside"):
         run(turned)
 
 
@@ -134,7 +134,7 @@ def test_buffers_and_random_numbers_are_put_back():
         module.n = torch.ones(5)
         return adapter.p + 1
 
-    with pytest.raises(GivenBack):
+    with pytest.raises(FallBackToStock):
         run(steps, module)
     assert module.n is first and module.n.tolist() == [0, 0]
     assert torch.equal(torch.rand(2), expected)
@@ -149,14 +149,14 @@ def test_statistics_that_a_batch_norm_writes_uncounted_are_put_back():
         assert norm.running_mean._version == version and not torch.equal(norm.running_mean, before)
         return adapter.p + 1
 
-    with pytest.raises(GivenBack):
+    with pytest.raises(FallBackToStock):
         run(steps, norm)
     assert torch.equal(norm.running_mean, before) and norm.num_batches_tracked == 0
 
 
 def test_buffers_that_did_not_change_are_not_written():
     module = Module()
-    with pytest.raises(GivenBack):
+    with pytest.raises(FallBackToStock):
         run(lambda between, adapter: adapter.p + 1, module)
     assert module.n._version == 0
 
@@ -195,7 +195,7 @@ def test_another_layers_parameters_are_refused():
     def steps(between, adapter):
         return between.around(lambda p: p, [adapter.p])(torch.nn.Parameter(torch.empty(3, 3)))
 
-    with pytest.raises(GivenBack, match="another's parameters"):
+    with pytest.raises(FallBackToStock, match="another's parameters"):
         run(steps)
 
 
@@ -205,7 +205,7 @@ def test_graphs_that_a_backward_may_run_again_are_refused():
         with torch.no_grad():
             return graph(adapter.p)
 
-    with pytest.raises(GivenBack, match=r"under torch\.no_grad"):
+    with pytest.raises(FallBackToStock, match=r"under torch\.no_grad"):
         run(steps)
 
     def hooked(between, adapter):
@@ -213,7 +213,7 @@ def test_graphs_that_a_backward_may_run_again_are_refused():
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             return graph(adapter.p)
 
-    with pytest.raises(GivenBack, match="hooks for saved tensors"):
+    with pytest.raises(FallBackToStock, match="hooks for saved tensors"):
         run(hooked)
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         run(lambda between, adapter: between.around(lambda p: p, [adapter.p])(adapter.p))
@@ -232,35 +232,35 @@ def test_parameters_gathered_by_hand_are_sharded_again():
         adapter.gathered = (1,)
         return torch.ones(1)
 
-    with pytest.raises(GivenBack, match="unshard"):
+    with pytest.raises(FallBackToStock, match="unshard"):
         run(steps, adapter=adapter)
     assert adapter.again == 1
 
 
 def test_what_has_to_be_whole_is_given_back_before_anything_runs():
-    with pytest.raises(GivenBack, match="not today"):
+    with pytest.raises(FallBackToStock, match="not today"):
         run(lambda between, adapter: None, adapter=One("not today"))
 
 
 def test_later_calls_are_looked_at_from_their_beginning_and_whole_ones_never():
     adapter = One()
-    between = Between(adapter)
+    between = EagerRegionMonitor(adapter)
     with between.watching(None):
         adapter.p.detach()
     with between.watching(None):
         between.start()
-    with pytest.raises(GivenBack), between.watching(None):
+    with pytest.raises(FallBackToStock), between.watching(None):
         adapter.p.detach()
 
 
 def test_a_call_inside_a_call_is_looked_at_by_itself():
     adapter = One()
-    between = Between(adapter)
+    between = EagerRegionMonitor(adapter)
     with between.watching(None):
         between.start()
         with between.watching(None):
             torch.ones(1).add(1)
-        with pytest.raises(GivenBack, match="used outside"):
+        with pytest.raises(FallBackToStock, match="used outside"):
             adapter.p.detach()
         between._refusal = ""
     assert compat.dispatch_watch.saved_tensor_hooks() is None
@@ -270,7 +270,7 @@ def test_layers_of_torchs_show_forwards_of_their_own_while_calls_run():
     adapter, own = One(), Module()
     own.forward = lambda x: x
     adapter.modules = (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), Module(), own)
-    between, x, codes = Between(adapter), torch.ones(1, 2), set()
+    between, x, codes = EagerRegionMonitor(adapter), torch.ones(1, 2), set()
     first, second = adapter.modules[:2]
     expected = first(x)
     for _ in range(2):

@@ -38,9 +38,9 @@ def compiled(programs: list[Program]) -> dict[str, object]:
     launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
     found = dict(build.build([launcher], Config(), store()).libraries)
     arch = 10 * major + minor
-    crew = triton_compile.Crew(arch, store().directory)
+    crew = triton_compile.WorkerPool(arch, store().directory)
     try:
-        return found | dict(triton_compile.Building(sources, arch, Config(), store(), crew).result().libraries)
+        return found | dict(triton_compile.TritonBuild(sources, arch, Config(), store(), crew).result().libraries)
     finally:
         crew.close()
 

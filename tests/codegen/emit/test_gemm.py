@@ -9,7 +9,7 @@ import dcompile
 from dcompile.codegen.emit import cpp, gemm
 from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Buffer, Extern, Program, View
@@ -52,7 +52,7 @@ def load(program: Program) -> HostProgram:
     kernels = cpp.emit_all(program, own_products=True)
     assert list(kernels.products) == [0], f"not served: {program.steps[0]}"
     built = build(kernels.sources, Config(), store())
-    graph = CompiledGraph(host_program.emit(program, kernels), (), (), 0, built.keys, Report())
+    graph = CompiledGraph(host_program.emit(program, kernels), (), (), 0, built.keys, ProgramReport())
     return HostProgram(program.name, Loadable(graph, built.libraries, {}))
 
 

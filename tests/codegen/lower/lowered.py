@@ -18,7 +18,7 @@ from dcompile.codegen.lower import fusible_ops
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
 from dcompile.ir.interpret import execute
-from dcompile.ir.nodes import Extern, Literally, Loop, Program, View
+from dcompile.ir.nodes import Extern, Loop, Program, Verbatim, View
 from dcompile.ir.verify import verify
 
 
@@ -162,7 +162,7 @@ def run_aten(program: Program, constants: dict[str, Any], args: list[Any]) -> li
             whole = program.table[arg.buffer]
             assert (arg.shape, arg.strides, arg.offset) == (whole.shape, whole.strides, 0)
             return values[arg.buffer]
-        if isinstance(arg, Literally):
+        if isinstance(arg, Verbatim):
             return eval(arg.text)
         return [argument(item) for item in arg] if isinstance(arg, tuple) else arg
 

@@ -16,7 +16,7 @@ from dcompile.grouped_ops import grouped_mm
 GROUPS, WIDTH, RESULT, ROWS = 4, 32, 16, 64
 
 
-def planned(dtype: torch.dtype, monkeypatch) -> tuple[pipeline.Plan, str]:
+def planned(dtype: torch.dtype, monkeypatch) -> tuple[pipeline.ProgramPlan, str]:
     """(plan, host program) of two matmuls of the same groups, the second with the weight's gradient."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 

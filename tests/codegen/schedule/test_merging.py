@@ -8,7 +8,7 @@ import pytest
 
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.fusion import fuse as fusing
-from dcompile.codegen.schedule.fusion.merge import Merging, merge
+from dcompile.codegen.schedule.fusion.merge import LoopMerger, merge
 from dcompile.ir.canonical_names import renamed
 from dcompile.ir.nodes import Loop, Program
 from tests.ir.fuzz import random_program
@@ -16,7 +16,7 @@ from tests.ir.test_canonical_names import scaled
 
 
 def test_pairs_merge_as_by_themselves_whatever_was_merged_before():
-    merging = Merging()
+    merging = LoopMerger()
     for x, y, z in (("x", "y", "z"), ("y", "z", "x"), ("p", "q", "p"), ("x", "y", "y")):
         for by in (0.0, -0.0, 2.0):
             first, second = scaled(x, y, 2.0, f"{x} first"), scaled(y, z, by, f"{y} second")
@@ -27,7 +27,7 @@ def test_pairs_merge_as_by_themselves_whatever_was_merged_before():
 def test_random_programs_fuse_and_are_written_the_same(seed, monkeypatch):
     program, _ = random_program(seed)
     fused = fusing.fuse(program)
-    monkeypatch.setattr(fusing, "Merging", lambda: merge)
+    monkeypatch.setattr(fusing, "LoopMerger", lambda: merge)
     assert repr(fused) == repr(fusing.fuse(program))
     twice = doubled(fused)
     alone = [cpp.emit(step, twice.table) for step in twice.steps if isinstance(step, Loop)]

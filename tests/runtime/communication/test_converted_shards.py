@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcompile.runtime.communication.converted_shards import ALIGN_BYTES, Converted
+from dcompile.runtime.communication.converted_shards import ALIGN_BYTES, ConvertedShards
 
 
 class Unit:
@@ -23,8 +23,8 @@ class Unit:
         return self.tensor.to(self.dtype)
 
 
-def made(units: list[Unit], way: Any = "auto", saves_memory: str = "") -> Converted:
-    return Converted(dict(enumerate(units)), way, saves_memory)  # type: ignore[arg-type]
+def made(units: list[Unit], way: Any = "auto", saves_memory: str = "") -> ConvertedShards:
+    return ConvertedShards(dict(enumerate(units)), way, saves_memory)  # type: ignore[arg-type]
 
 
 def test_shards_lie_in_one_storage_and_hold_what_was_converted():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.communication import gradient_presence
-from dcompile.runtime.communication.ddp_buckets import KEPT, Buckets, average
+from dcompile.runtime.communication.ddp_buckets import KEPT, BucketSet, average
 from dcompile.runtime.communication.fsdp_shards import Shards
 
 
@@ -27,7 +27,7 @@ def make(*shapes, scale=1.0, scaled=()):
     numbers = tuple(range(len(params)))
     bucket = Bucket("b", "float32", "cpu", "ddp", numbers, tuple("xyz"[: len(params)]), offsets, 16 * len(params))
     bucket = replace(bucket, scaled=scaled)
-    buckets = Buckets((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
+    buckets = BucketSet((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
     buckets._scale = scale
     return params, buckets
 
@@ -193,7 +193,7 @@ def one_idle(pool=None):
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     bucket = Bucket("b", "float32", "cpu", "ddp", (0,), ("x",), (0,), 34, idle=(1,), idle_offsets=(16,), marks=2)
     refs = {n: weakref.ref(p) for n, p in enumerate(params)}
-    return params, Buckets((bucket,), refs, dist.group.WORLD, {} if pool is None else pool)
+    return params, BucketSet((bucket,), refs, dist.group.WORLD, {} if pool is None else pool)
 
 
 @pytest.mark.parametrize("old", [None, 3.0])
@@ -282,7 +282,7 @@ def test_average_over_the_wire_rounds_to_its_dtype(wire):
 def test_a_compressed_bucket_adds_in_full_precision_and_hands_on_what_was_sent():
     params = [torch.nn.Parameter(torch.ones(2))]
     bucket = Bucket("b", "float32", "cpu", "ddp", (0,), ("x",), (0,), 16, wire="bfloat16")
-    buckets = Buckets((bucket,), {0: weakref.ref(params[0])}, dist.group.WORLD)
+    buckets = BucketSet((bucket,), {0: weakref.ref(params[0])}, dist.group.WORLD)
     step(
         buckets, params, 1 + 2**-9, sync=False
     )  # one bfloat16 between 1 and 2 is 2**-7: rounded alone, it would be lost
@@ -294,7 +294,7 @@ def absent_in_one_call(old, mark, scaled=()):
     """Both parameters have gradients in the program, the second one not in this call. What another rank has of it."""
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     bucket = Bucket("b", "float32", "cpu", "ddp", (0, 1), ("x", "y"), (0, 16), 34, marks=2, scaled=scaled)
-    buckets = Buckets((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
+    buckets = BucketSet((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
     buckets._scale = 0.5
     params[1].grad = None if old is None else torch.full((2,), old)
     memory = buckets.acquire("b")
@@ -326,7 +326,7 @@ def test_what_is_absent_in_one_call_may_come_from_another_rank_behind_a_backward
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     bucket = Bucket("b", "float32", "cpu", "ddp", (0, 1), ("x", "y"), (0, 16), 34, marks=2)
     for mark in (False, True):
-        buckets = Buckets((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
+        buckets = BucketSet((bucket,), {n: weakref.ref(p) for n, p in enumerate(params)}, dist.group.WORLD)
         params[0].grad, params[1].grad = torch.full((2,), 4.0), None
         buckets.begin(absent=[1])
         buckets._landed = lambda name, memory, mark=mark: memory.flat[33:].fill_(mark)

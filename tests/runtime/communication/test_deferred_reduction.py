@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcompile.errors import DcompileError
-from dcompile.runtime.communication.deferred_reduction import Unreduced
+from dcompile.runtime.communication.deferred_reduction import DeferredGradients
 
 
 def made(dtype=torch.float32, numbers=(0, 1)):
@@ -15,7 +15,7 @@ def made(dtype=torch.float32, numbers=(0, 1)):
         n: SimpleNamespace(name=f"unit{n}", dtype=dtype, take_back=lambda whole, n=n: taken.__setitem__(n, whole))
         for n in numbers
     }
-    return Unreduced(units), taken
+    return DeferredGradients(units), taken
 
 
 def number(value):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcompile.runtime.communication.gloo import ALONE_BYTES, Exchanged, Gathered
+from dcompile.runtime.communication.gloo import ALONE_BYTES, GlooAllGather, GlooReduceScatter
 
 SIZES = (12, 0, ALONE_BYTES // 4, 60, ALONE_BYTES // 2, 24)
 """Elements: sent together, nothing at all, sent alone."""
@@ -45,7 +45,7 @@ def test_on_two_ranks_sums_are_gloos_bit_for_bit(dtype, average):
     def run(group, rank):
         full, shards = made(rank, 2, dtype)
         before = [tensor.clone() for tensor in full]
-        work = Exchanged(group, shards, full, average, 60)
+        work = GlooReduceScatter(group, shards, full, average, 60)
         work.wait(limit())
         work.wait(limit())  # changes nothing
         assert work.is_completed()
@@ -63,7 +63,7 @@ def test_on_three_ranks_parts_are_added_in_order_of_ranks():
     def run(group, rank):
         full, shards = made(rank, 3)
         full, shards = full[:1], shards[:1]
-        Exchanged(group, shards, full, True, 60).wait(limit())
+        GlooReduceScatter(group, shards, full, True, 60).wait(limit())
         parts = [made(other, 3)[0][0].view(3, -1)[rank] for other in range(3)]
         return torch.equal(shards[0], (parts[0] + parts[1] + parts[2]) / 3)
 
@@ -77,14 +77,14 @@ def test_waiting_has_a_limit():
         full, shards = made(rank, 2)
         began = torch.zeros(1)
         if rank == 0:
-            work = Exchanged(group, shards, full, False, 60)
+            work = GlooReduceScatter(group, shards, full, False, 60)
             with pytest.raises(RuntimeError):
                 work.wait(timedelta(seconds=0.1))
             assert not work.is_completed() and shards[0].isnan().all()
             group.send([began], 1, 7).wait()
         else:
             group.recv([began], 0, 7).wait()
-            work = Exchanged(group, shards, full, False, 60)
+            work = GlooReduceScatter(group, shards, full, False, 60)
         work.wait(limit())
         return not any(shard.isnan().any() for shard in shards)
 
@@ -97,7 +97,7 @@ def test_gathers_bring_every_ranks_shards(world):
         _, shards = made(rank, world)
         shards = [shard.copy_(torch.arange(len(shard)) + rank / 4) for shard in shards]
         full = [torch.full((world * len(shard),), torch.nan) for shard in shards]
-        work = Gathered(group, full, shards, 60)
+        work = GlooAllGather(group, full, shards, 60)
         work.wait(limit())
         work.wait(limit())  # changes nothing
         wanted = [torch.cat([torch.arange(len(shard)) + other / 4 for other in range(world)]) for shard in shards]
@@ -108,7 +108,7 @@ def test_gathers_bring_every_ranks_shards(world):
 
 def test_nothing_is_gathered_of_empty_tensors():
     def run(group, rank):
-        work = Gathered(group, [torch.empty(0)], [torch.empty(0)], 60)
+        work = GlooAllGather(group, [torch.empty(0)], [torch.empty(0)], 60)
         return work.wait() and work.is_completed()
 
     assert on_ranks(2, run) == [True, True]

@@ -7,10 +7,10 @@ import zlib
 
 import pytest
 
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.coordination import artifact_sharing, wait_policy
-from dcompile.runtime.coordination.artifact_sharing import Sharing
+from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.program.artifact import CompiledGraph
 from tests.runtime.ranks import Ranks
 
@@ -35,13 +35,13 @@ def caches(tmp_path):
     library = folders[0] / "tmp-kernels.so"
     library.write_bytes(b"not really a library " * 100)
     full.put([KERNEL], library)
-    full.put_graph(KEY, CompiledGraph("def make(): ...", (), (), 64, {"k0": KERNEL}, Report()))
+    full.put_graph(KEY, CompiledGraph("def make(): ...", (), (), 64, {"k0": KERNEL}, ProgramReport()))
     return full, empty
 
 
 def sharings(ranks):
     """The first has come to the graph before the second."""
-    both = [Sharing(line, 5.0) for line in ranks.start(2)]
+    both = [ArtifactSharing(line, 5.0) for line in ranks.start(2)]
     assert [sharing.claim(KEY) for sharing in both] == [True, False]
     return both
 
@@ -116,7 +116,7 @@ def test_no_name_from_the_store_becomes_a_path(ranks, caches):
 
 
 def test_whoever_comes_first_gives_whatever_its_rank(ranks, caches):
-    first, second = (Sharing(line, 5.0) for line in ranks.start(2))
+    first, second = (ArtifactSharing(line, 5.0) for line in ranks.start(2))
     assert second.claim(KEY) and second.claim(KEY) and not first.claim(KEY)
     first.give(KEY, caches[0])
     first.fail(KEY)
@@ -126,13 +126,13 @@ def test_whoever_comes_first_gives_whatever_its_rank(ranks, caches):
 
 
 def test_of_many_that_come_at_once_one_compiles(ranks):
-    claimed = ranks.each(lambda line: Sharing(line, 5.0).claim(KEY), ranks.start(8))
+    claimed = ranks.each(lambda line: ArtifactSharing(line, 5.0).claim(KEY), ranks.start(8))
     assert sorted(claimed) == [False] * 7 + [True]
 
 
 def test_a_rank_that_has_begun_products_is_let_pass_while_it_is_at_work(ranks):
     lines = ranks.start(2)
-    first, second = (Sharing(line, 5.0) for line in lines)
+    first, second = (ArtifactSharing(line, 5.0) for line in lines)
     assert first.claim("products") and not second.claim("products")
     second.let_pass("products", KEY)  # it does nothing now: nobody waits
 

@@ -95,7 +95,7 @@ def until(condition, seconds=3.0):
 
 
 def test_marks_tell_where_the_gpu_is_and_use_events_again(gpu):
-    found = progress_events.Marks()
+    found = progress_events.ProgressEvents()
     for number in range(3):
         found.put(number, f"collective {number}")
     assert found.oldest().label == "collective 0"

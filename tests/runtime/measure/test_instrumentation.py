@@ -5,7 +5,7 @@ from torch import nn
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.runtime.measure.instrumentation import Probe, Recorder, instrument
+from dcompile.runtime.measure.instrumentation import CallRecorder, ProgramProbe, instrument
 
 SOURCE = '''"""2 kernel calls, 1 library calls, arena of 0 bytes."""
 
@@ -76,9 +76,9 @@ def test_the_models_own_collectives_are_exchanges():
         ("all_reduce", "7", ""), ("", "", ""), ("", "", "all_reduce"), ("", "", ""),
     ]  # fmt: skip
     assert "_probe.started(_call, 0, _begin, all_reduce, x)" in text and "_probe.waited(_call, 2, _begin)" in text
-    recorder = Recorder(None)
+    recorder = CallRecorder(None)
     names = {"torch": torch, "entry": lambda op: lambda tensor, *_: tensor * 2, "_probe": None}
-    names["_probe"] = Probe("forward0", statements, recorder)
+    names["_probe"] = ProgramProbe("forward0", statements, recorder)
     exec(compile(text, "measured", "exec"), names)
     names["make"](None)([torch.ones(3)])
     (call,) = recorder.finish()
@@ -128,7 +128,7 @@ def test_a_measured_program_computes_the_same_and_is_afterwards_as_it_was():
     (graph,) = find_model(model).graphs
     programs = list(graph.executables.values())
     texts = [program.make.__code__ for program in programs]
-    recorder = Recorder(None)
+    recorder = CallRecorder(None)
     for program in programs:
         program.measure(recorder)
     assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))

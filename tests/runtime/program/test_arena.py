@@ -8,8 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dcompile.runtime.program.arena import ALIGNMENT, RECYCLE_BYTES, Arena, Fresh, Recycled, like, seen_in
-from dcompile.runtime.program.workspace import Run
+from dcompile.runtime.program.arena import (
+    ALIGNMENT,
+    RECYCLE_BYTES,
+    Arena,
+    RecycledResultMemory,
+    ReusedResultMemory,
+    like,
+    seen_in,
+)
+from dcompile.runtime.program.workspace import HostProgramServices
 
 
 def test_views_of_the_arena_lie_where_they_were_planned():
@@ -32,7 +40,7 @@ def test_an_empty_arena():
 
 
 def test_memory_comes_back_when_autograd_has_let_go():
-    fresh = Fresh(torch.float32, (100,), (1,))
+    fresh = ReusedResultMemory(torch.float32, (100,), (1,))
     x = fresh().fill_(2)
     address = x.data_ptr()
     weight = torch.ones(100, requires_grad=True)
@@ -41,13 +49,13 @@ def test_memory_comes_back_when_autograd_has_let_go():
     assert fresh().data_ptr() != address
     loss.backward()
     assert torch.equal(weight.grad, torch.full((100,), 2.0))
-    fresh = Fresh(torch.float32, (100,), (1,))
+    fresh = ReusedResultMemory(torch.float32, (100,), (1,))
     addresses = {fresh().data_ptr() for _ in range(3)}
     assert len(addresses) == 1
 
 
 def test_what_a_storage_object_or_an_array_holds_is_not_given_out():
-    fresh = Fresh(torch.float32, (100,), (1,))
+    fresh = ReusedResultMemory(torch.float32, (100,), (1,))
     storage = fresh().fill_(3).untyped_storage()
     address = storage.data_ptr()
     other = fresh()
@@ -60,7 +68,7 @@ def test_what_a_storage_object_or_an_array_holds_is_not_given_out():
 
 
 def test_a_result_is_a_tensor_of_its_own():
-    fresh = Fresh(torch.float32, (100,), (1,))
+    fresh = ReusedResultMemory(torch.float32, (100,), (1,))
     first = fresh()
     address = first.data_ptr()
     first.add_(1)
@@ -75,10 +83,10 @@ def test_a_result_is_a_tensor_of_its_own():
 
 
 def recycled() -> Callable[[], torch.Tensor]:
-    return Recycled().of(torch.uint8, (RECYCLE_BYTES,), (1,))
+    return RecycledResultMemory().of(torch.uint8, (RECYCLE_BYTES,), (1,))
 
 
-@pytest.mark.parametrize("memory", [lambda: Fresh(torch.uint8, (RECYCLE_BYTES,), (1,)), recycled])
+@pytest.mark.parametrize("memory", [lambda: ReusedResultMemory(torch.uint8, (RECYCLE_BYTES,), (1,)), recycled])
 @pytest.mark.parametrize("lose", [lambda s: s.resize_(0), lambda s: s.resize_(8), lambda s: s.share_memory_()])
 def test_memory_that_was_freed_or_is_shared_with_other_processes_is_not_given_out(memory, lose):
     make = memory()
@@ -93,7 +101,7 @@ def test_memory_that_was_freed_or_is_shared_with_other_processes_is_not_given_ou
 
 
 def test_inference_tensors_serve_no_other_mode():
-    fresh = Fresh(torch.float32, (100,), (1,))
+    fresh = ReusedResultMemory(torch.float32, (100,), (1,))
     with torch.inference_mode():
         assert fresh().is_inference()
     assert not fresh().is_inference()
@@ -102,7 +110,7 @@ def test_inference_tensors_serve_no_other_mode():
 
 
 def test_results_have_their_strides():
-    made = Fresh(torch.bfloat16, (3, 4), (1, 3))()
+    made = ReusedResultMemory(torch.bfloat16, (3, 4), (1, 3))()
     assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype == torch.bfloat16
 
 
@@ -146,7 +154,7 @@ def test_copies_of_misaligned_arguments_are_held_through_the_call():
         assert copy() is not None and copy().data_ptr() % 16 == 0
         return [copy()[2:]]
 
-    (result,) = Run.realigned(call, [given], (), None, False)
+    (result,) = HostProgramServices.realigned(call, [given], (), None, False)
     assert result.data_ptr() == given[2:].data_ptr()
 
 
@@ -174,7 +182,7 @@ def test_a_misaligned_argument_is_copied_with_what_lies_around_it(part):
         copy.mul_(2)
         return [copy, copy.as_strided((2,), (3,), 1)]
 
-    everything, look = Run.realigned(call, [given], (0,), None, False, (0,))
+    everything, look = HostProgramServices.realigned(call, [given], (0,), None, False, (0,))
     assert torch.equal(seen[0], torch.arange(40.0))
     assert everything.data_ptr() == given.data_ptr() and look.data_ptr() == base[1:].data_ptr()
     want = torch.arange(40.0)
@@ -189,5 +197,5 @@ def test_a_misaligned_argument_is_copied_with_what_lies_between_its_elements():
         (copy,) = args
         return [copy.as_strided((27,), (1,), copy.storage_offset()).clone()]
 
-    (result,) = Run.realigned(call, [given], (), None, False)
+    (result,) = HostProgramServices.realigned(call, [given], (), None, False)
     assert torch.equal(result, torch.arange(11.0, 38.0))

@@ -6,7 +6,7 @@ import torch
 import dcompile
 from dcompile.ir.gemm import Geometry
 from dcompile.runtime.measure import autotune
-from dcompile.runtime.program.cublaslt import Product, Products
+from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -18,11 +18,11 @@ def test_every_algorithm_multiplies(turned, dtype):
     geometry = Geometry(dtype, 384, 256, 512, a, b, 512 if a else 392, 256 if b else 520, 400)
     left, right, out = autotune.operands(geometry, torch.device("cuda", 0))
     want = left.float() @ right.float()
-    products = Products(geometry, 0)
+    products = GemmDescription(geometry, 0)
     algorithms = products.algorithms()
     assert algorithms
     for algorithm in algorithms:
-        product = Product(products, algorithm)
+        product = GemmCall(products, algorithm)
         for factor in (1.0, 0.5):
             out.fill_(float("nan"))
             product(left, right, out, factor)
@@ -30,7 +30,7 @@ def test_every_algorithm_multiplies(turned, dtype):
 
 
 def test_a_matrix_that_begins_elsewhere_is_copied(monkeypatch):
-    monkeypatch.setattr(autotune, "fastest", lambda g, device: Products(g, 0).algorithms()[-1])
+    monkeypatch.setattr(autotune, "fastest", lambda g, device: GemmDescription(g, 0).algorithms()[-1])
     left, right = (torch.randn(512 * 512 + 1, device="cuda").to(torch.bfloat16) for _ in range(2))
     call = torch.compile(lambda a, b: a @ b, backend="dcompile", options={"max_autotune": True})
     whole = right[:-1].view(512, 512)
@@ -42,7 +42,7 @@ def test_a_matrix_that_begins_elsewhere_is_copied(monkeypatch):
 def test_a_model_trains_with_chosen_algorithms(mode, monkeypatch):
     monkeypatch.setattr(autotune, "GAIN", 100.0)  # another algorithm wherever there is one, faster or not
     monkeypatch.setattr(autotune, "BEST", 1)
-    monkeypatch.setattr(autotune, "fastest", lambda g, device: Products(g, 0).algorithms()[-1])
+    monkeypatch.setattr(autotune, "fastest", lambda g, device: GemmDescription(g, 0).algorithms()[-1])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.GELU(), torch.nn.Linear(512, 128))
     model = model.to("cuda", torch.bfloat16)

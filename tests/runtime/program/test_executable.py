@@ -21,14 +21,14 @@ from dcompile.codegen.emit.build import build
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.collectives.fold_average import scale_products
 from dcompile.compat.tensors import storage_use_count
 from dcompile.config import Config
 from dcompile.errors import DcompileError
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Literally, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Loop, Program, Store, Verbatim, View, Wait
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.argument_table import Address
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
@@ -44,7 +44,7 @@ def load(program: Program, constants=None) -> HostProgram:
     built = build(kernels.sources, Config(), store())
     constants = constants or {}
     source, names = host_program.emit(program, kernels), tuple(name for name in program.inputs if name in constants)
-    graph = CompiledGraph(source, names, program.buckets, program.arena_bytes, built.keys, Report())
+    graph = CompiledGraph(source, names, program.buckets, program.arena_bytes, built.keys, ProgramReport())
     return HostProgram(program.name, Loadable(graph, built.libraries, constants))
 
 
@@ -250,7 +250,7 @@ def test_library_calls_write_where_they_are_told_or_allocate():
     values = Buffer("values", "float32", (4, 2), (2, 1), storage="library")
     places = Buffer("places", "int64", (4, 2), (2, 1), storage="library")
     s = Buffer("s", "float32", (4,), (1,), storage="out")
-    float32 = (("dtype", Literally("torch.float32")),)
+    float32 = (("dtype", Verbatim("torch.float32")),)
     steps = (
         Extern("aten.mm.default", (whole(x), View("x", (6, 4), (1, 6))), (), ("m",), "out", origin=("layer.q: mm",)),
         scale("double", "m", "t", 16, 2),
@@ -513,7 +513,7 @@ def test_sizes_and_numbers_of_programs_may_be_given_at_each_call(monkeypatch):
     monkeypatch.setattr(
         cuda_launch,
         "read_archive",
-        lambda path: defaultdict(lambda: cuda_launch.Code("k", 0, 4, False, scratch[path.name], b"")),
+        lambda path: defaultdict(lambda: cuda_launch.KernelFunction("k", 0, 4, False, scratch[path.name], b"")),
     )
     made, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, device, **how: made.append((size, device)) or empty(size, **how))
@@ -521,7 +521,7 @@ def test_sizes_and_numbers_of_programs_may_be_given_at_each_call(monkeypatch):
     path = build([source], Config(), store()).libraries[cuda_launch.LAUNCHER]
     launcher = library(path)
     assert kernel(path, cuda_launch.LAUNCHER), "programs ask for each library by the name of its source"
-    kernels = [(Path("a"), "7", cuda_launch.Grid(2), (0, 1)), (Path("b"), "8", 5, (1, Address(9)))]
+    kernels = [(Path("a"), "7", cuda_launch.SymbolicGrid(2), (0, 1)), (Path("b"), "8", 5, (1, Address(9)))]
     launches = cuda_launch.launches(launcher, 0, 3, kernels)
     launches(0, 1000, 40, 3)
     launches(0, 2000, 0, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.runtime.program.saved_tensors import NOTE, Saved
+from dcompile.runtime.program.saved_tensors import NOTE, SavedLayouts
 
 
 def scaled(a: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_hooks_that_return_saved_tensors_in_another_order() -> None:
 
 
 def test_another_shape_is_an_error() -> None:
-    saved = Saved(((torch.float32, (2, 3), (3, 1), "cpu", False),), [])
+    saved = SavedLayouts(((torch.float32, (2, 3), (3, 1), "cpu", False),), [])
     assert saved.check(torch.ones(2, 3)) and saved.check(torch.ones(2, 3)) and not saved.check(torch.ones(3, 2).t())
     assert saved.fit(torch.ones(3, 2).t())[0].is_contiguous()
     assert saved.fit(torch.ones(2, 3).double())[0].dtype == torch.float32

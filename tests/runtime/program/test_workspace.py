@@ -7,7 +7,7 @@ from torch import nn
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.runtime.program.workspace import Workspace, Workspaces
@@ -18,7 +18,7 @@ class Program:
 
     def __init__(self, nbytes: int) -> None:
         self.libraries: dict = {}
-        self.report = Report()
+        self.report = ProgramReport()
         self.prepared: list[int] = []
         self.nbytes = nbytes
 
@@ -50,7 +50,7 @@ def test_growing_for_one_size_forgets_addresses_in_the_old_arena():
 def test_a_call_within_a_call_has_memory_of_its_own():
     """Of a program that calls itself, as one may that calls an operator whose implementation is compiled."""
     source = "def make(run):\n    return lambda args, buckets=None, sync=False: args[0](run)"
-    graph = CompiledGraph(source, (), (), 64, {}, Report())
+    graph = CompiledGraph(source, (), (), 64, {}, ProgramReport())
     program = HostProgram("nested", Loadable(graph, {}, {}))
     seen: list[int] = []
 

@@ -18,11 +18,11 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.functionalize_constants import change_constants_anew
-from dcompile.capture.passes.dynamo.higher_order_bodies import Call, Nest, placeholders
+from dcompile.capture.passes.dynamo.higher_order_bodies import BodyCall, NestedGraphs, placeholders
 from dcompile.capture.passes.dynamo.symbolic_elements.analysis import ElementsOf
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
-    Unknown,
+    UnknownElements,
     axis,
     is_of_torch,
     name_of,
@@ -49,7 +49,7 @@ def replace_constant_masks(gm: GraphModule) -> list[str]:
     Returns a line for people about each kind of rewrite. The graph is changed in place, and the mask goes with what
     only made it, also from the operands of bodies.
     """
-    nest = Nest(gm)
+    nest = NestedGraphs(gm)
     changed = change_constants_anew(nest, FROM_NUMBERS)
     elements = ElementsOf(nest, _Changed(nest))
     done: dict[str, int] = {}
@@ -89,7 +89,7 @@ def _verdict(mask: Elements | None, node: Node) -> str | None:
     try:
         scores = [*map(size_of, (*query[:-1], key[-2]))]
         allowed = combine(lambda leaf: _is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
-    except (Unknown, TooManyPieces):
+    except (UnknownElements, TooManyPieces):
         return None
     # a mask of more dimensions, or larger ones, would make the result larger
     if len(mask.shape) > len(scores) or any(
@@ -118,7 +118,7 @@ def _is_allowed(leaf: Any, dtype: torch.dtype) -> bool:
     if isinstance(leaf, bool):
         return leaf
     if not isinstance(leaf, float) or leaf not in (0.0, -math.inf, torch.finfo(dtype).min):
-        raise Unknown
+        raise UnknownElements
     return leaf == 0.0
 
 
@@ -137,7 +137,7 @@ def _is_constant(node: Node) -> bool:
 class _Changed:
     """Which tensors of a nest of graphs something writes to."""
 
-    def __init__(self, nest: Nest) -> None:
+    def __init__(self, nest: NestedGraphs) -> None:
         self._memory = {key for node in nest.nodes() if changes(node) for key in self._keys(node)}
         for body in reversed(nest.graphs):  # what is changed inside is changed outside
             for position, node in enumerate(placeholders(body)):
@@ -145,7 +145,7 @@ class _Changed:
                     for call in nest.calls_of(body):
                         self._memory |= self._outside(call, position)
 
-    def _outside(self, call: Call, position: int) -> set[Any]:
+    def _outside(self, call: BodyCall, position: int) -> set[Any]:
         operand = call.operand(position)
         return set(_storages(operand)) if isinstance(operand, Node) else self._keys(call.node)
 

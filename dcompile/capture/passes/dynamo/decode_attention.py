@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
-from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 
 DEVICES = ("cuda",)
 """Where it was measured."""
@@ -26,13 +26,13 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _ALL = slice(None)
 
 
-def write_out_single_queries(gm: GraphModule) -> list[str]:
+def decompose_decode_attention(gm: GraphModule) -> list[str]:
     """Rewrite attention calls with one query a head, in inference, of a Dynamo graph and of bodies that it holds.
 
     Returns a line for people. The graph is changed in place. Scores and weights are float32, as in the library, and
     weights are not rounded before they meet the values.
     """
-    nest = Nest(gm)
+    nest = NestedGraphs(gm)
     count = sum(_rewritten(nest.owner(node), node) for node in nest.nodes() if node.target is ATTENTION)
     if not count:
         return []

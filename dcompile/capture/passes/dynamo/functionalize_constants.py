@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 
 _AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "logical_not_": "logical_not"}
@@ -21,7 +21,7 @@ _AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "log
 _FILLS = {"fill_": torch.full_like, "zero_": torch.zeros_like}
 
 
-def change_constants_anew(nest: Nest, makes: Iterable[str]) -> int:
+def change_constants_anew(nest: NestedGraphs, makes: Iterable[str]) -> int:
     """Rewrite such changes, in all graphs; how many. `makes`: functions that make tensors of numbers, by their names.
 
     Only where nothing else looks at the tensor's memory before its last change.
@@ -39,7 +39,7 @@ def change_constants_anew(nest: Nest, makes: Iterable[str]) -> int:
     return count
 
 
-def _by_memory(nest: Nest) -> dict[Any, list[Node]]:
+def _by_memory(nest: NestedGraphs) -> dict[Any, list[Node]]:
     """The nodes of all graphs whose values share memory, in order."""
     found: dict[Any, list[Node]] = {}
     for node in nest.nodes():

@@ -54,7 +54,7 @@ def _arguments(node: Node) -> tuple[Any, Any, Any]:
     return given["input"], given["weight"], given["offs"]
 
 
-class InDtype:
+class ExpertsInDtype:
     """A module of experts whose matrices are seen in another dtype."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
@@ -80,7 +80,7 @@ def group_loop(loop: Callable[..., Any], grouped: Callable[..., Any]) -> Callabl
         wide = ALIGNMENT_BYTES // dtype.itemsize
         if any(size % wide for size in self.down_proj.shape[1:]):
             return loop(self, hidden_states, top_k_index, top_k_weights)
-        experts = self if dtype == self.down_proj.dtype else InDtype(self, dtype)
+        experts = self if dtype == self.down_proj.dtype else ExpertsInDtype(self, dtype)
         return grouped(experts, hidden_states, top_k_index, top_k_weights)
 
     return forward

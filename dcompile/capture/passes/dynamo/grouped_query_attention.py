@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, MASK, argument, changes
-from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
 from dcompile.ir.index import Size
 
@@ -28,14 +28,14 @@ _SLICES, _REPEATS = ("getitem",), ("repeat_interleave",)
 
 
 @dataclass(frozen=True)
-class Outside:
+class RepeatedOutside:
     """What a body's placeholder repeats, where that is done outside: what is repeated, for each call of the body."""
 
     placeholder: Node
     sources: tuple[Source, ...]
 
 
-Source: TypeAlias = "Node | Outside"
+Source: TypeAlias = "Node | RepeatedOutside"
 
 
 def share_repeated_heads(gm: GraphModule, on: str = "cuda") -> list[str]:
@@ -45,7 +45,7 @@ def share_repeated_heads(gm: GraphModule, on: str = "cuda") -> list[str]:
     people if anything changed; the graph is changed in place. Relies on: constant masks are gone. Gradients of a key's
     copies are added up inside the kernel, without rounding each of them before.
     """
-    nest, count, repeated = Nest(gm), 0, list[Node]()
+    nest, count, repeated = NestedGraphs(gm), 0, list[Node]()
     for node in nest.nodes():
         if node.op != "call_function" or node.target is not ATTENTION or not _has_kernel(node, on):
             continue
@@ -83,7 +83,7 @@ def _has_kernel(node: Node, on: str) -> bool:
     )
 
 
-def _once(node: Any, heads: Size, nest: Nest) -> Source | None:
+def _once(node: Any, heads: Size, nest: NestedGraphs) -> Source | None:
     """What `node` repeats: of shape (batch, fewer heads, length, width), each head as often as the next one, in a row.
 
     The forms are repeat_interleave, and a new dimension behind the heads that is expanded and merged into them. Shapes
@@ -105,7 +105,7 @@ def _once(node: Any, heads: Size, nest: Nest) -> Source | None:
     return source
 
 
-def _outside(placeholder: Node, heads: Size, nest: Nest) -> Outside | None:
+def _outside(placeholder: Node, heads: Size, nest: NestedGraphs) -> RepeatedOutside | None:
     """What a body is given repeated, by each of its calls."""
     given, body = nest.sources(placeholder), nest.owner(placeholder)
     calls = nest.calls_of(body)
@@ -113,14 +113,14 @@ def _outside(placeholder: Node, heads: Size, nest: Nest) -> Outside | None:
         return None
     found = [source for node in given if (source := _once(node, heads, nest)) is not None]
     same = len(found) == len(given) and nest.can_give(body) and len({_heads(source) for source in found}) == 1
-    return Outside(placeholder, tuple(found)) if same else None
+    return RepeatedOutside(placeholder, tuple(found)) if same else None
 
 
 def _heads(source: Source) -> Size:
     return sizes_of(source)[1] if isinstance(source, Node) else _heads(source.sources[0])
 
 
-def _brought_in(source: Source, nest: Nest) -> Node:
+def _brought_in(source: Source, nest: NestedGraphs) -> Node:
     """What is repeated, in the graph that needs it."""
     if isinstance(source, Node):
         return source

@@ -2,9 +2,9 @@
 
 A checkpointed layer is a graph of its own, which the captured graph calls through an operator
 (`tag_activation_checkpoint`); so are the branches of `cond`, the steps of `scan`, and regions that are compiled once.
-Every rewrite of the captured graph goes through `Nest.graphs`, or it misses what is inside. Where it has to know how
-an argument was made, `Nest.sources` leads from a body's placeholder to the operands outside: one for each call. An
-operand that no body reads any more is taken away, and with it what made it.
+Every rewrite of the captured graph goes through `NestedGraphs.graphs`, or it misses what is inside. Where it has to
+know how an argument was made, `NestedGraphs.sources` leads from a body's placeholder to the operands outside: one for
+each call. An operand that no body reads any more is taken away, and with it what made it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _items(argument: Any) -> Sequence[Any]:
 
 
 @dataclass(frozen=True)
-class Call:
+class BodyCall:
     """A call of a higher-order operator."""
 
     node: Node
@@ -95,7 +95,7 @@ class Call:
 
 def is_checkpointed(gm: GraphModule) -> bool:
     """Whether a captured graph has regions that its backward computes again (`torch.utils.checkpoint`)."""
-    return any(_name(node.target) in _CHECKPOINTS for node in Nest(gm).nodes() if node.op == "call_function")
+    return any(_name(node.target) in _CHECKPOINTS for node in NestedGraphs(gm).nodes() if node.op == "call_function")
 
 
 def placeholders(body: GraphModule) -> list[Node]:
@@ -103,7 +103,7 @@ def placeholders(body: GraphModule) -> list[Node]:
     return list(body.graph.find_nodes(op="placeholder"))
 
 
-class Nest:
+class NestedGraphs:
     """A captured graph with all bodies that it holds, however deep.
 
     It stays true while nodes are added and erased, as long as no call of a body is.
@@ -112,7 +112,7 @@ class Nest:
     def __init__(self, gm: GraphModule) -> None:
         self.graphs: list[GraphModule] = []
         """The captured graph first, then bodies, each once and behind a graph that calls it."""
-        self.calls: list[Call] = []
+        self.calls: list[BodyCall] = []
         self._owners: dict[Any, GraphModule] = {}
         pending = [gm]
         while pending:
@@ -130,7 +130,7 @@ class Nest:
         for graph in self.graphs:
             yield from list(graph.graph.nodes)
 
-    def calls_of(self, body: GraphModule) -> list[Call]:
+    def calls_of(self, body: GraphModule) -> list[BodyCall]:
         """The calls that run a body."""
         return [call for call in self.calls if any(body is other for other in call.bodies)]
 
@@ -221,9 +221,9 @@ class Nest:
             erased.add(node)
         return [operand for operand in operands if isinstance(operand, Node)]
 
-    def _tied_to(self, body: GraphModule) -> tuple[list[Call], list[GraphModule]]:
+    def _tied_to(self, body: GraphModule) -> tuple[list[BodyCall], list[GraphModule]]:
         """All calls and bodies that have to have the same operands as this body."""
-        bodies, calls = [body], list[Call]()
+        bodies, calls = [body], list[BodyCall]()
         for other in bodies:  # grows meanwhile
             for call in self.calls_of(other):
                 if not any(call is known for known in calls):
@@ -237,7 +237,7 @@ class Nest:
             graph.recompile()
 
 
-def _is_fixed(call: Call) -> bool:
+def _is_fixed(call: BodyCall) -> bool:
     return _name(call.node.target) in _FIXED
 
 
@@ -260,13 +260,13 @@ def _new_placeholder(body: GraphModule, like: Node) -> Node:
     return node
 
 
-def _calls(graph: GraphModule) -> Iterator[Call]:
+def _calls(graph: GraphModule) -> Iterator[BodyCall]:
     for node in graph.graph.nodes:
         if node.op == "call_function" and compat.dynamo.holds_graphs(node.target):
             bodies = [body for argument in node.args if (body := _body(graph, argument)) is not None]
             distinct = [body for n, body in enumerate(bodies) if not any(body is other for other in bodies[:n])]
             if distinct:
-                yield Call(node, graph, tuple(distinct))
+                yield BodyCall(node, graph, tuple(distinct))
 
 
 def _body(graph: GraphModule, argument: Any) -> GraphModule | None:

@@ -31,7 +31,7 @@ AHEAD = "dcompile_ahead"
 """The mark (`compat.aot.annotated`) of what a forward makes for its backward alone."""
 
 
-def make_gradients_ahead(gm: GraphModule) -> None:
+def compute_loss_gradient_in_forward(gm: GraphModule) -> None:
     """Have cross-entropies of a Dynamo graph whose classes are a matrix's columns compute their gradient, too."""
     found = [loss for loss in gm.graph.find_nodes(op="call_function", target=LOSS) if _is_worth(loss)]
     if not found or any(map(_differentiates, gm.graph.nodes)):

@@ -34,7 +34,7 @@ IMAGE_OF = {
 """Backwards, and which of their arguments is an image whose values they do not read."""
 
 
-def save_no_images(joint: GraphModule) -> int:
+def drop_saved_pool_inputs(joint: GraphModule) -> int:
     """Let backwards of pooling read the shape of their image from room of their own; returns how many did not before.
 
     Relies on: nothing changes strides afterwards.

@@ -14,7 +14,7 @@ import torch
 from dcompile import random_ops
 
 
-def hand_out_keys(gm: Any) -> bool:
+def assign_rng_keys(gm: Any) -> bool:
     """Draw a key in `gm`, and hand it to all random operations of ours; whether there are any.
 
     Each also gets a number of its own, in graph order, so that no two draw the same.

@@ -33,7 +33,7 @@ PERIODS = (1, 2, 3, 4, 6)
 
 
 @dataclass(frozen=True)
-class Layers:
+class RepeatedLayers:
     """Where a graph repeats: `count` stretches of `length` operations, from the `begin`-th on."""
 
     begin: int
@@ -53,7 +53,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerArgument:
     """An argument as seen from its layer: how many layers further on it is, and where in there."""
 
     layers: int
@@ -65,7 +65,7 @@ def operations(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def repeated_layers(gm: GraphModule) -> Layers | None:
+def repeated_layers(gm: GraphModule) -> RepeatedLayers | None:
     """The longest stretch of a graph that repeats, if it has LEAST layers; None where sizes are symbols."""
     body = operations(gm)
     if any(_is_special(node) for node in gm.graph.nodes):
@@ -111,7 +111,7 @@ def _mark(node: Node) -> int:
 
 def spelled(node: Node, name: Callable[[Node], object]) -> str:
     """The arguments of a node, with those that are nodes called as `name` says; 1 and True are not the same here."""
-    return repr(renamed((node.args, node.kwargs), lambda argument: Named(name(argument))))
+    return repr(renamed((node.args, node.kwargs), lambda argument: NodeReference(name(argument))))
 
 
 def renamed(arguments: Any, other: Callable[[Node], Any]) -> Any:
@@ -119,7 +119,7 @@ def renamed(arguments: Any, other: Callable[[Node], Any]) -> Any:
     return map_arg(arguments, other)
 
 
-class Named:
+class NodeReference:
     """Stands for a node among arguments."""
 
     def __init__(self, name: object) -> None:
@@ -156,16 +156,16 @@ def _longest(marks: Sequence[int], length: int) -> tuple[int, int]:
     return best
 
 
-def _checked(gm: GraphModule, body: list[Node], begin: int, length: int, count: int) -> Layers | None:
+def _checked(gm: GraphModule, body: list[Node], begin: int, length: int, count: int) -> RepeatedLayers | None:
     """The layers, if they are the same up to their inputs; without the last where others than its own look inside."""
     for fewer in (count, count - 1):
         if fewer < LEAST:
             return None
-        found = Layers(begin, length, fewer, ())
+        found = RepeatedLayers(begin, length, fewer, ())
         layer = {node: found.layer_of(place) for place, node in enumerate(body)}
         if _only_the_last_is_used(layer, fewer):
             inputs = _own_inputs(gm, layer, fewer)
-            found = Layers(begin, length, fewer, tuple(map(tuple, inputs)))
+            found = RepeatedLayers(begin, length, fewer, tuple(map(tuple, inputs)))
             return found if _are_the_same(gm, body, layer, found) else None
     return None
 
@@ -187,7 +187,7 @@ def _own_inputs(gm: GraphModule, layer: dict[Node, int], count: int) -> list[lis
     return found
 
 
-def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], layers: Layers) -> bool:
+def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], layers: RepeatedLayers) -> bool:
     """Whether each layer but the first takes what the one before it takes, a layer further on."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     place = {node: (number - layers.begin) % layers.length for number, node in enumerate(body)}
@@ -196,9 +196,9 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
     def texts(number: int) -> list[str]:
         def name(argument: Node) -> object:
             if argument in own:
-                return Step(own[argument][0] - number, ("input", own[argument][1]))
+                return LayerArgument(own[argument][0] - number, ("input", own[argument][1]))
             if 0 <= layer.get(argument, -1) < layers.count:
-                return Step(layer[argument] - number, place[argument])
+                return LayerArgument(layer[argument] - number, place[argument])
             return argument.name
 
         begin = layers.begin + number * layers.length
@@ -211,7 +211,7 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
     return all(texts(number) == first for number in range(2, layers.count))
 
 
-def shortened(gm: GraphModule, layers: Layers) -> GraphModule:
+def shortened(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:
     """A copy of a graph with KEPT of its layers, whose operations are tagged; its inputs are all there."""
     body = operations(gm)
     begin, length = layers.begin, layers.length

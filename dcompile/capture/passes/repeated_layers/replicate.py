@@ -16,7 +16,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.repeated_layers.find import KEPT, TAG, Layers, Step, operations, renamed, spelled
+from dcompile.capture.passes.repeated_layers.find import (
+    KEPT,
+    TAG,
+    LayerArgument,
+    RepeatedLayers,
+    operations,
+    renamed,
+    spelled,
+)
 
 Place = tuple[str, int]
 """Where in a layer: ("forward" | "backward" | "input", which one of them)."""
@@ -25,11 +33,11 @@ LIKE = 2
 """The traced layer that is copied."""
 
 
-class NotTheSame(Exception):
+class LayersDiffer(Exception):
     """Layers that looked the same were not traced to the same."""
 
 
-def unfold(traced: GraphModule, gm: GraphModule, layers: Layers) -> None:
+def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None:
     """Complete what was traced of `shortened(gm, layers)`, in place. Raises NotTheSame before it has changed anything.
 
     Guarantees: the graph that tracing `gm` gives, but for names. Relies on: nothing has changed it since it was traced.
@@ -43,14 +51,14 @@ def unfold(traced: GraphModule, gm: GraphModule, layers: Layers) -> None:
     traced.recompile()
 
 
-def check_inputs(layers: Layers) -> None:
+def check_inputs(layers: RepeatedLayers) -> None:
     """Inside a compiler of AOTAutograd: raise NotTheSame if layers change inputs of theirs, even if only their shapes.
 
     AOTAutograd does that outside the graph, and has seen it of the traced layers alone.
     """
     changed = compat.aot.not_only_read()
     if any(not changed.isdisjoint(layers.inputs[layer]) for layer in layers.traced[1:3]):
-        raise NotTheSame("a layer changes or returns an input")
+        raise LayersDiffer("a layer changes or returns an input")
 
 
 @dataclass(frozen=True)
@@ -87,12 +95,12 @@ class _Found:
             if argument not in self.where:
                 return argument.name
             there, place = self.where[argument]
-            return Step(there - layer, place)
+            return LayerArgument(there - layer, place)
 
         return name
 
 
-def _find(traced: GraphModule, layers: Layers) -> _Found:
+def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
     stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(KEPT)] for name in STRETCHES}
     for stretch, layer, node in _in_order(traced):
         stretches[stretch][layer].append(node)
@@ -136,7 +144,7 @@ def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
         if tag is not None:
             before, layer = layer, min(max(tag[0], -1), KEPT)
             if (stretch, last) == STRETCHES or (layer < before if stretch == "forward" else layer > before):
-                raise NotTheSame(f"{node.name} is not in the order of layers")
+                raise LayersDiffer(f"{node.name} is not in the order of layers")
         last = stretch
         if 0 <= layer < KEPT:
             yield stretch, layer, node
@@ -151,15 +159,15 @@ def _compare(found: _Found) -> None:
     """See that the second and the third layer were traced to the same, and that nobody else looks into them."""
     for stretch, rows in found.stretches.items():
         if len(rows[1]) != len(rows[2]):
-            raise NotTheSame(f"{stretch}s of {len(rows[1])} and {len(rows[2])} operations")
+            raise LayersDiffer(f"{stretch}s of {len(rows[1])} and {len(rows[2])} operations")
         for one, other in zip(rows[1], rows[2], strict=True):
             if _text(one, 1, found) != _text(other, 2, found):
-                raise NotTheSame(f"{one.name} and {other.name} differ")
+                raise LayersDiffer(f"{one.name} and {other.name} differ")
             if _changes_something(one):
-                raise NotTheSame(f"{one.name} changes one of its arguments")
-    inside = all(isinstance(step, Step) for step in found.gradients[2].values())
+                raise LayersDiffer(f"{one.name} changes one of its arguments")
+    inside = all(isinstance(step, LayerArgument) for step in found.gradients[2].values())
     if found.gradients[1] != found.gradients[2] or not inside:
-        raise NotTheSame("gradients come from other places")
+        raise LayersDiffer("gradients come from other places")
     for node, (layer, _) in found.where.items():
         if layer in (1, 2):
             _check_users(node, layer, found)
@@ -175,7 +183,7 @@ def _check_users(node: Node, layer: int, found: _Found) -> None:
         else:
             known = user in found.where and abs(found.where[user][0] - layer) <= 1
         if not known:
-            raise NotTheSame(f"{user.name} looks into a layer, at {node.name}")
+            raise LayersDiffer(f"{user.name} looks into a layer, at {node.name}")
 
 
 def _text(node: Node, layer: int, found: _Found) -> str:
@@ -193,7 +201,7 @@ def _memory(tensor: torch.Tensor, layer: int, found: _Found) -> object:
     if owner is None:
         return key
     if abs(owner.layer - layer) > 1 or owner.dtype != tensor.dtype:
-        raise NotTheSame("a value lies in memory of a layer further away, or of another type")
+        raise LayersDiffer("a value lies in memory of a layer further away, or of another type")
     return owner.layer - layer, owner.place, owner.number
 
 
@@ -202,11 +210,11 @@ def _kind(value: Any) -> object:
         return tuple(map(_kind, value))
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or not compat.sizes.is_fixed(value):
-            raise NotTheSame("sizes are symbols, or memory is not dense")
+            raise LayersDiffer("sizes are symbols, or memory is not dense")
         return value.dtype, value.device, value.shape, value.stride(), value.storage_offset()
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
-    raise NotTheSame(f"a value is a {type(value).__name__}")
+    raise LayersDiffer(f"a value is a {type(value).__name__}")
 
 
 def _changes_something(node: Node) -> bool:
@@ -227,7 +235,7 @@ def _drop_tag(node: Node) -> None:
 class _Copies:
     """Copies of the third traced layer, for those that were left out."""
 
-    def __init__(self, traced: GraphModule, gm: GraphModule, layers: Layers, found: _Found) -> None:
+    def __init__(self, traced: GraphModule, gm: GraphModule, layers: RepeatedLayers, found: _Found) -> None:
         self.traced = traced
         self.layers = layers
         self.found = found
@@ -303,7 +311,7 @@ class _Copies:
         results = list(output.args[0])
         for layer in self.left_out:
             for number, step in self.found.gradients[LIKE].items():
-                assert isinstance(step, Step), "gradients of inputs of a layer are computed in layers"
+                assert isinstance(step, LayerArgument), "gradients of inputs of a layer are computed in layers"
                 position = self.found.positions[self.layers.inputs[layer][number]]
                 results[position] = self.nodes[layer + step.layers, step.place]
         output.args = (type(output.args[0])(results),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dcompile.codegen.emit.host.buffer_uses import known_bytes
-from dcompile.codegen.emit.host.expressions import Values
+from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.ir.index import Size, as_index
 from dcompile.ir.nodes import Buffer, Program, View
@@ -20,7 +20,7 @@ CPU_ROOM_BYTES = 1 << 16
 """The same for kernels on CPUs, and for memory whose size is not known: a call takes about as long."""
 
 
-class Launches(Values):
+class LaunchBatch(HostExpressions):
     """Collects the kernels of a run, and what is released behind it."""
 
     def __init__(self, program: Program, kernels: Kernels, late: frozenset[str]) -> None:

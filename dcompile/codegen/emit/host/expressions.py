@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv
-from dcompile.ir.nodes import ITEMSIZE, LODGED, Arg, Buffer, Literally, Program, View, holder_of
+from dcompile.ir.nodes import ITEMSIZE, LODGED, Arg, Buffer, Program, Verbatim, View, holder_of
 
 _TAKEN = frozenset(
     (
@@ -33,7 +33,7 @@ _TAKEN = frozenset(
 )
 
 
-class Values:
+class HostExpressions:
     """Expressions for what a program works on. Lines of the call are added where an address has to be asked for."""
 
     def __init__(self, program: Program, late: frozenset[str]) -> None:
@@ -234,7 +234,7 @@ class Values:
                 return self._view(arg, written=written)
             case Index():
                 return self._index(arg)
-            case Literally(text):
+            case Verbatim(text):
                 return text
             case tuple():
                 return f"[{', '.join(self._argument(item, written) for item in arg)}]"

@@ -24,14 +24,14 @@ from dcompile.codegen.emit.host.aten_calls import (
     out_overload,
     returns_one_tensor,
 )
-from dcompile.codegen.emit.host.batch_launches import Launches
+from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.buffer_uses import all_views, last_uses
 from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
-from dcompile.codegen.emit.target import Kernels, KernelSource, Product
+from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Index, Size, as_index, var
 from dcompile.ir.nodes import SCALE, SCALED, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
-from dcompile.ir.symbols import Source, late_symbols, sources, symbols_of
+from dcompile.ir.symbols import SymbolSource, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
 """Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
@@ -65,10 +65,10 @@ def emit(
     With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
     in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
     """
-    return _Host(program, kernels, recycle, chosen or {}, saved).text()
+    return _HostProgramWriter(program, kernels, recycle, chosen or {}, saved).text()
 
 
-class _Host(Launches):
+class _HostProgramWriter(LaunchBatch):
     """Collects the lines of `make` and of `call`."""
 
     def __init__(
@@ -82,7 +82,7 @@ class _Host(Launches):
         prepares = bool(loops) or isinstance(program.arena_bytes, Index)
         self.sources = sources(program)
         """Where sizes come from for which calls are prepared."""
-        self.early: dict[str, Source] = {}
+        self.early: dict[str, SymbolSource] = {}
         """Sizes that the call itself reads off its arguments: where nothing is worth preparing for them."""
         if not prepares:
             self.early, self.sources, self.late = self.sources, {}, symbols_of(program)
@@ -144,7 +144,7 @@ class _Host(Launches):
         lines += [f"    return ({names},)", "", "", f"def arena_bytes({names}):"]
         return [*lines, f"    return {self._index(self.program.arena_bytes)}", "", ""]
 
-    def _value(self, source: Source, given: str) -> str:
+    def _value(self, source: SymbolSource, given: str) -> str:
         """What a size is worth, `given` being its input."""
         text = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
         value = text[source.what]
@@ -313,7 +313,7 @@ class _Host(Launches):
         else:
             self._call_kernel(kernel)
 
-    def _product(self, step: Step, product: Product) -> None:
+    def _product(self, step: Step, product: LibraryReplacement) -> None:
         """A call that a kernel of ours does; a matrix product takes sizes and strides as numbers in memory."""
         for name in sorted(step.writes):
             self._ensure(name)

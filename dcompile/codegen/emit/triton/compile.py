@@ -28,7 +28,7 @@ from typing import TypeAlias
 from dcompile.codegen.emit import build
 from dcompile.codegen.emit.build import Built, Cache, end_process, failure, tail, workers
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.codegen.emit.triton import worker as triton_worker_module
+from dcompile.codegen.emit.triton import worker as worker_module
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.toolchain import own_version, triton_version
@@ -46,10 +46,12 @@ OUTPUT = "output"
 ADVICE = 'run without it: options={"kernels": "aten"}'
 
 
-class Building:
+class TritonBuild:
     """Kernels of one program, of which those that were not in the cache are being compiled."""
 
-    def __init__(self, sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, crew: Crew) -> None:
+    def __init__(
+        self, sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, crew: WorkerPool
+    ) -> None:
         unique = {source.name: source for source in sources}
         self._keys = {name: _key(source, arch) for name, source in unique.items()}
         found = {name: cache.find(key) for name, key in self._keys.items()}
@@ -82,11 +84,11 @@ class Building:
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
+class PendingBuild:
     """The kernels of a graph, which compilers of two kinds work on at the same time."""
 
     cpu: build.Building
-    gpu: Building | None
+    gpu: TritonBuild | None
 
     @property
     def waits(self) -> bool:
@@ -102,27 +104,27 @@ class Both:
         return Built(libraries, cpu.built + gpu.built, cpu.cache_hits + gpu.cache_hits, keys)
 
 
-class Crew:
+class WorkerPool:
     """The processes that compile kernels for one model. They end when nothing has come for a while, or when it ends."""
 
     def __init__(self, arch: int, directory: Path) -> None:
         self._arch, self._directory = arch, directory
         self._lock = threading.Lock()
-        self._team: _Team | None = None
+        self._team: _WorkerTeam | None = None
 
     def ready(self) -> None:
         """See that there are workers, or soon will be: importing Triton takes a second."""
         with self._lock:
             self._present()
 
-    def begin(self, sources: Sequence[KernelSource]) -> _Team:
+    def begin(self, sources: Sequence[KernelSource]) -> _WorkerTeam:
         """Have kernels compiled, the first ones first, by those who are named. Returns at once."""
         with self._lock:
             team = self._present()
             team.begin(sources)
             return team
 
-    def finish(self, team: _Team, sources: Sequence[KernelSource], until: float) -> dict[str, Path]:
+    def finish(self, team: _WorkerTeam, sources: Sequence[KernelSource], until: float) -> dict[str, Path]:
         """Wait for kernels that a team has begun: name -> archive. Raises BuildError, or TimeoutError at `until`.
 
         The team may have ended since: with all of them done, or just when they were begun.
@@ -143,11 +145,11 @@ class Crew:
         with self._lock:
             self._end()
 
-    def _present(self) -> _Team:
+    def _present(self) -> _WorkerTeam:
         if self._team is not None and self._team.process.poll() is not None:
             self._team = None  # what it has done may be waited for still
         if self._team is None:
-            self._team = _Team(self._arch, self._directory)
+            self._team = _WorkerTeam(self._arch, self._directory)
         return self._team
 
     def _end(self) -> None:
@@ -156,7 +158,7 @@ class Crew:
         self._team = None
 
 
-class _Team:
+class _WorkerTeam:
     """One process that prepares, its workers, and the folder that they share with this one."""
 
     def __init__(self, arch: int, directory: Path) -> None:
@@ -182,7 +184,7 @@ class _Team:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `finish` finds out why
             while self._untold and len(self._begun) - len(self._done) - len(self._untold) < TOLD:
-                self.process.stdin.write(triton_worker_module.token(self._untold[0]))
+                self.process.stdin.write(worker_module.token(self._untold[0]))
                 self._untold.popleft()
 
     def finish(self, sources: Iterable[KernelSource], until: float) -> bool:
@@ -209,9 +211,9 @@ class _Team:
         assert stdout is not None
         if not select.select([stdout], [], [], max(until - time.monotonic(), 0.0))[0]:
             raise TimeoutError
-        name = stdout.read(triton_worker_module.SIZE).decode().strip()
-        if name.startswith(triton_worker_module.ENDED):
-            code = int(name.removeprefix(triton_worker_module.ENDED))
+        name = stdout.read(worker_module.SIZE).decode().strip()
+        if name.startswith(worker_module.ENDED):
+            code = int(name.removeprefix(worker_module.ENDED))
             raise BuildError(f"dcompile: Triton {failure(code)}:\n{self._output()}\n{ADVICE}")
         return name
 
@@ -223,7 +225,7 @@ class _Team:
 
 
 def _start(folder: Path, arch: int) -> Process:
-    command = (sys.executable, "-P", triton_worker_module.__file__, str(folder), str(arch), str(workers()))
+    command = (sys.executable, "-P", worker_module.__file__, str(folder), str(arch), str(workers()))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with open(folder / OUTPUT, "wb") as output:
         return subprocess.Popen(
@@ -243,7 +245,7 @@ def _close(process: Process, folder: Path, owner: int) -> None:
 
 def _key(source: KernelSource, arch: int) -> str:
     launches = [(launch.function, launch.warps, launch.types) for launch in source.launches]
-    worker = Path(triton_worker_module.__file__).read_text()
+    worker = Path(worker_module.__file__).read_text()
     parts = (source.text, str(launches), str(arch), str(dict(OPTIONS)), str(triton_version()), own_version(), worker)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

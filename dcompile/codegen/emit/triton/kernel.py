@@ -15,7 +15,7 @@ from dataclasses import replace
 from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, SPELLING, literal
-from dcompile.codegen.emit.triton.row_passes import Passes
+from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.nest.gpu_tiling import ceil_div, leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.ir.index import exact_quotient
@@ -39,7 +39,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
         for store in plan.nest.stores
         if store.mode != "set" and (plan.atomic or leaves_gaps(plan, store, table[store.buffer].extent))
     ]
-    writer = Passes(plan, table, None if filled else constant)
+    writer = RowPassWriter(plan, table, None if filled else constant)
     writer.run()
     arguments = tuple(writer.arguments)
     for store in filled:
@@ -80,7 +80,7 @@ def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(lines or ["    pass"]) + "\n"
 
 
-def _fill(writer: Passes, store: Store) -> tuple[str, str, str]:
+def _fill(writer: RowPassWriter, store: Store) -> tuple[str, str, str]:
     """(buffer, name and text of the function that fills it with what combining begins with)."""
     dtype, size = writer.table[store.buffer].dtype, writer.extent(store.buffer)
     identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{writer.argument(store.buffer)}"

@@ -13,8 +13,8 @@ from dataclasses import replace
 from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.kernel import function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
-from dcompile.codegen.emit.triton.printer import Text, overlap
-from dcompile.codegen.nest.gpu_tiling import Dim, Plan
+from dcompile.codegen.emit.triton.printer import TritonText, overlap
+from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan
 from dcompile.codegen.nest.loop_nest import flattened
 from dcompile.ir.analysis import product_buffer
 from dcompile.ir.nodes import Buffer, Load, Loop, Matmul, View
@@ -43,16 +43,16 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, (), (launch,), numbers)
 
 
-class _Writer(Text):
+class _Writer(TritonText):
     """Writes the body of a kernel."""
 
     def __init__(self, loop: Loop, product: Matmul, table: Mapping[str, Buffer]) -> None:
         nest, tile = flattened(loop), product.tile
-        y, x = Dim("y", nest.rows, tile.rows), Dim("x", nest.elements, tile.columns // tile.parts)
+        y, x = TileDim("y", nest.rows, tile.rows), TileDim("x", nest.elements, tile.columns // tile.parts)
         nest = replace(nest, rows=(), elements=(*y.axes, *x.axes), row_stores=(False,) * len(nest.stores))
         self.product = product
         self.result = product_buffer(product)
-        super().__init__(Plan("turn", nest, (y, x), tile.warps), {**table, product.out: self.result})
+        super().__init__(TilePlan("turn", nest, (y, x), tile.warps), {**table, product.out: self.result})
         *added, self.left, self.right = (view for view in product.call.args if isinstance(view, View))
         self.bias = added[0] if added else None
         self.down, self.across = (
@@ -81,7 +81,7 @@ class _Writer(Text):
         reads = {value.buffer for value in self.nest.body if isinstance(value, Load)} - {self.product.out}
         return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
 
-    def has_mask(self, dim: Dim) -> bool:
+    def has_mask(self, dim: TileDim) -> bool:
         """Does the last tile reach beyond the loop? A run of its columns may lie there as a whole."""
         tile, (rows, columns) = self.product.tile, self.sizes
         return bool(rows % tile.rows if dim.name == "y" else columns % tile.columns)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
-from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, Dim, Plan, count, row_number
+from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, TileDim, TilePlan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import (
@@ -40,10 +40,10 @@ Class = frozenset[str]
 """The directions of the tile along which a value varies."""
 
 
-class Text:
+class TritonText:
     """Collects lines, and knows along which directions of the tile each value varies."""
 
-    def __init__(self, plan: Plan, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> None:
+    def __init__(self, plan: TilePlan, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> None:
         self.plan, self.nest, self.table, self.constant = plan, plan.nest, table, constant or frozenset[str]()
         brief = isinstance(plan.grid, int) and plan.grid * plan.warps <= WARPS * (1 + plan.looped)
         self.waits = constant is not None and brief
@@ -175,14 +175,14 @@ class Text:
     def everything(self) -> Class:
         return frozenset(dim.name for dim in self.plan.dims)
 
-    def arange(self, dim: Dim) -> str:
+    def arange(self, dim: TileDim) -> str:
         """Positions within a tile along one of its directions."""
         text = f"tl.arange(0, {dim.block})"
         if len(self.plan.dims) > 1 and not self.flat_rows:
             text += "[:, None]" if dim is self.plan.dims[0] else "[None, :]"
         return text
 
-    def position(self, dim: Dim, start: str) -> None:
+    def position(self, dim: TileDim, start: str) -> None:
         """Name the positions along `dim`, from `start` on, their mask, and the loop variables there."""
         scalar = dim.block == 1 and self.flat_rows and dim is self.plan.dims[0]
         steps = self.arange(dim) + (".to(tl.int64)" if self.wide else "")
@@ -196,7 +196,7 @@ class Text:
             self.line(f"{dim.name}m = {dim.name} < {self.end(dim)}")
         self.coordinates(dim.name, dim.axes, dict.fromkeys(fixed, first))
 
-    def fixed(self, dim: Dim) -> tuple[Axis, ...]:
+    def fixed(self, dim: TileDim) -> tuple[Axis, ...]:
         """Variables that are the same all over a tile, which lies between two of their steps: a number for it."""
         if dim.block == 1 or (self.plan.kind == "columns" and dim is self.plan.dims[0]):
             return ()
@@ -204,7 +204,7 @@ class Text:
         whole = [isinstance(size, int) and size > 0 and size % dim.block == 0 for size in behind]
         return tuple(axis for axis, holds in zip(dim.axes, whole, strict=True) if holds)
 
-    def end(self, dim: Dim) -> str:
+    def end(self, dim: TileDim) -> str:
         return "last" if self.plan.kind == "columns" and dim is self.plan.dims[0] else self.size(dim.size)
 
     def coordinates(self, place: str, axes: tuple[Axis, ...], starts: Mapping[Axis, str] = NOWHERE) -> None:
@@ -216,7 +216,7 @@ class Text:
             inner = as_size(as_index(inner) * axis.size)
             self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {self.size(axis.size)}'}")
 
-    def has_mask(self, dim: Dim) -> bool:
+    def has_mask(self, dim: TileDim) -> bool:
         """Does the last tile reach beyond the loop?"""
         if self.plan.kind == "columns" and dim is self.plan.dims[0]:
             ends = (self.plan.chunk, dim.block), (dim.size, self.plan.chunk)

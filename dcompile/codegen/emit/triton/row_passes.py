@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from dcompile.codegen.emit.triton.library import AFTER
-from dcompile.codegen.emit.triton.printer import Class, Text
-from dcompile.codegen.nest.gpu_tiling import Dim
+from dcompile.codegen.emit.triton.printer import Class, TritonText
+from dcompile.codegen.nest.gpu_tiling import TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
@@ -16,7 +16,7 @@ PREFETCHED = 96 << 10
 """Bytes of shared memory that loads of later iterations may take: GPUs from compute capability 8.0 on have 99 KiB."""
 
 
-class Passes(Text):
+class RowPassWriter(TritonText):
     """Writes the body of a kernel."""
 
     @property
@@ -109,7 +109,7 @@ class Passes(Text):
         """What makes a reduced tensor broadcast over elements again."""
         return "" if self.flat_rows else "[:, None]"
 
-    def _inside(self, reduce: Reduce | Scan, r: Dim) -> str:
+    def _inside(self, reduce: Reduce | Scan, r: TileDim) -> str:
         """What is reduced, as a tensor that holds the identity where it reaches beyond the row."""
         kept: Class = self.classes[reduce.arg] | {"r"}
         value = self.whole(reduce.arg, kept)
@@ -121,7 +121,7 @@ class Passes(Text):
 
     # --- rows in pieces ---
 
-    def _looped(self, r: Dim) -> None:
+    def _looped(self, r: TileDim) -> None:
         last = max(self.levels.store_at) + 1
         for number in range(last + 1):
             self._between(number)
@@ -138,7 +138,7 @@ class Passes(Text):
             if row and self.levels.store_at[store] == number:
                 self.store(store)
 
-    def _pass(self, number: int, r: Dim) -> None:
+    def _pass(self, number: int, r: TileDim) -> None:
         """One loop over the pieces of a row."""
         body, known = self.nest.body, self.levels.known
         reduces = [n for n in sorted(self.levels.live) if isinstance(body[n], Reduce) and known[n] == number + 1]
@@ -192,19 +192,19 @@ class Passes(Text):
     # a running maximum and a sum below it for each few elements that a thread reads at once: Milakov and Gimelshein,
     # "Online normalizer calculation for softmax", 2018
 
-    def _width(self, arg: Ref, r: Dim) -> int:
+    def _width(self, arg: Ref, r: TileDim) -> int:
         """Neighbouring elements that share a running maximum: 16 bytes of what is read, which one thread holds."""
         loads = [value for ref in self._elements_below({arg}) if isinstance(value := self.nest.body[ref], Load)]
         return min(16 // max((ITEMSIZE[load.dtype] for load in loads), default=4), r.block)
 
-    def _begin_online(self, arg: Ref, r: Dim) -> None:
+    def _begin_online(self, arg: Ref, r: TileDim) -> None:
         n, dtype = self.number(arg), self.nest.body[arg].dtype
         rows = self.plan.dims[0].block if "x" in self.classes[arg] else 1
         lanes = r.block // self._width(arg, r) if self.flat_rows else rows
         for name, op in (("m", "max"), ("s", "sum")):
             self.line(f"{name}{n} = tl.broadcast_to({self.identity(op, dtype)}, [{lanes}])")
 
-    def _step_online(self, arg: Ref, r: Dim) -> None:
+    def _step_online(self, arg: Ref, r: TileDim) -> None:
         n, value = self.number(arg), self._inside(Reduce("max", arg, self.nest.body[arg].dtype), r)
         if self.flat_rows:
             width = self._width(arg, r)
@@ -224,7 +224,7 @@ class Passes(Text):
         for ref in together:
             self.line(f"{self.name(ref)} = {'h' if self._reduce(ref).op == 'max' else 's'}{n}{self._column}")
 
-    def _carried(self, ref: Ref, r: Dim) -> None:
+    def _carried(self, ref: Ref, r: TileDim) -> None:
         """An element value of one piece of a row; a scan goes on where the piece before ended."""
         value = self.nest.body[ref]
         self._value(ref)

@@ -23,7 +23,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.target import KernelSource, Launch, Product
+from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement
 from dcompile.codegen.emit.triton.library import HEADER
 from dcompile.codegen.emit.triton.ops import POINTERS
 from dcompile.codegen.nest.gpu_tiling import power_of_two
@@ -41,11 +41,11 @@ OUTSIDE = 2**31 - 1
 """Above every index, and none of the numbers below 0 that stand for no key."""
 
 
-def products(program: Program) -> dict[int, Product]:
+def products(program: Program) -> dict[int, LibraryReplacement]:
     """The kernels of a program's calls of `sum_groups`, by their position among the steps."""
     table = program.table
     calls = ((n, step) for n, step in enumerate(program.steps) if isinstance(step, Extern) and step.op == OP)
-    return {position: Product(source(step, table)) for position, step in calls}
+    return {position: LibraryReplacement(source(step, table)) for position, step in calls}
 
 
 @dataclass(frozen=True, slots=True)

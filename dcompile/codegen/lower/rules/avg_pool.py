@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import T, computed, constant, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant, from_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.concat import below, both, not_below
@@ -67,7 +67,7 @@ class _Window:
 
 def _average(rank: int) -> Callable[..., Any]:
     def rule(
-        low: Lowering, value: torch.Tensor, /, x: T, kernel: Any, stride: Any = (), padding: Any = 0,
+        low: Lowering, value: torch.Tensor, /, x: LazyTensor, kernel: Any, stride: Any = (), padding: Any = 0,
         ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> Result:  # fmt: skip
         if divisor_override == 0:
@@ -95,10 +95,10 @@ def summed(
     low: Lowering,
     value: torch.Tensor,
     counts: tuple[int, ...],
-    args: tuple[T, ...],
+    args: tuple[LazyTensor, ...],
     element: Callable[[Body, Coords, Coords], Ref],
     finish: Callable[[Body, Ref, Coords], Ref],
-) -> T:
+) -> LazyTensor:
     """Sums of `element(body, coordinates, offsets)` over all offsets below `counts`, in the compute dtype.
 
     A few terms are written out where the sum is used; many are a reduction in a loop of its own.
@@ -124,7 +124,7 @@ def summed(
     return from_view(view, dtype)
 
 
-def element_where(body: Body, inside: Ref | bool, x: T, place: Coords, compute: str, other: float = 0) -> Ref:
+def element_where(body: Body, inside: Ref | bool, x: LazyTensor, place: Coords, compute: str, other: float = 0) -> Ref:
     """The element in the compute dtype, `other` outside."""
     if isinstance(inside, bool):
         return to_dtype(body, body.trace(x, place), compute) if inside else body.const(other, compute)
@@ -135,7 +135,7 @@ def element_where(body: Body, inside: Ref | bool, x: T, place: Coords, compute: 
 
 def _average_backward(rank: int) -> Callable[..., Any]:
     def rule(
-        low: Lowering, value: torch.Tensor, /, grad: T, x: T, kernel: Any, stride: Any, padding: Any,
+        low: Lowering, value: torch.Tensor, /, grad: LazyTensor, x: LazyTensor, kernel: Any, stride: Any, padding: Any,
         ceil_mode: bool, count_include_pad: bool, divisor_override: int | None,
     ) -> Result:  # fmt: skip
         dtype = dtype_name(value.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed, fresh
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed, fresh
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -58,17 +58,17 @@ def either(body: Body, inside: Ref | bool, element: Callable[[], Ref], other: Ca
     return body.apply("where", inside, chosen, other())
 
 
-def value_of(body: Body, tensor: T, coords: Coords, dtype: str) -> Ref:
+def value_of(body: Body, tensor: LazyTensor, coords: Coords, dtype: str) -> Ref:
     return body.cast(to_dtype(body, body.trace(tensor, coords), dtype), opmath(dtype))
 
 
-def _cat(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int = 0) -> Result:
+def _cat(_: Lowering, value: torch.Tensor, /, tensors: Sequence[LazyTensor], dim: int = 0) -> Result:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     pieces = [t for t in tensors if t.shape != (0,) or len(shape) == 1]
     return cat([t for t in pieces if 0 not in t.shape] or pieces[:1], dim % len(shape), shape, dtype)
 
 
-def cat(pieces: Sequence[T], dim: int, shape: Shape, dtype: str) -> Result:
+def cat(pieces: Sequence[LazyTensor], dim: int, shape: Shape, dtype: str) -> Result:
     """Pieces one after another along `dim`."""
     if len(pieces) > MAX_PIECES:
         return NotImplemented
@@ -105,14 +105,14 @@ def cat(pieces: Sequence[T], dim: int, shape: Shape, dtype: str) -> Result:
     )
 
 
-def _stack(_: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int = 0) -> Result:
+def _stack(_: Lowering, value: torch.Tensor, /, tensors: Sequence[LazyTensor], dim: int = 0) -> Result:
     shape = shape_of(value)
     dim %= len(shape)
     pieces = [reshape(t, (*t.shape[:dim], 1, *t.shape[dim:])) for t in tensors]
     return cat(pieces, dim, shape, dtype_name(value.dtype))
 
 
-def _pad(low: Lowering, value: torch.Tensor, /, x: T, pad: Sequence[Size], fill: float = 0) -> T:
+def _pad(low: Lowering, value: torch.Tensor, /, x: LazyTensor, pad: Sequence[Size], fill: float = 0) -> LazyTensor:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     rank = len(shape)
     before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
@@ -133,20 +133,22 @@ def _slice_scatter(
     _: Lowering,
     value: torch.Tensor,
     /,
-    x: T,
-    source: T,
+    x: LazyTensor,
+    source: LazyTensor,
     dim: int = 0,
     start: Size | None = None,
     end: Size | None = None,
     step: Size = 1,
-) -> T:
+) -> LazyTensor:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     dim %= len(shape)
     first, count = _slice_of(shape[dim], start, end, step, source, dim - len(shape))
     return _put(x, source, shape, dtype, dim, first, count, step)
 
 
-def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count: Size, step: Size = 1) -> T:
+def _put(
+    x: LazyTensor, source: LazyTensor, shape: Shape, dtype: str, dim: int, first: Size, count: Size, step: Size = 1
+) -> LazyTensor:
     """`x` with `source` in `count` places along `dim`."""
     expected = (*shape[:dim], count, *shape[dim + 1 :])
     if count == 0:
@@ -168,7 +170,9 @@ def _put(x: T, source: T, shape: Shape, dtype: str, dim: int, first: Size, count
     return computed(shape, dtype, at, (x, source), ops=3)
 
 
-def _slice_of(size: Size, start: Size | None, end: Size | None, step: Size, source: T, dim: int) -> tuple[Size, Size]:
+def _slice_of(
+    size: Size, start: Size | None, end: Size | None, step: Size, source: LazyTensor, dim: int
+) -> tuple[Size, Size]:
     """Where a slice that `source` is written to begins, and its length."""
     if (
         isinstance(size, int)
@@ -181,7 +185,9 @@ def _slice_of(size: Size, start: Size | None, end: Size | None, step: Size, sour
     return first_of(start, size), source.shape[dim]  # eager demands as much, though tracing would expand it
 
 
-def _select_scatter(_: Lowering, value: torch.Tensor, /, x: T, source: T, dim: int, position: Size) -> Result:
+def _select_scatter(
+    _: Lowering, value: torch.Tensor, /, x: LazyTensor, source: LazyTensor, dim: int, position: Size
+) -> Result:
     dim %= len(x.shape)
     position = place_of(position, x.shape[dim])
     source = reshape(broadcast(source, (*x.shape[:dim], *x.shape[dim + 1 :])), (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
@@ -189,8 +195,15 @@ def _select_scatter(_: Lowering, value: torch.Tensor, /, x: T, source: T, dim: i
 
 
 def _diagonal_scatter(
-    _: Lowering, value: torch.Tensor, /, x: T, source: T, offset: int = 0, dim1: int = 0, dim2: int = 1
-) -> T:
+    _: Lowering,
+    value: torch.Tensor,
+    /,
+    x: LazyTensor,
+    source: LazyTensor,
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
+) -> LazyTensor:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     row, column = dim1 % len(shape), dim2 % len(shape)
     others = [d for d in range(len(shape)) if d not in (row, column)]
@@ -208,10 +221,10 @@ def _diagonal_scatter(
     return fresh(x) if 0 in source.shape else computed(shape, dtype, at, (x, source), ops=3)
 
 
-def _triangle(keep_below: bool) -> Callable[..., T]:
+def _triangle(keep_below: bool) -> Callable[..., LazyTensor]:
     """tril and triu: zero on the other side of a diagonal."""
 
-    def rule(_: Lowering, value: torch.Tensor, /, x: T, diagonal: int = 0) -> T:
+    def rule(_: Lowering, value: torch.Tensor, /, x: LazyTensor, diagonal: int = 0) -> LazyTensor:
         dtype = dtype_name(value.dtype)
 
         def at(body: Body, coords: Coords) -> Ref:
@@ -225,12 +238,12 @@ def _triangle(keep_below: bool) -> Callable[..., T]:
     return rule
 
 
-def _narrow(_: Lowering, value: torch.Tensor, /, x: T, dim: int, start: Size, __: Size) -> T:
+def _narrow(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, start: Size, __: Size) -> LazyTensor:
     start = place_of(start, x.shape[dim])
     return fresh(along(x, dim, shape_of(value), lambda c: c + start))
 
 
-def _copying(rule: Callable[..., T]) -> Callable[..., Any]:
+def _copying(rule: Callable[..., LazyTensor]) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         result = rule(*args, **kwargs)
         if isinstance(result, (list, tuple)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed, constant
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed, constant
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -19,7 +19,7 @@ from dcompile.ir.ops import DTYPES
 
 def _filled(value: torch.Tensor, number: Any) -> Result:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
-    if isinstance(number, T):
+    if isinstance(number, LazyTensor):
         source = broadcast(number, shape)
         return computed(shape, dtype, lambda body, coords: to_dtype(body, body.trace(source, coords), dtype), (source,))
     if isinstance(number, complex):
@@ -54,7 +54,7 @@ def _scalar_tensor(_: Lowering, value: torch.Tensor, /, number: Any, **__: Any) 
     return _filled(value, number)
 
 
-def arithmetic(value: torch.Tensor, start: Size | float, step: Size | float) -> T:
+def arithmetic(value: torch.Tensor, start: Size | float, step: Size | float) -> LazyTensor:
     """start + n * step, in 64 bits as eager computes it."""
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     whole = DTYPES[dtype] != "float"
@@ -73,17 +73,17 @@ def _whole(number: Size | float) -> Size:
     return number if isinstance(number, Index) else int(number)
 
 
-def _arange(_: Lowering, value: torch.Tensor, /, end: Size | float, **__: Any) -> T:
+def _arange(_: Lowering, value: torch.Tensor, /, end: Size | float, **__: Any) -> LazyTensor:
     return arithmetic(value, 0, 1)
 
 
 def _arange_start(
     _: Lowering, value: torch.Tensor, /, start: Size | float, end: Size | float, step: Size | float = 1, **__: Any
-) -> T:
+) -> LazyTensor:
     return arithmetic(value, start, step)
 
 
-def _iota(_: Lowering, value: torch.Tensor, /, length: Size, *, start: Size, step: Size, **__: Any) -> T:
+def _iota(_: Lowering, value: torch.Tensor, /, length: Size, *, start: Size, step: Size, **__: Any) -> LazyTensor:
     return arithmetic(value, start, step)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, computed, constant, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant, from_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.indexing import every_place
@@ -32,7 +32,14 @@ LIMIT = 2**31 - 2**20
 
 
 def _embedding_backward(
-    low: Lowering, value: torch.Tensor, /, grad: T, indices: T, rows: Size, padding: int, by_frequency: bool
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    grad: LazyTensor,
+    indices: LazyTensor,
+    rows: Size,
+    padding: int,
+    by_frequency: bool,
 ) -> Result:
     """The sum of the gradients of every row. The forward has checked the indices: one outside would add nothing."""
     shape, dtype = shape_of(value), dtype_name(value.dtype)
@@ -63,7 +70,7 @@ def _embedding_backward(
     return _rounded(collected(low, shape, compute, "sum", every_place(grad.shape, place), element), dtype)
 
 
-def are_grouped(low: Lowering, shape: Shape, index: T) -> bool:
+def are_grouped(low: Lowering, shape: Shape, index: LazyTensor) -> bool:
     """Are the rows of each index summed before a table is touched? On GPUs, where sizes are known.
 
     Atomic additions in memory would need a table of float32 beside the result, filled, added to and read again, and
@@ -75,7 +82,7 @@ def are_grouped(low: Lowering, shape: Shape, index: T) -> bool:
     return count <= MOST and max(rows, count * width) <= LIMIT
 
 
-def summed_by_group(low: Lowering, shape: Shape, index: T, values: T, padding: int) -> T:
+def summed_by_group(low: Lowering, shape: Shape, index: LazyTensor, values: LazyTensor, padding: int) -> LazyTensor:
     """For each row of a table of `shape` the sum of the values with its index, zero where there are none."""
     count, (rows, width), dtype = size_product(index.shape), shape, values.dtype
     given = _laid_out(low, reshape(values, (count, width)))
@@ -99,7 +106,7 @@ def summed_by_group(low: Lowering, shape: Shape, index: T, values: T, padding: i
     return computed(shape, dtype, at, (last, summed), ops=2)
 
 
-def _last_of_each(low: Lowering, rows: Size, index: T, padding: int) -> T:
+def _last_of_each(low: Lowering, rows: Size, index: LazyTensor, padding: int) -> LazyTensor:
     """For each row of a table the last place of its index; negative where there is none, and for the padding."""
 
     def row(body: Body, coords: Coords) -> Ref:
@@ -115,7 +122,7 @@ def _last_of_each(low: Lowering, rows: Size, index: T, padding: int) -> T:
     return collected(low, (rows,), "int32", "max", every_place(index.shape, place), number)
 
 
-def _laid_out(low: Lowering, tensor: T) -> View:
+def _laid_out(low: Lowering, tensor: LazyTensor) -> View:
     """`tensor` from where a buffer begins, row by row."""
     view, wanted = low.memory(tensor).view, contiguous(tensor.shape)
     if view is None or view.strides != wanted or view.offset != 0:
@@ -138,7 +145,7 @@ def _is_inside(body: Body, row: Ref, rows: Size, padding: int) -> Ref:
     return inside
 
 
-def _rounded(total: T, dtype: str) -> T:
+def _rounded(total: LazyTensor, dtype: str) -> LazyTensor:
     """A sum in the dtype of its result."""
     if total.dtype == dtype:
         return total

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
@@ -28,7 +28,7 @@ SHORTEST = 256
 """Elements of its rows: a program that sums up fewer has too little to read at a time."""
 
 
-def is_by_rows(low: Lowering, left: T, right: T) -> bool:
+def is_by_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
     """One row times a matrix that lies column by column, as a transposed weight does, of known size on a GPU?"""
     if not low.own_rows or low.device not in DEVICES or right.view is None or left.dtype not in DTYPES:
         return False
@@ -39,7 +39,9 @@ def is_by_rows(low: Lowering, left: T, right: T) -> bool:
     return left.shape[0] == 1 and right.view.strides[0] == 1 and depth >= SHORTEST and depth * columns >= LEAST  # type: ignore[operator]
 
 
-def _row(low: Lowering, value: torch.Tensor, left: T, right: T, added: T | None) -> T:
+def _row(
+    low: Lowering, value: torch.Tensor, left: LazyTensor, right: LazyTensor, added: LazyTensor | None
+) -> LazyTensor:
     """`left @ right` (+ `added`), summed up in float32 and rounded once, as cuBLAS does."""
     left, dtype, zero = low.memory(left), dtype_name(value.dtype), as_index(0)
     depth, columns = right.shape
@@ -57,14 +59,21 @@ def _row(low: Lowering, value: torch.Tensor, left: T, right: T, added: T | None)
     return from_view(view, dtype)
 
 
-def _mm(low: Lowering, value: torch.Tensor, /, left: T, right: T, *_: Any, **more: Any) -> Result:
+def _mm(low: Lowering, value: torch.Tensor, /, left: LazyTensor, right: LazyTensor, *_: Any, **more: Any) -> Result:
     if more or not is_by_rows(low, left, right):
         return NotImplemented
     return _row(low, value, left, right, None)
 
 
 def _addmm(
-    low: Lowering, value: torch.Tensor, /, added: T, left: T, right: T, beta: float = 1, alpha: float = 1
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    added: LazyTensor,
+    left: LazyTensor,
+    right: LazyTensor,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> Result:
     if beta != 1 or alpha != 1 or added.dtype != left.dtype or not is_by_rows(low, left, right):
         return NotImplemented

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, broadcast_shape, computed, constant, from_view, is_within
+from dcompile.codegen.lower.lazy_tensor import (
+    LazyTensor,
+    broadcast,
+    broadcast_shape,
+    computed,
+    constant,
+    from_view,
+    is_within,
+)
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.rules.views import reshape
@@ -34,7 +42,7 @@ FEW = 8
 """Picking less than one element in so many is no reason for a tensor to be stored."""
 
 
-def checked(low: Lowering, positions: T, size: Size, *, wrap: bool) -> T:
+def checked(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> LazyTensor:
     """`positions`, known to lie in [0, size) (with `wrap` from -size): by their form, or by a check at run time."""
     lowest = as_size(size * -1) if wrap else 0
     if 0 in positions.shape or is_within(positions, lowest, size):
@@ -52,13 +60,13 @@ def checked(low: Lowering, positions: T, size: Size, *, wrap: bool) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class IndexPositions:
     """Where to read: positions along a dimension of `size` elements; with `wrap`, negative ones count from the end.
 
     With `check`, they may lie outside, and the loop that reads has to see to it.
     """
 
-    positions: T
+    positions: LazyTensor
     size: Size
     wrap: bool
     check: bool
@@ -68,17 +76,19 @@ class Places:
         return position(body, self.positions, coords, self.size, wrap=self.wrap, check=self.check)
 
 
-def places(low: Lowering, positions: T, size: Size, *, wrap: bool) -> Places:
+def places(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> IndexPositions:
     """Positions to read by, or to collect at. A pass of its own over 2 million of them, which copies them, took as
     long as reading; a scatter of as many took half the time without it."""
     lowest = as_size(size * -1) if wrap else 0
     in_loop = low.device == "cpu" and isinstance(size, int) and size > 0 and 0 not in positions.shape
     if in_loop and not is_within(positions, lowest, size):
-        return Places(positions, size, wrap, check=True)
-    return Places(checked(low, positions, size, wrap=wrap), size, wrap, check=False)
+        return IndexPositions(positions, size, wrap, check=True)
+    return IndexPositions(checked(low, positions, size, wrap=wrap), size, wrap, check=False)
 
 
-def position(body: Body, positions: T, coords: Coords, size: Size, *, wrap: bool, check: bool = False) -> Index:
+def position(
+    body: Body, positions: LazyTensor, coords: Coords, size: Size, *, wrap: bool, check: bool = False
+) -> Index:
     """The run-time index at `coords`; negative ones count from the end if they may."""
     ref = body.cast(body.trace(positions, coords), "int64")
     if check:
@@ -92,7 +102,7 @@ def position(body: Body, positions: T, coords: Coords, size: Size, *, wrap: bool
     return body.as_index(ref, size)
 
 
-def picks_few(low: Lowering, x: T, count: Size) -> bool:
+def picks_few(low: Lowering, x: LazyTensor, count: Size) -> bool:
     """Are `count` elements of `x` so few that computing them anew is better than storing all of `x` for them?
 
     A cross-entropy picks one logit of a row that its other users compute and forget.
@@ -100,7 +110,7 @@ def picks_few(low: Lowering, x: T, count: Size) -> bool:
     return typical(count) * FEW <= typical(x.numel) and not x.sources & low.overwritten
 
 
-def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_: Any) -> T:
+def _embedding(low: Lowering, value: torch.Tensor, /, weight: LazyTensor, indices: LazyTensor, *_: Any) -> LazyTensor:
     seen = places(low, indices, weight.shape[0], wrap=False)
 
     def at(body: Body, coords: Coords) -> Ref:
@@ -109,7 +119,7 @@ def _embedding(low: Lowering, value: torch.Tensor, /, weight: T, indices: T, *_:
     return computed(shape_of(value), weight.dtype, at, (weight, seen.positions), ops=0)
 
 
-def _gather(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, **_: Any) -> Result:
+def _gather(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor, **_: Any) -> Result:
     shape = index.shape
     x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
@@ -126,7 +136,7 @@ def _gather(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, **_
     return reshape(replace(picked, reads=picked.sources) if few else picked, shape)
 
 
-def _index_select(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T) -> Result:
+def _index_select(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor) -> Result:
     shape = shape_of(value)
     x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
@@ -156,7 +166,7 @@ class IndexedSpace:
 
 
 def indexed_space(
-    low: Lowering, x: T, indices: Sequence[T | None], *, check: bool = True, on_the_way: bool = False
+    low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], *, check: bool = True, on_the_way: bool = False
 ) -> IndexedSpace:
     """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours.
 
@@ -170,9 +180,9 @@ def indexed_space(
     start = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     others = tuple(size for dim, size in enumerate(x.shape) if dim not in dims)
     rank = len(common)
-    seen: dict[int, Places] = {}
+    seen: dict[int, IndexPositions] = {}
     for dim, index in given:
-        found = Places(index, x.shape[dim], wrap=True, check=False)
+        found = IndexPositions(index, x.shape[dim], wrap=True, check=False)
         if check and on_the_way:
             found = places(low, index, x.shape[dim], wrap=True)
         elif check:
@@ -186,7 +196,7 @@ def indexed_space(
     return IndexedSpace((*others[:start], *common, *others[start:]), place, tuple(dims), start, rank)
 
 
-def indexed_shape(x: T, indices: Sequence[T | None]) -> Shape:
+def indexed_shape(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
     """The sizes of x[indices], in any order."""
     given = {dim: index for dim, index in enumerate(indices) if index is not None}
     common = broadcast_shape([index.shape for index in given.values()])
@@ -198,7 +208,9 @@ def every_place(shape: Shape, place: Callable[[Body, Coords], Coords]) -> Indexe
     return IndexedSpace(shape, place, tuple(range(len(shape))), 0, len(shape))
 
 
-def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None], check: bool = True) -> Result:
+def _index(
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, indices: Sequence[LazyTensor | None], check: bool = True
+) -> Result:
     if any(index is not None and (DTYPES[index.dtype] != "int" or index.dtype == "uint8") for index in indices):
         return NotImplemented
     shape = shape_of(value)
@@ -217,7 +229,7 @@ def _index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | No
     return replace(picked, reads=picked.sources) if few else picked
 
 
-def _unsafe_index(low: Lowering, value: torch.Tensor, /, x: T, indices: Sequence[T | None]) -> Result:
+def _unsafe_index(low: Lowering, value: torch.Tensor, /, x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Result:
     """What decompositions read by positions that they have computed: the name says that nobody needs to check them."""
     return _index(low, value, x, indices, check=False)
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from dcompile.codegen.lower.context import Lowering
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed
 from dcompile.codegen.lower.library_calls import Unsupported
 from dcompile.codegen.lower.rules.indexing import checked, indexed_shape, indexed_space
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -26,7 +26,7 @@ DEVICES = ("cuda",)
 PUTS = frozenset(("aten.index_put.default", "aten._unsafe_index_put.default"))
 
 
-def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_: Any) -> T:
+def overwrite_input(low: Lowering, value: torch.Tensor, target: LazyTensor, source: LazyTensor, *_: Any) -> LazyTensor:
     """`copy_` into an input: a loop that stores to the input's memory, after everything that reads what was there.
 
     Relies on: steps stay behind earlier steps that read the same buffer.
@@ -55,7 +55,7 @@ def overwrite_input(low: Lowering, value: torch.Tensor, target: T, source: T, *_
     return target
 
 
-def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
+def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTensor | None:
     """An index_put whose result only replaces the input that it starts from, in the input's memory.
 
     So a decoder's cache takes a token's keys and values: written as functions, each step would copy the whole cache.
@@ -73,12 +73,17 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
     target, indices, values = args[:3]
     start: Any = node.args[0]
     copies = [user for user in start.users if str(user.target) in OVERWRITES and user.args[:2] == (start, node)]
-    if not copies or set(start.users) != {node, *copies} or not isinstance(target, T) or not isinstance(values, T):
+    if (
+        not copies
+        or set(start.users) != {node, *copies}
+        or not isinstance(target, LazyTensor)
+        or not isinstance(values, LazyTensor)
+    ):
         return None
     view = target.view
     if view is None or view.buffer not in low.inputs or values.dtype != target.dtype:
         return None
-    if any(isinstance(index, T) and index.dtype in ("bool", "uint8") for index in indices):
+    if any(isinstance(index, LazyTensor) and index.dtype in ("bool", "uint8") for index in indices):
         return None
     if any(view.buffer in step.writes for step in low.steps):
         return None
@@ -94,7 +99,9 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> T | None:
     return target
 
 
-def _put_few(low: Lowering, target: T, indices: Sequence[T | None], values: T) -> T | None:
+def _put_few(
+    low: Lowering, target: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor
+) -> LazyTensor | None:
     """Values that one thread puts in order; None if they are many, or none."""
     assert target.view is not None, "an input is in memory"
     count = size_product(indexed_shape(target, indices))
@@ -107,7 +114,7 @@ def _put_few(low: Lowering, target: T, indices: Sequence[T | None], values: T) -
     return target
 
 
-def _put_at(low: Lowering, target: T, indices: Sequence[T | None], values: T) -> None:
+def _put_at(low: Lowering, target: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> None:
     """A loop that stores `values` at one position.
 
     A kernel checks its places while it writes, which tells every wrong position: in all other directions the loop

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import T, constant, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.avg_pool import MAX_WINDOW, each, element_where, summed
@@ -28,7 +28,7 @@ from dcompile.ir.ops import DTYPES, REDUCTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedWindows:
     """Windows of one dimension: `count` elements, `dilation` apart, that begin at `o * stride - padding`."""
 
     size: int
@@ -57,7 +57,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
-class Adaptive:
+class AdaptiveWindows:
     """`windows` windows that cover `size` elements as evenly as whole numbers allow; neighbours may overlap."""
 
     size: int
@@ -92,14 +92,14 @@ class Adaptive:
     @property
     def reach(self) -> int:
         """Windows that may hold one element."""
-        return Adaptive(self.windows, self.size).count
+        return AdaptiveWindows(self.windows, self.size).count
 
     def over(self, body: Body, p: Index, offset: Index) -> tuple[Index, Ref | bool]:
         """A window that holds element `p`, counted from the first of them, and whether there are so many."""
-        return Adaptive(self.windows, self.size).place(body, p, offset)
+        return AdaptiveWindows(self.windows, self.size).place(body, p, offset)
 
 
-Windows = Fixed | Adaptive
+Windows = FixedWindows | AdaptiveWindows
 PLANE = "windows over a plane"
 
 
@@ -107,7 +107,7 @@ def _less(body: Body, left: Index, right: Index) -> Ref:
     return body.apply("lt", body.index(left), body.index(right))
 
 
-def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: T, windows: Sequence[Windows]) -> Result:
+def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: LazyTensor, windows: Sequence[Windows]) -> Result:
     """(largest element of each window, its position in the plane): the first of equals, and NaN wins."""
     shape = next(shape_of(value) for value in values if value is not None)
     counts = tuple(w.count for w in windows)
@@ -117,7 +117,7 @@ def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: T, windows
     body, coords = low.body({**ranges_of("i", shape), **ranges_of("j", inner)}), variables("i", shape)
     found = _reduced(body, x, windows, coords, variables("j", inner)) if inner else _chosen(body, x, windows, coords)
     stores: list[Store] = []
-    results: list[T | None] = []
+    results: list[LazyTensor | None] = []
     for value, ref in zip(values, found, strict=True):
         if value is None:
             results.append(None)
@@ -130,7 +130,7 @@ def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: T, windows
     return tuple(results)
 
 
-def _chosen(body: Body, x: T, windows: Sequence[Windows], coords: Coords) -> tuple[Ref, Ref]:
+def _chosen(body: Body, x: LazyTensor, windows: Sequence[Windows], coords: Coords) -> tuple[Ref, Ref]:
     """One element after the other, written out."""
     rank, compute, sizes = len(windows), opmath(x.dtype), [w.size for w in windows]
     lead, at = coords[:-rank], coords[-rank:]
@@ -151,7 +151,7 @@ def _chosen(body: Body, x: T, windows: Sequence[Windows], coords: Coords) -> tup
     return best, where
 
 
-def _reduced(body: Body, x: T, windows: Sequence[Windows], coords: Coords, offsets: Coords) -> tuple[Ref, Ref]:
+def _reduced(body: Body, x: LazyTensor, windows: Sequence[Windows], coords: Coords, offsets: Coords) -> tuple[Ref, Ref]:
     """A reduction over the window."""
     rank, compute = len(windows), opmath(x.dtype)
     places = [w.place(body, o, n) for w, o, n in zip(windows, coords[-rank:], offsets, strict=True)]
@@ -177,7 +177,9 @@ def _flat(body: Body, places: Sequence[Ref], sizes: Sequence[int]) -> Ref:
     return total
 
 
-def _gathered(low: Lowering, value: torch.Tensor, grad: T, indices: T, windows: Sequence[Adaptive]) -> Result:
+def _gathered(
+    low: Lowering, value: torch.Tensor, grad: LazyTensor, indices: LazyTensor, windows: Sequence[AdaptiveWindows]
+) -> Result:
     """The gradients of the windows that chose each element."""
     rank, compute = len(windows), opmath(dtype_name(value.dtype))
     strides = _strides([w.size for w in windows])
@@ -195,8 +197,8 @@ def _gathered(low: Lowering, value: torch.Tensor, grad: T, indices: T, windows: 
 
 def _max_pool(rank: int) -> Callable[..., Any]:
     def rule(
-        low: Lowering, values: Any, /, x: T, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
-        ceil_mode: bool = False,
+        low: Lowering, values: Any, /, x: LazyTensor, kernel: Any, stride: Any = (), padding: Any = 0,
+        dilation: Any = 1, ceil_mode: bool = False,
     ) -> Result:  # fmt: skip
         """Where a channel's plane is one block; the library is 1.7 times faster where channels are neighbours, and ten
         times faster at the gradient, for which it needs no search (64 planes of 112 x 112, one thread)."""
@@ -207,24 +209,24 @@ def _max_pool(rank: int) -> Callable[..., Any]:
             return NotImplemented
         size = numbers(x.shape[-rank:], PLANE)
         settings = (size, kernel, each(stride, rank, kernel), each(padding, rank), each(dilation, rank))
-        return _largest(low, values, x, [Fixed(*one) for one in zip(*settings, strict=True)])
+        return _largest(low, values, x, [FixedWindows(*one) for one in zip(*settings, strict=True)])
 
     return rule
 
 
 def _adaptive_max(rank: int) -> Callable[..., Any]:
-    def rule(low: Lowering, values: Any, /, x: T, size: Sequence[int]) -> Result:
+    def rule(low: Lowering, values: Any, /, x: LazyTensor, size: Sequence[int]) -> Result:
         if 0 in x.shape or 0 in size:
             return NotImplemented
         return _largest(
-            low, values, x, [Adaptive(n, m) for n, m in zip(numbers(x.shape[-rank:], PLANE), size, strict=True)]
+            low, values, x, [AdaptiveWindows(n, m) for n, m in zip(numbers(x.shape[-rank:], PLANE), size, strict=True)]
         )
 
     return rule
 
 
 def _adaptive_max_backward(rank: int) -> Callable[..., Any]:
-    def rule(low: Lowering, value: torch.Tensor, /, grad: T, x: T, indices: T) -> Result:
+    def rule(low: Lowering, value: torch.Tensor, /, grad: LazyTensor, x: LazyTensor, indices: LazyTensor) -> Result:
         windows = _windows(x.shape[-rank:], grad.shape[-rank:])
         if windows is None or 0 in grad.shape:
             return constant(0, shape_of(value), dtype_name(value.dtype))
@@ -233,14 +235,14 @@ def _adaptive_max_backward(rank: int) -> Callable[..., Any]:
     return rule
 
 
-def _windows(size: Shape, result: Shape) -> list[Adaptive] | None:
+def _windows(size: Shape, result: Shape) -> list[AdaptiveWindows] | None:
     """None if there are no elements, or no windows."""
     pairs = zip(numbers(size, PLANE), numbers(result, PLANE), strict=True)
-    return None if 0 in (*size, *result) else [Adaptive(n, m) for n, m in pairs]
+    return None if 0 in (*size, *result) else [AdaptiveWindows(n, m) for n, m in pairs]
 
 
 def _adaptive_average(rank: int) -> Callable[..., Any]:
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, size: Sequence[int]) -> Result:
+    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, size: Sequence[int]) -> Result:
         dtype, windows = dtype_name(value.dtype), _windows(x.shape[-rank:], shape_of(value)[-rank:])
         if windows is None or DTYPES[dtype] != "float":
             return NotImplemented
@@ -259,7 +261,7 @@ def _adaptive_average(rank: int) -> Callable[..., Any]:
     return rule
 
 
-def _shared(body: Body, ref: Ref, windows: Sequence[Adaptive], at: Coords, compute: str) -> Ref:
+def _shared(body: Body, ref: Ref, windows: Sequence[AdaptiveWindows], at: Coords, compute: str) -> Ref:
     """Divided by the number of elements of the window at `at`."""
     for w, o in zip(windows, at, strict=True):
         ref = body.apply("div", ref, body.cast(w.elements(body, o), compute))
@@ -267,7 +269,7 @@ def _shared(body: Body, ref: Ref, windows: Sequence[Adaptive], at: Coords, compu
 
 
 def _adaptive_average_backward(rank: int) -> Callable[..., Any]:
-    def rule(low: Lowering, value: torch.Tensor, /, grad: T, x: T) -> Result:
+    def rule(low: Lowering, value: torch.Tensor, /, grad: LazyTensor, x: LazyTensor) -> Result:
         windows = _windows(x.shape[-rank:], grad.shape[-rank:])
         if windows is None or 0 in grad.shape:
             return constant(0, shape_of(value), dtype_name(value.dtype))

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, computed, constant
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.rules.concat import below, either, not_below, value_of
@@ -36,7 +36,7 @@ def _nearest(body: Body, at: Index, size: Size) -> Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _PaddingRule:
     """Which of `size` elements is seen at a place anywhere, at one before them, and at one behind them."""
 
     anywhere: Callable[[Body, Index, Size], Ref]
@@ -44,8 +44,8 @@ class _Way:
     behind: Callable[[Index, Size], Index]
 
 
-_MIRRORED = _Way(_mirrored, lambda at, _: at * -1, lambda at, size: as_index(size) * 2 - 2 - at)
-_REPEATED = _Way(_nearest, lambda *_: ZERO, lambda _, size: as_index(size) - 1)
+_MIRRORED = _PaddingRule(_mirrored, lambda at, _: at * -1, lambda at, size: as_index(size) * 2 - 2 - at)
+_REPEATED = _PaddingRule(_nearest, lambda *_: ZERO, lambda _, size: as_index(size) - 1)
 
 
 def _where(body: Body, condition: Ref | bool) -> AbstractContextManager[None]:
@@ -53,7 +53,9 @@ def _where(body: Body, condition: Ref | bool) -> AbstractContextManager[None]:
     return nullcontext() if isinstance(condition, bool) else body.masked(condition)
 
 
-def _pad(low: Lowering, value: torch.Tensor, /, x: T, padding: Sequence[Size], *, way: _Way) -> T:
+def _pad(
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, padding: Sequence[Size], *, way: _PaddingRule
+) -> LazyTensor:
     """Along the last dimension a CPU is told apart what lies beyond which edge, so that loops read in order.
 
     (`emit/pieces.py`; looked up element by element, it took 1.7 to 3 times as long.) Along others the place is the same

@@ -10,7 +10,7 @@ import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.dtypes import bounded
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, common_dtype, opmath
 from dcompile.codegen.lower.rules import scalar_ops
@@ -36,16 +36,16 @@ class Pointwise:
     """A number after the first operand keeps the compute dtype's precision, as ATen's CPU kernels of mul and div have
     it (measured on torch 2.13; add, sub and comparisons round it to the tensor's dtype first)."""
 
-    def __call__(self, _: Lowering, value: torch.Tensor, /, *args: Any, **settings: Any) -> T:
+    def __call__(self, _: Lowering, value: torch.Tensor, /, *args: Any, **settings: Any) -> LazyTensor:
         shape, dtype = shape_of(value), dtype_name(value.dtype)
         operands, extra = args[: self.operands], args[self.operands :]
         common = "bool" if self.promotion == "bool" else dtype
         if self.promotion == "common":
             common = common_dtype(operands)
         compute, meaning = opmath(common), self.meaning
-        seen = [broadcast(arg, shape) if isinstance(arg, T) else arg for arg in operands]
+        seen = [broadcast(arg, shape) if isinstance(arg, LazyTensor) else arg for arg in operands]
         exact = [
-            self.exact_numbers and position > 0 and not (isinstance(arg, T) and (arg.shape or not shape))
+            self.exact_numbers and position > 0 and not (isinstance(arg, LazyTensor) and (arg.shape or not shape))
             for position, arg in enumerate(operands)
         ]
 
@@ -55,11 +55,11 @@ class Pointwise:
                 if arg is None:
                     refs.append(None)
                     continue
-                ref = body.trace(arg, coords) if isinstance(arg, T) else body.const(arg, compute)
+                ref = body.trace(arg, coords) if isinstance(arg, LazyTensor) else body.const(arg, compute)
                 refs.append(body.cast(ref if is_exact else to_dtype(body, ref, common), compute))
             return to_dtype(body, meaning(body, *refs, *extra, **settings), dtype)
 
-        tensors = tuple(arg for arg in seen if isinstance(arg, T))
+        tensors = tuple(arg for arg in seen if isinstance(arg, LazyTensor))
         return computed(shape, dtype, at, tensors, ops=self.ops, heavy=self.heavy)
 
 
@@ -168,7 +168,7 @@ def _table() -> dict[str, Pointwise]:
     }
 
 
-def _nextafter(low: Lowering, value: torch.Tensor, /, x: T, y: T) -> Result:
+def _nextafter(low: Lowering, value: torch.Tensor, /, x: LazyTensor, y: LazyTensor) -> Result:
     """The next number of the dtype itself."""
     dtype = dtype_name(value.dtype)
     if dtype in ("float32", "float64"):
@@ -178,56 +178,56 @@ def _nextafter(low: Lowering, value: torch.Tensor, /, x: T, y: T) -> Result:
     return Pointwise(scalar_ops.nextafter_short, 2, ops=12)(low, value, x, y, **settings)
 
 
-def _frexp(low: Lowering, values: Sequence[torch.Tensor], /, x: T) -> tuple[T, T]:
+def _frexp(low: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor) -> tuple[LazyTensor, LazyTensor]:
     mantissa, exponent = (Pointwise(scalar_ops.simple(op), 1, "common", ops=4) for op in ("mantissa", "exponent"))
     return mantissa(low, values[0], x), exponent(low, values[1], x)
 
 
-def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> T:
+def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> LazyTensor:
     on_gpu = low.device != "cpu" and low.is_number(b) and not low.is_number(a)
     meaning = scalar_ops.div_by_number if on_gpu else scalar_ops.div
     return Pointwise(meaning, 2, heavy=not on_gpu, exact_numbers=True)(low, value, a, b)
 
 
-def _hardtanh(low: Lowering, value: torch.Tensor, /, x: T, a: float = -1.0, b: float = 1.0) -> T:
+def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -1.0, b: float = 1.0) -> LazyTensor:
     return Pointwise(scalar_ops.clamp, 3)(low, value, x, a, b)
 
 
 def _power(low: Lowering, value: torch.Tensor, /, base: Any, exponent: Any) -> Result:
-    cheap = not isinstance(exponent, T) and exponent in (0, 1, 2, 3)
+    cheap = not isinstance(exponent, LazyTensor) and exponent in (0, 1, 2, 3)
     # ATen's CPU kernel takes no roots of float16 numbers
     has_roots = value.dtype is not torch.float16 or low.device != "cpu"
     return Pointwise(scalar_ops.pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent, has_roots=has_roots)
 
 
-def _where(_: Lowering, value: torch.Tensor, /, condition: T, a: Any, b: Any) -> T:
+def _where(_: Lowering, value: torch.Tensor, /, condition: LazyTensor, a: Any, b: Any) -> LazyTensor:
     """The condition is a truth value, the two choices become the result's dtype."""
     return select(condition, a, b, shape_of(value), dtype_name(value.dtype))
 
 
-def select(condition: T, a: T | float, b: T | float, shape: Shape, dtype: str) -> T:
+def select(condition: LazyTensor, a: LazyTensor | float, b: LazyTensor | float, shape: Shape, dtype: str) -> LazyTensor:
     """`a` where the condition holds, else `b`."""
     condition = broadcast(condition, shape)
-    choices = [broadcast(arg, shape) if isinstance(arg, T) else arg for arg in (a, b)]
+    choices = [broadcast(arg, shape) if isinstance(arg, LazyTensor) else arg for arg in (a, b)]
     compute = opmath(dtype)
 
     def at(body: Body, coords: Coords) -> Ref:
         refs = [
             body.cast(to_dtype(body, body.trace(arg, coords), dtype), compute)
-            if isinstance(arg, T)
+            if isinstance(arg, LazyTensor)
             else body.cast(body.const(arg, dtype), compute)
             for arg in choices
         ]
         return to_dtype(body, body.apply("where", _truth(body, body.trace(condition, coords)), *refs), dtype)
 
-    return computed(shape, dtype, at, tuple(arg for arg in (condition, *choices) if isinstance(arg, T)))
+    return computed(shape, dtype, at, tuple(arg for arg in (condition, *choices) if isinstance(arg, LazyTensor)))
 
 
 def _truth(body: Body, ref: Ref) -> Ref:
     return body.cast(ref, "bool")
 
 
-def _masked_fill(_: Lowering, value: torch.Tensor, /, x: T, mask: T, fill: Any) -> T:
+def _masked_fill(_: Lowering, value: torch.Tensor, /, x: LazyTensor, mask: LazyTensor, fill: Any) -> LazyTensor:
     return select(mask, fill, x, shape_of(value), dtype_name(value.dtype))
 
 

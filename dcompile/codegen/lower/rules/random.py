@@ -14,7 +14,7 @@ import torch
 
 from dcompile import random_ops
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, computed, constant
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.symbolic.strides import contiguous
@@ -25,7 +25,7 @@ Build = Callable[[Body, Callable[[int], Ref]], Ref]
 """From the words of an element's block (by number) to its value."""
 
 
-def _drawn(value: torch.Tensor, key: T | None, draw: int, build: Build, ops: int) -> Result:
+def _drawn(value: torch.Tensor, key: LazyTensor | None, draw: int, build: Build, ops: int) -> Result:
     if key is None:
         return NotImplemented
     shape = shape_of(value)
@@ -43,7 +43,14 @@ def _drawn(value: torch.Tensor, key: T | None, draw: int, build: Build, ops: int
 
 
 def _lower_uniform(
-    low: Lowering, value: torch.Tensor, /, size: Any, dtype: Any, device: Any, key: T | None = None, draw: int = 0
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    size: Any,
+    dtype: Any,
+    device: Any,
+    key: LazyTensor | None = None,
+    draw: int = 0,
 ) -> Result:
     name = dtype_name(value.dtype)
     digits = random_ops.DIGITS[name]
@@ -66,7 +73,14 @@ def _unsigned(body: Body, word: Ref) -> Ref:
 
 
 def _lower_normal(
-    low: Lowering, value: torch.Tensor, /, size: Any, dtype: Any, device: Any, key: T | None = None, draw: int = 0
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    size: Any,
+    dtype: Any,
+    device: Any,
+    key: LazyTensor | None = None,
+    draw: int = 0,
 ) -> Result:
     name = dtype_name(value.dtype)
     compute = opmath(name)
@@ -101,7 +115,14 @@ def _sine(body: Body, x: Ref) -> Ref:
 
 
 def _lower_less(
-    low: Lowering, value: torch.Tensor, /, size: Any, p: float, device: Any, key: T | None = None, draw: int = 0
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    size: Any,
+    p: float,
+    device: Any,
+    key: LazyTensor | None = None,
+    draw: int = 0,
 ) -> Result:
     limit = random_ops.threshold(p)
     if limit is None:
@@ -110,7 +131,14 @@ def _lower_less(
 
 
 def _lower_bits(
-    low: Lowering, value: torch.Tensor, /, size: Any, count: int, device: Any, key: T | None = None, draw: int = 0
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    size: Any,
+    count: int,
+    device: Any,
+    key: LazyTensor | None = None,
+    draw: int = 0,
 ) -> Result:
     def build(body: Body, word: Callable[[int], Ref]) -> Ref:
         if count == 32:

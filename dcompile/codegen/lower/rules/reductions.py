@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -22,7 +22,7 @@ Build = Callable[[Body, Ref, Size], tuple[Ref, ...]]
 """From the element and the number of reduced elements to the results of the row."""
 
 
-def dims_of(x: T, dim: Any) -> tuple[int, ...]:
+def dims_of(x: LazyTensor, dim: Any) -> tuple[int, ...]:
     """The reduced dimensions, sorted; None and [] mean all."""
     rank = len(x.shape)
     if dim is None or dim == []:
@@ -31,7 +31,9 @@ def dims_of(x: T, dim: Any) -> tuple[int, ...]:
     return tuple(sorted({d % rank for d in dims})) if rank else ()
 
 
-def reduced(low: Lowering, values: Sequence[torch.Tensor | None], x: T, dim: Any, build: Build) -> tuple[T | None, ...]:
+def reduced(
+    low: Lowering, values: Sequence[torch.Tensor | None], x: LazyTensor, dim: Any, build: Build
+) -> tuple[LazyTensor | None, ...]:
     """One loop that reduces `x` over `dim` and stores every result that is asked for."""
     inner_dims = dims_of(x, dim)
     outer_dims = tuple(d for d in range(len(x.shape)) if d not in inner_dims)
@@ -40,7 +42,7 @@ def reduced(low: Lowering, values: Sequence[torch.Tensor | None], x: T, dim: Any
     inner: Shape = tuple(x.shape[d] for d in inner_dims)
     count = size_product(inner)
     stores: list[Store] = []
-    results: list[T | None] = []
+    results: list[LazyTensor | None] = []
     for value, ref in zip(values, build(body, element, count), strict=True):
         if value is None:
             results.append(None)
@@ -56,31 +58,33 @@ def reduced(low: Lowering, values: Sequence[torch.Tensor | None], x: T, dim: Any
     return tuple(results)
 
 
-def _one(low: Lowering, value: torch.Tensor, /, x: T, dim: Any, build: Callable[[Body, Ref, Size], Ref]) -> T:
+def _one(
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any, build: Callable[[Body, Ref, Size], Ref]
+) -> LazyTensor:
     (result,) = reduced(low, (value,), x, dim, lambda body, ref, count: (build(body, ref, count),))
     assert result is not None
     return result
 
 
-def _accumulated(op: str) -> Callable[..., T]:
+def _accumulated(op: str) -> Callable[..., LazyTensor]:
     """Sums and products: in the result's dtype, 16-bit floats in float32."""
 
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
         compute = opmath(dtype_name(value.dtype))
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute)))
 
     return rule
 
 
-def _prod_dim(low: Lowering, value: torch.Tensor, /, x: T, dim: int, *_: Any, **__: Any) -> T:
+def _prod_dim(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, *_: Any, **__: Any) -> LazyTensor:
     return _accumulated("prod")(low, value, x, dim)
 
 
-def _prod_all(low: Lowering, value: torch.Tensor, /, x: T, **_: Any) -> T:
+def _prod_all(low: Lowering, value: torch.Tensor, /, x: LazyTensor, **_: Any) -> LazyTensor:
     return _accumulated("prod")(low, value, x)
 
 
-def _mean(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+def _mean(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
     compute = opmath(dtype_name(value.dtype))
 
     def build(body: Body, ref: Ref, count: Size) -> Ref:
@@ -93,26 +97,30 @@ def divided(body: Body, ref: Ref, count: Size | float) -> Ref:
     return body.apply("div", ref, body.const(count, body.dtype(ref)))
 
 
-def _extreme(op: str) -> Callable[..., T]:
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+def _extreme(op: str) -> Callable[..., LazyTensor]:
+    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
         compute = opmath(x.dtype)
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute)))
 
     return rule
 
 
-def _position(op: str) -> Callable[..., T]:
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int | None = None, *_: Any, **__: Any) -> T:
+def _position(op: str) -> Callable[..., LazyTensor]:
+    def rule(
+        low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int | None = None, *_: Any, **__: Any
+    ) -> LazyTensor:
         compute = opmath(x.dtype)
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute), "int64"))
 
     return rule
 
 
-def _with_position(op: str) -> Callable[..., tuple[T | None, ...]]:
+def _with_position(op: str) -> Callable[..., tuple[LazyTensor | None, ...]]:
     """(values, indices) along one dimension."""
 
-    def rule(low: Lowering, value: Sequence[torch.Tensor], /, x: T, dim: int, *_: Any) -> tuple[T | None, ...]:
+    def rule(
+        low: Lowering, value: Sequence[torch.Tensor], /, x: LazyTensor, dim: int, *_: Any
+    ) -> tuple[LazyTensor | None, ...]:
         compute = opmath(x.dtype)
 
         def build(body: Body, ref: Ref, _: Size) -> tuple[Ref, ...]:
@@ -124,8 +132,8 @@ def _with_position(op: str) -> Callable[..., tuple[T | None, ...]]:
     return rule
 
 
-def _truth(op: str) -> Callable[..., T]:
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *_: Any, **__: Any) -> T:
+def _truth(op: str) -> Callable[..., LazyTensor]:
+    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
         return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, body.cast(ref, "bool")))
 
     return rule
@@ -144,15 +152,15 @@ def moments(body: Body, ref: Ref, count: Size, correction: float, compute: str) 
 
 
 def _var(
-    low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
-) -> T:
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
+) -> LazyTensor:
     compute, by = opmath(x.dtype), 1 if correction is None else correction
     return _one(low, value, x, dim, lambda body, ref, count: moments(body, ref, count, by, compute)[0])
 
 
 def _std(
-    low: Lowering, value: torch.Tensor, /, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
-) -> T:
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
+) -> LazyTensor:
     # the variance of numbers beyond 1e19 overflows float32, its root does not: ATen's CPU kernel has it in double
     compute, by = "float64" if low.device == "cpu" else opmath(x.dtype), 1 if correction is None else correction
 
@@ -163,13 +171,13 @@ def _std(
 
 
 def _var_mean(
-    low: Lowering, value: Any, /, x: T, dim: Any = None, *, correction: Any = None, keepdim: Any = False
-) -> tuple[T | None, ...]:
+    low: Lowering, value: Any, /, x: LazyTensor, dim: Any = None, *, correction: Any = None, keepdim: Any = False
+) -> tuple[LazyTensor | None, ...]:
     compute, by = opmath(x.dtype), 1 if correction is None else correction
     return reduced(low, value, x, dim, lambda body, ref, count: moments(body, ref, count, by, compute))
 
 
-def _logsumexp(low: Lowering, value: torch.Tensor, /, x: T, dim: Any, *_: Any) -> T:
+def _logsumexp(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any, *_: Any) -> LazyTensor:
     compute = opmath(dtype_name(value.dtype))
 
     def build(body: Body, ref: Ref, _: Size) -> Ref:
@@ -186,7 +194,9 @@ def finite(body: Body, ref: Ref) -> Ref:
     return body.apply("where", body.apply("isinf", ref), body.const(0, body.dtype(ref)), ref)
 
 
-def _norm(low: Lowering, value: torch.Tensor, /, x: T, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> Result:
+def _norm(
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, order: float = 2, dim: Any = None, *_: Any, **__: Any
+) -> Result:
     if not isinstance(order, int | float):
         raise Inexpressible("a norm of symbolic order")
     compute = opmath(dtype_name(value.dtype))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import T, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -31,7 +31,9 @@ def accumulator(dtype: str, device: str) -> str:
     return "float64" if dtype == "float64" or (dtype == "float32" and device == "cpu") else "float32"
 
 
-def _scanned(low: Lowering, values: Sequence[torch.Tensor], x: T, dim: int, build: Build) -> tuple[T, ...]:
+def _scanned(
+    low: Lowering, values: Sequence[torch.Tensor], x: LazyTensor, dim: int, build: Build
+) -> tuple[LazyTensor, ...]:
     """One loop that scans `x` along `dim` and stores every result."""
     shape = x.shape or (1,)
     x = reshape(x, shape)
@@ -49,10 +51,10 @@ def _scanned(low: Lowering, values: Sequence[torch.Tensor], x: T, dim: int, buil
     return tuple(results)
 
 
-def _accumulated(op: str) -> Callable[..., T]:
+def _accumulated(op: str) -> Callable[..., LazyTensor]:
     """Sums and products: of elements in the result's dtype."""
 
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int, **_: Any) -> T:
+    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, **_: Any) -> LazyTensor:
         dtype = dtype_name(value.dtype)
 
         def build(body: Body, ref: Ref, _: Index) -> tuple[Ref, ...]:
@@ -64,10 +66,10 @@ def _accumulated(op: str) -> Callable[..., T]:
     return rule
 
 
-def _extreme(op: str) -> Callable[..., tuple[T, ...]]:
+def _extreme(op: str) -> Callable[..., tuple[LazyTensor, ...]]:
     """(values, indices): of equal values the last one, and every NaN."""
 
-    def rule(low: Lowering, value: Sequence[torch.Tensor], /, x: T, dim: int) -> tuple[T, ...]:
+    def rule(low: Lowering, value: Sequence[torch.Tensor], /, x: LazyTensor, dim: int) -> tuple[LazyTensor, ...]:
         def build(body: Body, ref: Ref, position: Index) -> tuple[Ref, ...]:
             compute = "float32" if x.dtype in ("bfloat16", "float16") else x.dtype
             element = to_dtype(body, ref, compute)

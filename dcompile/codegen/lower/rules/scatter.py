@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, computed, constant, constant_of, fresh, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed, constant, constant_of, fresh, from_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.indexing import IndexedSpace, checked, every_place, indexed_space, places
@@ -66,7 +66,7 @@ def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> b
     return has_atomic(mode, compute)
 
 
-def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> T:
+def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> LazyTensor:
     """A tensor of `shape` in which the values of `space` are combined where they fall."""
     view = low.buffer(shape, dtype, name=f"{low.node}_{mode}")
     body = low.body(ranges_of("i", space.shape))
@@ -76,13 +76,15 @@ def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: Indexed
     return from_view(view, dtype)
 
 
-def few_rows(shape: Shape, index: T) -> bool:
+def few_rows(shape: Shape, index: LazyTensor) -> bool:
     """May each row of a table look at all values? Asked where `meets` says no: then no two of them meet in memory."""
     numbers = (*shape, *index.shape)
     return all(isinstance(n, int) for n in numbers) and typical(size_product(numbers)) <= COMPARED
 
 
-def collected_by_rows(low: Lowering, shape: Shape, index: T, values: T, padding: int = -1) -> T:
+def collected_by_rows(
+    low: Lowering, shape: Shape, index: LazyTensor, values: LazyTensor, padding: int = -1
+) -> LazyTensor:
     """The sums of the values for each row of a table of `shape`, in a fixed order; `padding` is a row that gets none.
 
     `values` is of the shape of `index` and of a row, one after the other. A negative index counts from the end.
@@ -108,7 +110,7 @@ def collected_by_rows(low: Lowering, shape: Shape, index: T, values: T, padding:
     return from_view(view, compute)
 
 
-def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
+def _replaced(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor) -> LazyTensor:
     """`x` with the values of `source` put in place; the last one wins, which whole rows have in common."""
     start, end = space.start, space.start + space.rank
     common, zero = space.shape[start:end], Index()
@@ -149,7 +151,9 @@ def _replaced(low: Lowering, x: T, space: IndexedSpace, source: T) -> T:
     return computed(x.shape, x.dtype, at, (x, last, source), ops=4)
 
 
-def _reduced(low: Lowering, x: T, space: IndexedSpace, source: T, how: str, include_self: bool = True) -> T:
+def _reduced(
+    low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor, how: str, include_self: bool = True
+) -> LazyTensor:
     """`x` combined with all values that fall on each element, or where some fall, those alone."""
     dtype, compute = x.dtype, opmath(x.dtype)
     mode = REDUCTIONS[how]
@@ -188,7 +192,9 @@ def _reduced(low: Lowering, x: T, space: IndexedSpace, source: T, how: str, incl
 # --- scatter: one index for each value --------------------------------------------------------------------------------
 
 
-def _lines(low: Lowering, x: T, dim: int, index: T) -> tuple[T, int, T, IndexedSpace | None]:
+def _lines(
+    low: Lowering, x: LazyTensor, dim: int, index: LazyTensor
+) -> tuple[LazyTensor, int, LazyTensor, IndexedSpace | None]:
     """`x`, `dim` and `index`, with one dimension at least, and where each value goes; None if there are no values."""
     x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
@@ -203,33 +209,35 @@ def _lines(low: Lowering, x: T, dim: int, index: T) -> tuple[T, int, T, IndexedS
 
 
 def scatter(
-    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any, *, reduce: str = ""
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor, source: Any, *, reduce: str = ""
 ) -> Result:
     """scatter in full: replace, or with `reduce` combine."""
     shape = x.shape
     if reduce and not meets(low, x.dtype, reduce, shape, index.shape):
         return NotImplemented
     if reduce in ("", "sum") and scatters_by_library(low, x, index, adds=bool(reduce)):
-        put = f"scatter_.{'src' if isinstance(source, T) else 'value'}"
+        put = f"scatter_.{'src' if isinstance(source, LazyTensor) else 'value'}"
         return by_library(low, x, f"aten.{'scatter_add_.default' if reduce else put}", dim, index, source)
     lined, _, index, space = _lines(low, x, dim, index)
     if space is None:
         return fresh(x)
-    if not isinstance(source, T):
+    if not isinstance(source, LazyTensor):
         source = constant(source, index.shape, x.dtype)
     source = source if source.shape else reshape(source, (1,))
     result = _reduced(low, lined, space, source, reduce) if reduce else _replaced(low, lined, space, source)
     return reshape(result, shape)
 
 
-def scatter_add(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T) -> Result:
+def scatter_add(
+    low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor, source: LazyTensor
+) -> Result:
     return scatter(low, value, x, dim, index, source, reduce="sum")
 
 
 def _one_a_line(combine: Callable[[Body, Ref, Ref], Ref], several: Callable[..., Any]) -> Callable[..., Any]:
     """Scatter of one element for each line along `dim`: every element asks whether it is the one. Else `several`."""
 
-    def rule(low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: Any) -> Result:
+    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor, source: Any) -> Result:
         at_dim = dim % len(x.shape) if x.shape else 0
         if not x.shape or index.shape != (*x.shape[:at_dim], 1, *x.shape[at_dim + 1 :]):
             return several(low, value, x, dim, index, source)
@@ -241,14 +249,14 @@ def _one_a_line(combine: Callable[[Body, Ref, Ref], Ref], several: Callable[...,
             line = (*coords[:dim], zero, *coords[dim + 1 :])
             hit = body.apply("eq", body.cast(body.trace(seen, line), "int64"), body.index(coords[dim]))
             old = body.cast(body.trace(x, coords), compute)
-            if isinstance(source, T):
+            if isinstance(source, LazyTensor):
                 new = body.cast(to_dtype(body, body.trace(source, line), dtype), compute)
             else:
                 new = body.cast(body.const(source, dtype), compute)
             combined = body.cast(body.cast(combine(body, old, new), dtype), compute)
             return to_dtype(body, body.apply("where", hit, combined, old), dtype)
 
-        args = (x, seen, source) if isinstance(source, T) else (x, seen)
+        args = (x, seen, source) if isinstance(source, LazyTensor) else (x, seen)
         return computed(x.shape, dtype, at, args, ops=2)
 
     return rule
@@ -263,7 +271,16 @@ def _accumulate(body: Body, old: Ref, new: Ref) -> Ref:
 
 
 def _scatter_reduce(
-    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    x: LazyTensor,
+    dim: int,
+    index: LazyTensor,
+    source: LazyTensor,
+    how: str,
+    *,
+    include_self: bool = True,
 ) -> Result:
     if not meets(low, x.dtype, how, x.shape, index.shape):
         return NotImplemented
@@ -275,7 +292,16 @@ def _scatter_reduce(
 
 
 def _index_reduce(
-    low: Lowering, value: torch.Tensor, /, x: T, dim: int, index: T, source: T, how: str, *, include_self: bool = True
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    x: LazyTensor,
+    dim: int,
+    index: LazyTensor,
+    source: LazyTensor,
+    how: str,
+    *,
+    include_self: bool = True,
 ) -> Result:
     given = x.shape
     if not meets(low, x.dtype, how, x.shape, source.shape):
@@ -301,9 +327,9 @@ def _index_put(
     low: Lowering,
     value: torch.Tensor,
     /,
-    x: T,
-    indices: Sequence[T | None],
-    values: T,
+    x: LazyTensor,
+    indices: Sequence[LazyTensor | None],
+    values: LazyTensor,
     accumulate: bool = False,
     *_: Any,
 ) -> Result:
@@ -325,14 +351,14 @@ def _index_put(
     return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
 
 
-def _put(x: T, indices: Sequence[T | None]) -> Shape:
+def _put(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
     """Sizes whose product is how many values are put, where indices are of one shape."""
     given = {dim for dim, index in enumerate(indices) if index is not None}
     largest = max((i.shape for i in indices if i is not None), key=lambda shape: typical(size_product(shape)))
     return (*largest, *(size for dim, size in enumerate(x.shape) if dim not in given))
 
 
-def _added_by_rows(low: Lowering, x: T, indices: Sequence[T | None], values: T) -> Result:
+def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> Result:
     """index_put that adds whole rows to a small table."""
     given = [index for index in indices if index is not None]
     if indices[0] is None or len(given) > 1 or DTYPES[x.dtype] != "float" or not few_rows(x.shape, given[0]):
@@ -348,7 +374,7 @@ def _added_by_rows(low: Lowering, x: T, indices: Sequence[T | None], values: T) 
     return computed(x.shape, x.dtype, at, (x, total), ops=1)
 
 
-def _put_where(x: T, indices: Sequence[T | None], values: T, accumulate: bool) -> Result:
+def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor, accumulate: bool) -> Result:
     """One mask, and values that are the same for all its places."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     (dim, mask), rank, dtype = given[0], len(x.shape), x.dtype

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from dcompile.codegen.lower.context import Lowering
-from dcompile.codegen.lower.lazy_tensor import T, constant_of, fresh, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant_of, fresh, from_view
 from dcompile.codegen.lower.symbolic.strides import Shape
 from dcompile.ir.index import size_product, typical
 
@@ -25,7 +25,7 @@ SHARE = 8
 from which on it costs little to ask what is put there."""
 
 
-def by_library(low: Lowering, x: T, op: str, *given: Any) -> T:
+def by_library(low: Lowering, x: LazyTensor, op: str, *given: Any) -> LazyTensor:
     """`x` after an in-place operation `op` of ATen with these further arguments; `x` itself stays as it is."""
     own = low.store(fresh(x))
     assert own.view is not None
@@ -33,14 +33,14 @@ def by_library(low: Lowering, x: T, op: str, *given: Any) -> T:
     return from_view(own.view, x.dtype)
 
 
-def scatters_by_library(low: Lowering, x: T, index: T, *, adds: bool) -> bool:
+def scatters_by_library(low: Lowering, x: LazyTensor, index: LazyTensor, *, adds: bool) -> bool:
     """Is a scatter on a CPU the library's? One that adds, where there is little to add to what is no zero."""
     if low.device != "cpu" or 0 in (*index.shape, *x.shape) or typical(x.numel) < SMALL:
         return False
     return not adds or (typical(index.numel) * SHARE <= typical(x.numel) and constant_of(x) != 0)
 
 
-def puts_by_library(low: Lowering, x: T, places: Shape, values: Shape, *, adds: bool) -> bool:
+def puts_by_library(low: Lowering, x: LazyTensor, places: Shape, values: Shape, *, adds: bool) -> bool:
     """Is an index_put on a CPU the library's? `places` is how many there are to be looked up, `values` what is put."""
     count, most, numel = (size_product(shape) for shape in (values, places, x.shape))
     if low.device != "cpu" or not (isinstance(count, int) and isinstance(most, int) and isinstance(numel, int)):

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, computed
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rules.concat import MAX_PIECES, below, either, not_below, value_of
 from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, PUTS
@@ -36,7 +36,7 @@ FRESH = frozenset((
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class PiecewiseSource:
     """What a tensor is read from, along each dimension by itself; no source: memory that nobody has written."""
 
     source: Node | None
@@ -48,19 +48,19 @@ class Assembled:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SliceChains:
     """`whole` nodes are read from their source, `needless` ones by nobody else then."""
 
-    whole: Mapping[Node, Assembled] = field(default_factory=dict)
+    whole: Mapping[Node, PiecewiseSource] = field(default_factory=dict)
     needless: frozenset[Node] = frozenset()
 
 
-def find_assembled(graph: Graph) -> Found:
+def find_assembled(graph: Graph) -> SliceChains:
     """Relies on: nodes change nothing but what OVERWRITES and PUTS name, behind which the search begins anew."""
     if not graph.find_nodes(op="call_function", target=torch.ops.aten.slice_scatter.default):
-        return Found()
-    known: dict[Node, Assembled] = {}
-    parts, whole = dict[Node, Assembled](), dict[Node, Assembled]()
+        return SliceChains()
+    known: dict[Node, PiecewiseSource] = {}
+    parts, whole = dict[Node, PiecewiseSource](), dict[Node, PiecewiseSource]()
     for node in graph.nodes:
         if str(node.target) in OVERWRITES | PUTS:
             known.clear()
@@ -73,17 +73,17 @@ def find_assembled(graph: Graph) -> Found:
     for node in reversed(parts):
         if node not in whole and node not in sources and all(user in needless or user in whole for user in node.users):
             needless.add(node)
-    return Found(whole, frozenset(needless))
+    return SliceChains(whole, frozenset(needless))
 
 
-def _assembled(node: Node, known: Mapping[Node, Assembled]) -> Assembled | None:
+def _assembled(node: Node, known: Mapping[Node, PiecewiseSource]) -> PiecewiseSource | None:
     """What a node is made of, if it is a slice, what slices are put into, or memory for it."""
     value: Any = node.meta.get("val")
     if not _is_plain(value) or not all(_is_plain(given.meta.get("val")) for given in node.all_input_nodes):
         return None
     match str(node.target), node.args:
         case target, _ if target in FRESH:
-            return Assembled(None, tuple(((size, None),) for size in value.shape))
+            return PiecewiseSource(None, tuple(((size, None),) for size in value.shape))
         case "aten.slice.Tensor", (Node() as of, *where):
             bounds = _bounds(of, where)
             return None if bounds is None else _changed(_of(of, known), bounds[0], lambda line: _cut(line, *bounds[1:]))
@@ -95,8 +95,8 @@ def _assembled(node: Node, known: Mapping[Node, Assembled]) -> Assembled | None:
 
 
 def _put(
-    base: Node, part: Node, bounds: tuple[int, int, int] | None, known: Mapping[Node, Assembled]
-) -> Assembled | None:
+    base: Node, part: Node, bounds: tuple[int, int, int] | None, known: Mapping[Node, PiecewiseSource]
+) -> PiecewiseSource | None:
     """`base` with `part` in its place, where other dimensions are the same in both."""
     if bounds is None or not _alike(base, part):
         return None
@@ -106,7 +106,7 @@ def _put(
     if part.meta["val"].shape != (*shape[:dim], high - low, *shape[dim + 1 :]):
         return None
     if into.source is None:
-        into = Assembled(of.source, (*of.lines[:dim], into.lines[dim], *of.lines[dim + 1 :]))
+        into = PiecewiseSource(of.source, (*of.lines[:dim], into.lines[dim], *of.lines[dim + 1 :]))
     if into.source is not of.source or _without(into.lines, dim) != _without(of.lines, dim):
         return None
     line = into.lines[dim]
@@ -127,9 +127,9 @@ def _alike(one: Node, other: Node) -> bool:
     return bool(first.dtype == second.dtype and first.device == second.device)
 
 
-def _of(node: Node, known: Mapping[Node, Assembled]) -> Assembled:
+def _of(node: Node, known: Mapping[Node, PiecewiseSource]) -> PiecewiseSource:
     """What is not put together is read from itself."""
-    return known.get(node) or Assembled(node, tuple(((size, 0),) for size in node.meta["val"].shape))
+    return known.get(node) or PiecewiseSource(node, tuple(((size, 0),) for size in node.meta["val"].shape))
 
 
 def _bounds(of: Node, where: list[Any]) -> tuple[int, int, int] | None:
@@ -143,7 +143,7 @@ def _bounds(of: Node, where: list[Any]) -> tuple[int, int, int] | None:
     return (dim % len(shape), low, high) if low < high else None
 
 
-def _changed(assembled: Assembled, dim: int, change: Callable[[Line], Line]) -> Assembled:
+def _changed(assembled: PiecewiseSource, dim: int, change: Callable[[Line], Line]) -> PiecewiseSource:
     lines = assembled.lines
     return replace(assembled, lines=(*lines[:dim], change(lines[dim]), *lines[dim + 1 :]))
 
@@ -179,7 +179,7 @@ def _joined(line: Line) -> Line:
 # --- in a loop --------------------------------------------------------------------------------------------------------
 
 
-def read_from(low: Lowering, value: torch.Tensor, x: T, lines: tuple[Line, ...]) -> T:
+def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Line, ...]) -> LazyTensor:
     """Along the last dimension a CPU is told the stretches apart, along others one place is looked up (`pads.py`)."""
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(lines) - 1
     apart = last if low.device == "cpu" else None

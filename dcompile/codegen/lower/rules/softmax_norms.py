@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -21,7 +21,7 @@ Build = Callable[..., Ref]
 
 
 def _by_row(
-    low: Lowering, value: torch.Tensor, /, tensors: Sequence[T], dim: int, compute: str, build: Build
+    low: Lowering, value: torch.Tensor, /, tensors: Sequence[LazyTensor], dim: int, compute: str, build: Build
 ) -> Result:
     """A loop over rows along `dim` of equally shaped tensors that stores one result for each element."""
     shape = tensors[0].shape or (1,)
@@ -42,7 +42,7 @@ def _shifted(body: Body, x: Ref) -> Ref:
     return body.apply("sub", x, body.reduce("max", x))
 
 
-def _softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> Result:
+def _softmax(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, half_to_float: bool) -> Result:
     def build(body: Body, x: Ref) -> Ref:
         exp = body.apply("exp", _shifted(body, x))
         return body.apply("div", exp, body.reduce("sum", exp))
@@ -52,7 +52,7 @@ def _softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_floa
     return _by_row(low, value, [x], dim, compute, build)
 
 
-def _log_softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_float: bool) -> Result:
+def _log_softmax(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, half_to_float: bool) -> Result:
     def build(body: Body, x: Ref) -> Ref:
         shifted = _shifted(body, x)
         return body.apply("sub", shifted, body.apply("log", body.reduce("sum", body.apply("exp", shifted))))
@@ -60,7 +60,9 @@ def _log_softmax(low: Lowering, value: torch.Tensor, /, x: T, dim: int, half_to_
     return _by_row(low, value, [x], dim, opmath(x.dtype), build)
 
 
-def _softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> Result:
+def _softmax_backward(
+    low: Lowering, value: torch.Tensor, /, grad: LazyTensor, y: LazyTensor, dim: int, dtype: Any
+) -> Result:
     def build(body: Body, grad: Ref, y: Ref) -> Ref:
         total = body.reduce("sum", body.apply("mul", grad, y))
         return body.apply("mul", body.apply("sub", grad, total), y)
@@ -68,7 +70,9 @@ def _softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim:
     return _by_row(low, value, [grad, y], dim, opmath(grad.dtype), build)
 
 
-def _log_softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, dim: int, dtype: Any) -> Result:
+def _log_softmax_backward(
+    low: Lowering, value: torch.Tensor, /, grad: LazyTensor, y: LazyTensor, dim: int, dtype: Any
+) -> Result:
     def build(body: Body, grad: Ref, y: Ref) -> Ref:
         return body.apply("sub", grad, body.apply("mul", body.apply("exp", y), body.reduce("sum", grad)))
 
@@ -76,8 +80,15 @@ def _log_softmax_backward(low: Lowering, value: torch.Tensor, /, grad: T, y: T, 
 
 
 def _layer_norm(
-    low: Lowering, value: Any, /, x: T, normalized: Sequence[int], weight: T | None, bias: T | None, eps: float
-) -> tuple[T, ...]:
+    low: Lowering,
+    value: Any,
+    /,
+    x: LazyTensor,
+    normalized: Sequence[int],
+    weight: LazyTensor | None,
+    bias: LazyTensor | None,
+    eps: float,
+) -> tuple[LazyTensor, ...]:
     """(output, mean, 1 / standard deviation)."""
     rank, first = len(x.shape), len(x.shape) - len(normalized)
     compute = opmath(x.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering
-from dcompile.codegen.lower.lazy_tensor import T
+from dcompile.codegen.lower.lazy_tensor import LazyTensor
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.rules.expr import Numbers
@@ -246,7 +246,7 @@ def _zeta(body: Body, x: Ref, q: Ref) -> Ref:
 
 def _polygamma(low: Lowering, value: torch.Tensor, /, order: Any, x: Any) -> Result:
     """The derivative of digamma of a given order; torch takes the order first, its method second."""
-    order, x = (x, order) if isinstance(order, T) else (order, x)
+    order, x = (x, order) if isinstance(order, LazyTensor) else (order, x)
     if order == 0:
         return Pointwise(_digamma, 1, heavy=True, ops=60)(low, value, x)
     if order == 1:

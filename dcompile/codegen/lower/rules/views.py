@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, shape_of
-from dcompile.codegen.lower.lazy_tensor import T, broadcast, from_view, laid_out_as, remapped
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view, laid_out_as, remapped
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.symbolic.shapes import Inexpressible, opaque_shape
@@ -18,11 +18,11 @@ from dcompile.ir.index import Size, as_index, as_size, extreme, floordiv, is_bel
 from dcompile.ir.nodes import View
 
 
-def _reshape(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
+def _reshape(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> LazyTensor:
     return reshape(x, shape_of(value))
 
 
-def _view(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
+def _view(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> LazyTensor:
     """As `_reshape`; torch has seen that nothing moves, also where sizes are equal by a guard of its own alone."""
     seen = reshape(x, shape_of(value))
     if seen.view is None and x.view is not None and laid_out_as(x, x.strides):
@@ -31,7 +31,7 @@ def _view(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
     return seen
 
 
-def reshape(x: T, shape: Shape) -> T:
+def reshape(x: LazyTensor, shape: Shape) -> LazyTensor:
     """The same elements in row-major order as another shape."""
     if x.shape == shape:
         return x
@@ -43,15 +43,15 @@ def reshape(x: T, shape: Shape) -> T:
     return replace(lazy, base=x, again=lambda stored: reshape(stored, shape)) if x.view is None else lazy
 
 
-def _same(_: Lowering, value: torch.Tensor, /, x: T, *__: Any) -> T:
+def _same(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> LazyTensor:
     return x
 
 
-def _permute(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:
+def _permute(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dims: Sequence[int]) -> LazyTensor:
     return permute(x, dims)
 
 
-def permute(x: T, dims: Sequence[int]) -> T:
+def permute(x: LazyTensor, dims: Sequence[int]) -> LazyTensor:
     """Dimension n of the result is dimension dims[n] of `x`."""
     rank = len(x.shape)
     order = [d % rank for d in dims]
@@ -59,7 +59,7 @@ def permute(x: T, dims: Sequence[int]) -> T:
     return remapped(x, tuple(x.shape[d] for d in order), lambda _, coords: tuple(coords[n] for n in back))
 
 
-def _transpose(_: Lowering, value: torch.Tensor, /, x: T, a: int, b: int) -> T:
+def _transpose(_: Lowering, value: torch.Tensor, /, x: LazyTensor, a: int, b: int) -> LazyTensor:
     rank = len(x.shape)
     dims = list(range(rank))
     if rank:
@@ -67,11 +67,11 @@ def _transpose(_: Lowering, value: torch.Tensor, /, x: T, a: int, b: int) -> T:
     return permute(x, dims)
 
 
-def _t(_: Lowering, value: torch.Tensor, /, x: T) -> T:
+def _t(_: Lowering, value: torch.Tensor, /, x: LazyTensor) -> LazyTensor:
     return permute(x, range(len(x.shape))[::-1])
 
 
-def _expand(_: Lowering, value: torch.Tensor, /, x: T, *__: Any, **___: Any) -> T:
+def _expand(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any, **___: Any) -> LazyTensor:
     return broadcast(x, shape_of(value))
 
 
@@ -79,12 +79,12 @@ def _slice(
     _: Lowering,
     value: torch.Tensor,
     /,
-    x: T,
+    x: LazyTensor,
     dim: int = 0,
     start: Size | None = None,
     end: Size | None = None,
     step: int = 1,
-) -> T:
+) -> LazyTensor:
     first = first_of(start, x.shape[dim])
     return along(x, dim, shape_of(value), lambda c: c * step + first)
 
@@ -102,7 +102,7 @@ def first_of(start: Size | None, size: Size) -> Size:
     return _from_the_end_if_negative(start, size)
 
 
-def along(x: T, dim: int, shape: Shape, move: Callable[[Any], Any]) -> T:
+def along(x: LazyTensor, dim: int, shape: Shape, move: Callable[[Any], Any]) -> LazyTensor:
     """`x` with a map on one coordinate."""
     dim %= len(x.shape)
 
@@ -112,7 +112,7 @@ def along(x: T, dim: int, shape: Shape, move: Callable[[Any], Any]) -> T:
     return remapped(x, shape, remap)
 
 
-def select(x: T, dim: int, position: Size) -> T:
+def select(x: LazyTensor, dim: int, position: Size) -> LazyTensor:
     """`x` at one position of a dimension, which goes away."""
     dim %= len(x.shape)
     at = as_index(place_of(position, x.shape[dim]))
@@ -135,13 +135,13 @@ def _from_the_end_if_negative(number: Size, size: Size) -> Size:
     return as_size(extreme("max", as_index(number) + one_if_negative * size, 0))
 
 
-def _select(_: Lowering, value: torch.Tensor, /, x: T, dim: int, position: Size) -> T:
+def _select(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, position: Size) -> LazyTensor:
     return select(x, dim, position)
 
 
-def _pieces(_: Lowering, values: Sequence[torch.Tensor], /, x: T, __: Any, dim: int = 0) -> list[T]:
+def _pieces(_: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor, __: Any, dim: int = 0) -> list[LazyTensor]:
     """Consecutive pieces along a dimension, as long as the fake results say."""
-    result: list[T] = []
+    result: list[LazyTensor] = []
     start: Size = 0
     for value in values:
         shape = shape_of(value)
@@ -150,15 +150,17 @@ def _pieces(_: Lowering, values: Sequence[torch.Tensor], /, x: T, __: Any, dim: 
     return result
 
 
-def _shifted(x: T, dim: int, shape: Shape, start: Size) -> T:
+def _shifted(x: LazyTensor, dim: int, shape: Shape, start: Size) -> LazyTensor:
     return along(x, dim, shape, lambda c: c + start)
 
 
-def _unbind(_: Lowering, values: Sequence[torch.Tensor], /, x: T, dim: int = 0) -> list[T]:
+def _unbind(_: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor, dim: int = 0) -> list[LazyTensor]:
     return [select(x, dim, position) for position in range(len(values))]
 
 
-def _diagonal(_: Lowering, value: torch.Tensor, /, x: T, offset: int = 0, dim1: int = 0, dim2: int = 1) -> T:
+def _diagonal(
+    _: Lowering, value: torch.Tensor, /, x: LazyTensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> LazyTensor:
     rank = len(x.shape)
     row, column = dim1 % rank, dim2 % rank
     others = [d for d in range(rank) if d not in (row, column)]
@@ -171,7 +173,7 @@ def _diagonal(_: Lowering, value: torch.Tensor, /, x: T, offset: int = 0, dim1: 
     return remapped(x, shape_of(value), remap)
 
 
-def _unfold(_: Lowering, value: torch.Tensor, /, x: T, dim: int, size: int, step: int) -> Result:
+def _unfold(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, size: int, step: int) -> Result:
     if not x.shape:
         return NotImplemented
     dim %= len(x.shape)
@@ -183,7 +185,13 @@ def _unfold(_: Lowering, value: torch.Tensor, /, x: T, dim: int, size: int, step
 
 
 def _as_strided(
-    low: Lowering, value: torch.Tensor, /, x: T, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    x: LazyTensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | None = None,
 ) -> Result:
     """Strides into memory mean what torch's layout says: `x` has to lie there exactly so."""
     stored = low.memory(x)
@@ -208,7 +216,7 @@ def _is_whole(low: Lowering, view: View) -> bool:
     return view.offset == 0 and low.buffers[view.buffer].shape == view.shape
 
 
-def _flip(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:
+def _flip(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dims: Sequence[int]) -> LazyTensor:
     rank = len(x.shape)
     turned = {d % rank for d in dims} if rank else set()
 
@@ -221,7 +229,7 @@ def _flip(_: Lowering, value: torch.Tensor, /, x: T, dims: Sequence[int]) -> T:
     return remapped(x, x.shape, remap)
 
 
-def _repeat(_: Lowering, value: torch.Tensor, /, x: T, repeats: Sequence[int]) -> T:
+def _repeat(_: Lowering, value: torch.Tensor, /, x: LazyTensor, repeats: Sequence[int]) -> LazyTensor:
     lead = len(repeats) - len(x.shape)
 
     def remap(body: Body, coords: Coords) -> Coords:
@@ -230,7 +238,7 @@ def _repeat(_: Lowering, value: torch.Tensor, /, x: T, repeats: Sequence[int]) -
     return remapped(x, shape_of(value), remap)
 
 
-def _roll(_: Lowering, value: torch.Tensor, /, x: T, shifts: Any, dims: Any = ()) -> Result:
+def _roll(_: Lowering, value: torch.Tensor, /, x: LazyTensor, shifts: Any, dims: Any = ()) -> Result:
     shifts = [shifts] if isinstance(shifts, int) else list(shifts)
     if not dims:
         if not x.shape or len(shifts) != 1:

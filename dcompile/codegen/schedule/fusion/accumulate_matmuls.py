@@ -13,7 +13,7 @@ DTYPES = ("float32", "float64")  # narrower ones are rounded after each operatio
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class SummedMatmuls:
     """A loop that adds up products, and perhaps one other value in front. All by position among the steps."""
 
     loop: int
@@ -58,7 +58,7 @@ def accumulate_products(program: Program) -> Program:
     return replace(program, steps=steps, buffers=tuple(buffer for buffer in buffers if buffer.name in used))
 
 
-def find_sums(program: Program) -> list[Sum]:
+def find_sums(program: Program) -> list[SummedMatmuls]:
     """Loops that add up products which nothing else reads, and at most one value that nothing reads later."""
     writers: dict[str, list[int]] = defaultdict(list)
     readers: dict[str, list[int]] = defaultdict(list)
@@ -83,7 +83,7 @@ def find_sums(program: Program) -> list[Sum]:
             continue
         products.sort(key=lambda name: writers[name][0])
         start, *rest = [*others, *products]
-        found.append(Sum(number, start, writers[start][0], tuple(writers[name][0] for name in rest)))
+        found.append(SummedMatmuls(number, start, writers[start][0], tuple(writers[name][0] for name in rest)))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
-from dcompile.codegen.schedule.fusion.merge import Merging, without
+from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import typical
@@ -26,7 +26,7 @@ def fuse(program: Program) -> Program:
     Guarantees: bitwise-equal outputs (every value keeps its rounding), library calls and collectives in their order.
     """
     steps = [canonical(step) if isinstance(step, Loop) else step for step in program.steps]
-    graph = _Graph(steps, program)
+    graph = _StepGraph(steps, program)
     queue = [entry for pair in graph.pairs() for entry in graph.entry(*pair)]
     heapq.heapify(queue)
     while queue:
@@ -64,7 +64,7 @@ def drop_internal(program: Program) -> Program:
     return replace(program, steps=tuple(steps), buffers=tuple(b for b in program.buffers if b.name in used))
 
 
-class _Graph:
+class _StepGraph:
     """Steps under merging: who must run before whom, as bit sets over the numbers of the original steps.
 
     A merged step has the bits of all that it was made of; others have all of them or none.
@@ -72,7 +72,7 @@ class _Graph:
 
     def __init__(self, steps: list[Step], program: Program) -> None:
         self.steps: dict[int, Step] = dict(enumerate(steps))
-        self.merge = Merging()
+        self.merge = LoopMerger()
         self.reads = {number: step.reads for number, step in self.steps.items()}  # steps work them out at each call
         self.writes = {number: step.writes for number, step in self.steps.items()}
         self.alive = set(self.steps)

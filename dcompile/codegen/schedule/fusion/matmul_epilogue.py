@@ -44,7 +44,7 @@ ANY = Tile(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class EpilogueCandidate:
     """A product and the loop that it may end in, by position among the steps."""
 
     product: int
@@ -97,21 +97,21 @@ def with_tile(joint: Loop, tile: Tile) -> Loop:
     return replace(joint, product=replace(joint.product, tile=tile))
 
 
-def endings(program: Program) -> list[Ending]:
+def endings(program: Program) -> list[EpilogueCandidate]:
     """All products that may end in a loop, each with one such loop."""
     table = program.table
     products = {n: out for n, step in enumerate(program.steps) if (out := _result(step, table)) is not None}
     if not products:
         return []
     before = edges(program.steps)
-    found: dict[int, Ending] = {}
+    found: dict[int, EpilogueCandidate] = {}
     for at, out in products.items():
         behind = (n for n in range(at + 1, len(program.steps)) if at in before[n])
         position = next(behind, None)  # no other step may need the product, or overwrite what it reads, before
         joint = None if position is None else _joined(program, at, position, out)
         if position is None or joint is None:
             continue
-        ending = Ending(at, position, joint)
+        ending = EpilogueCandidate(at, position, joint)
         if position not in found or ending.flops >= found[position].flops:
             found[position] = ending  # of two products that a loop reads, the larger one, or the one nearer to it
     return [found[position] for position in sorted(found)]

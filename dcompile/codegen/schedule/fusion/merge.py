@@ -50,7 +50,7 @@ def merge(first: Loop, second: Loop) -> Loop | None:
     return None
 
 
-class Merging:
+class LoopMerger:
     """`merge` for many pairs. Pairs that differ in names alone, as those of equal layers, are merged once."""
 
     def __init__(self) -> None:

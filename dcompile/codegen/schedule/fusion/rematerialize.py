@@ -45,7 +45,7 @@ UNLIMITED = 1 << 62
 """The end of a span that a comparison leaves open."""
 
 
-def compute_again(program: Program) -> Program:
+def rematerialize(program: Program) -> Program:
     """Have loops on a GPU compute elements of large buffers again from what made them, if that is less to read.
 
     Guarantees: bitwise-equal values: every operation rounds as it did.
@@ -64,7 +64,7 @@ def compute_again(program: Program) -> Program:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _RecomputableStore:
     """A store of a loop whose elements others may compute: the values behind it, and the buffers that these load."""
 
     store: Store
@@ -86,7 +86,7 @@ class _Work:
                 for name in names:
                     found.setdefault(name, set()).add(number)
 
-    def offers(self, number: int) -> Iterator[_Offer]:
+    def offers(self, number: int) -> Iterator[_RecomputableStore]:
         """What others could compute in place of reading it from this step."""
         loop = self.steps[number]
         if not isinstance(loop, Loop) or not on_gpu(loop, self.table):
@@ -105,13 +105,13 @@ class _Work:
             changed = (at for name in sources for at in self.writers.get(name, ()))
             known = all(isinstance(self.table[name].extent, int) for name in sources)
             if known and sources and not any(number <= at <= max(users) for at in changed):
-                yield _Offer(store, refs, sources)
+                yield _RecomputableStore(store, refs, sources)
 
     def _is_large(self, name: str) -> bool:
         buffer = self.table[name]
         return isinstance(buffer.extent, int) and buffer.nbytes >= LEAST
 
-    def take(self, number: int, offers: Sequence[_Offer]) -> bool:
+    def take(self, number: int, offers: Sequence[_RecomputableStore]) -> bool:
         """Accept offers of one loop if all who read what is offered can, and less is read and written then."""
         loop = self.steps[number]
         assert isinstance(loop, Loop), "only loops make offers"
@@ -157,7 +157,7 @@ def _cost(value: Value) -> int:
     return OPS[value.op].cost if isinstance(value, Apply) else 0
 
 
-def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _Offer]) -> Loop | None:
+def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _RecomputableStore]) -> Loop | None:
     """`reader` with what it loads of `offers` computed as `maker` does; None if the places do not line up."""
     bounds, own = ranges(reader), ranges(maker)
     body: list[Value] = []

@@ -84,7 +84,7 @@ def spread_rows(program: Program) -> Program:
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
 
 
-def fuse_sums(program: Program) -> Program:
+def refuse_after_split(program: Program) -> Program:
     """Join the loops that add parts up with what is done with their results. As `fuse`, for GPUs."""
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]

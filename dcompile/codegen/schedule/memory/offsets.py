@@ -74,7 +74,7 @@ def best_gap(start: np.ndarray, end: np.ndarray, size: int) -> int:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _SymbolicSlot:
     """Memory that blocks of symbolic size take turns in, those of the largest size first."""
 
     nbytes: Size
@@ -92,15 +92,15 @@ def place_symbolic(blocks: Sequence[Block], start: Size) -> tuple[list[Size], Si
     A block joins a slot whose size is provably enough; slots lie one after another, so that their offsets are sums of
     sizes, which a call works out when it begins.
     """
-    slots: list[_Slot] = []
-    member: dict[int, _Slot] = {}
+    slots: list[_SymbolicSlot] = []
+    member: dict[int, _SymbolicSlot] = {}
     order = sorted(range(len(blocks)), key=lambda n: (-typical(blocks[n].nbytes), blocks[n].first, n))
     for number in order:
         fitting = [slot for slot in slots if slot.takes(blocks[number])]
         if fitting:
             slot = min(fitting, key=lambda slot: typical(slot.nbytes))
         else:
-            slot = _Slot(blocks[number].nbytes, [])
+            slot = _SymbolicSlot(blocks[number].nbytes, [])
             slots.append(slot)
         slot.blocks.append(blocks[number])
         member[number] = slot

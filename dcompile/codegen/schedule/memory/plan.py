@@ -9,7 +9,7 @@ from dataclasses import replace
 from dcompile.codegen.schedule.memory.offsets import Block, place_symbolic
 from dcompile.codegen.schedule.memory.reuse_external import (
     APART,
-    Host,
+    DonorBuffer,
     held_bytes,
     hosts_of,
     in_flight,
@@ -56,7 +56,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in apart]
     hosts = [host for host in hosts_of(program, storages, lives, kept) if host.name not in over.values()]
     table = program.table
-    ending: dict[int, list[Host]] = defaultdict(list)
+    ending: dict[int, list[DonorBuffer]] = defaultdict(list)
     for host in hosts:
         ending[host.edge].append(host)
     heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
@@ -212,7 +212,7 @@ def _heirs(
     table: Mapping[str, Buffer],
     group: Sequence[Buffer],
     lives: Mapping[str, Life],
-    hosts: Mapping[int, Sequence[Host]],
+    hosts: Mapping[int, Sequence[DonorBuffer]],
 ) -> frozenset[str]:
     """Of the hosts, by edge, those that hand memory over to the first of a group in place, or take over the last's."""
     spans = [lives.get(buffer.name, (0, 0)) for buffer in group]

@@ -27,8 +27,8 @@ def plan_frugally(program: Program, saves: bool = False) -> Program:
     planned = plan_memory(program, saves)
     if any(isinstance(step, Collective) for step in program.steps):
         return planned
-    planned = _better(planned, free_first(program), saves)
-    while (moved := put_off(planned)) is not None:
+    planned = _better(planned, reorder_for_frees(program), saves)
+    while (moved := delay_peak_call(planned)) is not None:
         better = _better(planned, replace(program, steps=moved), saves)
         if better is planned:
             break
@@ -77,7 +77,7 @@ def _while(begun: np.ndarray, ended: np.ndarray) -> np.ndarray:
     return held
 
 
-def put_off(planned: Program) -> tuple[Step, ...] | None:
+def delay_peak_call(planned: Program) -> tuple[Step, ...] | None:
     """The steps with the library call at the peak behind later ones, if it takes much memory for itself.
 
     The gradients of a model's last filters come first in its backward, where all that it has saved is still there, and
@@ -102,7 +102,7 @@ def put_off(planned: Program) -> tuple[Step, ...] | None:
     return (*steps[:at], *steps[at + 1 : to], steps[at], *steps[to:])
 
 
-def free_first(program: Program) -> Program:
+def reorder_for_frees(program: Program) -> Program:
     """Of the steps that may run next, take the one after which the least memory is held; of equals, the earlier one.
 
     A weight's gradient, for which a saved activation ends, then comes before the activation's gradient, which may lie

@@ -35,7 +35,7 @@ Place = tuple[str | int | None, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class DonorBuffer:
     """A buffer that others may lie in: until step `edge` writes it (`early`), or after step `edge` has read it.
 
     The step `edge` itself may hand its memory over in place, as `heirs` of `lodge` says.
@@ -48,7 +48,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Lodging:
+class Placement:
     """Each block's place; the arena's size; the peak of all."""
 
     places: list[Place]
@@ -58,7 +58,7 @@ class Lodging:
 
 def hosts_of(
     program: Program, storages: Mapping[str, str], lives: Mapping[str, tuple[int, int]], kept: Set[str]
-) -> list[Host]:
+) -> list[DonorBuffer]:
     """Buffers on the CPU whose memory is the call's before they are written, or becomes its own after they are read.
 
     `kept`: buffers whose memory results show, or may show.
@@ -75,9 +75,9 @@ def hosts_of(
         kind, (first, last) = storages[buffer.name], lives[buffer.name]
         given = buffer.name in program.donated and buffer.name not in written
         if kind == "out":
-            found.append(Host(buffer.name, buffer.nbytes, first, early=True))
+            found.append(DonorBuffer(buffer.name, buffer.nbytes, first, early=True))
         elif buffer.name not in kept and (given or kind == "library"):
-            found.append(Host(buffer.name, buffer.nbytes, last, early=False))
+            found.append(DonorBuffer(buffer.name, buffer.nbytes, last, early=False))
     return found
 
 
@@ -149,12 +149,12 @@ def held_bytes(
 
 def lodge(
     blocks: Sequence[Block],
-    hosts: Sequence[Host],
+    hosts: Sequence[DonorBuffer],
     heirs: Mapping[int, Set[str]],
     held: np.ndarray,
     bound: Set[int],
     beside: int | None = None,
-) -> Lodging:
+) -> Placement:
     """Places for blocks, in the arena or in hosts, such that arena and `held` together peak low.
 
     `heirs` says which hosts hand their memory to a block in place, or take it over from it; blocks of `bound` stay in
@@ -166,17 +166,17 @@ def lodge(
     """
     offsets, total = place(blocks)
     before = int(held.max(initial=0))
-    usual = Lodging([(None, offset) for offset in offsets], total, total + before)
+    usual = Placement([(None, offset) for offset in offsets], total, total + before)
     if not blocks:
         return usual
     options = _options(blocks, hosts, heirs, bound) if hosts else [np.zeros(0, np.int64)] * len(blocks)
 
-    def cost(lodging: Lodging) -> int:
+    def cost(lodging: Placement) -> int:
         count = sum(host == APART for host, _ in lodging.places)
         later = 0 if beside is None else beside + total + lodging.arena_bytes
         return max(lodging.peak, later) + count * (usual.peak // PRICE)
 
-    def best_of(best: Lodging, barred: Set[int]) -> Lodging:
+    def best_of(best: Placement, barred: Set[int]) -> Placement:
         for raises in (False, True):
             for eighths in range(STEPS_OF_CAP):
                 cap = total * eighths // STEPS_OF_CAP
@@ -185,7 +185,7 @@ def lodge(
                 most = cost(best) - cap if raises else before
                 # its arena and what is held only grow: an attempt ends where they cost as much as the best one
                 limit = cost(best), cost(best) if beside is None else cost(best) - beside - total
-                found = _Attempt(blocks, hosts, heirs, options, held, most, barred, bound).run(cap, *limit)
+                found = _PlacementAttempt(blocks, hosts, heirs, options, held, most, barred, bound).run(cap, *limit)
                 best = best if found is None else min(best, found, key=cost)
         return best
 
@@ -198,7 +198,7 @@ def lodge(
 
 
 def _options(
-    blocks: Sequence[Block], hosts: Sequence[Host], heirs: Mapping[int, Set[str]], bound: Set[int]
+    blocks: Sequence[Block], hosts: Sequence[DonorBuffer], heirs: Mapping[int, Set[str]], bound: Set[int]
 ) -> list[np.ndarray]:
     """For each block the numbers of the hosts that are large enough, and free throughout its life."""
     room, edge = (np.array(column, np.int64) for column in zip(*((h.nbytes, h.edge) for h in hosts), strict=True))
@@ -217,7 +217,7 @@ def _options(
     return found
 
 
-class _Bin:
+class _DonorSpace:
     """What is placed in one piece of memory: rows of first and last step, start and end."""
 
     def __init__(self) -> None:
@@ -244,13 +244,13 @@ class _Bin:
         self.count += 1
 
 
-class _Attempt:
+class _PlacementAttempt:
     """One way to place all blocks, such that hosts never hold more than `most` bytes together."""
 
     def __init__(
         self,
         blocks: Sequence[Block],
-        hosts: Sequence[Host],
+        hosts: Sequence[DonorBuffer],
         heirs: Mapping[int, Set[str]],
         options: Sequence[np.ndarray],
         held: np.ndarray,
@@ -262,14 +262,14 @@ class _Attempt:
         self.held, self.most, self.barred, self.bound = held.copy(), most, barred, bound
         self.high = int(held.max(initial=0))
         self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
-        self.arena = _Bin()
-        self.bins: dict[str, _Bin] = defaultdict(_Bin)
+        self.arena = _DonorSpace()
+        self.bins: dict[str, _DonorSpace] = defaultdict(_DonorSpace)
         self.edges = np.array([host.edge for host in hosts], np.int64)
         """How far each host's life goes by now, to the front or to the back."""
         self.early = np.array([host.early for host in hosts])
         self.room = np.array([host.nbytes for host in hosts], np.int64)
 
-    def run(self, cap: int, peak: int, arena: int) -> Lodging | None:
+    def run(self, cap: int, peak: int, arena: int) -> Placement | None:
         """Places with an arena of about `cap` bytes; None once the peak or the arena gets as large as is said."""
         places: list[Place] = [(None, 0)] * len(self.blocks)
         reached = 0
@@ -288,7 +288,7 @@ class _Attempt:
             if (stays := self._stays(reached)) + self.high >= peak or stays >= arena:
                 return None
         reached = 0 if self._follows(places, reached) else reached
-        return Lodging(places, reached, reached + self.high)
+        return Placement(places, reached, reached + self.high)
 
     def _stays(self, nbytes: int) -> int:
         """What of an arena is sure to stay one."""

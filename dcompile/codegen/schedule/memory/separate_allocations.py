@@ -34,7 +34,7 @@ FEW = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class SeparateAllocations:
     """Blocks outside of the arena: in the memory of the input that is named, or (None) in memory of their own."""
 
     hosts: Mapping[int, str | None]
@@ -80,7 +80,7 @@ def heirs_of(
     return found
 
 
-def set_apart(blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.ndarray) -> Apart:
+def set_apart(blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.ndarray) -> SeparateAllocations:
     """Which of these blocks to keep out of the arena, such that it and `held` (bytes at each step) peak low.
 
     What is larger goes first, since it saves most for each allocation; then what makes the arena large for others.
@@ -88,7 +88,7 @@ def set_apart(blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.nd
     sides = _Sides(blocks, heirs, held)
     _move_large(sides)
     _move_crowding(sides)
-    return Apart({number: heirs.get(number) for number in sorted(sides.apart)})
+    return SeparateAllocations({number: heirs.get(number) for number in sorted(sides.apart)})
 
 
 class _Sides:

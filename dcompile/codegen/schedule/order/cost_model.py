@@ -31,13 +31,13 @@ from dcompile.ir.nodes import (
     views_of,
 )
 from dcompile.ir.ops import OPS
-from dcompile.machine_model import Figures, Group, collective_seconds, copying_seconds
+from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
 
 TILE = 128
 """Matrix products on GPUs work on whole tiles of about this many rows and columns."""
 
 
-def durations(program: Program, figures: Figures, groups: Mapping[str, Group]) -> list[float]:
+def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> list[float]:
     """Seconds of each step on the resource that it uses; a wait takes some of its own only where there are replicas.
 
     `groups` describes those of the plan; one that is not there counts as two ranks.
@@ -65,10 +65,10 @@ def members(bucket: Bucket) -> int:
 
 
 def _among_replicas(
-    step: Collective, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, Group]
+    step: Collective, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, GroupSize]
 ) -> float:
     """What a wait does itself: sum up the shards of a reduction among replicas."""
-    group = groups.get(step.group, Group())
+    group = groups.get(step.group, GroupSize())
     if step.kind != "reduce_scatter" or group.replicas == 1:
         return 0.0
     shard = collective_bytes(step, table) // group.ranks
@@ -76,7 +76,7 @@ def _among_replicas(
 
 
 def step_seconds(
-    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, Group], on_gpu: bool = False
+    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, GroupSize], on_gpu: bool = False
 ) -> float:
     """Seconds of one step."""
     match step:
@@ -88,13 +88,13 @@ def step_seconds(
         case Extern() if (kind := functional_collectives.kind_of(step.op)) is not None:
             ranks = (
                 functional_collectives.ranks_of(step)
-                or groups.get(functional_collectives.group_of(step), Group()).ranks
+                or groups.get(functional_collectives.group_of(step), GroupSize()).ranks
             )
             return collective_seconds(figures, kind, functional_collectives.whole_bytes(step, table), ranks)
         case Extern():
             return extern_seconds(step, table, figures, on_gpu)
         case Collective():
-            group, nbytes = groups.get(step.group, Group()), collective_bytes(step, table)
+            group, nbytes = groups.get(step.group, GroupSize()), collective_bytes(step, table)
             if copied(step, groups) and figures.copy_gbs:
                 return copying_seconds(figures, nbytes, group.ranks)
             return collective_seconds(figures, step.kind, nbytes, group.ranks)

@@ -20,7 +20,7 @@ from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.codegen.schedule.order.simulate import copied, lane_of, timeline
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step, View, Wait, holder_of
-from dcompile.machine_model import Figures, Group
+from dcompile.machine_model import Figures, GroupSize
 
 SAFETY = 1.0
 """A gather is to arrive so many of its own durations before its first use, a reduction may take as much longer before
@@ -32,7 +32,9 @@ COPY_SAFETY = 3.0
 predicted 184)."""
 
 
-def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], early_bytes: int | None = None) -> Program:
+def overlap(
+    program: Program, figures: Figures, groups: Mapping[str, GroupSize], early_bytes: int | None = None
+) -> Program:
     """Start collectives early enough to hide behind what is computed, wait for them as late as memory allows.
 
     `early_bytes` is what this may add to the peak of live bytes; None: the largest gather and the largest
@@ -46,7 +48,7 @@ def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], ear
     """
     if not any(isinstance(step, Collective) for step in program.steps):
         return program
-    given = _Given(program, durations(program, figures, groups), groups)
+    given = _OverlapProblem(program, durations(program, figures, groups), groups)
     incoming, outgoing = given.one_each_way() if early_bytes is None else (early_bytes, 0)
     order = start_order(given, incoming)
     budget = given.peak(given.places()) + incoming + outgoing
@@ -67,7 +69,7 @@ def overlap(program: Program, figures: Figures, groups: Mapping[str, Group], ear
 
 
 def predicted(
-    program: Program, figures: Figures, groups: Mapping[str, Group]
+    program: Program, figures: Figures, groups: Mapping[str, GroupSize]
 ) -> tuple[list[tuple[str, str, float, float, float]], float, float]:
     """Name, resource, start, duration and exposed time of each step, in microseconds; the whole; what is exposed."""
     found = timeline(program.steps, durations(program, figures, groups), groups, figures.interference, figures.crowding)
@@ -89,7 +91,7 @@ def _label(step: Step) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class _CollectiveTask:
     """One collective with its wait: their steps, what may come before and must come behind, and what it holds."""
 
     number: int
@@ -111,17 +113,17 @@ class _Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class CollectivePlaces:
     """Place of the start and of the wait of each exchange."""
 
     starts: Mapping[int, int]
     waits: Mapping[int, int]
 
 
-class _Given:
+class _OverlapProblem:
     """The program, taken apart."""
 
-    def __init__(self, program: Program, seconds: Sequence[float], groups: Mapping[str, Group]) -> None:
+    def __init__(self, program: Program, seconds: Sequence[float], groups: Mapping[str, GroupSize]) -> None:
         self.program, self.seconds, self.groups = program, seconds, groups
         self.computing = [n for n, step in enumerate(program.steps) if not isinstance(step, (Collective, Wait))]
         self.times = np.concatenate(([0.0], np.cumsum([seconds[n] for n in self.computing])))
@@ -139,7 +141,7 @@ class _Given:
         gathers = (e.nbytes for e in self.exchanges if e.is_gather)
         return max(gathers, default=0), max((e.nbytes for e in self.exchanges if not e.is_gather), default=0)
 
-    def _exchanges(self) -> Iterator[_Exchange]:
+    def _exchanges(self) -> Iterator[_CollectiveTask]:
         """In the order of the program."""
         steps = self.program.steps
         firsts = edges(steps, ordered_starts=False)
@@ -157,7 +159,7 @@ class _Given:
             nbytes = sum(self.sizes.get(name, 0) for name in roots)
             if start.kind == "all_gather":
                 nbytes = min(nbytes, collective_bytes(start, table))
-            yield _Exchange(
+            yield _CollectiveTask(
                 numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])
             )
 
@@ -213,24 +215,24 @@ class _Given:
             change[last[name] + 1] -= self.sizes.get(name, 0)
         return np.cumsum(change)
 
-    def flight(self, exchange: _Exchange, start: int, wait: int) -> slice:
+    def flight(self, exchange: _CollectiveTask, start: int, wait: int) -> slice:
         """The computing steps during which an exchange holds memory that they do not hold themselves."""
         return slice(start, exchange.high) if exchange.is_gather else slice(exchange.low, wait)
 
-    def load(self, places: Places) -> np.ndarray:
+    def load(self, places: CollectivePlaces) -> np.ndarray:
         """Live bytes at each computing step."""
         load = self.base.copy()
         for e in self.exchanges:
             load[self.flight(e, places.starts[e.number], places.waits[e.number])] += e.nbytes
         return load
 
-    def peak(self, places: Places) -> int:
+    def peak(self, places: CollectivePlaces) -> int:
         """The most of them."""
         return int(self.load(places).max(initial=0))
 
     # --- sequences ---
 
-    def places(self) -> Places:
+    def places(self) -> CollectivePlaces:
         """Where starts and waits are now."""
         starts, waits, place = dict[int, int](), dict[int, int](), 0
         by_start = {e.start_step: e.number for e in self.exchanges}
@@ -242,13 +244,13 @@ class _Given:
                 waits[by_wait[n]] = place
             else:
                 place += 1
-        return Places(starts, waits)
+        return CollectivePlaces(starts, waits)
 
-    def sequence(self, order: Sequence[_Exchange], places: Places) -> Iterator[Step]:
+    def sequence(self, order: Sequence[_CollectiveTask], places: CollectivePlaces) -> Iterator[Step]:
         """The steps with starts and waits at their places; there, what is waited for comes first, and gives memory."""
         steps = self.program.steps
-        starting: dict[int, list[_Exchange]] = {}
-        ending: dict[int, list[_Exchange]] = {}
+        starting: dict[int, list[_CollectiveTask]] = {}
+        ending: dict[int, list[_CollectiveTask]] = {}
         for e in order:
             starting.setdefault(places.starts[e.number], []).append(e)
             ending.setdefault(places.waits[e.number], []).append(e)
@@ -286,14 +288,14 @@ def _waited_for(steps: Sequence[Step], firsts: Sequence[Iterable[int]], waits: M
     return found
 
 
-def start_order(given: _Given, allowed: int) -> list[_Exchange]:
+def start_order(given: _OverlapProblem, allowed: int) -> list[_CollectiveTask]:
     """The order in which collectives start: that of the program, but gathers may overtake reductions.
 
     A gather that waited for the reductions of the unit before would arrive when that unit's computing is long over; so
     as many gathers go first as are together no larger than `allowed`.
     """
     gathers = [e for e in given.exchanges if e.is_gather]
-    order: list[_Exchange] = []
+    order: list[_CollectiveTask] = []
     done: set[int] = set()
     for exchange in given.exchanges:
         if exchange.number in done:
@@ -315,7 +317,9 @@ def start_order(given: _Given, allowed: int) -> list[_Exchange]:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def _place(given: _Given, order: Sequence[_Exchange], budget: int, tight: bool = False) -> Places:
+def _place(
+    given: _OverlapProblem, order: Sequence[_CollectiveTask], budget: int, tight: bool = False
+) -> CollectivePlaces:
     """Starts as early and waits as late as they help, within the budget; in `order`, one after the other.
 
     `tight`: gathers as late as reductions behind them can start at once, which are waited for at once.
@@ -351,10 +355,10 @@ def _place(given: _Given, order: Sequence[_Exchange], budget: int, tight: bool =
             waits[number] = place if tight else _last_fit(load, times, exchange, place, limit, through, budget)
         load[given.flight(exchange, place, waits[number])] += exchange.nbytes
         times[waits[number] :] += max(through - times[waits[number]], 0.0)
-    return Places(starts, waits)
+    return CollectivePlaces(starts, waits)
 
 
-def _latest_starts(given: _Given, order: Sequence[_Exchange]) -> dict[int, float]:
+def _latest_starts(given: _OverlapProblem, order: Sequence[_CollectiveTask]) -> dict[int, float]:
     """When each collective must start for nothing behind it to be late, were computing never held up."""
     latest: dict[int, float] = {}
     following = dict[str, float]()
@@ -365,7 +369,7 @@ def _latest_starts(given: _Given, order: Sequence[_Exchange]) -> dict[int, float
     return latest
 
 
-def _caps(order: Sequence[_Exchange]) -> list[int]:
+def _caps(order: Sequence[_CollectiveTask]) -> list[int]:
     """The last place for each start: before what it, or one that has to start after it, is needed for."""
     caps: list[int] = []
     for exchange in reversed(order):
@@ -373,14 +377,14 @@ def _caps(order: Sequence[_Exchange]) -> list[int]:
     return caps[::-1]
 
 
-def _first_fit(load: np.ndarray, exchange: _Exchange, budget: int) -> int:
+def _first_fit(load: np.ndarray, exchange: _CollectiveTask, budget: int) -> int:
     """The first place from which on a gather's memory fits in until it is needed anyway."""
     over = np.flatnonzero(load[: exchange.high] + exchange.nbytes > budget)
     return int(over[-1]) + 1 if len(over) else 0
 
 
 def _last_fit(
-    load: np.ndarray, times: np.ndarray, exchange: _Exchange, start: int, limit: int, through: float, budget: int
+    load: np.ndarray, times: np.ndarray, exchange: _CollectiveTask, start: int, limit: int, through: float, budget: int
 ) -> int:
     """The place of a reduction's wait: when it is surely through, or where its memory is needed."""
     if not exchange.nbytes:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from dcompile.ir.functional_collectives import kind_of
 from dcompile.ir.nodes import Collective, Extern, Step, Wait
-from dcompile.machine_model import Group
+from dcompile.machine_model import GroupSize
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PredictedSpan:
     """One step on its resource, in seconds from the start. `held_up`: how long its wait holds up what comes after."""
 
     step: int
@@ -22,10 +22,10 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class PredictedTimeline:
     """Spans of all steps but waits, in order of the steps."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[PredictedSpan, ...]
     total: float
     exposed: float
     """How long nothing is computed because a collective is waited for."""
@@ -34,10 +34,10 @@ class Timeline:
 def timeline(
     steps: Sequence[Step],
     seconds: Sequence[float],
-    groups: Mapping[str, Group],
+    groups: Mapping[str, GroupSize],
     interference: float = 0.0,
     crowding: float = 0.0,
-) -> Timeline:
+) -> PredictedTimeline:
     """Run the steps in their order; `groups` says which communicator each group is.
 
     A collective begins when all steps before it are computed and its communicator is done with the ones before;
@@ -49,7 +49,7 @@ def timeline(
     free: dict[str, float] = {}
     quiet = {lane_of(step, groups) for step in steps if isinstance(step, Collective) and copied(step, groups)}
     flying: dict[str, int] = {}
-    spans: list[Span] = []
+    spans: list[PredictedSpan] = []
     for number, (step, duration) in enumerate(zip(steps, seconds, strict=True)):
         match step:
             case Collective():
@@ -57,12 +57,12 @@ def timeline(
                 start = max(now, free.get(lane, 0.0))
                 free[lane] = start + duration
                 flying[step.bucket] = len(spans)
-                spans.append(Span(number, lane, start, duration))
+                spans.append(PredictedSpan(number, lane, start, duration))
             case Wait():
                 at = flying.pop(step.bucket)
                 span = spans[at]
                 late = max(span.start + span.duration - now, 0.0) + duration
-                spans[at] = Span(span.step, span.resource, span.start, span.duration, late)
+                spans[at] = PredictedSpan(span.step, span.resource, span.start, span.duration, late)
                 exposed += late
                 now += late
             case _:
@@ -70,7 +70,7 @@ def timeline(
                 beside = max(loud - now, 0.0) * (1 + crowding)
                 slowed = min(duration * (1 + interference), beside)
                 took = slowed + max(duration - slowed / (1 + interference), 0.0)
-                spans.append(Span(number, "compute", now, took))
+                spans.append(PredictedSpan(number, "compute", now, took))
                 if beside and crowding:
                     free |= {
                         lane: _crowded(end, now, took, crowding) for lane, end in free.items() if lane not in quiet
@@ -81,11 +81,11 @@ def timeline(
                             continue
                         start = _crowded(span.start, now, took, crowding)
                         end = _crowded(span.start + span.duration, now, took, crowding)
-                        spans[at] = Span(span.step, span.resource, start, end - start, span.held_up)
+                        spans[at] = PredictedSpan(span.step, span.resource, start, end - start, span.held_up)
                 now += took
                 if isinstance(step, Extern) and kind_of(step.op) is not None:
                     exposed += took  # the model's own collective, whose wait follows it
-    return Timeline(tuple(spans), now, exposed)
+    return PredictedTimeline(tuple(spans), now, exposed)
 
 
 def _crowded(moment: float, now: float, took: float, crowding: float) -> float:
@@ -94,12 +94,12 @@ def _crowded(moment: float, now: float, took: float, crowding: float) -> float:
     return moment + crowding * min(ahead, took / (1 + crowding))
 
 
-def lane_of(step: Collective, groups: Mapping[str, Group]) -> str:
+def lane_of(step: Collective, groups: Mapping[str, GroupSize]) -> str:
     """The communicator that a collective runs on; groups of which nothing is said are one each."""
     lane = groups[step.group].lane if step.group in groups else step.group
     return f"{lane} copies" if copied(step, groups) else lane
 
 
-def copied(step: Collective, groups: Mapping[str, Group]) -> bool:
+def copied(step: Collective, groups: Mapping[str, GroupSize]) -> bool:
     """Whether a collective is a gather that copies from the other ranks' memory."""
     return step.kind == "all_gather" and step.group in groups and groups[step.group].copies

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from dcompile.runtime.communication.peer_memory.shards import Nearby
-from dcompile.runtime.communication.work import Flight, start_sum
+from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup
+from dcompile.runtime.communication.work import PendingCollective, start_sum
 
 
-class Pull:
-    """One gather in flight; to be waited for like a `Flight`."""
+class PendingCopyGather:
+    """One gather in flight; to be waited for like a `PendingCollective`."""
 
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 
     @property
-    def work(self) -> Pull:
+    def work(self) -> PendingCopyGather:
         """What measuring waits for."""
         return self
 
@@ -44,15 +44,15 @@ class Pull:
         raise RuntimeError("copies have no future")
 
 
-class Pulls:
+class CopyGathers:
     """The gathers of one call of a program from one process group's ranks: `buckets` of them, over these units."""
 
     def __init__(
         self,
-        near: Nearby,
+        near: PeerShardGroup,
         buckets: int,
         units: Sequence[int],
-        begun: Callable[[Flight], None],
+        begun: Callable[[PendingCollective], None],
         convert: Callable[[Sequence[int]], None],
         beside: bool,
     ) -> None:
@@ -65,9 +65,9 @@ class Pulls:
         """Told of each meeting that begins."""
         self._convert, self._beside = convert, beside and buckets > 1
         self._opened = False
-        self._closing: Flight | None = None
+        self._closing: PendingCollective | None = None
 
-    def start(self, bucket: str, units: Sequence[int], full: Sequence[torch.Tensor]) -> Pull:
+    def start(self, bucket: str, units: Sequence[int], full: Sequence[torch.Tensor]) -> PendingCopyGather:
         """Start filling `full`, flat tensors, with all ranks' shards of `units`, one behind the other."""
         near, lanes = self._near, self._lanes
         if not self._opened:
@@ -95,7 +95,7 @@ class Pulls:
                 others.append((target + rank * nbytes, sources[rank], nbytes))
         near.reach.copy(others, lanes.far)
         near.reach.copy(own, lanes.near)
-        pull = Pull(lanes.events())
+        pull = PendingCopyGather(lanes.events())
         if self._beside:
             with lanes.on_near():
                 self._convert(self._units)
@@ -105,7 +105,7 @@ class Pulls:
                 self._closing = self._meet(f"meeting behind the copies of {bucket}")
         return pull
 
-    def _meet(self, label: str) -> Flight:
+    def _meet(self, label: str) -> PendingCollective:
         flight = start_sum(self._near.group, self._near.flag, label)
         self._begun(flight)
         return flight

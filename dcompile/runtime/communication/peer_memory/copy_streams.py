@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Lanes:
+class CopyStreams:
     """The two streams that gathers of one process group copy on: from other ranks, and this rank's own part.
 
     Copies inside a GPU's memory are kernels of the driver's: they have to wait for a place beside products.

@@ -25,7 +25,7 @@ _OVERLAP = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
 
-class Reach(Protocol):
+class PeerMemoryAccess(Protocol):
     """How one process gets at memory of others."""
 
     def place(self) -> str:
@@ -44,11 +44,11 @@ class Reach(Protocol):
         """Start copies, in any order, behind what the stream has to do so far."""
 
 
-def reach_of(device: torch.device) -> Reach | None:
+def reach_of(device: torch.device) -> PeerMemoryAccess | None:
     """What gets at memory of other processes that is like this device's, if anything does."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
-    return CudaReach()
+    return CudaPeerMemoryAccess()
 
 
 class _Handle(ctypes.Structure):
@@ -65,8 +65,8 @@ class _Attributes(ctypes.Structure):
     _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
 
 
-class CudaReach:
-    """See `Reach`; of the current device."""
+class CudaPeerMemoryAccess:
+    """See `PeerMemoryAccess`; of the current device."""
 
     def __init__(self) -> None:
         cuda = ctypes.CDLL("libcuda.so.1")

@@ -21,20 +21,25 @@ from dcompile import compat
 from dcompile.artifacts import say
 from dcompile.collectives.contract import ShardGroup, ShardUnit
 from dcompile.machine_model import LEAST_COPIED
-from dcompile.runtime.communication.converted_shards import Converted
-from dcompile.runtime.communication.peer_memory.copy_streams import Lanes
-from dcompile.runtime.communication.peer_memory.cuda_ipc import Reach, reach_of
+from dcompile.runtime.communication.converted_shards import ConvertedShards
+from dcompile.runtime.communication.peer_memory.copy_streams import CopyStreams
+from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, reach_of
 from dcompile.runtime.coordination.agreement import exchanged
 
 MOST_RANKS = 16
 """Ranks of larger groups are not asked: they are on several machines."""
 
 
-class Nearby:
+class PeerShardGroup:
     """The units of one process group. All its ranks make theirs at the same point, and come to the same `reasons`."""
 
     def __init__(
-        self, group: Any, units: Mapping[int, ShardUnit], converted: Converted, device: torch.device, reach: Reach
+        self,
+        group: Any,
+        units: Mapping[int, ShardUnit],
+        converted: ConvertedShards,
+        device: torch.device,
+        reach: PeerMemoryAccess,
     ) -> None:
         self.group, self.device, self.reach, self._converted = group, device, reach, converted
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -64,7 +69,7 @@ class Nearby:
             return
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         """What ranks sum up to meet: nothing."""
-        self.lanes = Lanes(device)
+        self.lanes = CopyStreams(device)
 
     # --- who can reach what ---
 
@@ -149,23 +154,23 @@ class Nearby:
                     )
 
 
-class Neighbours:
+class PeerShards:
     """The ranks that share a model's sharded parameters, as far as they are near one another.
 
     Ranks meet when the first question is asked, which is before anything is compiled: the answers are part of plans.
     """
 
     def __init__(
-        self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup], gathers: str, converted: Converted
+        self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup], gathers: str, converted: ConvertedShards
     ) -> None:
         self._units, self._groups, self._gathers, self._converted = units, groups, gathers, converted
-        self._near: dict[int, Nearby] | None = None
+        self._near: dict[int, PeerShardGroup] | None = None
         """Identity of a process group -> what its ranks can copy."""
-        self._of: dict[str, Nearby | None] = {}
+        self._of: dict[str, PeerShardGroup | None] = {}
         self._parted = set[str]()
         """Groups on GPUs whose forward leaves them spread over fewer ranks: the backward gathers something else."""
 
-    def of(self, name: str) -> Nearby | None:
+    def of(self, name: str) -> PeerShardGroup | None:
         """What one group's units are copied with; None where they are gathered by collectives."""
         if name not in self._of:
             near = self._met().get(id(self._groups[name].gather_group()))
@@ -187,7 +192,7 @@ class Neighbours:
     def _in(self, names: Collection[str]) -> dict[int, ShardUnit]:
         return {number: unit for number, unit in self._units.items() if unit.group in names}
 
-    def _met(self) -> dict[int, Nearby]:
+    def _met(self) -> dict[int, PeerShardGroup]:
         if self._near is None:
             self._near = {}
             if self._gathers == "auto":
@@ -195,7 +200,7 @@ class Neighbours:
                     self._meet(self._near)
         return self._near
 
-    def _meet(self, found: dict[int, Nearby]) -> None:
+    def _meet(self, found: dict[int, PeerShardGroup]) -> None:
         for group in self._groups.values():
             process_group = group.gather_group()
             if id(process_group) in found or not isinstance(process_group, dist.ProcessGroup):
@@ -213,10 +218,10 @@ class Neighbours:
             gathered = sum(unit.stored().numel() * unit.dtype.itemsize for unit in near) * process_group.size()
             if names and gathered >= LEAST_COPIED * len(names):
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                    found[id(process_group)] = Nearby(process_group, units, self._converted, device, reach)
+                    found[id(process_group)] = PeerShardGroup(process_group, units, self._converted, device, reach)
 
 
-def _close(reach: Reach, opened: list[int]) -> None:
+def _close(reach: PeerMemoryAccess, opened: list[int]) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return  # unmapping would spoil the recording; the memory stays mapped until the process ends
     with contextlib.suppress(RuntimeError):

@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 from dcompile.capture.passes.dynamo import decode_attention
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
-from dcompile.capture.passes.dynamo.decode_attention import attend, write_out_single_queries
+from dcompile.capture.passes.dynamo.decode_attention import attend, decompose_decode_attention
 
 HEADS, TIMES, LENGTH, WIDTH = 2, 3, 10, 8
 
@@ -22,7 +22,7 @@ def rewritten(monkeypatch, function, *args):
     seen = []
 
     def backend(gm, _inputs):
-        notes = write_out_single_queries(gm)
+        notes = decompose_decode_attention(gm)
         gm.graph.lint()
         ours = [node.args[1].meta["example_value"].shape for node in gm.graph.nodes if node.target is attend]
         seen.append(([tuple(shape) for shape in ours], sum(node.target is ATTENTION for node in gm.graph.nodes), notes))
@@ -140,7 +140,7 @@ def test_what_changes_the_cache_stays(monkeypatch):
     seen = []
 
     def backend(gm, _inputs):
-        assert write_out_single_queries(gm)
+        assert decompose_decode_attention(gm)
         seen.append([node.target for node in gm.graph.nodes])
         return gm.forward
 

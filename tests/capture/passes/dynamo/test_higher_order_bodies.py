@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, replace_constant_masks
-from dcompile.capture.passes.dynamo.decode_attention import write_out_single_queries
+from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
 from dcompile.capture.passes.dynamo.grouped_query_attention import share_repeated_heads
-from dcompile.capture.passes.dynamo.higher_order_bodies import Nest, placeholders
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, placeholders
 
 S = 6
 
@@ -96,7 +96,7 @@ def rewritten(function, *passes, dynamic=False):
 
     def backend(gm, _inputs):
         notes = [note for rewrite in passes for note in rewrite(gm)]
-        nest = Nest(gm)
+        nest = NestedGraphs(gm)
         for graph in nest.graphs:
             graph.graph.lint()
         seen.append((nest, notes))
@@ -218,7 +218,7 @@ def repeated_outside_of_two(q, flag):
 @pytest.mark.parametrize("function", [repeated_inside, repeated_outside], ids=lambda f: f.__name__)
 def test_repeated_heads_are_shared_inside(function):
     def share(gm):
-        on_gpu(Nest(gm))
+        on_gpu(NestedGraphs(gm))
         return share_repeated_heads(gm)
 
     nest, notes = rewritten(function, share)
@@ -230,7 +230,7 @@ def test_repeated_heads_are_shared_inside(function):
 
 def test_repeated_heads_are_brought_in_through_two_bodies():
     def share(gm):
-        on_gpu(Nest(gm))
+        on_gpu(NestedGraphs(gm))
         return share_repeated_heads(gm)
 
     nest, notes = rewritten(repeated_outside_of_two, share)
@@ -243,7 +243,7 @@ def test_single_queries_are_written_out_inside(monkeypatch):
     def function(q, flag):
         return torch.cond(flag, lambda q: attention(q[:, :, :1], q, q), lambda q: q[:, :, :1] * 2, (q,))
 
-    nest, notes = rewritten(function, write_out_single_queries)
+    nest, notes = rewritten(function, decompose_decode_attention)
     assert calls_in(nest) == [] and len(notes) == 1
 
 

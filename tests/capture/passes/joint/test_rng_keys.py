@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
 from dcompile.capture.joint_graph import partitioner
-from dcompile.capture.passes.joint.rng_keys import hand_out_keys
+from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.codegen.lower import fusible_ops
 from dcompile.codegen.lower.decompositions.table import table
 
@@ -46,4 +46,4 @@ def test_a_forward_saves_its_key_and_no_mask():
 def test_a_graph_without_random_numbers_stays_as_it_is():
     gm = torch.fx.symbolic_trace(lambda x: x * 2)
     before = str(gm.graph)
-    assert not hand_out_keys(gm) and str(gm.graph) == before
+    assert not assign_rng_keys(gm) and str(gm.graph) == before

@@ -13,7 +13,7 @@ from torch import nn
 import dcompile
 from dcompile import compat
 from dcompile.capture import dynamo_backend as capture
-from dcompile.capture.passes.repeated_layers.find import Layers, repeated_layers
+from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers
 from dcompile.capture.passes.repeated_layers.replicate import unfold
 
 
@@ -109,23 +109,23 @@ def text(gm: Any) -> Iterator[str]:
 
 def traced(
     make: Callable[[], nn.Module], once: bool, training: bool, kernels: str = "aten"
-) -> tuple[list[str], list[Layers], Any, list[Any]]:
+) -> tuple[list[str], list[RepeatedLayers], Any, list[Any]]:
     """(the graph, where it repeats, the model's result, its gradients). ATen's kernels compile in half the time."""
     torch.manual_seed(0)
-    model, texts, found = make().train(training), list[str](), list[Layers]()
+    model, texts, found = make().train(training), list[str](), list[RepeatedLayers]()
 
     def hand_out_keys(gm: Any) -> bool:  # the first to see a whole graph, behind unfold
         texts[:] = text(gm)
         return own(gm)
 
-    def unfolded(gm: Any, whole: Any, layers: Layers) -> None:
+    def unfolded(gm: Any, whole: Any, layers: RepeatedLayers) -> None:
         found.append(layers)
         unfold(gm, whole, layers)
 
-    own = capture.hand_out_keys
+    own = capture.assign_rng_keys
     with (
-        mock.patch.object(capture, "hand_out_keys", hand_out_keys),
-        mock.patch("dcompile.capture.joint_graph.hand_out_keys", hand_out_keys),
+        mock.patch.object(capture, "assign_rng_keys", hand_out_keys),
+        mock.patch("dcompile.capture.joint_graph.assign_rng_keys", hand_out_keys),
         mock.patch.object(capture, "unfold", unfolded),
         torch.set_grad_enabled(training),
     ):
@@ -174,7 +174,7 @@ def test_the_graph_is_that_of_all_layers(case: str, training: bool) -> None:
     torch.testing.assert_close(gradients, theirs, rtol=0, atol=0)
 
 
-def looked_for(model: nn.Module, **how: Any) -> Layers | None:
+def looked_for(model: nn.Module, **how: Any) -> RepeatedLayers | None:
     """What is found in the graph that Dynamo makes of a model; what is found nowhere is traced as it is."""
     found = []
 

@@ -10,7 +10,7 @@ import torch
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.host.gemm_geometry import geometry, worth_measuring
 from dcompile.codegen.emit.target import Kernels
-from dcompile.collectives.contract import Report
+from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.ir.gemm import Geometry
 from dcompile.ir.index import contiguous_strides, var
@@ -163,7 +163,9 @@ def measured(monkeypatch):
 
 def test_a_pipeline_measures_each_geometry_once_and_says_what_it_came_to(measured):
     pipeline = Pipeline(Config.make("max-autotune"))
-    plans = [SimpleNamespace(program=program(count, small), report=Report()) for count, small in ((3, 0), (1, 8))]
+    plans = [
+        SimpleNamespace(program=program(count, small), report=ProgramReport()) for count, small in ((3, 0), (1, 8))
+    ]
     first, second = (pipeline._chosen(plan, Nodes()) for plan in plans)
     assert first == {found(): (7,)} and [len(new) for new, _ in measured] == [1, 1] and measured[0][1] == "meta"
     assert len(second) == 2
@@ -172,6 +174,6 @@ def test_a_pipeline_measures_each_geometry_once_and_says_what_it_came_to(measure
 
 def test_nothing_is_measured_where_algorithms_are_to_be_deterministic(measured, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    plan = SimpleNamespace(program=program(3), report=Report())
+    plan = SimpleNamespace(program=program(3), report=ProgramReport())
     assert Pipeline(Config.make("max-autotune"))._chosen(plan, Nodes()) == {} and not measured
     assert "nothing is measured" in plan.report.notes[0]

@@ -337,9 +337,9 @@ def test_misaligned_buffers_are_not_promised_to_be_aligned():
 def build(kernels: list[KernelSource]) -> Built:
     """As a process of its own builds them."""
     cache = KernelCache(store().directory)
-    crew = triton_compile.Crew(90, cache.directory)
+    crew = triton_compile.WorkerPool(90, cache.directory)
     try:
-        return triton_compile.Building(kernels, 90, Config(), cache, crew).result()
+        return triton_compile.TritonBuild(kernels, 90, Config(), cache, crew).result()
     finally:
         crew.close()
 
@@ -391,15 +391,15 @@ def test_a_kernel_that_does_not_compile_says_why(place, monkeypatch):
 @pytest.fixture
 def crew(tmp_path, monkeypatch):
     monkeypatch.setattr(triton_compile, "workers", lambda: 2)
-    made = triton_compile.Crew(90, tmp_path)
+    made = triton_compile.WorkerPool(90, tmp_path)
     yield made
     made.close()
     assert not list(tmp_path.glob("tmp-*"))
 
 
-def begun(crew, tmp_path, *lengths, timeout_s=60) -> triton_compile.Building:
+def begun(crew, tmp_path, *lengths, timeout_s=60) -> triton_compile.TritonBuild:
     kernels = [source(loops.arange(n)) for n in lengths]
-    return triton_compile.Building(kernels, 90, Config(compile_timeout_s=timeout_s), KernelCache(tmp_path), crew)
+    return triton_compile.TritonBuild(kernels, 90, Config(compile_timeout_s=timeout_s), KernelCache(tmp_path), crew)
 
 
 def test_programs_of_a_model_share_their_workers(crew, tmp_path):
@@ -413,7 +413,7 @@ def test_programs_of_a_model_share_their_workers(crew, tmp_path):
 
 
 def test_workers_that_nobody_needs_end_and_others_follow(crew, tmp_path, monkeypatch):
-    monkeypatch.setattr(triton_compile.triton_worker, "__file__", str(_brief(tmp_path)))
+    monkeypatch.setattr(triton_compile.worker_module, "__file__", str(_brief(tmp_path)))
     begun(crew, tmp_path, 50).result()
     process = crew._team.process
     assert process.wait(30) == 0
@@ -422,7 +422,7 @@ def test_workers_that_nobody_needs_end_and_others_follow(crew, tmp_path, monkeyp
 
 def test_what_was_done_outlasts_the_workers(crew, tmp_path, monkeypatch):
     """A backward that was foreseen may come late, and another program before it."""
-    monkeypatch.setattr(triton_compile.triton_worker, "__file__", str(_brief(tmp_path)))
+    monkeypatch.setattr(triton_compile.worker_module, "__file__", str(_brief(tmp_path)))
     foreseen = begun(crew, tmp_path, 50)
     process = crew._team.process
     assert process.wait(30) == 0
@@ -435,7 +435,7 @@ def test_what_fails_takes_nothing_else_along(crew, tmp_path):
     broken = replace(source(loops.arange(60)), name="kbroken", text="import triton\na.no()\n")
     foreseen = begun(crew, tmp_path, 50)
     with pytest.raises(BuildError, match="kbroken"):
-        triton_compile.Building([broken], 90, Config(), KernelCache(tmp_path), crew).result()
+        triton_compile.TritonBuild([broken], 90, Config(), KernelCache(tmp_path), crew).result()
     assert foreseen.result().built == 1
 
 
@@ -457,7 +457,7 @@ def test_a_worker_that_is_killed_is_noticed(crew, tmp_path):
 def test_a_worker_that_crashes_is_noticed(crew, tmp_path):
     """Triton is C++ for the most part, and a kernel can be too much for it."""
     (kernel,) = [replace(source(loops.arange(50)), text="import os\nos.kill(os.getpid(), 11)\n")]
-    building = triton_compile.Building([kernel], 90, Config(), KernelCache(tmp_path), crew)
+    building = triton_compile.TritonBuild([kernel], 90, Config(), KernelCache(tmp_path), crew)
     with pytest.raises(BuildError, match="Triton was ended by signal 11"):
         building.result()
 

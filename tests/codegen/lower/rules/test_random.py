@@ -13,7 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
-from dcompile.capture.passes.joint.rng_keys import hand_out_keys
+from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
 from dcompile.ir.nodes import Extern
@@ -32,7 +32,7 @@ def drawn(function: Callable[..., Any], *args: torch.Tensor, fallback_random: bo
     decompositions = table(fallback_random=fallback_random)
     functional = torch.func.functionalize(lambda *a: function(*a), remove="mutations")
     gm = make_fx(functional, decomposition_table=decompositions, tracing_mode="fake")(*args)
-    hand_out_keys(gm)
+    assign_rng_keys(gm)
     lowered = lower(gm, "op")
     verify(lowered.program)
     calls = [step.op for step in lowered.program.steps if isinstance(step, Extern)]

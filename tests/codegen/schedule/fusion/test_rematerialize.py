@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.fusion import rematerialize
+from dcompile.codegen.schedule.fusion import rematerialize as rematerialize_module
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.rematerialize import compute_again
+from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
@@ -24,7 +24,7 @@ I0, I1 = var("i0"), var("i1")
 
 @pytest.fixture(autouse=True)
 def nothing_is_too_small(monkeypatch):
-    monkeypatch.setattr(rematerialize, "LEAST", 0)
+    monkeypatch.setattr(rematerialize_module, "LEAST", 0)
 
 
 def buffer(name, dtype, *shape, device="cuda"):
@@ -70,7 +70,7 @@ def test_an_image_in_float32_is_computed_again_from_two_in_16_bits():
     program = norm_backward()
     fused = fuse(program)
     assert "p" in names(fused)
-    found = compute_again(fused)
+    found = rematerialize(fused)
     verify(found)
     assert "p" not in names(found)
     last = found.steps[-1]
@@ -81,11 +81,11 @@ def test_an_image_in_float32_is_computed_again_from_two_in_16_bits():
 
 def test_on_the_cpu_it_is_kept():
     fused = fuse(norm_backward(device="cpu"))
-    assert compute_again(fused) is fused
+    assert rematerialize(fused) is fused
 
 
 def test_much_arithmetic_is_not_done_twice():
-    assert "p" in names(compute_again(fuse(norm_backward(heavy=True))))
+    assert "p" in names(rematerialize(fuse(norm_backward(heavy=True))))
 
 
 def test_what_is_made_from_more_than_it_takes_is_kept():
@@ -110,7 +110,7 @@ def test_what_is_made_from_more_than_it_takes_is_kept():
         (Store("g", I0 * C + I1, 4),),
     )
     program = replace(program, buffers=buffers, steps=(product, total, final))
-    found = compute_again(fuse(program))
+    found = rematerialize(fuse(program))
     assert "p" in names(found)
     same(program, found, inputs(program))
 
@@ -121,7 +121,7 @@ def test_what_has_changed_since_is_not_read_again():
     body = (Load("x", I0 * C + I1, H), Apply("cast", (0,), F), Apply("add", (1, 1), F), Apply("cast", (2,), H))
     change = Loop("change", (R, C), (), body, (Store("x", I0 * C + I1, 3),))
     program = replace(program, steps=(product, total, change, final))
-    found = compute_again(program)
+    found = rematerialize(program)
     assert "p" in names(found)
     same(program, found, inputs(program))
 
@@ -130,7 +130,7 @@ def test_what_the_library_reads_is_kept():
     program = norm_backward()
     call = Extern("aten.clone.default", (View("p", (R, C), (C, 1)),), (), ("q",), "alloc")
     program = replace(program, buffers=(*program.buffers, buffer("q", F, R, C)), steps=(*program.steps, call))
-    assert "p" in names(compute_again(replace(program, outputs=(*program.outputs, View("q", (R, C), (C, 1))))))
+    assert "p" in names(rematerialize(replace(program, outputs=(*program.outputs, View("q", (R, C), (C, 1))))))
 
 
 BEHIND = {
@@ -173,7 +173,7 @@ def turned(mask, by=8):
 def test_what_is_read_under_a_mask_is_computed_under_it(mask):
     program = turned(mask)
     verify(program)
-    found = compute_again(program)
+    found = rematerialize(program)
     verify(found)
     assert "p" not in names(found)
     assert not any(
@@ -185,7 +185,7 @@ def test_what_is_read_under_a_mask_is_computed_under_it(mask):
 def test_a_mask_of_values_holds_for_what_is_computed_again():
     mask = [Load("x", I0 * C + I1, H), Apply("cast", (0,), F), Const(0.0, F), Apply("gt", (1, 2), "bool")]
     program = turned(mask, by=0)
-    found = compute_again(program)
+    found = rematerialize(program)
     verify(found)
     assert "p" not in names(found)
     same(program, found, inputs(program))
@@ -196,7 +196,7 @@ def test_random_programs_keep_every_value():
     for seed in range(60):
         program, given = random_program(seed, 10)
         there = fuse(replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers)))
-        found = compute_again(there)
+        found = rematerialize(there)
         verify(found)
         fewer += len(found.buffers) < len(there.buffers)
         same(there, found, given)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory import reorder_for_peak, reuse_external
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.codegen.schedule.memory.reorder_for_peak import WORTH, free_first, peak_bytes, plan_frugally
+from dcompile.codegen.schedule.memory.reorder_for_peak import WORTH, peak_bytes, plan_frugally, reorder_for_frees
 from dcompile.codegen.schedule.order.dependences import respects
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Buffer, Collective, Extern, Program, View, Wait
@@ -91,7 +91,7 @@ def test_random_programs_keep_their_values(monkeypatch):
     for seed in range(60):
         program, inputs = random_program(seed)
         program = replace(program, donated=tuple(name for name in program.inputs if name in program.table))
-        moved = free_first(program)
+        moved = reorder_for_frees(program)
         assert respects(moved.steps, program.steps)
         planned, plain = plan_frugally(program), plan_memory(program)
         verify(planned)

@@ -13,7 +13,7 @@ from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.memory import plan, reuse_external
 from dcompile.codegen.schedule.memory.offsets import Block, place
 from dcompile.codegen.schedule.memory.plan import escaping, live_ranges, plan_memory
-from dcompile.codegen.schedule.memory.reuse_external import APART, Host, lodge
+from dcompile.codegen.schedule.memory.reuse_external import APART, DonorBuffer, lodge
 from dcompile.errors import VerifyError
 from dcompile.ir.index import var
 from dcompile.ir.interpret import GARBAGE, interpret
@@ -37,28 +37,28 @@ host_lists = st.lists(st.tuples(st.integers(4, 80), st.integers(0, STEPS - 1), s
 @settings(max_examples=100, deadline=None)
 def test_attempts_that_end_early_would_not_have_been_chosen(blocks, given_hosts, other, beside):
     """Most are hopeless at their first blocks: followed to the end, they took longer than lowering 32 layers."""
-    hosts = [Host(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
+    hosts = [DonorBuffer(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
     base = np.full(STEPS, other * KIB, np.int64)
     later = None if beside is None else beside * KIB
-    whole, gaps, tried = reuse_external._Attempt.run, reuse_external._Bin.gap, []
+    whole, gaps, tried = reuse_external._PlacementAttempt.run, reuse_external._DonorSpace.gap, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reuse_external, "WORTH", KIB)
         patch.setattr(reuse_external, "SMALLEST_APART", 16 * KIB)
-        patch.setattr(reuse_external._Bin, "gap", lambda *args: tried.append(1) or gaps(*args))
+        patch.setattr(reuse_external._DonorSpace, "gap", lambda *args: tried.append(1) or gaps(*args))
         found, fewer = lodge(blocks, hosts, {}, base, set(), later), len(tried)
-        patch.setattr(reuse_external._Attempt, "run", lambda self, cap, *_: whole(self, cap, 1 << 60, 1 << 60))
+        patch.setattr(reuse_external._PlacementAttempt, "run", lambda self, cap, *_: whole(self, cap, 1 << 60, 1 << 60))
         assert lodge(blocks, hosts, {}, base, set(), later) == found
     assert fewer <= len(tried) - fewer
 
 
-def is_open(host: Host, block: Block) -> bool:
+def is_open(host: DonorBuffer, block: Block) -> bool:
     return block.last < host.edge if host.early else block.first > host.edge
 
 
 @given(block_lists, host_lists, st.integers(0, 400), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, other, may_be_apart):
-    hosts = [Host(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
+    hosts = [DonorBuffer(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
     base = np.full(STEPS, other * KIB, np.int64)
     for host in hosts:
         base[slice(host.edge, None) if host.early else slice(0, host.edge + 1)] += host.nbytes
@@ -67,13 +67,13 @@ def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, 
         patch.setattr(reuse_external, "SMALLEST_APART", 16 * KIB if may_be_apart else 1 << 20)
         found = lodge(blocks, hosts, {}, base, set())
     held = base.copy()
-    table: dict[str | int, Host] = {host.name: host for host in hosts}
+    table: dict[str | int, DonorBuffer] = {host.name: host for host in hosts}
     for number, (block, (name, _)) in enumerate(zip(blocks, found.places, strict=True)):
         if name == APART:
             assert may_be_apart and block.nbytes >= 16 * KIB
             followers = [b.last for b, (name, _) in zip(blocks, found.places, strict=True) if name == number]
             held[block.first : max(block.last, *followers, 0) + 1] += block.nbytes  # whole cache lines already
-            table[number] = Host("", block.nbytes, block.last, early=False)
+            table[number] = DonorBuffer("", block.nbytes, block.last, early=False)
     for host in hosts:
         inside = [b for b, (name, _) in zip(blocks, found.places, strict=True) if name == host.name]
         if inside and host.early:

@@ -26,7 +26,7 @@ from dcompile.ir.nodes import (
     View,
     Wait,
 )
-from dcompile.machine_model import TABLE, Group
+from dcompile.machine_model import TABLE, GroupSize
 
 H200 = TABLE["h200"]
 
@@ -149,7 +149,7 @@ def test_a_programs_durations():
     )
     bucket = Bucket("b", "bfloat16", "cuda", "ddp", (0,), ("g",), (0,), 1 << 20)
     program = Program("p", ("x",), (view("g", 1 << 20),), tuple(table.values()), steps, buckets=(bucket,))
-    kernel, reduction, wait = durations(program, H200, {"ddp": Group(8)})
+    kernel, reduction, wait = durations(program, H200, {"ddp": GroupSize(8)})
     assert kernel == pytest.approx((4 << 20) / (H200.memory_gbs * 1e9) + 2.5e-6)
     assert collective_bytes(steps[1], table) == 2 << 20
     assert reduction == pytest.approx((24 + 14 * 1.9) * 1e-6 + 2 * 7 / 8 * (2 << 20) / 340e9)
@@ -165,7 +165,7 @@ def test_the_models_own_collectives_take_what_others_take():
         "_c10d_functional.all_gather_into_tensor.default", (view("x", 1 << 20), 8, "3"), (), ("y",), "alloc"
     )
     like = Collective("all_gather", "b", "tp", ("y",))
-    assert step_seconds(gather, table, H200, {}) == step_seconds(like, table, H200, {"tp": Group(8)})
+    assert step_seconds(gather, table, H200, {}) == step_seconds(like, table, H200, {"tp": GroupSize(8)})
     wait = Extern("_c10d_functional.wait_tensor.default", (view("y", 8 << 20),), (), ("y",), "alloc")
     assert step_seconds(wait, table, H200, {}) == 0
     found = timeline((gather, wait), [1e-3, 0.0], {})

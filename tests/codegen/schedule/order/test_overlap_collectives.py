@@ -16,7 +16,7 @@ from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Bucket, Buffer, Collective, Load, Loop, Program, Store, View, Wait, holder_of
 from dcompile.ir.verify import verify
-from dcompile.machine_model import Figures, Group, Link
+from dcompile.machine_model import Figures, GroupSize, Link
 
 N = 256
 """Elements of each activation."""
@@ -27,7 +27,7 @@ def machine(gbs=1.0):
     return Figures("test", 1e9, (("float32", 1e6),), 1.0, 1e9, 1.0, 1.0, (Link(1 << 20, gbs, 0.0),))
 
 
-GROUPS = {"g": Group(2, "wire")}
+GROUPS = {"g": GroupSize(2, "wire")}
 
 
 def buffer(name, size=N, **more):
@@ -216,7 +216,7 @@ def test_the_order_of_starts_does_not_depend_on_costs():
     """Ranks with other batches, hence other costs, start the same collectives in the same order."""
     before = backward([1000, 50, 3000, 1000, 200])
     orders = {
-        tuple(starts(overlap(before, replace(machine(gbs), kernel_us=us), {"g": Group(ranks, "wire")})))
+        tuple(starts(overlap(before, replace(machine(gbs), kernel_us=us), {"g": GroupSize(ranks, "wire")})))
         for gbs in (0.01, 1.0, 100.0)
         for us in (0.1, 1.0, 50.0)
         for ranks in (2, 64)
@@ -300,7 +300,7 @@ def test_random_programs(before, gbs, early_bytes):
     gathers = max((size[n] for n in size if "gather" in n), default=0)
     reductions = max((size[n] for n in size if "scatter" in n), default=0)
     assert live_peak(after) <= live_peak(before) + (gathers + reductions if early_bytes is None else early_bytes)
-    assert starts(overlap(before, machine(gbs * 3), {"g": Group(8, "wire")}, early_bytes)) == starts(after)
+    assert starts(overlap(before, machine(gbs * 3), {"g": GroupSize(8, "wire")}, early_bytes)) == starts(after)
     assert overlap(before, figures, GROUPS, early_bytes) == after
     assert [bucket.name for bucket in after.buckets] == starts(after)
     x = np.linspace(-1, 1, N, dtype=np.float32)
@@ -347,5 +347,5 @@ def test_collectives_of_one_communicator_queue_and_those_of_two_do_not():
     assert timeline(steps("g"), [1.0, 1.0, 0.0, 0.0], {}).total == 2.0
     assert timeline(steps("other"), [1.0, 1.0, 0.0, 0.0], {}).total == 1.0
     assert [s.held_up for s in timeline(steps("g"), [1.0, 1.0, 0.0, 0.0], {}).spans] == [1.0, 1.0]
-    one = {"g": Group(2, "wire"), "other": Group(2, "wire")}
+    one = {"g": GroupSize(2, "wire"), "other": GroupSize(2, "wire")}
     assert timeline(steps("other"), [1.0, 1.0, 0.0, 0.0], one).total == 2.0

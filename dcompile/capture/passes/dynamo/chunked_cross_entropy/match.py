@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, spans
-from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.compat.user_line import user_line
 
 LOSS = torch.nn.functional.cross_entropy
@@ -41,7 +41,7 @@ class NotChunked(Exception):
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputLayer:
     """A linear layer whose result only a loss reads."""
 
     layer: Node
@@ -57,7 +57,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
 
     Returns a line for people about each loss, and how many stay whole. The graph is changed in place.
     """
-    nest = Nest(gm)
+    nest = NestedGraphs(gm)
     losses = [loss for graph in nest.graphs for loss in graph.graph.find_nodes(op="call_function", target=LOSS)]
     notes, begun, whole = list[str](), 0, 0
     for loss in losses:
@@ -81,7 +81,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
     return ["chunked_loss: a graph computes no cross_entropy; where the loss is outside, its logits are results"], 0
 
 
-def _logits(head: Head, parts: list[tuple[int, int]]) -> str:
+def _logits(head: OutputLayer, parts: list[tuple[int, int]]) -> str:
     """`4 parts of at most 0.3 MB are there one after another in place of logits (float32[2, 5, 32], 1.2 MB)`."""
     value = head.layer.meta["example_value"]
     sizes = ", ".join(map(str, value.shape))
@@ -98,7 +98,7 @@ def given_to(loss: Node) -> dict[str, Any]:
     return {**_ARGUMENTS, **dict(zip(_ARGUMENTS, loss.args, strict=False)), **loss.kwargs}
 
 
-def _head_of(loss: Node) -> Head:
+def _head_of(loss: Node) -> OutputLayer:
     given = given_to(loss)
     for name in ("weight", "size_average", "reduce"):
         if given[name] is not None:
@@ -116,7 +116,7 @@ def _head_of(loss: Node) -> Head:
     _check_readers([node, *steps], loss)
     hidden, weight, bias = _operands(node)
     _check_values(node, hidden, weight, bias, loss)
-    return Head(node, hidden, weight, bias, tuple(reversed(steps)))
+    return OutputLayer(node, hidden, weight, bias, tuple(reversed(steps)))
 
 
 def is_call(node: Node, *names: str) -> bool:
@@ -193,7 +193,7 @@ def between(first: Node, last: Node) -> Iterator[Node]:
         node = node.next
 
 
-def _rows(head: Head, loss: Node) -> list[tuple[str, Any]]:
+def _rows(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
     """What to do to the layer's input: ("slice", index) or ("reshape", leading sizes), in order.
 
     Raises NotChunked where a step does not leave rows as they are.
@@ -239,7 +239,7 @@ def _takes_rows(index: Any, dims: int) -> bool:
     return not reaches or parts[-1] == ALL
 
 
-def _replace(loss: Node, head: Head, steps: list[tuple[str, Any]], settings: dict[str, Any]) -> None:
+def _replace(loss: Node, head: OutputLayer, steps: list[tuple[str, Any]], settings: dict[str, Any]) -> None:
     given, graph = given_to(loss), loss.graph
     hidden, width = head.hidden, shape_of(head.weight)[1]
     with graph.inserting_before(loss):

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
     Operation,
-    Unknown,
+    UnknownElements,
     is_of_torch,
     name_of,
     shape_of,
@@ -24,7 +24,7 @@ from dcompile.ir.piecewise import TooManyPieces
 class ElementsOf:
     """Elements of the nodes of a nest of graphs, each worked out once."""
 
-    def __init__(self, nest: Nest, changed: Callable[[Node], bool]) -> None:
+    def __init__(self, nest: NestedGraphs, changed: Callable[[Node], bool]) -> None:
         """`changed` tells nodes whose memory something writes to: these are unknown."""
         self._nest, self._changed = nest, changed
         self._known: dict[Node, Elements | None] = {}
@@ -68,5 +68,5 @@ class ElementsOf:
                 same = all(other == first for other in others) and first.shape == shape_of(value)
                 return first if same and first.dtype == value.dtype else None
             return RULES[name_of(node)](Operation(node, known))
-        except (Unknown, TooManyPieces):
+        except (UnknownElements, TooManyPieces):
             return None

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate, map_arg
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
     Operation,
-    Unknown,
+    UnknownElements,
     name_of,
     size_of,
     value_of,
@@ -31,7 +31,7 @@ from dcompile.ir.piecewise import Leaf, Test, Tree, combine
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _NodePlaceholder:
     """Stands for a node among arguments."""
 
     number: int
@@ -40,9 +40,9 @@ class _Slot:
 def elementwise(operation: Operation) -> Elements:
     nodes: list[Node] = []
 
-    def slot(node: Node) -> _Slot:
+    def slot(node: Node) -> _NodePlaceholder:
         nodes.append(node)
-        return _Slot(len(nodes) - 1)
+        return _NodePlaceholder(len(nodes) - 1)
 
     args, kwargs = map_arg((operation.node.args, operation.node.kwargs), slot)  # type: ignore[arg-type]
     trees = [operation.broadcast(operation.known[n]) if n in operation.known else leaf_of(size_of(n)) for n in nodes]
@@ -59,7 +59,7 @@ def _of_constants(operation: Operation, args: Any, kwargs: Any, nodes: list[Node
     """One element, computed by the operation itself, on tensors of one element on the CPU."""
 
     def real(argument: Any) -> Any:
-        if not isinstance(argument, _Slot):
+        if not isinstance(argument, _NodePlaceholder):
             return argument
         node, leaf = nodes[argument.number], leaves[argument.number]
         return single(leaf, value_of(node).dtype, value_of(node).dim()) if node in operation.known else leaf
@@ -71,9 +71,9 @@ def _of_constants(operation: Operation, args: Any, kwargs: Any, nodes: list[Node
     try:
         result = target(*given, **named)
     except (RuntimeError, TypeError, ValueError) as wrong:
-        raise Unknown from wrong
+        raise UnknownElements from wrong
     if not isinstance(result, torch.Tensor) or result.dtype != operation.dtype or result.numel() != 1:
-        raise Unknown
+        raise UnknownElements
     return result.item()
 
 
@@ -82,15 +82,17 @@ def _of_indices(operation: Operation, args: Any, kwargs: Any, leaves: Sequence[L
     name = name_of(operation.node)
     rule = _ON_INDICES.get(_OTHER_NAMES.get(name, name))
     if rule is None:
-        raise Unknown
-    given = [leaves[argument.number] if isinstance(argument, _Slot) else argument for argument in args]
-    named = {key: leaves[value.number] if isinstance(value, _Slot) else value for key, value in kwargs.items()}
+        raise UnknownElements
+    given = [leaves[argument.number] if isinstance(argument, _NodePlaceholder) else argument for argument in args]
+    named = {
+        key: leaves[value.number] if isinstance(value, _NodePlaceholder) else value for key, value in kwargs.items()
+    }
     if operation.node.op == "call_method" and name_of(operation.node) == "where":
         given[:2] = [given[1], given[0]]
     try:
         result = rule(*given, **named)
     except TypeError as wrong:  # arguments that the rule does not know
-        raise Unknown from wrong
+        raise UnknownElements from wrong
     return in_range(result, operation.dtype, operation.ranges)
 
 
@@ -112,14 +114,14 @@ def _smaller(one: Any, other: Any) -> Tree:
 
 def _chosen(condition: Any, one: Any, other: Any) -> Tree:
     if not isinstance(condition, bool):
-        raise Unknown
+        raise UnknownElements
     return _whole_or_float(one if condition else other)
 
 
 def _whole_or_float(value: Any) -> Tree:
     if isinstance(value, bool | int | float | Index):
         return value
-    raise Unknown
+    raise UnknownElements
 
 
 _ON_INDICES: Mapping[str, Callable[..., Tree]] = {
@@ -155,5 +157,5 @@ def conversion(operation: Operation) -> Elements:
         return converted(leaf, dtype, ranges, source.dtype)
 
     if source.shape != operation.shape:
-        raise Unknown
+        raise UnknownElements
     return operation.made(combine(as_dtype, (source.tree,), ranges) if dtype != source.dtype else source.tree)

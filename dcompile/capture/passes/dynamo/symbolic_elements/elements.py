@@ -20,7 +20,7 @@ from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, bounds, va
 from dcompile.ir.piecewise import Tree, replace_variables, variables
 
 
-class Unknown(Exception):
+class UnknownElements(Exception):
     """A value that no rule follows."""
 
 
@@ -53,7 +53,7 @@ def size_of(value: Any) -> Size:
         return value
     if isinstance(value, torch.SymInt):
         return as_size(_index_of(compat.sizes.size_expression(value), value.node.shape_env))
-    raise Unknown
+    raise UnknownElements
 
 
 def _index_of(expression: Any, shape_env: Any) -> Index:
@@ -80,7 +80,7 @@ def sizes_of(node: Any) -> tuple[Size, ...]:
     value = value_of(node)
     try:
         return shape_of(value) if isinstance(value, torch.Tensor) else ()
-    except Unknown:
+    except UnknownElements:
         return ()
 
 
@@ -133,7 +133,7 @@ class Operation:
         """The elements of an argument. Raises Unknown if it is no tensor."""
         if isinstance(argument, Node) and argument in self.known:
             return self.known[argument]
-        raise Unknown
+        raise UnknownElements
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """An argument given by place or by name."""
@@ -154,7 +154,7 @@ class Operation:
         given = {**positions, **{n: as_index(0) for n, size in enumerate(source.shape) if size == 1}}
         values = {axis(n): index for n, index in given.items()}
         if not variables(source.tree) <= values.keys() | dict(source.batches).keys():
-            raise Unknown
+            raise UnknownElements
         return replace_variables(source.tree, values, self.ranges if ranges is None else ranges)
 
     def broadcast(self, source: Elements) -> Tree:

@@ -10,7 +10,7 @@ import torch
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
     Operation,
-    Unknown,
+    UnknownElements,
     axis,
     name_of,
     size_of,
@@ -32,9 +32,9 @@ def indexed(operation: Operation) -> Elements:
         parts = [slice(None) if part is None else part for part in parts]
     tensors = [part for part in parts if isinstance(value_of(part), torch.Tensor)]
     if any(part not in operation.known for part in tensors):
-        raise Unknown
+        raise UnknownElements
     parts = _written_out(parts, len(source.shape))
-    places = _Places(operation, parts, [operation.known[part] for part in tensors])
+    places = _IndexedDimensions(operation, parts, [operation.known[part] for part in tensors])
     positions = dict[int, Index]()
     by_tensor = dict[int, Tree]()
     for dim, part, place in places.dims():
@@ -61,14 +61,14 @@ def _written_out(parts: list[Any], dims: int) -> list[Any]:
     """An index with a slice for each dimension that it leaves out."""
     used = sum(part is not None and part is not Ellipsis for part in parts)
     if any(isinstance(part, bool) for part in parts) or used > dims:
-        raise Unknown
+        raise UnknownElements
     place = next((n for n, part in enumerate(parts) if part is Ellipsis), None)
     if place is None:
         return [*parts, *[slice(None)] * (dims - used)]
     return [*parts[:place], *[slice(None)] * (dims - used), *parts[place + 1 :]]
 
 
-class _Places:
+class _IndexedDimensions:
     """Where in the result each dimension of an indexed tensor is, and those of the tensors that it is indexed by."""
 
     def __init__(self, operation: Operation, parts: list[Any], tensors: list[Elements]) -> None:
@@ -76,7 +76,7 @@ class _Places:
         self.operation, self.parts = operation, parts
         self.count = max((len(tensor.shape) for tensor in tensors), default=0)
         if any(tensor.dtype not in _POSITIONS or (self.count and not tensor.shape) for tensor in tensors):
-            raise Unknown  # truth values choose; one without dimensions is a number to torch
+            raise UnknownElements  # truth values choose; one without dimensions is a number to torch
         others = [part for part in parts if part is None or isinstance(part, slice) or _is_tensor(part)]
         places = [n for n, part in enumerate(others) if _is_tensor(part)]
         adjacent = places and places[-1] - places[0] == len(places) - 1
@@ -108,7 +108,7 @@ def _is_tensor(part: Any) -> bool:
 def _sliced(part: slice, size: Size, place: int, shape: Sequence[Size]) -> Index:
     step = 1 if part.step is None else part.step
     if not isinstance(step, int) or step < 1:
-        raise Unknown
+        raise UnknownElements
     start = as_index(0) if part.start is None else _from_the_start(size_of(part.start), size)
     return start + position_in(place, shape) * step
 
@@ -119,4 +119,4 @@ def _from_the_start(position: Size, size: Size, ranges: Ranges | None = None) ->
     for found, sign in ((index, 1), (index + size, -1)):
         if is_nonnegative(found, ranges or {}) and (sign == 1 or is_nonnegative(negated(index), ranges or {})):
             return found
-    raise Unknown
+    raise UnknownElements

@@ -14,7 +14,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.arithmetic import conversi
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
     Operation,
-    Unknown,
+    UnknownElements,
     axis,
     name_of,
     size_of,
@@ -76,12 +76,12 @@ def _reshaped(operation: Operation) -> Elements:
         while (left := _extent(source.shape, old)) != (right := _extent(operation.shape, new)):
             shorter, rest = (old, before) if _is_shorter(left, right) else (new, after)
             if not rest or not (shorter is old or _is_shorter(right, left)):
-                raise Unknown
+                raise UnknownElements
             shorter.append(rest.pop(0))
         if len(old) == len(new) == 1:
             positions[old[0]] = var(axis(new[0]))
     if before or after:
-        raise Unknown
+        raise UnknownElements
     return operation.made(operation.at(source, positions))
 
 
@@ -98,7 +98,7 @@ def _permuted(operation: Operation) -> Elements:
     dims = operation.node.args[1:] or (operation.node.kwargs.get("dims"),)
     order = [*dims[0]] if isinstance(dims[0], tuple | list) else [*dims]
     if not all(isinstance(dim, int) for dim in order) or len(order) != len(source.shape):
-        raise Unknown
+        raise UnknownElements
     return operation.made(operation.at(source, {dim_of(d, order): var(axis(n)) for n, d in enumerate(order)}))
 
 
@@ -136,7 +136,7 @@ def _joined(operation: Operation) -> Elements:
     parts = operation.argument(0, "tensors")
     dim = operation.argument(1, "dim", 0)
     if not isinstance(parts, tuple | list):
-        raise Unknown
+        raise UnknownElements
     sources = [operation.elements(part) for part in parts]
     tree = _end_to_end(operation, sources, dim_of(dim, operation.shape), operation.ranges)
     return operation.made(tree)
@@ -151,7 +151,7 @@ def _side_by_side(operation: Operation) -> Elements:
 def _end_to_end(operation: Operation, sources: Sequence[Elements], dim: int, ranges: Ranges) -> Tree:
     """The elements of tensors one behind the other in a dimension, all others being the same."""
     if any(source.dtype != operation.dtype or len(source.shape) != len(operation.shape) for source in sources):
-        raise Unknown
+        raise UnknownElements
     begin, tree = as_index(0), None
     for source in sources:
         positions = {n: var(axis(n)) for n in range(len(source.shape))} | {dim: var(axis(dim)) - begin}
@@ -159,7 +159,7 @@ def _end_to_end(operation: Operation, sources: Sequence[Elements], dim: int, ran
         tree = part if tree is None else Test(var(axis(dim)) - begin, part, tree)
         begin = begin + source.shape[dim]
     if tree is None:
-        raise Unknown
+        raise UnknownElements
     return combine(lambda leaf: leaf, (tree,), ranges)
 
 
@@ -167,7 +167,7 @@ def _sums_so_far(operation: Operation) -> Elements:
     source = operation.first
     dim = dim_of(operation.argument(1, "dim"), operation.shape)
     if axis(dim) in variables(source.tree) or operation.dtype.is_floating_point:
-        raise Unknown
+        raise UnknownElements
     count = position_in(dim, operation.shape) + 1
     return checked(operation, combine(lambda leaf: whole(leaf) * count, (source.tree,), operation.ranges))
 
@@ -175,9 +175,9 @@ def _sums_so_far(operation: Operation) -> Elements:
 def _differences(operation: Operation) -> Elements:
     source, node = operation.first, operation.node
     if operation.argument(1, "n", 1) != 1 or operation.argument(4, "append") is not None:
-        raise Unknown
+        raise UnknownElements
     if source.dtype == torch.bool or source.dtype.is_floating_point:
-        raise Unknown
+        raise UnknownElements
     dim = dim_of(operation.argument(2, "dim", -1), operation.shape)
     prepended = node.args[3] if len(node.args) > 3 else node.kwargs.get("prepend")
     sources = [source] if prepended is None else [operation.elements(prepended), source]
@@ -208,7 +208,7 @@ def _into_batch(operation: Operation) -> Elements:
     own = dim_of(dim, shape)
     others = [n for n in range(len(shape)) if n != own]
     if batch in dict(source.batches):
-        raise Unknown
+        raise UnknownElements
     positions = {n: var(axis(place)) for place, n in enumerate(others)} | {own: var(batch)}
     batches = tuple(sorted([*source.batches, (batch, shape[own])]))
     ranges = operation.ranges | {batch: shape[own]}

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import Elements, Operation, Unknown, axis, fits, size_of
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
+    Elements,
+    Operation,
+    UnknownElements,
+    axis,
+    fits,
+    size_of,
+)
 from dcompile.ir.index import Index, Ranges, Size, as_index, var
 from dcompile.ir.piecewise import Leaf, Test, Tree, combine
 
@@ -41,7 +48,7 @@ def in_range(tree: Tree, dtype: torch.dtype, ranges: Ranges) -> Tree:
     def fitting(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Index):
             if not fits(leaf, dtype, ranges):
-                raise Unknown
+                raise UnknownElements
             leaf = leaf if leaf.constant is None else leaf.constant
         if isinstance(leaf, int) and not isinstance(leaf, bool) and dtype.is_floating_point:
             return float(leaf)
@@ -59,7 +66,7 @@ def converted(leaf: Leaf, dtype: torch.dtype, ranges: Ranges, before: torch.dtyp
     """An element of the dtype `before` as one of `dtype`, as torch converts it. Raises Unknown."""
     if not isinstance(leaf, Index):
         if isinstance(leaf, float) and not math.isfinite(leaf) and not dtype.is_floating_point and dtype != torch.bool:
-            raise Unknown  # each processor has a number of its own for that
+            raise UnknownElements  # each processor has a number of its own for that
         return single(leaf, before or dtype, 0).to(dtype).item()
     return equal(leaf, 0, yes=False) if dtype == torch.bool else in_range(leaf, dtype, ranges)
 
@@ -70,7 +77,7 @@ def whole(value: Any) -> Index:
         return value
     if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
         return as_index(int(value))
-    raise Unknown
+    raise UnknownElements
 
 
 def equal(one: Any, other: Any, yes: bool = True) -> Tree:
@@ -82,7 +89,7 @@ def equal(one: Any, other: Any, yes: bool = True) -> Tree:
 def dim_of(dim: Any, dims: Sequence[Any]) -> int:
     """A dimension counted from the first one. Raises Unknown."""
     if not isinstance(dim, int) or not -len(dims) <= dim < len(dims):
-        raise Unknown
+        raise UnknownElements
     return dim % len(dims)
 
 
@@ -90,5 +97,5 @@ def same_dtype(operation: Operation) -> Elements:
     """The tensor that is looked at, if as what it is. Raises Unknown."""
     source = operation.first
     if source.dtype != operation.dtype:
-        raise Unknown
+        raise UnknownElements
     return source

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, replace_constant_masks
-from dcompile.capture.passes.dynamo.higher_order_bodies import Nest
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.analysis import ElementsOf
 from dcompile.ir.piecewise import evaluate_tree
 
@@ -147,7 +147,7 @@ def test_what_is_known_is_what_torch_computes(seed):
     known = 0
     for number in range(5):
         program = random_program(5 * seed + number)
-        elements = ElementsOf(Nest(program.module()), lambda node: False)
+        elements = ElementsOf(NestedGraphs(program.module()), lambda node: False)
         for node in program.nodes:
             found = elements(node)
             if found is not None:

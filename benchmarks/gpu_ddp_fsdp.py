@@ -306,17 +306,17 @@ def _memory(device: Any) -> tuple[int, int]:
 
 def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:
     """Milliseconds a step, of kernels given as (name, begin, end) in milliseconds."""
-    from dcompile.explain.timeline import covered
+    from dcompile.explain.timeline import covered_seconds
 
     kernels = list(events)
     network = [(begin, end) for name, begin, end in kernels if is_communication(name)]
     work = [(begin, end) for name, begin, end in kernels if not is_communication(name)]
-    busy, computing = covered([*network, *work]), covered(work)
+    busy, computing = covered_seconds([*network, *work]), covered_seconds(work)
     whole = max((end for *_, end in kernels), default=0.0) - min((begin for _, begin, _ in kernels), default=0.0)
     return {
         "kernels": round(len(kernels) / steps),
         "compute_ms": computing / steps,
-        "comm_ms": covered(network) / steps,
+        "comm_ms": covered_seconds(network) / steps,
         "exposed_ms": (busy - computing) / steps,
         "idle_ms": (whole - busy) / steps,
         "profiled_ms": whole / steps,

@@ -88,7 +88,7 @@ def compile(
         dynamic,
         guard_filter_fn,
         compat.dynamo.limits(recompile_limit=recompile_limit)
-        | compat.shapes.asked({"dynamic_shapes": dynamic_shapes, "shapes_spec": shapes_spec}),
+        | compat.shapes.requested_spec({"dynamic_shapes": dynamic_shapes, "shapes_spec": shapes_spec}),
     )
 
     def apply(target: Any) -> Any:

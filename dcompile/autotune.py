@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from dcompile.codegen.emit.host.gemm_geometry import geometry, worth_measuring
+from dcompile.codegen.emit.host.gemm_geometry import geometry, measurable_geometries
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue
 from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, endings, with_tile
@@ -22,7 +22,7 @@ from dcompile.runtime.program import cuda_launch
 
 DESCRIPTORS = 90
 """Compute capability from which on GPUs read tiles by descriptors."""
-SHARE = 0.02
+MIN_FLOP_SHARE = 0.02
 """Of a program's multiplications: kinds of endings whose products are less of them are not worth measuring."""
 Build: TypeAlias = Callable[[Sequence[KernelSource]], Mapping[str, Path]]
 """Has kernels compiled: name -> archive, that of the launcher among them."""
@@ -51,7 +51,7 @@ class Tuner:
 
     def algorithms(self, program: Program, device: torch.device) -> tuple[Chosen, str]:
         """Algorithms for large matrix products, and what to say of them in the receipt."""
-        counts = worth_measuring(program)
+        counts = measurable_geometries(program)
         self._measure(counts, device)
         chosen = {g: algorithm for g in counts if (algorithm := self._algorithms[g]) is not None}
         other, of = sum(counts[g] for g in chosen), sum(counts.values())
@@ -108,8 +108,8 @@ class Tuner:
                 tuple(view for view in product.call.args if isinstance(view, View)),
                 product.out,
                 (shape, found) if shape is not None and (found := self._algorithms[shape]) is not None else None,
-                _started(loops[kind], archives),
-                {tile: _started(source, archives) for tile, source in own[kind].items()},
+                _candidate_launch(loops[kind], archives),
+                {tile: _candidate_launch(source, archives) for tile, source in own[kind].items()},
             )
             try:
                 result[kind] = autotune.fastest_ending(contest, archives[cuda_launch.LAUNCHER], device)
@@ -127,7 +127,7 @@ def worth_ending(program: Program) -> dict[Loop, list[EpilogueCandidate]]:
         kinds.setdefault(ending.kind, []).append(ending)
     shapes = (geometry(step, program.table) for step in program.steps if isinstance(step, Extern))
     total = sum(shape.flops for shape in shapes if shape is not None)
-    return {kind: found for kind, found in kinds.items() if sum(e.flops for e in found) >= SHARE * total}
+    return {kind: found for kind, found in kinds.items() if sum(e.flops for e in found) >= MIN_FLOP_SHARE * total}
 
 
 def forecast_notes(program: Program) -> list[str]:
@@ -181,7 +181,7 @@ def _separate(program: Program, ending: EpilogueCandidate) -> KernelSource:
     return kernel.emit(loop, program.table)
 
 
-def _started(source: KernelSource, archives: Mapping[str, Path]) -> tuple[autotune.CandidateLaunch, ...]:
+def _candidate_launch(source: KernelSource, archives: Mapping[str, Path]) -> tuple[autotune.CandidateLaunch, ...]:
     """How a kernel is started by itself."""
     given: tuple[str | int, ...] = (*source.arguments, *source.numbers)
     found = []

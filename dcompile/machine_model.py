@@ -218,7 +218,7 @@ def table_figures(device: str) -> Figures:
     return next((figures for kind, figures in TABLE.items() if kind in name), TABLE["h100"])
 
 
-def rounded(figures: Figures) -> Figures:
+def round_figures(figures: Figures) -> Figures:
     """Every rate and time to the nearest power of the fourth root of two, so that noise seldom changes a plan."""
     return replace(
         figures,

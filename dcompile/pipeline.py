@@ -32,7 +32,7 @@ from dcompile.codegen.schedule.memory.reorder_for_peak import plan_frugally
 from dcompile.codegen.schedule.order.dependences import drop_dead
 from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
 from dcompile.codegen.schedule.order.group_updates import bring_together
-from dcompile.codegen.schedule.order.overlap_collectives import overlap, predicted
+from dcompile.codegen.schedule.order.overlap_collectives import overlap, predict_schedule
 from dcompile.collectives.coalesce_small import pack_small
 from dcompile.collectives.contract import ProgramReport, Request
 from dcompile.collectives.ddp_all_reduce import insert_buckets
@@ -87,7 +87,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(lambda program, _: spread_rows(program), "spread_rows", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: refuse_after_split(program), "fuse_sums", needs_loops=True),
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
-    Pass(lambda program, request: _bucketed(program, request), "insert_buckets", required=True),
+    Pass(lambda program, request: _insert_buckets(program, request), "insert_buckets", required=True),
     Pass(lambda program, _: scale_products(program), "scale_products"),
     Pass(
         lambda program, request: insert_scatters(program, request.params, request.reductions),
@@ -184,7 +184,7 @@ class Pipeline:
         )
         report = _report(program, kernels)
         if program.buckets:
-            foreseen = predicted(program, request.figures, dict(request.groups))
+            foreseen = predict_schedule(program, request.figures, dict(request.groups))
             report.schedule, report.predicted_us, report.exposed_us = foreseen
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
@@ -374,7 +374,7 @@ class Pipeline:
                 dump(self.config, f"{program.name}/{name}.diff", "\n".join(difflib.unified_diff(old, new, lineterm="")))
 
 
-def _bucketed(program: Program, request: Request) -> Program:
+def _insert_buckets(program: Program, request: Request) -> Program:
     if request.rule is None:
         sharded = {param.number for param in request.params if param.shard is not None}
         return replace(program, grads=tuple(grad for grad in program.grads if grad[1] in sharded))

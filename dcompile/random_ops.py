@@ -52,7 +52,7 @@ def words(key: torch.Tensor, size: Sequence[int], draw: int, count: int) -> list
     return [word.reshape(tuple(size)) for word in (a, b, c, d)[:count]]
 
 
-def signed(word: torch.Tensor) -> torch.Tensor:
+def as_signed(word: torch.Tensor) -> torch.Tensor:
     """The same 32 bits as a signed number."""
     return (word ^ 2**31) - 2**31
 
@@ -80,7 +80,7 @@ def normal(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     first, second = words(draw_key(device) if key is None else key, size, draw, 2)
     share = ((first & 2**31 - 1).to(compute) + 0.5) * 2.0**-31  # in (0, 1]
-    angle = signed(second).to(compute) * (math.pi * 2.0**-31)
+    angle = as_signed(second).to(compute) * (math.pi * 2.0**-31)
     return ((share.log() * -2).sqrt() * angle.cos()).to(dtype)
 
 
@@ -92,7 +92,7 @@ def less(
     if limit is None:
         return torch.ones(tuple(size), dtype=torch.bool, device=device)
     (word,) = words(draw_key(device) if key is None else key, size, draw, 1)
-    return signed(word) < limit
+    return as_signed(word) < limit
 
 
 def bits(

@@ -32,7 +32,7 @@ def contests(monkeypatch):
         assert launcher == Path("gpu_launch") and device == GPU
         return second if len(contest.buffers) == 5 else None
 
-    monkeypatch.setattr(matmul_epilogue, "LEAST", 0)
+    monkeypatch.setattr(matmul_epilogue, "MIN_EPILOGUE_FLOPS", 0)
     monkeypatch.setattr(measure_autotune, "fastest_ending", fastest)
     monkeypatch.setattr(
         measure_autotune, "choose", lambda geometries, device: {g: (7,) for g in geometries if g.k == 64}

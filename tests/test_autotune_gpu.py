@@ -28,7 +28,7 @@ def reset(monkeypatch):
 
 @pytest.fixture
 def of_any_size(monkeypatch):
-    monkeypatch.setattr(fusion_matmul_epilogue, "LEAST", 0)
+    monkeypatch.setattr(fusion_matmul_epilogue, "MIN_EPILOGUE_FLOPS", 0)
 
 
 def choose(monkeypatch, number):

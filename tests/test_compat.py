@@ -147,14 +147,14 @@ def test_names_that_a_takeover_needs():
     class Empty:
         pass
 
-    missing = compat.ddp.missing(Empty())
+    missing = compat.ddp.missing_names(Empty())
     assert "_remove_autograd_hooks" in missing
     assert not [name for name in missing if name.startswith("torch._C")]
 
 
 def test_a_takeover_is_left_alone_where_a_name_is_missing(monkeypatch):
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    assert "torch._C._current_graph_task_id" in compat.ddp.missing(object())
+    assert "torch._C._current_graph_task_id" in compat.ddp.missing_names(object())
 
 
 def test_gradients_are_expected_to_lie_as_results_do():

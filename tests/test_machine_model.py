@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from dcompile.machine_model import TABLE, Link, collective_seconds, from_record, rounded, table_figures, to_record
+from dcompile.machine_model import TABLE, Link, collective_seconds, from_record, round_figures, table_figures, to_record
 
 H200 = TABLE["h200"]
 
@@ -43,9 +43,9 @@ def test_what_is_no_record_is_refused(change):
 
 def test_rounding_is_coarse_and_settles():
     noisy = dataclasses.replace(H200, memory_gbs=H200.memory_gbs * 1.03)
-    assert rounded(noisy).memory_gbs == rounded(H200).memory_gbs
-    assert rounded(rounded(H200)) == rounded(H200)
-    assert rounded(H200).memory_gbs == pytest.approx(H200.memory_gbs, rel=0.1)
+    assert round_figures(noisy).memory_gbs == round_figures(H200).memory_gbs
+    assert round_figures(round_figures(H200)) == round_figures(H200)
+    assert round_figures(H200).memory_gbs == pytest.approx(H200.memory_gbs, rel=0.1)
 
 
 def test_a_group_inside_a_node_is_served_by_the_smallest_link_that_reaches_all():

@@ -18,8 +18,8 @@ from dcompile.capture.aliasing.output_views import seen_without_gradients, witho
 from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
 from dcompile.capture.aliasing.storage_resizes import resize_inputs_alone
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs, with_plain_border, with_plain_tensors
-from dcompile.capture.graph_runner import GraphPrograms, boxed
+from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs, with_plain_boundary, with_plain_tensors
+from dcompile.capture.graph_runner import GraphPrograms, mark_boxed
 from dcompile.capture.joint_graph import PartitionResult, keep_drawn, looks_returned, partitioner, recompute_views
 from dcompile.capture.passes.dynamo.causal_mask import replace_constant_masks
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LEFT_WHOLE, chunk_losses
@@ -40,7 +40,7 @@ from dcompile.capture.passes.joint.pad_matmul import pad_products
 from dcompile.capture.passes.joint.permutation_gradients import gather_in_opposite_order
 from dcompile.capture.passes.joint.remove_clones import drop_copies
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
-from dcompile.capture.passes.repeated_layers.find import repeated_layers, shortened
+from dcompile.capture.passes.repeated_layers.find import repeated_layers, shorten
 from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
 
 
@@ -104,15 +104,15 @@ class DynamoGraph(GraphPrograms):
             check()
             self.changed = compat.aot.changed_inputs(count)
             if self._needs_parameters():
-                return boxed(_never)
+                return mark_boxed(_never)
             self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
-            return boxed(self._forward(module))
+            return mark_boxed(self._forward(module))
 
         def backward(module: Any, _inputs: Any) -> Any:
             compat.aot.no_donation()
             runner, between = self._backward(module), self.model.between
-            runner = boxed(runner if between is None else between.undisturbed(runner))
-            return boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
+            runner = mark_boxed(runner if between is None else between.undisturbed(runner))
+            return mark_boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
 
         def inference(module: Any, _inputs: Any) -> Any:
             check()
@@ -122,10 +122,10 @@ class DynamoGraph(GraphPrograms):
             self._find_shards(module)
             self.changed = compat.aot.changed_inputs(count)
             if self._needs_parameters():
-                return boxed(_never)
+                return mark_boxed(_never)
             self._lay_out(module)
             self._learning = compat.aot.learning_results()
-            return boxed(self._inference(module))
+            return mark_boxed(self._inference(module))
 
         config = self.model.settings.config
         partition = partitioner(
@@ -146,7 +146,7 @@ class DynamoGraph(GraphPrograms):
             decompositions=compiler.decompositions(),
         )
         try:
-            compiled = trace(gm if layers is None else shortened(gm, layers))
+            compiled = trace(gm if layers is None else shorten(gm, layers))
         except LayersDiffer as reason:
             self.notes.append(f"layers that repeat are traced each by itself: {reason}")
             layers = None
@@ -253,7 +253,7 @@ class Backend:
             return gm  # type: ignore[no-any-return]
         captured, flat_inputs, flat = with_flat_inputs(gm, example_inputs)
         inputs, relabelled = with_plain_tensors(captured, flat_inputs)
-        gm, inputs, border = with_plain_border(captured, inputs, model.adapter)
+        gm, inputs, border = with_plain_boundary(captured, inputs, model.adapter)
         graph = self._graph(model, inputs)
         if relabelled.copies:
             graph.notes.append(COPIED)

@@ -103,7 +103,7 @@ class Entry:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._graph.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
-        state = compat.ddp.replicated(self.root)
+        state = compat.ddp.replicate_state(self.root)
         if state is not None and not torch.compiler.is_compiling():
             return compat.ddp.run_replicated(self.root, state, self._enter, args, kwargs)
         return self._enter(args, kwargs)
@@ -224,7 +224,7 @@ class Entry:
         """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
         if self.root is None:
             return False
-        return unwrapped(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
+        return unwrap_module(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """The module runs inside this DDP for the first time."""
@@ -261,7 +261,7 @@ class Entry:
         @contextlib.contextmanager
         def compiling(code: types.CodeType, late: bool) -> Iterator[None]:
             finalizers = made.finalizers if code is own else []  # others serve code that lives on
-            with compat.guards.collect_finalizers(finalizers), _compiling(model, code, own, spec, late):
+            with compat.guards.collect_finalizers(finalizers), _dynamo_settings(model, code, own, spec, late):
                 yield
 
         config = model.settings.config
@@ -273,7 +273,7 @@ class Entry:
 
 
 @contextlib.contextmanager
-def _compiling(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
+def _dynamo_settings(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
     """Around Dynamo's work on a frame; `spec` is of the shapes of our outermost one, `own`."""
     with model.compiling(code, own, late_sizes), compat.shapes.in_entry(spec if code is own else None):
         yield
@@ -309,7 +309,7 @@ def _fresh_function(of_module: bool) -> types.FunctionType:
     return types.FunctionType(entry.__code__.replace(co_name=name), entry.__globals__, name)
 
 
-def unwrapped(module: Any) -> Any:
+def unwrap_module(module: Any) -> Any:
     """The module inside what torch.compile returned."""
     while compat.dynamo.is_optimized_module(module):
         module = module._orig_mod
@@ -331,9 +331,9 @@ def module_call(root: Module, settings: Settings, toolbox: Services, *, in_place
 
 def compile_module(module: Module, settings: Settings, toolbox: Services) -> None:
     """Compile `module` in place; of a DDP module, what it wraps: DDP's own forward stays as it is around it."""
-    root = unwrapped(module)
+    root = unwrap_module(module)
     if isinstance(root, DistributedDataParallel):
-        root = unwrapped(root.module)
+        root = unwrap_module(root.module)
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
     # of a traced TorchScript module sets attributes of another object, which nobody calls
     vars(root)["_compiled_call_impl"] = module_call(root, settings, toolbox, in_place=True)
@@ -392,10 +392,10 @@ def original_function(function: Any) -> Any:
     """The function that a wrapper of ours stands for."""
     while getattr(function, "_torchdynamo_wrapper_id", None) == id(function) and hasattr(function, "_dcompile_entry"):
         function = function.__wrapped__
-    return _unmarked(function)
+    return _without_wrapper_marks(function)
 
 
-def _unmarked(function: Any) -> Any:
+def _without_wrapper_marks(function: Any) -> Any:
     """`function` itself; a copy, if `functools.wraps` has given it the marks of a wrapper of ours that it calls.
 
     Dynamo would trace what the marks say in place of the function.
@@ -415,9 +415,9 @@ def _unmarked(function: Any) -> Any:
 def find_model(thing: Any) -> CompiledModel | None:
     """The state of whatever compile or torch.compile returned, the module inside it, or its DDP wrapper."""
     if isinstance(thing, Module):
-        root = unwrapped(thing)
+        root = unwrap_module(thing)
         if isinstance(root, DistributedDataParallel):
-            root = unwrapped(root.module)
+            root = unwrap_module(root.module)
         found = _NEWEST.get(root)
         entry = found() if found is not None else None
     else:

@@ -72,12 +72,12 @@ def with_flat_inputs(gm: Any, inputs: Sequence[Any]) -> tuple[Any, Sequence[Any]
     lists = {position: len(value) for position, value in enumerate(inputs) if isinstance(value, list)}
     if not lists:
         return gm, inputs, FlattenedLists()
-    gm = _copied(gm)
+    gm = _copy_graph(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if position in lists:
             _unpack(gm, node, inputs[position])
     gm.recompile()
-    return gm, _flattened(inputs), FlattenedLists(tuple(lists))
+    return gm, _flatten_lists(inputs), FlattenedLists(tuple(lists))
 
 
 def _unpack(gm: Any, node: Any, values: Sequence[Any]) -> None:
@@ -98,7 +98,7 @@ def _unpack(gm: Any, node: Any, values: Sequence[Any]) -> None:
     gm.graph.erase_node(node)
 
 
-def _flattened(values: Iterable[Any]) -> list[Any]:
+def _flatten_lists(values: Iterable[Any]) -> list[Any]:
     flat: list[Any] = []
     for value in values:
         flat.extend(value) if isinstance(value, list) else flat.append(value)
@@ -118,7 +118,7 @@ class FlattenedLists:
             return compiled
 
         def call(*args: Any) -> Any:
-            flat = _flattened(args)
+            flat = _flatten_lists(args)
             for position in self.lists:
                 args[position].clear()
             return compiled(*flat)
@@ -134,7 +134,7 @@ def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], G
     as a copy with the signs that it has: kernels read memory. Dynamo guards on such marks.
     """
     classes = {position: _plain for position, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
-    marked = {n: _unmarked for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
+    marked = {n: _clear_marks for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
     found = classes | marked
     if not found:
         return inputs, GraphBoundary()
@@ -145,7 +145,7 @@ def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], G
     return plain, GraphBoundary(tuple(range(len(inputs))), found, {}, tuple(marked))
 
 
-def with_plain_border(
+def with_plain_boundary(
     gm: Any, inputs: Sequence[Any], adapter: PlainAdapter
 ) -> tuple[Any, Sequence[Any], GraphBoundary]:
     """A graph that takes and returns plain tensors where `gm` has DTensors, its inputs, and the way between the two.
@@ -157,7 +157,7 @@ def with_plain_border(
     parameters = _parameters(inputs, adapter)
     if not parameters:
         return gm, inputs, GraphBoundary()
-    gm = _copied(gm)
+    gm = _copy_graph(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
@@ -166,7 +166,7 @@ def with_plain_border(
             convert[position] = _always(plain[position])
             _make(gm, node, placeholders[-1], make, plain[position])
         elif compat.dtensor.is_dtensor(value):
-            make = compat.dtensor.wrapper(_fixed(node, "takes"))
+            make = compat.dtensor.wrapper(_fixed_dtensor(node, "takes"))
             plain[position] = compat.aot.fake_input(value.to_local())
             convert[position] = _to_local
             _make(gm, node, placeholders[-1], make, plain[position])
@@ -191,7 +191,7 @@ def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple
     return found
 
 
-def _copied(gm: Any) -> Any:
+def _copy_graph(gm: Any) -> Any:
     """Dynamo reads from its own graph what to call the compiled function with. Bodies of operators are shared."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -200,7 +200,7 @@ def _copied(gm: Any) -> Any:
     return copy
 
 
-def _fixed(node: Any, what: str) -> Any:
+def _fixed_dtensor(node: Any, what: str) -> Any:
     """The DTensor that a node stands for, if its size is known."""
     value = node.meta["example_value"]
     if not compat.sizes.is_fixed(value):
@@ -233,7 +233,7 @@ def _take_outputs_apart(gm: Any) -> dict[int, Convert]:
     for position, node in enumerate(results):
         value: Any = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
         if compat.dtensor.is_dtensor(value):
-            found[position] = compat.dtensor.wrapper(_fixed(node, "returns"))
+            found[position] = compat.dtensor.wrapper(_fixed_dtensor(node, "returns"))
             with gm.graph.inserting_before(output):
                 results[position] = gm.graph.call_method("to_local", (node,))
             results[position].meta["example_value"] = value.to_local()
@@ -249,7 +249,7 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     return value.as_subclass(torch.Tensor)
 
 
-def _unmarked(value: torch.Tensor) -> torch.Tensor:
+def _clear_marks(value: torch.Tensor) -> torch.Tensor:
     return _plain(value).resolve_neg()
 
 

@@ -35,8 +35,8 @@ from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_token
 from dcompile.capture.passes.joint.absent_gradients import (
-    fixed,
-    following,
+    absent_results,
+    fixed_size_tangents,
     take_out,
     tangents,
     unlikely,
@@ -52,7 +52,7 @@ from dcompile.machine_model import GroupSize
 Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
 """What the receipt counts, of all backwards so far: `y.backward(torch._neg_view(x))`."""
-WHOLE = "whole_backward"
+WHOLE_BACKWARD = "whole_backward"
 """The program of a backward that takes every gradient, where the first one could do without some."""
 
 
@@ -123,10 +123,10 @@ class GraphPrograms:
     def _build(
         self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
     ) -> Executable:
-        self._own[WHOLE if whole else kind] = list(own_collectives(gm))
+        self._own[WHOLE_BACKWARD if whole else kind] = list(own_collectives(gm))
         request = self._request(gm, kind, whole, **more)
         executable = self.model.toolbox.compiler.compile_graph(gm, request, foreseen)
-        self.executables[WHOLE if whole else kind] = executable
+        self.executables[WHOLE_BACKWARD if whole else kind] = executable
         return executable
 
     def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
@@ -137,7 +137,7 @@ class GraphPrograms:
         if self.model.settings.config.triton_cudagraphs and self.device.type != "cpu":
             donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
         return Request(
-            name=f"{WHOLE if whole else kind}{self.number}",
+            name=f"{WHOLE_BACKWARD if whole else kind}{self.number}",
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
@@ -338,7 +338,7 @@ class GraphPrograms:
         The latter are gradients of leaves with hooks. What DDP's own reducer waits for is in neither.
         """
         if absent not in self._follows:
-            self._follows[absent] = following(gm, absent)
+            self._follows[absent] = absent_results(gm, absent)
         follows = self._follows[absent]
         hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
         if not hooked and not self.grads:
@@ -386,20 +386,20 @@ class GraphPrograms:
         """
         if self.buckets is not None and isinstance(self.adapter, DdpAdapter) and self._every != self.adapter.every:
             self._lacks = self.buckets = None  # compiled for a backward that reduced nothing, before ranks had decided
-            self.executables.pop(WHOLE, None)
+            self.executables.pop(WHOLE_BACKWARD, None)
         if self._lacks is None:
-            lacks = fixed(gm, absent) if len(absent) < len(tangents(gm)) else frozenset[int]()
+            lacks = fixed_size_tangents(gm, absent) if len(absent) < len(tangents(gm)) else frozenset[int]()
             with self.model.peers.busy("compiling"):
                 self._build_backward(without(gm, lacks, self._exchanged))
             self._lacks = lacks
         if self._lacks <= absent:
             return "backward"
-        if WHOLE not in self.executables:
+        if WHOLE_BACKWARD not in self.executables:
             began = time.perf_counter()
             with self.model.peers.busy("compiling"):
                 self._build_whole_backward(gm)
             self.model.compile_seconds += time.perf_counter() - began
-        return WHOLE
+        return WHOLE_BACKWARD
 
     def _build_backward(self, gm: Any) -> None:
         began = time.perf_counter()
@@ -505,7 +505,7 @@ def _reshards(info: ParamInfo) -> bool:
     return info.shard is not None and info.shard.reshard
 
 
-def boxed(function: Any) -> Any:
+def mark_boxed(function: Any) -> Any:
     """Mark a function that takes one list and empties it."""
     function._boxed_call = True
     return function

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dcompile.ir.nodes import ITEMSIZE, Bucket, Collective, Program, Wait
 from dcompile.machine_model import Figures, GroupSize
 
-SAFETY = 2.0
+SAFETY_FACTOR = 2.0
 """Copies are to save so many times what they cost: figures of a table are easily off by that much."""
 
 
@@ -24,17 +24,18 @@ def pack_small(program: Program, figures: Figures, groups: Mapping[str, GroupSiz
     """
     if not figures.member_us:
         return program
-    exposed = _exposed(program)
+    exposed = _exposed_collectives(program)
     buckets = tuple(
         replace(
-            bucket, packed=packed(bucket, figures, groups.get(bucket.group, GroupSize()).ranks, bucket.name in exposed)
+            bucket,
+            packed=units_to_pack(bucket, figures, groups.get(bucket.group, GroupSize()).ranks, bucket.name in exposed),
         )
         for bucket in program.buckets
     )
     return replace(program, buckets=buckets)
 
 
-def packed(bucket: Bucket, figures: Figures, ranks: int, exposed: bool) -> tuple[int, ...]:
+def units_to_pack(bucket: Bucket, figures: Figures, ranks: int, exposed: bool) -> tuple[int, ...]:
     """Places in `bucket.units` of those that share a message, ascending: the smallest, as many as save the most time.
 
     `exposed`: nothing is computed meanwhile. Otherwise what a shorter collective saves is that kernels beside it are
@@ -51,13 +52,13 @@ def packed(bucket: Bucket, figures: Figures, ranks: int, exposed: bool) -> tuple
         moved = 2 * (copied // ranks + copied if gather else copied)  # a gather's shards, and all of it behind
         calls = 2 if gather else 1
         costs = calls * figures.library_us + moved / (figures.memory_gbs * 1e3)
-        saved = (count - 1) * figures.member_us * share - SAFETY * costs
+        saved = (count - 1) * figures.member_us * share - SAFETY_FACTOR * costs
         if saved > best:
             best, found = saved, count
     return tuple(sorted(smallest[:found]))
 
 
-def _exposed(program: Program) -> set[str]:
+def _exposed_collectives(program: Program) -> set[str]:
     """Gathers before all computing, and reductions behind it: they have nothing to hide behind."""
     computing = [n for n, step in enumerate(program.steps) if not isinstance(step, (Collective, Wait))]
     if not computing:

@@ -28,7 +28,7 @@ def scale_products(program: Program, devices: Collection[str] = ("cuda",)) -> Pr
     if not products:
         return program
     done = {name for step in products.values() for name in step.writes}
-    steps = tuple(_scaled(step) if n in products else step for n, step in enumerate(program.steps))
+    steps = tuple(_scale_matmul(step) if n in products else step for n, step in enumerate(program.steps))
     buckets = (
         replace(b, scaled=tuple(p for p, buffer in zip(b.params, b.buffers, strict=True) if buffer in done))
         for b in program.buckets
@@ -42,14 +42,14 @@ def _is_scaled(bucket: Bucket) -> bool:
 
 
 def _is_product(step: Step) -> bool:
-    """Whether it is a plain product whose left side has an element, for `_scaled`: symbolic sizes may be 0."""
+    """Whether it is a plain product whose left side has an element, for `_scale_matmul`: symbolic sizes may be 0."""
     if not isinstance(step, Extern) or step.op != "aten.mm.default" or step.mode != "out" or step.kwargs:
         return False
     left = step.args[0]
     return isinstance(left, View) and all(isinstance(size, int) and size > 0 for size in left.shape)
 
 
-def _scaled(step: Step) -> Extern:
+def _scale_matmul(step: Step) -> Extern:
     """The product with a factor. What is added is nothing, and never read: any one number in memory will do."""
     assert isinstance(step, Extern)
     left = step.args[0]

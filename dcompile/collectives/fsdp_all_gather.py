@@ -60,8 +60,8 @@ def insert_gathers(
         for name, i in gathered.items()
     }
     kept = {name: place for name, place in places.items() if not shard_of(gathered[name]).reshard}
-    steps = [_rebased(step, places) for step in program.steps]
-    saved = (_moved(output, kept) for output in program.outputs[results:])
+    steps = [_rebase_step(step, places) for step in program.steps]
+    saved = (_rebase_view(output, kept) for output in program.outputs[results:])
     outputs = (*program.outputs[:results], *saved)
     buckets = _buckets(list(gathered.values()), _first_uses(steps, outputs))
     return replace(
@@ -121,14 +121,14 @@ def _start(bucket: Bucket) -> Collective:
 # --- other places for the same elements -------------------------------------------------------------------------------
 
 
-def _rebased(step: Step, places: Places) -> Step:
+def _rebase_step(step: Step, places: Places) -> Step:
     """The step, reading parameters where they are gathered."""
     if places.keys().isdisjoint(step.reads | step.writes):
         return step
     assert places.keys().isdisjoint(step.writes), f"a step writes a sharded parameter: {step}"
     match step:
         case Loop():
-            return replace(step, body=tuple(_loaded(value, places) for value in step.body))
+            return replace(step, body=tuple(_rebase_load(value, places) for value in step.body))
         case Extern():
             kwargs = tuple((name, _moved_arg(value, places)) for name, value in step.kwargs)
             return replace(step, args=tuple(_moved_arg(arg, places) for arg in step.args), kwargs=kwargs)
@@ -136,7 +136,7 @@ def _rebased(step: Step, places: Places) -> Step:
             raise AssertionError(f"a collective works on a sharded parameter: {step}")
 
 
-def _loaded(value: Value, places: Places) -> Value:
+def _rebase_load(value: Value, places: Places) -> Value:
     if isinstance(value, Load) and value.buffer in places:
         place = places[value.buffer]
         return replace(value, buffer=place.holder, index=value.index + place.offset)
@@ -146,10 +146,10 @@ def _loaded(value: Value, places: Places) -> Value:
 def _moved_arg(arg: Arg, places: Places) -> Arg:
     if isinstance(arg, tuple):
         return tuple(_moved_arg(item, places) for item in arg)
-    return _moved(arg, places) if isinstance(arg, View) else arg  # a look at a place is one too
+    return _rebase_view(arg, places) if isinstance(arg, View) else arg  # a look at a place is one too
 
 
-def _moved(value: Output, places: Places) -> Output:
+def _rebase_view(value: Output, places: Places) -> Output:
     """A look at a parameter becomes one at the unit that it is gathered in."""
     if isinstance(value, View) and value.buffer in places:
         place = places[value.buffer]

@@ -76,7 +76,7 @@ def _work(async_op: bool) -> Any:
 
 
 def _all_gather(output: torch.Tensor, value: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    output.view(-1).copy_(_repeated(value.reshape(-1), output.numel()))
+    output.view(-1).copy_(_repeat_part(value.reshape(-1), output.numel()))
     return _work(async_op)
 
 
@@ -101,15 +101,15 @@ def _all_to_all(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    output.view(-1).copy_(_repeated(value.reshape(-1), output.numel()))
+    output.view(-1).copy_(_repeat_part(value.reshape(-1), output.numel()))
     return _work(async_op)
 
 
-def _unchanged(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+def _return_unchanged(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
     return _work(async_op)
 
 
-def _nothing(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+def _return_nothing(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
     return _work(async_op)
 
 
@@ -120,14 +120,14 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "reduce_scatter_single": _reduce_scatter,
     "reduce_scatter_tensor": _reduce_scatter,
     "all_to_all_single": _all_to_all,
-    "all_reduce": _unchanged,
-    "broadcast": _unchanged,
-    "reduce": _unchanged,
-    "barrier": _nothing,
+    "all_reduce": _return_unchanged,
+    "broadcast": _return_unchanged,
+    "reduce": _return_unchanged,
+    "barrier": _return_nothing,
 }
 
 
-def _repeated(part: torch.Tensor, count: int) -> torch.Tensor:
+def _repeat_part(part: torch.Tensor, count: int) -> torch.Tensor:
     """As many elements, of `part` over and over; of zeros, if that is empty."""
     if not part.numel():
         return part.new_zeros(count)
@@ -140,10 +140,10 @@ def whole(shard: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     `offset`: where it begins among all elements that are gathered together. With one rank it is the parameter.
     """
     flat = shard.detach().reshape(-1).to(like.device, like.dtype)
-    return _repeated(flat, offset + like.numel())[offset:].view(like.shape)
+    return _repeat_part(flat, offset + like.numel())[offset:].view(like.shape)
 
 
-def run(gm: Any, values: list[Any]) -> Any:
+def run_alone(gm: Any, values: list[Any]) -> Any:
     """What a graph returns; its own collectives are answered alone. Gradients are not asked for."""
     from torch.fx import Interpreter
 
@@ -174,7 +174,7 @@ def _answer(name: str, args: Any, kwargs: Any) -> Any:
     elif name.startswith("reduce_scatter"):
         made = value[: value.shape[0] // args[2]].clone()
     elif name == "all_to_all_single":
-        made = _repeated(value.reshape(-1), sum(args[1]) * value[:1].numel()).view(sum(args[1]), *value.shape[1:])
+        made = _repeat_part(value.reshape(-1), sum(args[1]) * value[:1].numel()).view(sum(args[1]), *value.shape[1:])
     elif not name.endswith("_") and name != "wait_tensor":
         made = value.clone()
     return made if out is None else out.copy_(made)

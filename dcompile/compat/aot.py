@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dcompile.compat.patches.batch_norm_statistics import unseen_statistics
 from dcompile.compat.patches.cse import regions_without_inductor
 from dcompile.compat.patches.index_strides import strides_of_indices
-from dcompile.compat.patches.lean_wrappers import lean_runtime, unpacked
+from dcompile.compat.patches.lean_wrappers import lean_runtime, unpack_arguments
 from dcompile.compat.patches.mutated_input_order import results_in_their_places
 from dcompile.compat.patches.quiet_dumps import no_unread_backwards, no_unread_graphs
 from dcompile.compat.patches.rng_under_checkpoint import is_drawn_again as is_drawn_again
@@ -69,7 +69,7 @@ def aot_compile(
             decompositions=decompositions,
             keep_inference_input_mutations=True,
         )
-        return unpacked(compiled, gm)
+        return unpack_arguments(compiled, gm)
 
 
 @contextlib.contextmanager
@@ -418,7 +418,7 @@ def never_recompute(node: Any) -> None:
 
 
 @contextlib.contextmanager
-def annotated(marks: dict[str, Any]) -> Iterator[None]:
+def annotate_nodes(marks: dict[str, Any]) -> Iterator[None]:
     """Note `marks` with each operation that is traced inside, as `meta["custom"]`.
 
     torch's `annotate` adds them to the dictionary that is there, which may be that of the node being traced.

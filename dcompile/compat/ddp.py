@@ -22,7 +22,7 @@ def active_ddp() -> DistributedDataParallel | None:
     return module.DistributedDataParallel._active_ddp_module if module else None
 
 
-def missing(ddp: Any) -> list[str]:
+def missing_names(ddp: Any) -> list[str]:
     """Private names that taking over needs and this torch lacks."""
     import torch
 
@@ -244,7 +244,7 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
 # --- torch.distributed._composable.replicate: a DDP of a module's parameters alone, called by the module's hooks -----
 
 
-def replicated(module: Any) -> Any:
+def replicate_state(module: Any) -> Any:
     """What `replicate` of torch.distributed._composable keeps of a module, or None."""
     composable = sys.modules.get("torch.distributed._composable.replicate")
     if composable is None or not isinstance(module, composable.DDP):
@@ -254,7 +254,7 @@ def replicated(module: Any) -> Any:
 
 def ddp_of_replicate(module: Any) -> Any:
     """The DDP that `replicate` makes of a module's parameters in its first forward; None before, or of others."""
-    return getattr(replicated(module), "_ddp", None)
+    return getattr(replicate_state(module), "_ddp", None)
 
 
 def is_of_replicate(ddp: Any, module: Any) -> bool:
@@ -273,7 +273,7 @@ def _rest_after(module: Any, args: Any, output: Any) -> None:
 @contextlib.contextmanager
 def hooks_of_replicate_resting(module: Any) -> Iterator[None]:
     """While the module's forward is traced: replicate's hooks would end the graph. Other modules are left alone."""
-    state = replicated(module)
+    state = replicate_state(module)
     tables = () if state is None else ((module._forward_pre_hooks, _rest_before), (module._forward_hooks, _rest_after))
     places = [
         (table, key, hook, rest)

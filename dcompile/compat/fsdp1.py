@@ -33,7 +33,7 @@ def initialize(root: Any) -> None:
     _lazy_init(root, root)
 
 
-def missing(instances: list[Any]) -> list[str]:
+def missing_names(instances: list[Any]) -> list[str]:
     """Private names that taking over needs and this torch lacks."""
     found: dict[str, None] = {}
     for instance in instances:
@@ -86,7 +86,7 @@ def handle_of(instance: Any) -> Any:
     return instance._handle
 
 
-def wrapped(instance: Any) -> Any:
+def wrapped_module(instance: Any) -> Any:
     """The user's module."""
     return instance._fsdp_wrapped_module
 

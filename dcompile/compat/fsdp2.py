@@ -48,7 +48,7 @@ def groups_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def missing(states: list[Any]) -> list[str]:
+def missing_names(states: list[Any]) -> list[str]:
     """Private names that taking over needs and this torch lacks."""
     found: dict[str, None] = {}
     for state in states:
@@ -357,7 +357,7 @@ def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Paramet
     return torch.nn.Parameter(parallel(whole.detach()), requires_grad=virtual.requires_grad)
 
 
-def shown(param: Any) -> torch.nn.Parameter:
+def visible_parameter(param: Any) -> torch.nn.Parameter:
     """What the module has in this parameter's place."""
     found: torch.nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
     return found

@@ -202,7 +202,7 @@ def size_of(name: str) -> int:
     return size
 
 
-def named(name: str) -> Any:
+def group_by_name(name: str) -> Any:
     """The process group that an operation of a graph names; None if there is none of that name any more."""
     import torch.distributed.distributed_c10d as c10d
 
@@ -213,15 +213,15 @@ def named(name: str) -> Any:
         return None
 
 
-def described(name: str) -> str:
+def describe_group(name: str) -> str:
     """A process group for people: the dimension of a mesh that it is, if any, and its name."""
-    said = getattr(named(name), "group_desc", "") or ""
+    said = getattr(group_by_name(name), "group_desc", "") or ""
     if said in ("", "undefined", "default_pg"):
         return f"group {name}"
     return f"{said.removeprefix('mesh_')} (group {name})"
 
 
-def gathered(tensor: Any, group: Any) -> Any:
+def traced_all_gather(tensor: Any, group: Any) -> Any:
     """This tensor of every rank, one behind the other along the first dimension: traced, an operation of the graph."""
     import torch.distributed._functional_collectives as functional
 
@@ -229,7 +229,7 @@ def gathered(tensor: Any, group: Any) -> Any:
     return gather(tensor, 0, group)
 
 
-def summed(tensor: Any, group: Any) -> Any:
+def traced_all_reduce(tensor: Any, group: Any) -> Any:
     """The sum of this tensor over the ranks: traced, an operation of the graph."""
     import torch.distributed._functional_collectives as functional
 

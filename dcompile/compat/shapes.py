@@ -23,7 +23,7 @@ def argument() -> str | None:
     return next((name for name in NAMES if name in known), None)
 
 
-def asked(given: Mapping[str, Any]) -> dict[str, Any]:
+def requested_spec(given: Mapping[str, Any]) -> dict[str, Any]:
     """A spec under whichever of its names it was given, as this torch calls it.
 
     Raises TypeError if torch has no such argument, and if it was given under both names.

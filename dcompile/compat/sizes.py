@@ -111,14 +111,14 @@ ROUNDED = frozenset({"TruncToInt", "FloorToInt", "CeilToInt", "RoundToInt"})
 """Whole numbers made of floats, `int(1.7 * size)` for example: sympy functions of torch's."""
 
 
-def rounded(shape_env: Any, expression: Any) -> dict[Any, int | None]:
+def rounded_integers(shape_env: Any, expression: Any) -> dict[Any, int | None]:
     """The whole numbers that an expression makes of floats -> the least each may be, as far as torch knows."""
     if type(expression).__name__ in ROUNDED:
         lower = _bounds(shape_env, expression).lower
         return {expression: int(lower) if getattr(lower, "is_Integer", False) else None}
     found: dict[Any, int | None] = {}
     for arg in expression.args:
-        found |= rounded(shape_env, arg)
+        found |= rounded_integers(shape_env, arg)
     return found
 
 

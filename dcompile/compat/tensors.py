@@ -21,7 +21,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def differentiating() -> Iterator[None]:
+def record_autograd() -> Iterator[None]:
     """Record what autograd needs, also inside an operator, where it has been left behind."""
     import torch
 

@@ -14,7 +14,7 @@ from dcompile.compat.groups import group_store
 from dcompile.toolchain import boot as machine
 
 TIMEOUT_S = 30.0
-PINGS = 8
+PING_COUNT = 8
 
 Arrival = tuple[str, int, float]
 """(bucket, bytes, seconds of time.perf_counter)."""
@@ -82,7 +82,7 @@ class _TextExchange:
     def ask(self) -> None:
         """Learn this rank's offset: the fastest of a few questions and answers is the most certain."""
         found = []
-        for number in range(PINGS):
+        for number in range(PING_COUNT):
             asked = time.perf_counter()
             self.say(f"ask/{self._rank}/{number}", 0)
             said = self.hear(f"answer/{self._rank}/{number}")
@@ -93,7 +93,7 @@ class _TextExchange:
 
     def answer(self, rank: int) -> tuple[float, float]:
         """On rank 0: (another rank's offset, how wrong that may be)."""
-        for number in range(PINGS):
+        for number in range(PING_COUNT):
             self.hear(f"ask/{rank}/{number}")
             self.say(f"answer/{rank}/{number}", time.perf_counter())
         offset, uncertain = self.hear(f"clock/{rank}")

@@ -68,7 +68,7 @@ def _own(program: Program, position: int, seconds: float, whole: float) -> Colle
     """One of the model's own. Its wait is the next step, so that all of it is exposed."""
     step = program.steps[position]
     assert isinstance(step, Extern)
-    kind, group = kind_of(step.op) or step.op, compat.groups.described(group_of(step))
+    kind, group = kind_of(step.op) or step.op, compat.groups.describe_group(group_of(step))
     bucket = next((out for out in step.outs if out is not None), step.op)
     producer, consumer = _writer(program, position, step.reads), _reader(program, position, step.writes)
     nbytes = whole_bytes(step, program.table)

@@ -12,7 +12,7 @@ from dcompile.explain.report_data import (
     GraphReport,
     ReportData,
     StepReport,
-    grouped,
+    group_steps,
     headline,
     size_text,
     summary,
@@ -54,7 +54,7 @@ def _graph(graph: GraphReport) -> Iterator[str]:
 def _calls(title: str, calls: Iterable[StepReport], fallback: bool = False) -> str:
     rows = [
         (row.name, str(row.calls), size_text(row.read), size_text(row.written), ", ".join(row.modules), str(row.source))
-        for row in grouped(calls, with_source=fallback)
+        for row in group_steps(calls, with_source=fallback)
     ]
     names = ("name", "calls", "read", "written", "modules", "source")
     return _table(title, names if fallback else names[:-1], rows, "fallback" if fallback else "call")

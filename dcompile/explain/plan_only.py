@@ -22,7 +22,7 @@ from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
-from dcompile.capture.entry import Entry, find_model, original_function, unwrapped
+from dcompile.capture.entry import Entry, find_model, original_function, unwrap_module
 from dcompile.capture.services import Services
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.collectives.contract import AnySource, Foreseen, Request
@@ -55,7 +55,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     planner = _Planner(settings.config)
     toolbox = Services(planner, _no_buckets, _nothing, _nothing, _nothing, _NoExchange)
     guards: dict[str, None] = {}
-    settings = replace(settings, fullgraph=False, guard_filter_fn=_watching(guards, settings.guard_filter_fn))
+    settings = replace(settings, fullgraph=False, guard_filter_fn=_record_guards(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
     adapter = _adapter(module, ddp, settings.config)
     if adapter is not None and not adapter.eager:
@@ -122,7 +122,7 @@ def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fs
 
 def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """What the report does not show."""
-    if adapter is None and compat.ddp.replicated(module) is not None:
+    if adapter is None and compat.ddp.replicate_state(module) is not None:
         yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
         yield (
@@ -143,9 +143,9 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
         if not callable(model):
             raise TypeError(f"dcompile: explain needs a module or a function, not {type(model).__name__}")
         return None, None
-    root = unwrapped(model)
+    root = unwrap_module(model)
     if isinstance(root, DistributedDataParallel):
-        return unwrapped(root.module), root
+        return unwrap_module(root.module), root
     return root, compat.ddp.ddp_of_replicate(root)
 
 
@@ -158,7 +158,7 @@ def _breaks(before: int) -> tuple[GraphBreak, ...]:
     return tuple(found.values())
 
 
-def _watching(found: dict[str, None], also: Callable[..., Any] | None) -> Callable[..., Any]:
+def _record_guards(found: dict[str, None], also: Callable[..., Any] | None) -> Callable[..., Any]:
     """A guard filter that keeps all guards (or what `also` keeps) and notes them."""
 
     def keep(guards: Any) -> Any:
@@ -242,7 +242,7 @@ class _Eager:
         for position, number in self._gathers:
             values[position] = self._whole(number)
         with torch.no_grad():
-            return list(compat.alone.run(self.gm, values))
+            return list(compat.alone.run_alone(self.gm, values))
 
 
 class _PlannedGraph(DynamoGraph):

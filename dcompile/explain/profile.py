@@ -118,7 +118,7 @@ class Profile:
         calls = recorder.finish()
         updates = [(name, recorder.seconds(begin), recorder.seconds(done)) for name, begin, done in self._updates]
         groups = {(program.name, bucket.name): bucket.group for program in self._programs for bucket in program.buckets}
-        groups |= {(name, found.starts): compat.groups.described(found.group) for name, found in _own(calls)}
+        groups |= {(name, found.starts): compat.groups.describe_group(found.group) for name, found in _own(calls)}
         latest, note = self._others(calls, groups)
         begin, end = recorder.seconds(self._begin), recorder.seconds(end)
         steps = [
@@ -226,8 +226,8 @@ def _own(calls: Iterable[ProgramCallTiming]) -> Iterator[tuple[str, Instrumented
 def _own_groups(names: set[str]) -> Iterator[tuple[Any, frozenset[str]]]:
     """Process groups that the model's own collectives name, in the same order on all of their ranks."""
     for name in sorted(names):
-        if (group := compat.groups.named(name)) is not None:
-            yield group, frozenset({compat.groups.described(name)})
+        if (group := compat.groups.group_by_name(name)) is not None:
+            yield group, frozenset({compat.groups.describe_group(name)})
 
 
 def _foreseen(

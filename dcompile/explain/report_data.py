@@ -233,7 +233,7 @@ def headline(graph: GraphReport) -> str:
 
 
 def _section(title: str, calls: Iterable[StepReport], with_source: bool = False) -> Iterator[str]:
-    rows = list(grouped(calls, with_source=with_source))
+    rows = list(group_steps(calls, with_source=with_source))
     if not rows:
         return
     yield f"  {title}"
@@ -258,7 +258,7 @@ class GroupedSteps:
     source: SourceLine | None
 
 
-def grouped(calls: Iterable[StepReport], with_source: bool = False) -> Iterator[GroupedSteps]:
+def group_steps(calls: Iterable[StepReport], with_source: bool = False) -> Iterator[GroupedSteps]:
     """One row for each kernel or op, in order of the first call; with sources, one for each line of source."""
     key: Callable[[StepReport], Any] = (
         (lambda call: (call.name, call.source)) if with_source else (lambda call: call.name)
@@ -268,11 +268,11 @@ def grouped(calls: Iterable[StepReport], with_source: bool = False) -> Iterator[
         found.setdefault(key(call), []).append(call)
     for same in found.values():
         read, written = _sum(call.read for call in same), _sum(call.written for call in same)
-        modules = collapsed(module for call in same for module in call.modules)
+        modules = collapse_layers(module for call in same for module in call.modules)
         yield GroupedSteps(same[0].name, len(same), read, written, modules, same[0].source)
 
 
-def collapsed(modules: Iterable[str]) -> tuple[str, ...]:
+def collapse_layers(modules: Iterable[str]) -> tuple[str, ...]:
     """Paths that differ in numbers alone as one: `layers.0.mlp.1` and `layers.1.mlp.1` become `layers.0-1.mlp.1`."""
     found: dict[tuple[str, ...], list[list[str]]] = {}
     for module in dict.fromkeys(modules):

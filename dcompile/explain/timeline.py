@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 Arrived: TypeAlias = "tuple[float, int] | None"
 """When the last rank came to a collective, and which it was; None where it is not known."""
 Lane = Literal["compute", "optimizer", "wait", "communication"]
-HIDDEN = 0.005
+MAX_HIDDEN_SHARE = 0.005
 """Of the step: a collective that is exposed for less does not need advice."""
 OWN = "waited for where the model's own plan has it: fewer parallel ranks, or layouts that change less often"
 
@@ -110,18 +110,18 @@ class MeasuredStep:
     @property
     def communication(self) -> float:
         """Time in which at least one collective moved bytes."""
-        return covered((e.begin, e.ended) for e in self.exchanges)
+        return covered_seconds((e.begin, e.ended) for e in self.exchanges)
 
     @property
     def compute(self) -> float:
-        return covered((s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer"))
+        return covered_seconds((s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer"))
 
     @property
     def overlapped(self) -> float:
         """Time in which bytes moved while something computed."""
         computing = [(s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer")]
         moving = [(e.begin, e.ended) for e in self.exchanges]
-        return self.compute + self.communication - covered([*computing, *moving])
+        return self.compute + self.communication - covered_seconds([*computing, *moving])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Timeline:
         object.__setattr__(self, "collectives", tuple(_summaries(self.steps, self.predicted)))
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """Time that lies in at least one span."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
@@ -226,7 +226,7 @@ def _median(exchanges: Sequence[CollectiveInterval], of: Callable[[CollectiveInt
 
 def advise(found: MeasuredCollective, step: float) -> str:
     """Which setting, or what else, would change how long this collective holds up the step."""
-    if found.exposed <= HIDDEN * step:
+    if found.exposed <= MAX_HIDDEN_SHARE * step:
         return "hidden: nothing waits for it"
     if found.exposed_skew > found.exposed / 2:
         return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"

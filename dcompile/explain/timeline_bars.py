@@ -34,7 +34,7 @@ class Bar:
 def bars(step: MeasuredStep, finest: float = 0.0) -> list[Bar]:
     """The bars of a step. Neighbours of one kind that are shorter than `finest` seconds are drawn as one."""
     compute = [_compute_bar(span, step.begin) for span in step.spans]
-    return [*_merged(compute, finest), *(bar for e in step.exchanges for bar in _exchange_bars(e, step.begin))]
+    return [*_merge_bars(compute, finest), *(bar for e in step.exchanges for bar in _exchange_bars(e, step.begin))]
 
 
 def _compute_bar(span: MeasuredSpan, zero: float) -> Bar:
@@ -45,7 +45,7 @@ def _compute_bar(span: MeasuredSpan, zero: float) -> Bar:
     return Bar("compute", kind, span.begin - zero, span.end - zero, title)
 
 
-def _merged(found: Iterable[Bar], finest: float) -> Iterator[Bar]:
+def _merge_bars(found: Iterable[Bar], finest: float) -> Iterator[Bar]:
     """Bars too short to be seen, joined with what is next to them."""
     open_: Bar | None = None
     for bar in found:

@@ -82,7 +82,7 @@ def store_operands(store: Store) -> tuple[Ref, ...]:
     return (store.value, *runtime_refs(store.index))
 
 
-def behind(body: Sequence[Value], roots: Iterable[Ref], *, through_reduces: bool = True) -> set[Ref]:
+def ancestors(body: Sequence[Value], roots: Iterable[Ref], *, through_reduces: bool = True) -> set[Ref]:
     """All values that `roots` are computed from, themselves included.
 
     Without `through_reduces`, reductions are among them but not what is behind those.

@@ -19,13 +19,13 @@ Ranges: TypeAlias = Mapping[str, Size]
 Interval: TypeAlias = "tuple[int | None, int | None]"
 """Least and greatest value; None where there is no bound."""
 
-LEAST: Mapping[str, int | None] = {"s": 2, "u": 0, "z": None}
+MIN_SYMBOL_VALUES: Mapping[str, int | None] = {"s": 2, "u": 0, "z": None}
 """The least value of a size symbol, by the first letter of its name."""
 
 
 def is_symbol(name: str) -> bool:
     """Is this a size, rather than a loop variable or a run-time integer?"""
-    return name[0] in LEAST
+    return name[0] in MIN_SYMBOL_VALUES
 
 
 def upper_bound(index: Index, ranges: Ranges) -> int | None:
@@ -68,7 +68,7 @@ def _atom_bounds(atom: Atom, ranges: Ranges) -> Interval:
     match atom:
         case Var(name):
             limit = ranges.get(name)
-            return LEAST.get(name[0], 0), max(limit - 1, 0) if isinstance(limit, int) else None
+            return MIN_SYMBOL_VALUES.get(name[0], 0), max(limit - 1, 0) if isinstance(limit, int) else None
         case Extreme(kind, left, right):
             return _extreme_bounds(kind == "max", bounds(left, ranges), bounds(right, ranges))
         case Mod(base, divisor):
@@ -192,7 +192,7 @@ def _never_negative(index: Index) -> bool:
         term = as_index(coefficient)
         for atom in monomial:
             assert isinstance(atom, Var), f"{atom} is not a size"
-            least = LEAST[atom.name[0]]
+            least = MIN_SYMBOL_VALUES[atom.name[0]]
             if least is None:
                 return False
             term = term * (var(atom.name) + least)

@@ -20,7 +20,7 @@ def nameless(loop: Loop, names: dict[str, str]) -> Nameless:
     for name in buffers_in(loop):
         names.setdefault(name, str(len(names)))
     literals = tuple(repr(value.value) for value in loop.body if isinstance(value, Const))
-    return replace(renamed(loop, names), name="", origin=()), literals
+    return replace(rename_buffers(loop, names), name="", origin=()), literals
 
 
 def buffers_in(loop: Loop) -> Iterator[str]:
@@ -29,7 +29,7 @@ def buffers_in(loop: Loop) -> Iterator[str]:
     yield from (store.buffer for store in loop.stores)
 
 
-def renamed(loop: Loop, names: Mapping[str, str]) -> Loop:
+def rename_buffers(loop: Loop, names: Mapping[str, str]) -> Loop:
     """The same with other buffers, by their names."""
     body = tuple(replace(v, buffer=names[v.buffer]) if isinstance(v, Load) else v for v in loop.body)
     return replace(loop, body=body, stores=tuple(replace(store, buffer=names[store.buffer]) for store in loop.stores))

@@ -22,7 +22,7 @@ SMALL_CHARACTER, SMALL_LINE = 5.0, 10
 """The same of what is written beside lines."""
 HEADER = 24 + LINE
 """Height of title and legend."""
-SWEEPS = 4
+SWEEP_COUNT = 4
 COLOURS = {"kernel": "#d5e8d4", "library": "#dae8fc", "fallback": "#f8cecc", "collective": "#ffe6cc", "wait": "#fff2cc"}
 
 
@@ -100,7 +100,7 @@ def draw(program: Program) -> str:
         for layer, step in zip(layers, program.steps, strict=True)
     ]
     paths = {pair: _route(boxes, *pair) for pair in found}
-    rows = _ordered(boxes)
+    rows = _order_layers(boxes)
     tops = _place(boxes, rows)
     curves = {pair: _points(boxes, tops, path) for pair, path in paths.items()}
     labels = _labels({pair: (curves[pair], _flow_words(found[pair], table)) for pair in curves})
@@ -211,13 +211,13 @@ def _route(boxes: list[_Box], start: int, end: int) -> list[int]:
     return path
 
 
-def _ordered(boxes: list[_Box]) -> list[list[int]]:
+def _order_layers(boxes: list[_Box]) -> list[list[int]]:
     """Boxes of each layer from left to right: sweeps down and up, each sorting by the middle of the neighbours."""
     rows: list[list[int]] = [[] for _ in range(max((box.layer for box in boxes), default=-1) + 1)]
     for number, box in enumerate(boxes):
         rows[box.layer].append(number)
     place = {number: float(at) for row in rows for at, number in enumerate(row)}
-    for sweep in range(SWEEPS):
+    for sweep in range(SWEEP_COUNT):
         down = sweep % 2 == 0
         for row in rows if down else reversed(rows):
             middle = {n: _middle(boxes[n].above if down else boxes[n].below, place, place[n]) for n in row}

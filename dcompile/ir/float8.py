@@ -18,7 +18,7 @@ OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 """Those that are bytes to loops, which copy them and nothing more."""
 BYTES = frozenset((*FLOAT8, *OPAQUE))
 """Dtypes whose values are held as bytes."""
-LARGEST = 448.0
+MAX_E4M3FN = 448.0
 """The largest number of float8_e4m3fn."""
 
 _FRACTION = {"float8_e4m3fn": 3, "float8_e5m2": 2}
@@ -41,14 +41,14 @@ def to_bytes(x: Array, dtype: str) -> Array:
     least = np.uint32((151 - bias - fraction) << 23)
     tiny = (np.where(small, magnitude, np.uint32(0)).view(np.float32) + least.view(np.float32)).view(np.uint32) - least
     normal = np.where(small, np.uint32(0), magnitude) - np.uint32((127 - bias) << 23)
-    found = np.where(small, tiny, _rounded(normal, 23 - fraction))
+    found = np.where(small, tiny, _round_bits(normal, 23 - fraction))
     found = np.minimum(found, np.uint32(_OVERFLOW[dtype]))
     found = np.where(magnitude > np.uint32(0x7F800000), np.uint32(0x7F), found)
     raw: Array = (found | ((bits >> np.uint32(24)) & np.uint32(0x80))).astype(np.uint8)
     return raw
 
 
-def _rounded(magnitude: Array, digits: int) -> Array:
+def _round_bits(magnitude: Array, digits: int) -> Array:
     """Without so many binary digits at the end: to the nearest, ties to even."""
     odd = (magnitude >> np.uint32(digits)) & np.uint32(1)
     found: Array = (magnitude + odd + np.uint32((1 << (digits - 1)) - 1)) >> np.uint32(digits)

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import gcd
 
-from dcompile.ir.bounds import LEAST, Interval, Ranges, bounds, is_below, is_nonnegative, is_symbol, upper_bound
+from dcompile.ir.bounds import (
+    MIN_SYMBOL_VALUES,
+    Interval,
+    Ranges,
+    bounds,
+    is_below,
+    is_nonnegative,
+    is_symbol,
+    upper_bound,
+)
 from dcompile.ir.polynomial import (
     TYPICAL,
     ZERO,
@@ -37,7 +46,7 @@ from dcompile.ir.polynomial import (
 )
 
 __all__ = [
-    "LEAST",
+    "MIN_SYMBOL_VALUES",
     "TYPICAL",
     "ZERO",
     "Atom",

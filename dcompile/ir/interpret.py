@@ -19,8 +19,8 @@ from dcompile.ir.analysis import inner_names, is_row_store, outer_names, product
 from dcompile.ir.float8 import BYTES, FLOAT8, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
 from dcompile.ir.nodes import (
+    IN_DONOR,
     ITEMSIZE,
-    LODGED,
     WITHIN,
     Apply,
     Arg,
@@ -144,7 +144,7 @@ def _encode(values: Any, dtype: str) -> Array:
 
 
 def _lies_in_another(buffer: Buffer) -> bool:
-    return (buffer.storage or "").startswith((WITHIN, LODGED))
+    return (buffer.storage or "").startswith((WITHIN, IN_DONOR))
 
 
 class _Machine:
@@ -162,7 +162,7 @@ class _Machine:
         for buffer in sorted(program.buffers, key=_lies_in_another):
             self.memory[buffer.name] = self._allocate(buffer)
             inside = self.memory[buffer.name].view(np.uint8)
-            self.blocks |= {WITHIN + buffer.name: inside, LODGED + buffer.name: inside}
+            self.blocks |= {WITHIN + buffer.name: inside, IN_DONOR + buffer.name: inside}
         for name in program.inputs:
             if name in self.table:
                 self._fill(name, np.asarray(inputs[name]))

@@ -321,7 +321,7 @@ class Buffer:
         return extent * ITEMSIZE[self.dtype]
 
 
-LODGED = "in:"
+IN_DONOR = "in:"
 """Before the name of the buffer in whose memory another one lies."""
 
 PART = "dcompile_part"

@@ -42,13 +42,13 @@ Tree: TypeAlias = "bool | int | float | Index | Test"
 
 def decide(condition: Index, facts: Facts, ranges: Ranges) -> bool | None:
     """Whether `condition >= 0` everywhere (True) or nowhere (False), as far as that can be proved; otherwise None."""
-    for answer, index in ((True, condition), (False, negated(condition))):
+    for answer, index in ((True, condition), (False, negate_condition(condition))):
         if is_nonnegative(index, ranges) or any(is_nonnegative(index - fact, ranges) for fact in facts):
             return answer
     return None
 
 
-def negated(condition: Index) -> Index:
+def negate_condition(condition: Index) -> Index:
     """The index that is at least 0 exactly where `condition` is below 0."""
     return condition * -1 - 1
 
@@ -85,7 +85,7 @@ def _split(
             if answer is not None:
                 return part(tree.then if answer else tree.otherwise, facts)
             then = part(tree.then, (*facts, tree.condition))
-            otherwise = part(tree.otherwise, (*facts, negated(tree.condition)))
+            otherwise = part(tree.otherwise, (*facts, negate_condition(tree.condition)))
             return then if _is_same(then, otherwise) else Test(tree.condition, then, otherwise)
     return at_leaves(trees, facts)
 
@@ -135,7 +135,7 @@ def leaves(tree: Tree, facts: Facts, ranges: Ranges) -> Iterator[Leaf]:
     if answer is not False:
         yield from leaves(tree.then, (*facts, tree.condition), ranges)
     if answer is not True:
-        yield from leaves(tree.otherwise, (*facts, negated(tree.condition)), ranges)
+        yield from leaves(tree.otherwise, (*facts, negate_condition(tree.condition)), ranges)
 
 
 def evaluate_tree(tree: Tree, values: Mapping[str, int]) -> bool | int | float:

@@ -29,8 +29,8 @@ from dcompile.errors import VerifyError
 from dcompile.ir.analysis import can_overwrite, inner_names, outer_names, product_buffer, runtime_refs, takes_over
 from dcompile.ir.index import Index, Size, as_index, contiguous_strides, flatten, var
 from dcompile.ir.nodes import (
+    IN_DONOR,
     ITEMSIZE,
-    LODGED,
     NUMBER,
     WITHIN,
     Arg,
@@ -60,13 +60,13 @@ def verify(program: Program, sizes: Mapping[str, int] | None = None, before: Pro
     """
     if before is not None and program == before:
         return
-    kept = _kept(program, before)
+    kept = _unchanged_steps(program, before)
     if sizes and symbols_of(program):
         _verify(specialise(program, sizes), kept)
     _verify(program, kept)
 
 
-def _kept(program: Program, before: Program | None) -> frozenset[int]:
+def _unchanged_steps(program: Program, before: Program | None) -> frozenset[int]:
     """Positions of steps, the very objects, that `before` has over equal buffers: they obey rules 1 to 4."""
     if before is None or set(before.inputs) != set(program.inputs) or before.sizes != program.sizes:
         return frozenset()
@@ -322,7 +322,7 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
     capacity: dict[str, Size] = {"arena": program.arena_bytes}
     capacity |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
     hosts = [buffer for buffer in program.buffers if isinstance(buffer.extent, int) and _may_host(buffer, program)]
-    capacity |= {LODGED + buffer.name: buffer.nbytes for buffer in hosts}
+    capacity |= {IN_DONOR + buffer.name: buffer.nbytes for buffer in hosts}
     holders = {holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
     require(holders <= table.keys(), f"parts of unknown buffers: {', '.join(sorted(holders - table.keys()))}")
     capacity |= {f"{WITHIN}{name}": table[name].nbytes for name in holders}
@@ -332,7 +332,7 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
         require(buffer.storage is not None, f"{buffer.name} has no place in memory")
         is_input = buffer.name in program.inputs
         require((buffer.storage == "input") == is_input, f"{buffer.name} cannot lie in {buffer.storage}")
-        lodged = (buffer.storage or "").startswith(LODGED)
+        lodged = (buffer.storage or "").startswith(IN_DONOR)
         inside = buffer.storage == "arena" or lodged
         over = lodged and _is_over_saved(buffer, program, table)
         hidden = not inside or over or buffer.name not in escaping
@@ -346,13 +346,13 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
                 require(inside, f"{buffer.name} lies outside {buffer.storage}, or not on an element")
     lives = _lives(program)
     for storage, buffers in shared.items():
-        host = table.get(storage.removeprefix(LODGED)) if storage.startswith(LODGED) else None
+        host = table.get(storage.removeprefix(IN_DONOR)) if storage.startswith(IN_DONOR) else None
         _check_overlaps(program, buffers if host is None else [replace(host, offset=0), *buffers], lives)
 
 
 def _is_over_saved(buffer: Buffer, program: Program, table: Mapping[str, Buffer]) -> bool:
     """Whether a buffer lies over one as a whole that the caller has given away."""
-    host = (buffer.storage or "").removeprefix(LODGED)
+    host = (buffer.storage or "").removeprefix(IN_DONOR)
     return host in program.donated and buffer.offset == 0 and buffer.extent == table[host].extent
 
 

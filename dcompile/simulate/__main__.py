@@ -14,7 +14,7 @@ from typing import Any
 from dcompile.errors import OptionError
 from dcompile.machine_model import FABRICS
 from dcompile.simulate.check import check
-from dcompile.simulate.estimate import Setup, estimate, extrapolated
+from dcompile.simulate.estimate import Setup, estimate, extrapolate_layers
 from dcompile.simulate.models import SHAPES, configuration, with_layers
 from dcompile.simulate.trace import ParallelLayout, TracedStep, trace
 
@@ -88,7 +88,9 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
             early = None if options.overlap_mb < 0 else options.overlap_mb << 20
             setup = Setup(FABRICS[fabric], spread, options.state_dtype, early)
             found = [estimate(one, setup) for one in traced[spread.shard]]
-            whole = found[0] if len(found) == 1 else extrapolated(found[0], found[1], (depths[0], depths[1]), layers)
+            whole = (
+                found[0] if len(found) == 1 else extrapolate_layers(found[0], found[1], (depths[0], depths[1]), layers)
+            )
             tokens = options.batch * options.length * world / whole.step
             rows.append({"world": world, "shard": spread.shard, "fabric": fabric, "tokens_s": tokens, **asdict(whole)})
     return {

@@ -133,7 +133,7 @@ def _tail(line: PredictedTimeline) -> float:
     return line.total - max(ends, default=0.0)
 
 
-def extrapolated(shallow: Estimate, deep: Estimate, traced: tuple[int, int], layers: int) -> Estimate:
+def extrapolate_layers(shallow: Estimate, deep: Estimate, traced: tuple[int, int], layers: int) -> Estimate:
     """The estimate for `layers`, along the line through those of two depths: each further layer adds the same."""
     factor = (layers - traced[1]) / (traced[1] - traced[0])
     values = ((getattr(shallow, f.name), getattr(deep, f.name)) for f in fields(Estimate))

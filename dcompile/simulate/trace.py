@@ -89,7 +89,7 @@ def trace(
     with compat.tensors.fake_mode(), _default_dtype(getattr(torch, dtype)):
         model = models.from_config(config).train()
         tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
-        toolbox = Services(planner, _nothing, _nothing, _nothing, _nothing, _nothing)
+        toolbox = Services(planner, _return_nothing, _return_nothing, _return_nothing, _return_nothing, _return_nothing)
         entry = Entry(model._call_impl, None, Settings(planner.config), toolbox, _SimulatedGraph)
         adapter = _SimulatedAdapter(model, spread)
         entry.model.adopt(adapter)
@@ -206,11 +206,11 @@ class _SimulatedPlanner(CachingCompiler):
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Any:
         del foreseen
-        self.programs[request.name] = _unplaced(Pipeline(self.config).plan(gm, request).program)
+        self.programs[request.name] = _without_placement(Pipeline(self.config).plan(gm, request).program)
         return _ShapeOnlyExecutable(gm)
 
 
-def _unplaced(program: Program) -> Program:
+def _without_placement(program: Program) -> Program:
     """As before memory planning, so that it can be scheduled anew; what lies in a bucket or a unit stays there."""
     planned = {"arena", "out", "input", "library"}
     buffers = tuple(
@@ -235,5 +235,5 @@ class _ShapeOnlyExecutable:
             return list(self.gm(*values))
 
 
-def _nothing(*_: Any) -> Any:
+def _return_nothing(*_: Any) -> Any:
     return None

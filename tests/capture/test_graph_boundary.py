@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
-from dcompile.capture.graph_boundary import _copied
+from dcompile.capture.graph_boundary import _copy_graph
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def test_a_copy_of_a_graph_has_the_bodies_of_its_operators():
     found = []
 
     def backend(gm, inputs):
-        copied = _copied(gm)
+        copied = _copy_graph(gm)
         copied.graph.lint()
         found.append([copied(*inputs)[0], gm(*inputs)[0], copied.graph is not gm.graph])
         return gm

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dcompile.codegen.schedule.order.cost_model import durations
-from dcompile.collectives.coalesce_small import pack_small, packed
+from dcompile.collectives.coalesce_small import pack_small, units_to_pack
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Bucket, Buffer, Collective, Const, Loop, Program, Store, Wait
 from dcompile.machine_model import CPU, TABLE, GroupSize
@@ -28,24 +28,24 @@ def bucket(sizes, kind="all_gather", name="b"):
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_many_small_units_share_a_message_and_matrices_do_not(kind):
-    assert packed(bucket(GPT, kind), H200, 2, exposed=True) == tuple(range(10))
-    assert packed(bucket((4 * MIB, 8, *GPT), kind), H200, 2, exposed=True) == tuple(range(1, 12))
+    assert units_to_pack(bucket(GPT, kind), H200, 2, exposed=True) == tuple(range(10))
+    assert units_to_pack(bucket((4 * MIB, 8, *GPT), kind), H200, 2, exposed=True) == tuple(range(1, 12))
 
 
 def test_two_norms_are_not_worth_copies():
-    assert packed(bucket(LLAMA), H200, 2, exposed=True) == ()
+    assert units_to_pack(bucket(LLAMA), H200, 2, exposed=True) == ()
 
 
 def test_copies_beside_a_collective_that_is_hidden_anyway_must_save_more():
-    assert packed(bucket(GPT), H200, 2, exposed=False) == ()
-    assert packed(bucket(GPT * 3), H200, 2, exposed=False) == tuple(n for n in range(36) if n % 12 < 10)
+    assert units_to_pack(bucket(GPT), H200, 2, exposed=False) == ()
+    assert units_to_pack(bucket(GPT * 3), H200, 2, exposed=False) == tuple(n for n in range(36) if n % 12 < 10)
 
 
 @pytest.mark.parametrize(
     ("what", "figures", "ranks"), [(bucket(GPT, "all_reduce"), H200, 2), (bucket(GPT), CPU, 2), (bucket(GPT), H200, 1)]
 )
 def test_nothing_is_packed_where_there_is_one_message_anyway(what, figures, ranks):
-    assert packed(what, figures, ranks, exposed=True) == ()
+    assert units_to_pack(what, figures, ranks, exposed=True) == ()
 
 
 def program(kind="all_gather"):

@@ -118,7 +118,7 @@ def test_a_spec_on_the_function_itself_counts(way, kind):
 
 def test_names_that_this_torch_lacks_and_both_names_are_errors(monkeypatch):
     with pytest.raises(TypeError, match="one argument"):
-        compat.shapes.asked({"dynamic_shapes": {}, "shapes_spec": {}})
+        compat.shapes.requested_spec({"dynamic_shapes": {}, "shapes_spec": {}})
 
     def compile_of_old(model, *, dynamic=None):
         """torch.compile before 2.12."""

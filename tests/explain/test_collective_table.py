@@ -2,14 +2,14 @@
 
 import pytest
 
-from dcompile.codegen.schedule.order.overlap_collectives import overlap, predicted
+from dcompile.codegen.schedule.order.overlap_collectives import overlap, predict_schedule
 from dcompile.explain.collective_table import exchange_lines, exchanges_of
 from tests.codegen.schedule.order.test_overlap_collectives import GROUPS, backward, machine
 
 
 def test_collectives_say_what_blocks_them_and_what_would_change_it():
     program = overlap(backward([1000, 1000], kernels=3), machine(gbs=1.0), GROUPS)
-    schedule, _, exposed_us = predicted(program, machine(gbs=1.0), GROUPS)
+    schedule, _, exposed_us = predict_schedule(program, machine(gbs=1.0), GROUPS)
     found = {exchange.bucket: exchange for exchange in exchanges_of(program, {0: "a.weight"}, schedule)}
     assert list(found) == ["gather0", "gather1", "reduce_scatter0", "reduce_scatter1"]
     assert sum(exchange.exposed for exchange in found.values()) * 1e6 == pytest.approx(exposed_us)

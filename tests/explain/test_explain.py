@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
 from dcompile.errors import NotCompiledError
-from dcompile.explain.report_data import collapsed
+from dcompile.explain.report_data import collapse_layers
 
 # Dynamo looks at .grad of what comes out of the graph before a break
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -95,10 +95,10 @@ def test_guards_are_named(report):
 
 
 def test_repeated_layers_are_one_line():
-    assert collapsed(["layers.0.mlp", "layers.1.mlp", "head"]) == ("layers.0-1.mlp", "head")
-    assert collapsed(["layers.0.mlp", "layers.0.mlp"]) == ("layers.0.mlp",)
-    assert collapsed(["a.0.1", "a.1.1", "a.0"]) == ("a.0-1.1", "a.0")
-    assert collapsed(["0", "2", "3", "4", "10"]) == ("{0,2-4,10}",)
+    assert collapse_layers(["layers.0.mlp", "layers.1.mlp", "head"]) == ("layers.0-1.mlp", "head")
+    assert collapse_layers(["layers.0.mlp", "layers.0.mlp"]) == ("layers.0.mlp",)
+    assert collapse_layers(["a.0.1", "a.1.1", "a.0"]) == ("a.0-1.1", "a.0")
+    assert collapse_layers(["0", "2", "3", "4", "10"]) == ("{0,2-4,10}",)
     report = dcompile.explain(
         nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))), torch.ones(2, 4)
     )

@@ -8,7 +8,7 @@ import pytest
 from dcompile.explain.export import save_timeline, timeline_lines
 from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline, ticks
-from dcompile.explain.timeline import Timeline, covered, label, steps_of
+from dcompile.explain.timeline import Timeline, covered_seconds, label, steps_of
 from dcompile.explain.timeline_bars import bars, caption
 from dcompile.runtime.measure.instrumentation import CollectiveTiming, InstrumentedStatement, ProgramCallTiming
 
@@ -58,7 +58,7 @@ def test_what_a_step_was_spent_on():
     assert step.exposed == pytest.approx(10 * MS)
     assert step.overlapped == pytest.approx((26 - 16) * MS)
     assert "exposed 10 ms (22.2% of the step)" in caption(step)
-    assert covered([(0, 2), (1, 3), (5, 6)]) == 4
+    assert covered_seconds([(0, 2), (1, 3), (5, 6)]) == 4
 
 
 def test_a_collective_waits_for_the_link_and_for_other_ranks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dcompile.ir.canonical_names import nameless, renamed
+from dcompile.ir.canonical_names import nameless, rename_buffers
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Apply, Const, Load, Loop, Store
 
@@ -34,5 +34,5 @@ def test_numbers_of_buffers_that_are_known_are_kept():
 def test_renaming_back_gives_the_loop():
     loop, names = scaled("x", "y", 2.0), {}
     number = nameless(loop, names)[0]
-    back = renamed(number, {short: name for name, short in names.items()})
+    back = rename_buffers(number, {short: name for name, short in names.items()})
     assert replace(back, name=loop.name, origin=loop.origin) == loop

@@ -15,7 +15,7 @@ from dcompile.ir.piecewise import (
     decide,
     evaluate_tree,
     leaves,
-    negated,
+    negate_condition,
     replace_variables,
     variables,
 )
@@ -43,7 +43,7 @@ def test_conditions_are_decided_by_ranges_and_facts(condition, facts, answer):
     ranges = {"i0": N, "i1": N}
     assert decide(condition, facts, ranges) is answer
     opposite = None if answer is None else not answer
-    assert decide(negated(condition), facts, ranges) is opposite
+    assert decide(negate_condition(condition), facts, ranges) is opposite
 
 
 def random_tree(source, depth):

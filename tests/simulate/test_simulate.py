@@ -12,7 +12,7 @@ from dcompile.errors import OptionError
 from dcompile.machine_model import FABRICS
 from dcompile.simulate.__main__ import main
 from dcompile.simulate.check import check
-from dcompile.simulate.estimate import Setup, _reduced_bytes, estimate, extrapolated
+from dcompile.simulate.estimate import Setup, _reduced_bytes, estimate, extrapolate_layers
 from dcompile.simulate.models import SHAPES, configuration, with_layers
 from dcompile.simulate.trace import ParallelLayout, trace
 
@@ -133,7 +133,7 @@ def test_what_each_further_layer_adds_is_the_same():
     known = {"batch": ROWS, "length": LENGTH}
     setup = Setup(H100, spread)
     one, two, three = (estimate(trace(with_layers(config, n), spread, **known), setup) for n in (1, 2, 3))
-    guessed = extrapolated(one, two, (1, 2), 3)
+    guessed = extrapolate_layers(one, two, (1, 2), 3)
     for name in ("parameters", "exchanged", "saved", "compute", "peak"):
         assert getattr(guessed, name) == pytest.approx(getattr(three, name), rel=0.02), name
 

@@ -54,7 +54,7 @@ class DdpAdapter(PlainAdapter):
         """Whether the reducer was prepared by hand, behind a forward under no_sync: the next backward reduces."""
         self._expects = False
         """Whether stock DDP would reduce the next backward: one for each time that its reducer was prepared."""
-        missing = compat.ddp.missing(ddp)
+        missing = compat.ddp.missing_names(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
         parameters = [] if missing else compat.ddp.parameters(ddp, kept)
         self.refs = {number: weakref.ref(parameter) for number, (_, parameter) in enumerate(parameters)}

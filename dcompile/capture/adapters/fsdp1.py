@@ -18,7 +18,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from dcompile import compat
-from dcompile.capture.adapters.fsdp2 import converted
+from dcompile.capture.adapters.fsdp2 import convert_floats
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter, UnshardedGroup, present
 from dcompile.collectives.contract import GradientReduction, ParamInfo, Shard
 from dcompile.errors import DcompileError
@@ -124,7 +124,7 @@ class Fsdp1Adapter(ShardedAdapter):
     def __init__(self, root: Any, instances: list[Any], stock: bool) -> None:
         super().__init__()
         self._root, self._instances = weakref.ref(root), [weakref.ref(instance) for instance in instances]
-        missing = compat.fsdp1.missing(instances)
+        missing = compat.fsdp1.missing_names(instances)
         if missing:
             reasons = [f"this torch lacks {', '.join(missing)}"]
         else:
@@ -217,12 +217,12 @@ def _forward(instance: Any, cast: bool) -> Callable[..., Any]:
 
     `cast`: convert inputs, as mixed precision wants it; the root has done so already.
     """
-    module = compat.fsdp1.wrapped(instance)
+    module = compat.fsdp1.wrapped_module(instance)
     dtype = compat.fsdp1.input_cast(instance) if cast else None
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
-            args, kwargs = converted(args, dtype), converted(kwargs, dtype)
+            args, kwargs = convert_floats(args, dtype), convert_floats(kwargs, dtype)
         return module(*args, **kwargs)
 
     return forward

@@ -157,7 +157,7 @@ class Fsdp2Adapter(ShardedAdapter):
         super().__init__()
         self._parts = parts
         self._states = [weakref.ref(state) for state in states]
-        missing = compat.fsdp2.missing(states)
+        missing = compat.fsdp2.missing_names(states)
         reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
         if not missing:
             compat.fsdp2.initialize(states)
@@ -249,7 +249,7 @@ class Fsdp2Adapter(ShardedAdapter):
             compat.fsdp2.to_sharded(entry.group)
 
     def shown_by_another(self) -> bool:
-        shown = compat.fsdp2.shown(self._units[0].param) if self._units else None
+        shown = compat.fsdp2.visible_parameter(self._units[0].param) if self._units else None
         return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -266,7 +266,7 @@ class Fsdp2Adapter(ShardedAdapter):
         for entry in self._groups:
             if not entry.group.is_sharded:
                 compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
-        before = [compat.fsdp2.shown(unit.param) for unit in self._units]
+        before = [compat.fsdp2.visible_parameter(unit.param) for unit in self._units]
         places = [(present(table), key, hook) for table, key, hook in self._hooks]
         hooks = [table[key] for table, key, _ in places]
         try:
@@ -298,7 +298,7 @@ def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
 
     def cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
         del module
-        return None if dtype is None else (converted(args, dtype), converted(kwargs, dtype))
+        return None if dtype is None else (convert_floats(args, dtype), convert_floats(kwargs, dtype))
 
     return cast_inputs
 
@@ -308,7 +308,7 @@ def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
 
     def cast_output(module: Any, args: Any, output: Any) -> Any:
         del module, args
-        return None if dtype is None else converted(output, dtype)
+        return None if dtype is None else convert_floats(output, dtype)
 
     return cast_output
 
@@ -318,7 +318,7 @@ _NO_DATACLASSES = (dict, OrderedDict, defaultdict)
 """What is not asked whether it is a dataclass: Dynamo of torch 2.11 cannot say so of these, nor of any class."""
 
 
-def converted(value: Any, dtype: torch.dtype) -> Any:
+def convert_floats(value: Any, dtype: torch.dtype) -> Any:
     """`value` with floating-point tensors converted: in sequences, sets, mappings and dataclasses, as FSDP does.
 
     As there, packed sequences stay as they are, and subclasses of dict become plain ones unless they are ordered.
@@ -333,25 +333,25 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         return _converted_tuple(value, dtype)
     if isinstance(value, list | set):
-        return type(value)([converted(item, dtype) for item in value])
+        return type(value)([convert_floats(item, dtype) for item in value])
     return _converted_fields(value, dtype) if hasattr(value, "__dataclass_fields__") else value
 
 
 def _converted_mapping(value: dict[Any, Any], dtype: torch.dtype) -> Any:
     # transformers' outputs are both
     if type(value) not in _NO_DATACLASSES and hasattr(value, "__dataclass_fields__"):
-        return type(value)(**{name: converted(item, dtype) for name, item in value.items()})
-    items = {name: converted(item, dtype) for name, item in value.items()}
+        return type(value)(**{name: convert_floats(item, dtype) for name, item in value.items()})
+    items = {name: convert_floats(item, dtype) for name, item in value.items()}
     return type(value)(items) if isinstance(value, OrderedDict) else items
 
 
 def _converted_tuple(value: tuple[Any, ...], dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Size | PackedSequence):
         return value
-    items = [converted(item, dtype) for item in value]
+    items = [convert_floats(item, dtype) for item in value]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _converted_fields(value: Any, dtype: torch.dtype) -> Any:
     names = [field.name for field in dataclasses.fields(value)]
-    return dataclasses.replace(value, **{name: converted(getattr(value, name), dtype) for name in names})
+    return dataclasses.replace(value, **{name: convert_floats(getattr(value, name), dtype) for name in names})

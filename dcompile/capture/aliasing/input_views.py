@@ -33,9 +33,9 @@ def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
     results, left = list(output.args[0]), set[Any]()
     for place, number in aliases.items():
         start = placeholders[number]
-        way = _way(results[place], written[start]) if start in written else _counted(results[place], start)
+        way = _way(results[place], written[start]) if start in written else _absolute_views(results[place], start)
         if way:
-            results[place] = _looked(gm, start, way, before)
+            results[place] = _replay_views(gm, start, way, before)
             left.update(way)
     output.args = (tuple(results),)
     for node in reversed(gm.graph.nodes):
@@ -69,13 +69,13 @@ def _is_view(node: Any, counted: bool) -> bool:
     return getattr(node.target, "is_view", False) and (counted or not compat.storage_offsets.has_offset(node))
 
 
-def _counted(result: Any, start: Any) -> list[Any]:
+def _absolute_views(result: Any, start: Any) -> list[Any]:
     """The views that lead from an input to a result, if one counts from the storage's start and others read one."""
     way = _way(result, start, counted=True)
     return way if any(map(compat.storage_offsets.has_offset, way)) and any(len(view.users) > 1 for view in way) else []
 
 
-def _looked(gm: Any, start: Any, way: list[Any], before: Any) -> Any:
+def _replay_views(gm: Any, start: Any, way: list[Any], before: Any) -> Any:
     """The same views of another node."""
     node = start
     for view in way:

@@ -105,7 +105,7 @@ def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     memories = [memory_of(node) for node in nodes]
     pairs = ((place, earlier) for place in range(len(nodes)) for earlier in range(place))
     apart = [(n, m) for n, m in pairs if nodes[n] is not nodes[m] and memories[n] == memories[m] is not None]
-    return tuple((n, m, not (_detached(nodes[n]) or _detached(nodes[m]))) for n, m in apart)
+    return tuple((n, m, not (_is_detached(nodes[n]) or _is_detached(nodes[m]))) for n, m in apart)
 
 
 def constant_pairs(gm: Any, constant: Sequence[int]) -> tuple[tuple[int, int, bool], ...]:
@@ -113,7 +113,7 @@ def constant_pairs(gm: Any, constant: Sequence[int]) -> tuple[tuple[int, int, bo
     return tuple(pair for pair in to_be_told_apart(gm) if pair[0] in constant and pair[1] in constant)
 
 
-def _detached(node: Any) -> bool:
+def _is_detached(node: Any) -> bool:
     """Whether a view is one by way of `detach`."""
     while node.op == "call_function" and getattr(node.target, "is_view", False):
         if node.target is torch.ops.aten.detach.default:

@@ -51,10 +51,10 @@ def watched_inputs(gm: Any, inputs: Sequence[Any], changed: frozenset[int] | Non
         return None
     of = {position: place for place, position in enumerate(positions)}
     places = frozenset(of[n] for n in written), frozenset(of[n] for n in chosen)
-    return TracedOverlaps(positions, *places, _shared(positions, *places, inputs))
+    return TracedOverlaps(positions, *places, _overlapping_pairs(positions, *places, inputs))
 
 
-def _shared(
+def _overlapping_pairs(
     positions: Sequence[int], changed: frozenset[int], chosen: frozenset[int], values: Sequence[Any]
 ) -> dict[tuple[int, int], int]:
     """Of pairs that matter, those whose addresses overlap: places of both, and bytes from the first to the second."""
@@ -108,7 +108,7 @@ def as_traced(
         nonlocal known
         addresses = [address(args[position]) for position in positions]
         if addresses != known:
-            if _shared(positions, changed, chosen, args) != traced:
+            if _overlapping_pairs(positions, changed, chosen, args) != traced:
                 if has_collectives:
                     raise DcompileError(
                         "dcompile: an argument that the model changes in place shares memory with another one, "

@@ -25,7 +25,7 @@ class UnshareGradients:
     def of(self, program: Hashable, gradients: list[Any]) -> list[Any]:
         """What this program has returned, apart."""
         if program not in self._shared:
-            self._shared[program] = sharing(gradients)
+            self._shared[program] = shared_pairs(gradients)
         return keep_apart(gradients, self._shared[program])
 
     def around(self, program: Hashable, run: Run) -> Run:
@@ -34,7 +34,7 @@ class UnshareGradients:
         return (lambda args: keep_apart(run(args), pairs)) if pairs else run
 
 
-def sharing(gradients: Sequence[Any]) -> tuple[Pair, ...]:
+def shared_pairs(gradients: Sequence[Any]) -> tuple[Pair, ...]:
     """(place, another place, whether both are the same) of gradients that lie in the same memory."""
     spans = sorted((*_span(x), place) for place, x in enumerate(gradients) if _has_memory(x))
     found, near, reach = list[Pair](), list[int](), 0

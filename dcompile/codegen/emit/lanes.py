@@ -1,4 +1,4 @@
-"""Passes over `LANES` rows side by side, where neighbours in memory belong to different rows.
+"""Passes over `OUTER_VECTOR_ROWS` rows side by side, where neighbours in memory belong to different rows.
 
 Each row value is an array over the lane, and so is what a reduction collects. Passes over floats are written in vectors
 along the lane, two at a time; a reduction takes some elements of each row before it goes on to the next rows, so that
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dcompile.codegen.emit.behind import Behind
 from dcompile.codegen.emit.spelling import c_type, literal
 from dcompile.codegen.emit.wide import FLOATS, STEPS
-from dcompile.codegen.nest.loop_nest import LANES, Axis
+from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, Axis
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Ref
@@ -55,9 +55,11 @@ class Lanes(Behind):
         needed = self._needed(number, self._targets(number))
         for ref in reduces:
             reduce, name = self._reduce(ref), f"s{self.number(ref)}"
-            self.line(f"alignas(64) {'float64' if self._is_long(ref) else c_type(reduce.dtype)} {name}[{LANES}];")
+            self.line(
+                f"alignas(64) {'float64' if self._is_long(ref) else c_type(reduce.dtype)} {name}[{OUTER_VECTOR_ROWS}];"
+            )
             identity = literal(REDUCTIONS[reduce.op].identity(reduce.dtype), reduce.dtype)
-            self.line(f"for (int64 l = 0; l < {LANES}; l++) {name}[l] = {identity};")
+            self.line(f"for (int64 l = 0; l < {OUTER_VECTOR_ROWS}; l++) {name}[l] = {identity};")
         if self._in_lane_vectors(number, reduces, stores, needed):
             self._grouped_lanes(number, reduces, stores, needed)
             return

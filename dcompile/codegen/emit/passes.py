@@ -11,7 +11,7 @@ from dcompile.codegen.emit.pieces import pieces, within
 from dcompile.codegen.emit.scans import SCAN_BLOCK, Rounds
 from dcompile.codegen.emit.spelling import COMPOUND, c_type, clause, literal, memory_type, watches_nan
 from dcompile.codegen.emit.statements import BEFORE
-from dcompile.codegen.nest.loop_nest import LANES, WIDE_TILE, Axis, Nest, may_exceed
+from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, WIDE_TILE_SIDE, Axis, Nest, may_exceed
 from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.index import ZERO, Size, size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref, Scan
@@ -24,10 +24,10 @@ BLOCKS = 1024
 
 
 class Passes(Lanes):
-    """Writes what happens within a row, or within `LANES` rows side by side."""
+    """Writes what happens within a row, or within `OUTER_VECTOR_ROWS` rows side by side."""
 
     def _row(self) -> None:
-        """All passes over one row (over `LANES` rows, if there is a lane)."""
+        """All passes over one row (over `OUTER_VECTOR_ROWS` rows, if there is a lane)."""
         ask_ahead(self)
         behind, early = self.delay, self.delay.kept if self.delay else ()
         for ref in (ref for ref, number in self.kept.items() if number > BEFORE and ref not in early):
@@ -67,7 +67,7 @@ class Passes(Lanes):
                 self.store(n)
             return
         for ref in here:
-            self.line(f"alignas(64) {c_type(body[ref].dtype)} l{self.number(ref)}[{LANES}];")
+            self.line(f"alignas(64) {c_type(body[ref].dtype)} l{self.number(ref)}[{OUTER_VECTOR_ROWS}];")
         self._open_lane(simd=all(self._simd(n, lane.name) for n in stores))
         used = {ref for value in here for ref in operands(body[value])} | {
             r for n in stores for r in store_operands(self.nest.stores[n])
@@ -240,7 +240,11 @@ class Passes(Lanes):
         assert self.turned is not None
         across, along = self.turned.across, self.turned.along
         nbytes = self.bytes_of(load.buffer)
-        if ITEMSIZE[load.dtype] > 2 or along.tile < WIDE_TILE or (isinstance(nbytes, int) and nbytes < AHEAD_BYTES):
+        if (
+            ITEMSIZE[load.dtype] > 2
+            or along.tile < WIDE_TILE_SIDE
+            or (isinstance(nbytes, int) and nbytes < AHEAD_BYTES)
+        ):
             return
         low = f"{along.name}_low"
         corner = substitute(self.turned.corner(load.index), {low: var(low) + along.tile}, {})

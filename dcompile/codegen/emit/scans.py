@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dcompile.codegen.emit.spelling import SPELLING, c_type, literal
 from dcompile.codegen.emit.statements import KEEP_COST, Statements
-from dcompile.codegen.nest.loop_nest import LANES, Axis, cone_cost
+from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, Axis, cone_cost
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import Apply, Load, Ref, Scan
@@ -150,11 +150,11 @@ class Scans(Statements):
         return f"{carried} = {c_type(scan.dtype)}({SPELLING[combine].format(carried, value, dtype=scan.dtype)});"
 
     def _open_lane_scans(self, needed: list[Ref]) -> list[Ref]:
-        """What each scan carries from element to element, for `LANES` rows side by side."""
+        """What each scan carries from element to element, for `OUTER_VECTOR_ROWS` rows side by side."""
         scans = [ref for ref in needed if isinstance(self.nest.body[ref], Scan)]
         for ref in scans:
-            carried = self._declare_once(f"u{self.number(ref)}", self._scan(ref).dtype, f"[{LANES}]")
-            self.line(f"for (int64 l = 0; l < {LANES}; l++) {carried}[l] = {self._identity_of(ref)};")
+            carried = self._declare_once(f"u{self.number(ref)}", self._scan(ref).dtype, f"[{OUTER_VECTOR_ROWS}]")
+            self.line(f"for (int64 l = 0; l < {OUTER_VECTOR_ROWS}; l++) {carried}[l] = {self._identity_of(ref)};")
         return scans
 
     def _declare_once(self, name: str, dtype: str, size: str = "") -> str:

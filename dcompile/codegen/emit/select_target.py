@@ -5,7 +5,7 @@ from __future__ import annotations
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue, segment_sum
-from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, joined
+from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
 from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.ir.nodes import Buffer, Loop, Program
 
@@ -19,13 +19,13 @@ def emit_all(program: Program, kind: str, own_products: bool) -> Kernels:
     constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
     nothing = None if constant is None else frozenset[str]()
     single = [_kernel(loop, table, nothing) for loop in loops]
-    calls = joined(program, single)
+    calls = fuse_launches(program, single)
     if constant:
         first = first_launch(calls)
         for number in range(first + 1, len(loops)):
             if on_gpu(loops[number], table) and constant & loops[number].reads:
                 single[number] = _kernel(loops[number], table, constant)
-        early = joined(program, single)
+        early = fuse_launches(program, single)
         calls = early if first_launch(early) == first else calls
     return Kernels(calls, segment_sum.products(program))
 

@@ -11,7 +11,7 @@ from dcompile.codegen.emit.narrow import Counted, round_values, short_nans, to_s
 from dcompile.codegen.emit.spelling import MEMORY, SPELLING, c_type, clause, literal
 from dcompile.codegen.emit.tables import find_tables
 from dcompile.codegen.emit.tiles import Turned, find_turned
-from dcompile.codegen.nest.loop_nest import LANES, Axis, Levels, Nest, cone_cost, levels, may_exceed
+from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, Axis, Levels, Nest, cone_cost, levels, may_exceed
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_size, is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Value
@@ -210,7 +210,7 @@ class Statements:
 
     def _row_axes(self) -> tuple[Axis, ...]:
         lane = self.nest.lane
-        return (*self.nest.rows, *((Axis(lane.name, lane.size, LANES),) if lane else ()))
+        return (*self.nest.rows, *((Axis(lane.name, lane.size, OUTER_VECTOR_ROWS),) if lane else ()))
 
     def _reduce(self, ref: Ref) -> Reduce:
         value = self.nest.body[ref]

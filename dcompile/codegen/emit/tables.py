@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcompile.codegen.nest.loop_nest import Levels, Nest, cone_cost, may_exceed
-from dcompile.ir.analysis import behind, operands
+from dcompile.ir.analysis import ancestors, operands
 from dcompile.ir.index import is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Ref, Value
 
@@ -38,7 +38,7 @@ def find_tables(nest: Nest, levels: Levels) -> tuple[Ref, ...]:
 
 def computation(nest: Nest, tables: tuple[Ref, ...]) -> list[Ref]:
     """All values that tables are made of, in order."""
-    return sorted(behind(nest.body, tables))
+    return sorted(ancestors(nest.body, tables))
 
 
 def _refs(names: frozenset[str]) -> set[Ref]:

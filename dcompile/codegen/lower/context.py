@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, laid_out_as, remapped
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, has_layout, remap_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.symbolic.floats import Real, follows
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape, variables_of
@@ -168,7 +168,7 @@ class Lowering:
     def exact(self, tensor: LazyTensor) -> View:
         """`tensor` in memory with the strides that torch gave it: what a library call expects."""
         stored = self.memory(tensor)
-        fits = tensor.dtype not in DTYPES or laid_out_as(stored, tensor.strides)
+        fits = tensor.dtype not in DTYPES or has_layout(stored, tensor.strides)
         once = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.strides, strict=True))
         if not fits and is_distinct(once, tensor.strides):
             if id(tensor) not in self._exact:
@@ -203,7 +203,7 @@ class Lowering:
         """`tensor` stored with its strides, what is repeated only once: `once` is its shape without repetitions."""
         part = tensor
         if once != tensor.shape:
-            part = replace(remapped(tensor, once, lambda _, coords: coords), device=tensor.device)
+            part = replace(remap_view(tensor, once, lambda _, coords: coords), device=tensor.device)
         view = self.store(part, tensor.strides).view
         assert view is not None
         return replace(view, shape=tensor.shape)

@@ -12,7 +12,7 @@ from dcompile.codegen.lower.context import dtype_name
 from dcompile.codegen.lower.lazy_tensor import LazyTensor
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rules.views import RULES as VIEWS
-from dcompile.ir.float8 import BYTES, LARGEST, OPAQUE
+from dcompile.ir.float8 import BYTES, MAX_E4M3FN, OPAQUE
 from dcompile.ir.nodes import Apply, Const, Ref, Value, View
 from dcompile.ir.ops import DTYPES
 
@@ -63,11 +63,11 @@ def _dtypes_of(value: Any) -> Iterator[str]:
             yield from _dtypes_of(item)
 
 
-def bounded(body: Body, ref: Ref) -> Ref:
+def saturate(body: Body, ref: Ref) -> Ref:
     """A float32 that becomes a float8_e4m3fn, at most the largest of those where ATen saturates; NaN stays as it is."""
     if not compat.tensors.saturates_float8() or _is_bounded(body, ref):
         return ref
-    for limit, beyond in ((LARGEST, "gt"), (-LARGEST, "lt")):
+    for limit, beyond in ((MAX_E4M3FN, "gt"), (-MAX_E4M3FN, "lt")):
         most = body.const(limit, "float32")
         ref = body.apply("where", body.apply(beyond, ref, most), most, ref)
     return ref
@@ -93,4 +93,4 @@ def _is_at_least(body: Body, ref: Ref) -> bool:
 
 
 def _is_within(value: Value) -> bool:
-    return isinstance(value, Const) and abs(value.value) <= LARGEST
+    return isinstance(value, Const) and abs(value.value) <= MAX_E4M3FN

@@ -27,7 +27,7 @@ MAX_OPS = 64
 MAX_LOADS = 16
 """Distinct loads inlined into one body: a row's working set should stay in L1."""
 
-SLIGHT = 8
+MAX_REPEATED_COST = 8
 """Additions that one element may cost to be worked out in every row that reads it, which spares a kernel."""
 
 
@@ -83,13 +83,13 @@ def constant(value: bool | int | float, shape: Shape, dtype: str) -> LazyTensor:
     return LazyTensor(shape, dtype, lambda body, _: body.const(value, dtype), strides=contiguous(shape), loads=0)
 
 
-def remapped(base: LazyTensor, shape: Shape, remap: Remap) -> LazyTensor:
+def remap_view(base: LazyTensor, shape: Shape, remap: Remap) -> LazyTensor:
     """`base` seen through a map from coordinates in `shape` to its own. Strided looks at a buffer stay so."""
     view = None if base.view is None else _view_through(base.view, shape, remap)
     if view is not None:
         seen = from_view(view, base.dtype)
         return (
-            seen if base.made is None else replace(seen, made=remapped(base.made, shape, remap), sources=base.sources)
+            seen if base.made is None else replace(seen, made=remap_view(base.made, shape, remap), sources=base.sources)
         )
     return LazyTensor(
         shape,
@@ -102,7 +102,7 @@ def remapped(base: LazyTensor, shape: Shape, remap: Remap) -> LazyTensor:
         reads=base.reads,
         sources=base.sources,
         base=base,
-        again=lambda stored: remapped(stored, shape, remap),
+        again=lambda stored: remap_view(stored, shape, remap),
     )
 
 
@@ -115,7 +115,7 @@ def _view_through(view: View, shape: Shape, remap: Remap) -> View | None:
     return None if found is None else View(view.buffer, shape, *found)
 
 
-def computed(
+def make_lazy(
     shape: Shape, dtype: str, at: At, args: tuple[LazyTensor, ...], *, ops: int = 1, heavy: bool = False
 ) -> LazyTensor:
     """A lazy tensor made from `args`."""
@@ -143,7 +143,7 @@ def broadcast(tensor: LazyTensor, shape: Shape) -> LazyTensor:
         places = zip(tensor.shape, kinds, coords[lead:], strict=True)
         return tuple(ZERO if kind else modulo(c, size, {}) if kind is None else c for size, kind, c in places)
 
-    return remapped(tensor, shape, remap)
+    return remap_view(tensor, shape, remap)
 
 
 def _expanded(size: Size, wanted: Size) -> bool | None:
@@ -194,22 +194,22 @@ def constant_of(tensor: LazyTensor) -> bool | int | float | None:
     return value.value if isinstance(value, Const) else None
 
 
-def is_slight(tensor: LazyTensor) -> bool:
+def is_cheap_to_repeat(tensor: LazyTensor) -> bool:
     """Is it one element, made by few additions, or one division, of what is in memory?"""
-    if tensor.numel != 1 or tensor.ops > SLIGHT or tensor.loads > 2:
+    if tensor.numel != 1 or tensor.ops > MAX_REPEATED_COST or tensor.loads > 2:
         return False
     body = Body(ranges_of("i", tensor.shape))
     body.trace(tensor, variables("i", tensor.shape))
-    return sum(OPS[value.op].cost for value in body.values if isinstance(value, Apply)) <= SLIGHT
+    return sum(OPS[value.op].cost for value in body.values if isinstance(value, Apply)) <= MAX_REPEATED_COST
 
 
-def laid_out_as(tensor: LazyTensor, strides: Shape) -> bool:
+def has_layout(tensor: LazyTensor, strides: Shape) -> bool:
     """In memory already, with these strides."""
     if tensor.view is None:
         return False
     return same_layout(tensor.shape, tensor.view.strides, strides)
 
 
-def fresh(tensor: LazyTensor) -> LazyTensor:
+def copy_of(tensor: LazyTensor) -> LazyTensor:
     """The same elements as a tensor of its own: stored, it shares no memory with what it is made from."""
-    return computed(tensor.shape, tensor.dtype, lambda body, coords: body.trace(tensor, coords), (tensor,), ops=0)
+    return make_lazy(tensor.shape, tensor.dtype, lambda body, coords: body.trace(tensor, coords), (tensor,), ops=0)

@@ -193,7 +193,7 @@ def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
     """The node as a function among the constants, and its arguments."""
     fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], GraphAttribute)}
     name = f"{node.name}_function"
-    low.constants[name] = _flex(low, node, fixed) or calling(node, fixed)
+    low.constants[name] = _flex(low, node, fixed) or as_function(node, fixed)
     low.inputs[name] = None
     return low.buffer((), OBJECT, name=name), [low.values[n] for n in node.all_input_nodes if n not in fixed]
 
@@ -219,7 +219,7 @@ class GraphAttribute:
     value: Any
 
 
-def calling(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
+def as_function(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
     """The node as a function of the values of its input nodes, less those in `fixed`."""
     target: Any = node.target
     inputs = [n for n in node.all_input_nodes if n not in fixed]

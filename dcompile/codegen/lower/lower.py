@@ -14,7 +14,7 @@ from dcompile import compat
 from dcompile.codegen.lower import all_aten
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.dtypes import fits_a_loop
-from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view, is_slight
+from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view, is_cheap_to_repeat
 from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library
 from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
 from dcompile.codegen.lower.provenance import origin_of
@@ -327,7 +327,7 @@ class _Walk:
             return False  # a view of something that was found worth computing where it is used
         if uses.memory:
             return True
-        if is_slight(tensor):
+        if is_cheap_to_repeat(tensor):
             return False  # a row computes it once: a kernel of its own, and memory, would cost more
         if not tensor.heavy and uses.total <= typical(tensor.numel):
             return False

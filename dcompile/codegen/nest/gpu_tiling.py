@@ -15,12 +15,12 @@ from dcompile.codegen.nest.loop_nest import (
     Axis,
     Nest,
     accesses,
-    flattened,
+    flatten_loop,
     may_exceed,
     stride,
     unit_strides,
 )
-from dcompile.ir.analysis import behind, runtime_refs
+from dcompile.ir.analysis import ancestors, runtime_refs
 from dcompile.ir.index import (
     TYPICAL,
     Div,
@@ -40,27 +40,27 @@ from dcompile.ir.index import (
 )
 from dcompile.ir.nodes import Loop, Reduce, Scan, Store
 
-FLAT = 1024
+FLAT_ELEMENTS = 1024
 """Elements of a pointwise tile: 8 for each of 128 threads, 16 bytes of a 16-bit dtype in one access."""
-ROW = 2048
+ROW_ELEMENTS = 2048
 """Elements of a tile of rows, where rows are short: 16 for each of 128 threads."""
-PERSISTENT = 16384
+MAX_PERSISTENT_ELEMENTS = 16384
 """Longest row that a program holds in registers (32 elements for each of 512 threads) rather than reading it again."""
 PAIRED = (2048, 4096)
 """Lengths of rows that two at a time are read and written faster: a program has 32 elements for each thread then."""
-READ = 4096
+READ_ELEMENTS = 4096
 """Elements of a row that 256 threads read at a time where a number for each row is all that is stored: rows of 14336
 elements of a matrix by a vector took 29.6 us so, 30.8 at once by 512 threads (4096 rows in a CUDA graph, one H200)."""
-PIECE = 2048
+PIECE_ELEMENTS = 2048
 """Elements of a longer row that are read at a time, by 128 threads: of 8192 rows of 128256 logits, a pass took 505 us
 so, 554 with twice as many elements and threads, 512 with 8192 elements and 512 threads (one H200)."""
-TURN = (32, 64)
+TRANSPOSE_SIDES = (32, 64)
 """Sides of a transposing tile."""
-LANES = 64
+OUTER_ROWS = 64
 """Rows of a tile, where their neighbours, not their elements, are contiguous."""
 COLUMN_ROWS, COLUMNS = 8, 256
 """Tile of a column reduction whose rows need not be seen whole."""
-UNKNOWN = 64
+MIN_UNKNOWN_ROW = 64
 """Length from which rows are tiles of their own where sizes are symbols; a symbol counts as long."""
 MULTIPROCESSORS = 132
 """For which tiles are cut; on a GPU with fewer or more of them the same kernels run, a little less evenly."""
@@ -127,8 +127,10 @@ class TilePlan:
 
 def make_plan(loop: Loop) -> TilePlan:
     """The tiles of a loop."""
-    in_pieces = may_exceed(size_product(loop.inner), PERSISTENT) and all(store.mode == "set" for store in loop.stores)
-    nest = flattened(loop, in_one_pass=in_pieces)
+    in_pieces = may_exceed(size_product(loop.inner), MAX_PERSISTENT_ELEMENTS) and all(
+        store.mode == "set" for store in loop.stores
+    )
+    nest = flatten_loop(loop, in_one_pass=in_pieces)
     combining = [n for n, store in enumerate(nest.stores) if store.mode != "set"]
     chunk = _chunk(nest, combining)
     if combining and chunk:
@@ -156,14 +158,17 @@ def _pointwise(nest: Nest) -> TilePlan:
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
     if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):
-        y, x = TileDim("y", (other,), _side(other, TURN[0])), TileDim("x", (best,), _side(best, TURN[1]))
+        y, x = (
+            TileDim("y", (other,), _side(other, TRANSPOSE_SIDES[0])),
+            TileDim("x", (best,), _side(best, TRANSPOSE_SIDES[1])),
+        )
         batch = tuple(axis for axis in rest if axis is not other)
         return TilePlan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
     if best and rest and (block := _row_block(nest, best)):
         y, x = TileDim("y", tuple(rest), 1), TileDim("x", (best,), block)
         return TilePlan("turn", nest, (y, x), max(block // 256, 1))
     size = about(axes)
-    block = FLAT
+    block = FLAT_ELEMENTS
     while block > 128 and size < block * PROGRAMS:
         block //= 2
     block = min(block, power_of_two(size))
@@ -201,13 +206,17 @@ def _row_block(nest: Nest, best: Axis) -> int:
     """
     if not isinstance(count((*nest.rows, *nest.elements)), int):
         size = about([best])
-        return 0 if size < UNKNOWN else min(FLAT, max(power_of_two(size), FLAT // 4))
+        return 0 if size < MIN_UNKNOWN_ROW else min(FLAT_ELEMENTS, max(power_of_two(size), FLAT_ELEMENTS // 4))
     names = {axis.name for axis in nest.elements}
     indices = [index for index, _ in accesses(nest.body, nest.stores)]
     if not any(index.variables & names and best.name not in index.variables for index in indices):
         return 0
     size = about([best])
-    fitting = [block for block in (FLAT, FLAT // 2, FLAT // 4) if -(-size // block) * block <= 1.15 * size]
+    fitting = [
+        block
+        for block in (FLAT_ELEMENTS, FLAT_ELEMENTS // 2, FLAT_ELEMENTS // 4)
+        if -(-size // block) * block <= 1.15 * size
+    ]
     return fitting[0] if fitting and size % 8 == 0 else 0
 
 
@@ -223,29 +232,35 @@ def _rows(nest: Nest) -> TilePlan:
     known = isinstance(count(nest.elements), int)
     whole = power_of_two(size)
     if _is_lane(nest):
-        x = min(LANES, power_of_two(rows))
+        x = min(OUTER_ROWS, power_of_two(rows))
         while x > 16 and rows < x * PROGRAMS:
             x //= 2
         # few programs: twice as much at a time, or everything, for nothing else hides how long memory takes
         few = rows < 2 * x * PROGRAMS
-        r = min(ROW * (2 if few else 1) // x, whole)
-        if known and few and r < whole and x * whole <= PERSISTENT:
+        r = min(ROW_ELEMENTS * (2 if few else 1) // x, whole)
+        if known and few and r < whole and x * whole <= MAX_PERSISTENT_ELEMENTS:
             dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)
             return TilePlan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
         dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)
         return TilePlan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
     if not known:
-        piece = min(max(4 * whole, PIECE // 8), PIECE)
+        piece = min(max(4 * whole, PIECE_ELEMENTS // 8), PIECE_ELEMENTS)
         dims = TileDim("x", nest.rows, 1), TileDim("r", nest.elements, piece)
         return TilePlan("rows", nest, dims, max(piece // 512, 1), looped=True)
-    if whole > PERSISTENT:
-        return TilePlan("rows", nest, (TileDim("x", nest.rows, 1), TileDim("r", nest.elements, PIECE)), 4, looped=True)
-    x = max(min(ROW // whole, power_of_two(rows)), 1)
+    if whole > MAX_PERSISTENT_ELEMENTS:
+        return TilePlan(
+            "rows", nest, (TileDim("x", nest.rows, 1), TileDim("r", nest.elements, PIECE_ELEMENTS)), 4, looped=True
+        )
+    x = max(min(ROW_ELEMENTS // whole, power_of_two(rows)), 1)
     while x > 1 and rows < x * PROGRAMS:
         x //= 2
-    if all(nest.row_stores) and whole > READ and _in_one_pass(nest):
+    if all(nest.row_stores) and whole > READ_ELEMENTS and _in_one_pass(nest):
         return TilePlan(
-            "rows", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, READ)), _warps(READ), looped=True
+            "rows",
+            nest,
+            (TileDim("x", nest.rows, x), TileDim("r", nest.elements, READ_ELEMENTS)),
+            _warps(READ_ELEMENTS),
+            looped=True,
         )
     if x == 1 and PAIRED[0] <= whole <= PAIRED[1] and rows >= PROGRAMS and not all(nest.row_stores):
         # maxima of two rows at once take longer than of one: softmax 154 for 139 us, RMSNorm 37.2 for 37.6 (one H200)
@@ -260,7 +275,7 @@ def _rows(nest: Nest) -> TilePlan:
 def _in_one_pass(nest: Nest) -> bool:
     """Is nothing needed of a row twice, as its mean is for its variance?"""
     reduces = [ref for ref, value in enumerate(nest.body) if isinstance(value, Reduce)]
-    below = behind(nest.body, [value.arg for value in nest.body if isinstance(value, Reduce)])
+    below = ancestors(nest.body, [value.arg for value in nest.body if isinstance(value, Reduce)])
     return not any(isinstance(value, Scan) for value in nest.body) and not below.intersection(reduces)
 
 
@@ -293,7 +308,7 @@ def _warps(elements: int) -> int:
 def _columns(nest: Nest, chunk: Size) -> TilePlan:
     whole = power_of_two(about(nest.elements))
     if sees_whole_rows(nest):
-        x = min(max(ROW // whole, 1), power_of_two(typical(chunk)))
+        x = min(max(ROW_ELEMENTS // whole, 1), power_of_two(typical(chunk)))
         return TilePlan(
             "columns",
             nest,
@@ -317,7 +332,7 @@ def _chunk(nest: Nest, combining: list[int]) -> Size:
         if found is None:
             return 0
         sizes.add(found or (max(rows, 1) if isinstance(rows, int) else rows))
-    if len(sizes) != 1 or (may_exceed(count(nest.elements), PERSISTENT) and sees_whole_rows(nest)):
+    if len(sizes) != 1 or (may_exceed(count(nest.elements), MAX_PERSISTENT_ELEMENTS) and sees_whole_rows(nest)):
         return 0
     return sizes.pop()
 

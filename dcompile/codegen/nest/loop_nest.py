@@ -27,19 +27,19 @@ from dcompile.ir.index import (
 from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import OPS
 
-LANES = 256
+OUTER_VECTOR_ROWS = 256
 """Rows computed side by side where rows, not elements, are contiguous: 1 KB of float32, read in order. With half of
 that a sum over a middle dimension took 1.4 times as long where neighbours in it are 1 KB apart (16 MB, Zen 3)."""
-FEW = 16
+MAX_VECTOR_ELEMENTS = 16
 """Elements that the widest vector holds."""
-TILE = 16
+TILE_SIDE = 16
 """Side of the tiles of a transposing loop."""
-WIDE_TILE = 64
+WIDE_TILE_SIDE = 64
 """The same for elements of 2, 4 and 8 bytes, turned in registers: memory is read ahead within a row, fewer pages are
 touched at a time, and whole cache lines are written. Float32 took 0.42 to 0.7 of the time (16 MB and more, Zen 3),
 int64 0.6; bfloat16 with AVX2 0.5 to 1.0 (8 MB and more streamed, and the next tile asked for; without, 1.2 and 1.15),
 with AVX-512 0.4. Tiles of 32 were 1.2 to 1.6 of float32's with AVX2, 0.95 with AVX-512."""
-CHUNK = 4096
+CHUNK_ELEMENTS = 4096
 """Elements of a pointwise row that one thread takes at a time."""
 SCAN_COST = 10
 """Additions that a step of a scan costs: no two steps run at the same time."""
@@ -96,7 +96,7 @@ class Nest:
         return (*self.rows, *((self.lane,) if self.lane else ()), *inner)
 
 
-def flattened(loop: Loop, *, in_one_pass: bool = False) -> Nest:
+def flatten_loop(loop: Loop, *, in_one_pass: bool = False) -> Nest:
     """The loop as each target begins with it: axes of one step gone, axes that need not be apart merged.
 
     `in_one_pass`: the target has a way of its own for sums of exponentials.
@@ -120,7 +120,7 @@ def flattened(loop: Loop, *, in_one_pass: bool = False) -> Nest:
 
 def make_nest(loop: Loop) -> Nest:
     """The nest that runs `loop`."""
-    nest = flattened(loop)
+    nest = flatten_loop(loop)
     if not nest.elements:
         return _pointwise(list(nest.rows), nest.body, nest.stores)
     if nest.rows:
@@ -129,7 +129,7 @@ def make_nest(loop: Loop) -> Nest:
         often = [(index, weight) for index, weight in accesses(nest.body, nest.stores) if index.variables & names]
         score = {axis.name: _near(axis.name, often) for axis in (slow, fast)}
         nearer = score[slow.name] > score[fast.name] or (
-            score[slow.name] == score[fast.name] and _reduces_few(nest) and may_exceed(slow.size, LANES - 1)
+            score[slow.name] == score[fast.name] and _reduces_few(nest) and may_exceed(slow.size, OUTER_VECTOR_ROWS - 1)
         )
         if nearer and typical(slow.size) >= 8:
             return replace(nest, rows=nest.rows[:-1], lane=slow)
@@ -142,7 +142,7 @@ def _reduces_few(nest: Nest) -> bool:
     `mvlgamma`, sums of three logarithms of gammas, took 0.17 of the time with neighbours of other rows as vectors.
     """
     (*others, fast) = nest.elements
-    few = not others and not may_exceed(fast.size, FEW - 1)
+    few = not others and not may_exceed(fast.size, MAX_VECTOR_ELEMENTS - 1)
     return few and all(nest.row_stores) and not any(runtime_refs(i) for i, _ in accesses(nest.body, nest.stores))
 
 
@@ -160,14 +160,14 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
     if (
         other
-        and min(typical(other.size), typical(best.size)) >= 2 * TILE
+        and min(typical(other.size), typical(best.size)) >= 2 * TILE_SIDE
         and (itemsizes := _contiguous_only_along(other.name, best.name, body, stores))
     ):
         large = 1 not in itemsizes
         rows = [replace(axis, tile=_side(axis, large)) if axis is other else axis for axis in rest]
         return Nest((*rows, replace(best, tile=_side(best, large))), (other, best), None, body, stores, every)
-    if may_exceed(best.size, 2 * CHUNK):
-        return Nest((*rest, replace(best, tile=CHUNK)), (best,), None, body, stores, every)
+    if may_exceed(best.size, 2 * CHUNK_ELEMENTS):
+        return Nest((*rest, replace(best, tile=CHUNK_ELEMENTS)), (best,), None, body, stores, every)
     return Nest(tuple(rest), (best,), None, body, stores, every)
 
 
@@ -209,7 +209,7 @@ def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], store
 
 def _side(axis: Axis, large: bool) -> int:
     """Of a tile, along an axis."""
-    return WIDE_TILE if large and typical(axis.size) >= WIDE_TILE else TILE
+    return WIDE_TILE_SIDE if large and typical(axis.size) >= WIDE_TILE_SIDE else TILE_SIDE
 
 
 # --- rewriting --------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _in_two_passes(body: tuple[Value, ...], stores: tuple[Store, ...]) -> tuple[
         new.append(value)
         number[ref] = len(new) - 1
     return tuple(new), tuple(
-        replace(store, value=number[store.value], index=renumbered(store.index, number)) for store in stores
+        replace(store, value=number[store.value], index=renumber_values(store.index, number)) for store in stores
     )
 
 
@@ -314,9 +314,9 @@ def renumber(value: Value, number: dict[Ref, Ref]) -> Value:
     """The same value, with its operands under their new numbers."""
     match value:
         case Load(_, index, _, mask):
-            return replace(value, index=renumbered(index, number), mask=None if mask is None else number[mask])
+            return replace(value, index=renumber_values(index, number), mask=None if mask is None else number[mask])
         case IndexOf(index, _):
-            return replace(value, index=renumbered(index, number))
+            return replace(value, index=renumber_values(index, number))
         case Apply(_, args, _):
             return replace(value, args=tuple(number[arg] for arg in args))
         case Reduce(_, arg, _) | Scan(_, arg, _):
@@ -325,7 +325,7 @@ def renumber(value: Value, number: dict[Ref, Ref]) -> Value:
             return value
 
 
-def renumbered(index: Index, number: dict[Ref, Ref]) -> Index:
+def renumber_values(index: Index, number: dict[Ref, Ref]) -> Index:
     return substitute(index, {f"v{ref}": var(f"v{number[ref]}") for ref in runtime_refs(index)}, {})
 
 

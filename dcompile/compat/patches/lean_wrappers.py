@@ -179,7 +179,7 @@ class _Plain:
         return self.run(*args)
 
 
-def unpacked(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]:
+def unpack_arguments(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]:
     """What torch's function around a compiled graph would call with a list of the same arguments, if it is ours."""
     plain = getattr(forward, "__wrapped__", None)
     own = next(gm.parameters(), None) is not None or next(gm.buffers(), None) is not None  # torch adds them

@@ -13,7 +13,7 @@ from dcompile.compat.tensors import multiply_all, storage_use_count, will_accumu
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
-KEPT = 2
+MAX_KEPT_STORAGES = 2
 """Storages kept per bucket: one that p.grad may still show, one to write into. A third is needed only by a caller who
 holds on to older gradients, and is his to free."""
 
@@ -96,7 +96,7 @@ class BucketSet:
                 return memory
         memory = self._allocate(self._table[bucket])
         kept.append(memory)
-        if len(kept) > KEPT:
+        if len(kept) > MAX_KEPT_STORAGES:
             del kept[0]  # whoever still refers to the oldest keeps it alive
         return memory
 
@@ -161,7 +161,7 @@ class BucketSet:
             if rest := self._unscaled(described, memory):
                 multiply_all(rest, self._scale)
         else:
-            payload = scaled(memory.flat, self.group, self._scale, described.wire, memory.wire)
+            payload = scale_for_all_reduce(memory.flat, self.group, self._scale, described.wire, memory.wire)
         self._works[bucket] = start_sum(self.group, payload, self._label(bucket))
 
     def _idle(self, bucket: Bucket) -> tuple[int, ...]:
@@ -251,7 +251,7 @@ class BucketSet:
                 view.copy_(param.grad.detach()) if mine else view.zero_()
             if bucket.marks:
                 self._mark(bucket, memory, numbers)
-            payload = scaled(memory.flat, self.group, self._scale, bucket.wire, memory.wire)
+            payload = scale_for_all_reduce(memory.flat, self.group, self._scale, bucket.wire, memory.wire)
             self._works[name] = start_sum(self.group, payload, self._label(name))
         for name, memory in memories.items():
             self.wait(name, memory)
@@ -335,7 +335,7 @@ def like(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return gradient if param.is_contiguous() else torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
-def scaled(
+def scale_for_all_reduce(
     flat: torch.Tensor, group: Any, scale: float, wire: str = "", memory: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What goes to the all-reduce for `flat`: DDP scales before it sums. `flat` itself, unless there is `memory`."""
@@ -353,7 +353,7 @@ def average(group: Any, tensors: list[torch.Tensor], wire: str = "") -> None:
     for tensor in tensors:
         cast = wire not in ("", "own") and getattr(torch, wire) != tensor.dtype
         memory = torch.empty_like(tensor, dtype=getattr(torch, wire)) if cast else None
-        payload = scaled(tensor, group, scale, wire, memory)
+        payload = scale_for_all_reduce(tensor, group, scale, wire, memory)
         label = f"all-reduce of a gradient from outside the compiled graphs ({tensor.numel()} elements)"
         pairs.append((start_sum(group, payload, label), payload))
     for (flight, payload), tensor in zip(pairs, tensors, strict=True):

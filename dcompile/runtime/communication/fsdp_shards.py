@@ -17,7 +17,7 @@ from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.deferred_reduction import DeferredGradients
 from dcompile.runtime.communication.gloo import start_gather, start_scatter
 from dcompile.runtime.communication.gradient_presence import UncertainUnits
-from dcompile.runtime.communication.in_flight import PendingGather, PendingReduction, named, together
+from dcompile.runtime.communication.in_flight import PendingGather, PendingReduction, coalescing, named_error
 from dcompile.runtime.communication.packing import PackedUnits, in_order
 from dcompile.runtime.communication.peer_memory.all_gather import CopyGathers
 from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup, PeerShards
@@ -158,7 +158,7 @@ class Shards:
         def start(limit_s: float | None) -> Any:
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
-        with named(f"the {name}", full, self.units, process_group):
+        with named_error(f"the {name}", full, self.units, process_group):
             label = f"{name} ({flat.numel() * world} elements{f', {packed} together' if packed else ''})"
             flight = PendingCollective(process_group, first.device, label, start)
         return PendingReduction(name, group, flat, shards, flight, lacking)
@@ -183,7 +183,7 @@ class Shards:
     def _go_on(self, pending: PendingReduction) -> None:
         """Wait for the shards; where ranks hold copies of them, start to average among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
-        with named(f"the {pending.name}", shards, self.units, group.scatter_group()):
+        with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.flight.wait()
         pending.scattered = True
         replicas, rule = group.replica_group(), group.reduction(flat.dtype)
@@ -205,7 +205,7 @@ class Shards:
             compat.groups.limit(options, limit_s)
             return replicas.allreduce([flat], options)
 
-        with named(f"the {pending.name} among replicas", shards, self.units, replicas):
+        with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
             label = f"{pending.name} among replicas ({flat.numel()} elements)"
             pending.replicating = PendingCollective(replicas, flat.device, label, start)
 
@@ -217,7 +217,7 @@ class Shards:
             return False
         if pending.replicating is not None:
             replicas = pending.group.replica_group()
-            with named(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
+            with named_error(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
                 pending.replicating.wait()
         divisor = pending.group.reduction(pending.flat.dtype).divide_after
         if divisor not in (None, 1):
@@ -265,7 +265,7 @@ class ShardCommunication:
         def start(limit_s: float | None) -> Any:
             return start_gather(group, full, shards, limit_s)
 
-        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{together(found)})"
+        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{coalescing(found)})"
         with self._named("all-gather", found, group):
             flight = PendingCollective(group, full[0].device, label, start)
         self._gathering[bucket] = PendingGather(flight, shards, parcel, group, units)
@@ -422,7 +422,7 @@ class ShardCommunication:
         return [bucket for bucket in self.buckets.values() if bucket.kind == "reduce_scatter"]
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
-        return named(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+        return named_error(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
 
 
 @dataclass(eq=False)

@@ -51,12 +51,12 @@ class PendingReduction:
     """The all-reduce among replicas."""
 
 
-def together(bucket: Bucket) -> str:
+def coalescing(bucket: Bucket) -> str:
     return f", {len(bucket.packed)} together" if bucket.packed else ""
 
 
 @contextlib.contextmanager
-def named(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
+def named_error(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
     """Say in an error which collective failed, of which parameters, and over which ranks."""
     try:
         yield

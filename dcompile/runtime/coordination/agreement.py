@@ -71,7 +71,7 @@ def _meet(peers: PeerCoordinator, lines: Sequence[Line], timeout_s: float, way_o
         raise PlanMismatchError(verdict)
 
 
-def exchanged(group: Any, subject: str, text: str) -> list[str]:
+def exchange_texts(group: Any, subject: str, text: str) -> list[str]:
     """What every rank of `group`, a small one, says of `subject`, in the order of ranks: all come, at the same point.
 
     Raises PlanMismatchError if a rank has not come in time, or goes on without having come.

@@ -24,7 +24,7 @@ from dcompile.runtime.coordination.heartbeat import PeerCoordinator
 from dcompile.runtime.coordination.wait_policy import PeerWait
 from dcompile.runtime.program.artifact import from_record, to_record
 
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes per value: stores refuse values of many megabytes."""
 ARRIVE_S = 60.0
 """How long a rank waits for one that has claimed a graph and is alive, but does not compile."""
@@ -96,11 +96,11 @@ class ArtifactSharing:
 
     def _put(self, place: str, data: bytes) -> int:
         packed = zlib.compress(data, 1)
-        count = -(-len(packed) // CHUNK)
+        count = -(-len(packed) // CHUNK_BYTES)
         if place not in self._sent:
             self._sent.add(place)
             for number in range(count):
-                self._peers.store.set(f"{place}/{number}", packed[number * CHUNK : (number + 1) * CHUNK])
+                self._peers.store.set(f"{place}/{number}", packed[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
         return count
 
     def receive(self, key: str, cache: KernelCache) -> tuple[int | None, str]:

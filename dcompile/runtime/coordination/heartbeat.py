@@ -34,7 +34,7 @@ GOODBYE_S = 3.0
 """How long a rank that ends waits for the others, in order to see that all have done the same."""
 GONE_S = 10.0
 """How long a collective on a GPU is waited for once the store is gone."""
-REMEMBERED = 1024
+MAX_REMEMBERED_COLLECTIVES = 1024
 """Collectives whose checksum is kept, to compare with what rank 0 said of them."""
 
 _LINES: weakref.WeakKeyDictionary[Any, PeerCoordinator] = weakref.WeakKeyDictionary()
@@ -118,7 +118,7 @@ class PeerCoordinator(SingleProcess):
         self._checksum = zlib.crc32(label.encode(), self._checksum)
         self._history[self.started + 1] = (self._checksum, label)
         self.started += 1  # last: the thread takes it for the newest of the history
-        if len(self._history) > REMEMBERED:
+        if len(self._history) > MAX_REMEMBERED_COLLECTIVES:
             self._history.popitem(last=False)
 
     def call_off(self, why: str) -> NoReturn:
@@ -154,7 +154,7 @@ class PeerCoordinator(SingleProcess):
 
     def said(self, rank: int) -> PeerStatus | None:
         """The last that a rank said, if anything."""
-        return _said(self.store, rank)
+        return _read_status(self.store, rank)
 
     # --- the thread ---
 
@@ -202,7 +202,7 @@ class PeerCoordinator(SingleProcess):
             self._call_off(self._side, reason)
 
     def _compare_with_rank_0(self) -> None:
-        first = _said(self._side, 0)
+        first = _read_status(self._side, 0)
         if first is not None and first.started:
             self._claims[first.started] = (first.checksum, first.label)
         for number in [number for number in self._claims if number <= self.started]:
@@ -284,7 +284,7 @@ class PeerCoordinator(SingleProcess):
             pause = min(2 * pause, 0.1)
 
 
-def _said(store: Any, rank: int) -> PeerStatus | None:
+def _read_status(store: Any, rank: int) -> PeerStatus | None:
     key = f"beat/{rank}"
     return PeerStatus(*json.loads(store.get(key))) if store.check([key]) else None
 

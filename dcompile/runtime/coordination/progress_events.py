@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-SWEPT = 64
+SWEEP_COUNT = 64
 """Marks that are kept before those behind which the GPU has come are looked for."""
 _THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of the CUDA driver's API."""
@@ -47,7 +47,7 @@ class ProgressEvents:
             event: Any = spare.pop() if spare else torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
             event.record()
             self._marks.append(ProgressEvent(number, label, event, device))
-            if len(self._marks) > SWEPT:
+            if len(self._marks) > SWEEP_COUNT:
                 self._sweep()
 
     def oldest(self) -> ProgressEvent | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dcompile.runtime.cuda_graphs.recording import CopiedInput
 
-CALLS = 3
+WATCHED_CALLS = 3
 """Replays after which an input that has not moved is expected to stay. The first steps of a run allocate unlike later
 ones; a guess that proves wrong costs one more recording, and there are two at most."""
 COPY_US, BYTES_A_US = 2.0, 2_000_000
@@ -27,7 +27,7 @@ class StableInputDetector:
     def __init__(self) -> None:
         self.still: dict[int, int] = {}
         """Addresses of inputs that are expected to stay, by position."""
-        self._left = CALLS
+        self._left = WATCHED_CALLS
         self._seen: dict[int, int] | None = None
         self._wrong = False
 

@@ -9,7 +9,7 @@ recordings, so a recording may be replayed only where that does no harm. The rul
 What was alive then was out of its reach, and it writes the same addresses each time. If the rule does not hold (two
 forwards before their backwards; gradients kept over a forward), the call is recorded once more in the state it is in.
 So the recordings of a model form a tree of paths, each path a sequence of states; training settles in one loop through
-it. A program that has been recorded `LIMIT` times runs without graphs from then on, and the receipt says so.
+it. A program that has been recorded `MAX_RECORDINGS` times runs without graphs from then on, and the receipt says so.
 
 A backward frees what its forward saved as it goes. When it is recorded, the saved tensors that nobody else holds are
 therefore handed to the allocator during the recording: gradients then take the place of activations, as they do in
@@ -45,11 +45,11 @@ from dcompile.runtime.cuda_graphs.recording import (
 from dcompile.runtime.cuda_graphs.stable_inputs import StableInputDetector
 from dcompile.runtime.program.arena import like
 
-LIMIT = 8
+MAX_RECORDINGS = 8
 """Recordings of one program. A loop over shapes has a program for each; what exceeds this is a caller who keeps every
 result, for which no number would do."""
 AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
-POOLS = 3
+MAX_POOLS = 3
 """Pools of one model. The second and third are for what is recorded while memory of the first is in use unowned."""
 
 
@@ -127,7 +127,7 @@ class GraphTree:
     def pool(self) -> int | None:
         """A pool to record from: one where the allocator knows of everything that is alive."""
         busy = {memory.pool for memory in self.alive() if not memory.owned}
-        return next((pool for pool in range(POOLS) if pool not in busy), None)
+        return next((pool for pool in range(MAX_POOLS) if pool not in busy), None)
 
     def add(self, program: ReplayedExecutable) -> None:
         """A program whose recordings belong here."""
@@ -262,8 +262,8 @@ class ReplayedExecutable:
         if strangers:
             self._decline(f"it takes a tensor on {strangers[0].device}")
             return None
-        if len(recordings) >= LIMIT:
-            self._decline(f"it was recorded {LIMIT} times, and its results or inputs are elsewhere each time")
+        if len(recordings) >= MAX_RECORDINGS:
+            self._decline(f"it was recorded {MAX_RECORDINGS} times, and its results or inputs are elsewhere each time")
             return None
         pool = self._tree.pool()
         if pool is None:
@@ -290,7 +290,11 @@ class ReplayedExecutable:
             [i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call
         )
         kept = tuple(
-            made.result(value, self._kept if number < self._results else None, _seen(results, number, self._results))
+            made.result(
+                value,
+                self._kept if number < self._results else None,
+                _position_in_results(results, number, self._results),
+            )
             for number, value in enumerate(results)
         )
         del results
@@ -391,7 +395,7 @@ class _ResultSorter:
         return RecordedResult("memory", memory, memory.add(value), kept=kept)
 
 
-def _seen(results: Sequence[Any], number: int, users: int) -> int | None:
+def _position_in_results(results: Sequence[Any], number: int, users: int) -> int | None:
     """Where a result of the user's stands before, as the same tensor."""
     earlier = range(number) if number < users else ()
     return next((place for place in earlier if results[place] is results[number]), None)

@@ -28,14 +28,14 @@ Name = TypeVar("Name", bound=Hashable)
 GLANCE_S, LOOK_S = 0.02, 0.06
 """How long an algorithm runs at a time: first all of them, then the best."""
 GLANCES, LOOKS = 2, 5
-BEST = 4
-GAIN = 0.98
+MAX_CANDIDATES = 4
+MAX_TIME_RATIO = 0.98
 """Part of the time of what runs otherwise that a candidate must not exceed to take its place: less is chance."""
 
 
 def choose(geometries: Iterable[Geometry], device: torch.device) -> dict[Geometry, Algorithm]:
     """The algorithm for each geometry for which one is faster than ATen's. Takes some two seconds for each."""
-    with _measuring(device):
+    with _without_user_modes(device):
         found = {geometry: fastest(geometry, device) for geometry in geometries}
     torch.cuda.empty_cache()
     return {geometry: algorithm for geometry, algorithm in found.items() if algorithm is not None}
@@ -52,10 +52,10 @@ def fastest(geometry: Geometry, device: torch.device) -> Algorithm | None:
         call()
     torch.cuda.synchronize()
     glance = medians(calls, GLANCES, GLANCE_S)
-    best = sorted(calls, key=lambda algorithm: glance[algorithm])[:BEST]
+    best = sorted(calls, key=lambda algorithm: glance[algorithm])[:MAX_CANDIDATES]
     look = medians({algorithm: calls[algorithm] for algorithm in dict.fromkeys(((), *best))}, LOOKS, LOOK_S)
     chosen = min(look, key=lambda algorithm: look[algorithm])
-    return chosen if chosen and look[chosen] <= GAIN * look[()] else None
+    return chosen if chosen and look[chosen] <= MAX_TIME_RATIO * look[()] else None
 
 
 def operands(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,7 +83,7 @@ def medians(calls: Mapping[Name, Callable[[], object]], rounds: int, seconds: fl
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def _measuring(device: torch.device) -> AbstractContextManager[object]:
+def _without_user_modes(device: torch.device) -> AbstractContextManager[object]:
     """What a user's program has set, put aside."""
     stack = ExitStack()
     for context in (real_tensors(), torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False)):
@@ -93,11 +93,11 @@ def _measuring(device: torch.device) -> AbstractContextManager[object]:
 
 def _time(call: Callable[[], object], seconds: float) -> float:
     """Milliseconds of one call, over as many as fill so many seconds."""
-    count = max(3, round(seconds * 1e3 / max(_run(call, 3), 1e-3)))
-    return _run(call, count)
+    count = max(3, round(seconds * 1e3 / max(_run_candidate(call, 3), 1e-3)))
+    return _run_candidate(call, count)
 
 
-def _run(call: Callable[[], object], count: int) -> float:
+def _run_candidate(call: Callable[[], object], count: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call, unused-ignore]
     start.record()
     for _ in range(count):
@@ -137,8 +137,8 @@ class EpilogueContest:
 
 def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.device) -> Tile | None:
     """The tile of the kernel that beats product and loop by most, or None. Takes a second."""
-    with _measuring(device):
-        memory = {buffer.name: _filled(buffer, device) for buffer in contest.buffers}
+    with _without_user_modes(device):
+        memory = {buffer.name: _random_input(buffer, device) for buffer in contest.buffers}
         calls = _calls(contest, memory, launcher, torch.cuda.current_device())
         for call in calls.values():
             call()
@@ -148,10 +148,10 @@ def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.devic
         if best is None:
             return None
         look = medians({tile: calls[tile] for tile in (None, best)}, LOOKS, LOOK_S)
-        return best if look[best] <= GAIN * look[None] else None
+        return best if look[best] <= MAX_TIME_RATIO * look[None] else None
 
 
-def _filled(buffer: Buffer, device: torch.device) -> torch.Tensor:
+def _random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
     """Random numbers, drawn by no generator of the user's; integers and truth values are 0."""
     extent, dtype = buffer.extent, getattr(torch, buffer.dtype)
     assert isinstance(extent, int), "loops of known size"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dcompile.compat.groups import group_store
 from dcompile.config import Config
 from dcompile.errors import OptionError
-from dcompile.machine_model import Figures, Link, from_record, rounded, table_figures, to_record
+from dcompile.machine_model import Figures, Link, from_record, round_figures, table_figures, to_record
 from dcompile.runtime.cache.disk import KernelCache
 
 TIMEOUT_S = 60
@@ -45,18 +45,18 @@ def figures_for(config: Config) -> Callable[[Any, Any], Figures]:
             return table_figures(name)
         if (name, id(group)) not in known:
             store, rank = (None, 0) if group is None else (group_store(group), dist.get_rank(group))
-            known[name, id(group)] = agreed(store, rank, name, KernelCache.open(config).directory)
+            known[name, id(group)] = agree_on_figures(store, rank, name, KernelCache.open(config).directory)
         return known[name, id(group)]
 
     return figures
 
 
-def agreed(store: Any, rank: int, name: str, directory: Path) -> Figures:
+def agree_on_figures(store: Any, rank: int, name: str, directory: Path) -> Figures:
     """What rank 0 has kept for this device. Raises OptionError on every rank if it has nothing."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps one store over restarts
     key = f"dcompile/{attempt}/figures/{name}"
     if rank == 0:
-        said = _read(directory, name)
+        said = _read_figures(directory, name)
         if store is not None:
             store.set(key, json.dumps(said))
     else:
@@ -73,7 +73,7 @@ def agreed(store: Any, rank: int, name: str, directory: Path) -> Figures:
     return from_record(said)
 
 
-def _read(directory: Path, name: str) -> Mapping[str, Any]:
+def _read_figures(directory: Path, name: str) -> Mapping[str, Any]:
     """What was kept, or why there is nothing."""
     path = _path(directory, name)
     try:
@@ -121,7 +121,7 @@ def measure(device: torch.device, group: Any = None) -> Figures:
     found = replace(table, name="measured", memory_gbs=2 * source.nbytes / copy / 1e9, tflops=tuple(tflops))
     if group is not None and dist.get_world_size(group) > 1:
         found = replace(found, links=(_link(device, group),), network=None)
-    return rounded(found)
+    return round_figures(found)
 
 
 def _link(device: torch.device, group: Any) -> Link:

@@ -149,7 +149,7 @@ def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
     if kernel := re.match(r"run\.(?:kernel|function|product)\('([^']+)'", found):
         name = kernel[1]
     if found.startswith(("run.launches(", "run.calls(")):
-        name, origin = _launched(lines[at + 1 :])
+        name, origin = _launched_kernel(lines[at + 1 :])
     names = {leaf.id for leaf in ast.walk(value) if isinstance(leaf, ast.Name)}
     buckets = frozenset(m[1] for name_ in names if (m := _MEMORY.fullmatch(name_)))
     return InstrumentedStatement(name, origin, buckets)
@@ -177,7 +177,7 @@ def _stamp(number: int, found: InstrumentedStatement, node: Any) -> str:
     return f"_ran(({number}, _begin, _now()))"
 
 
-def _launched(lines: list[str]) -> tuple[str, tuple[str, ...]]:
+def _launched_kernel(lines: list[str]) -> tuple[str, tuple[str, ...]]:
     """Name and origins of a launch table, whose rows follow its first line."""
     origins: dict[str, None] = {}
     kernels = 0
@@ -307,21 +307,21 @@ class ProgramProbe:
         nbytes = max(tensor.numel() * tensor.element_size() for tensor in (result, sent))
         kind = kind_of(found.name) or found.name
         call.exchanges.append(
-            CollectiveTiming(kind, found.starts, nbytes, _reached(call), begin, self.now(), group=found.group)
+            CollectiveTiming(kind, found.starts, nbytes, _last_statement(call), begin, self.now(), group=found.group)
         )
 
     def waited(self, call: ProgramCallTiming, number: int, begin: Any) -> None:
         """It has been waited for."""
         name = self._statements[number].waits
         exchange = next(exchange for exchange in reversed(call.exchanges) if exchange.bucket == name)
-        exchange.before, exchange.wait_begin, exchange.wait_end = _reached(call), begin, self.now()
+        exchange.before, exchange.wait_begin, exchange.wait_end = _last_statement(call), begin, self.now()
 
     def buckets(self, buckets: Any, call: ProgramCallTiming) -> Any:
         """The bucket source, its collectives measured."""
         return None if buckets is None else _Measured(buckets, call, self._recorder)
 
 
-def _reached(call: ProgramCallTiming) -> int:
+def _last_statement(call: ProgramCallTiming) -> int:
     """The statement that ran last."""
     return call.spans[-1][0] if call.spans else -1
 
@@ -357,7 +357,7 @@ class _Measured:
 
     def _start(self, method: str, kind: str, bucket: str, given: Any, sent: list[Any]) -> None:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        exchange = CollectiveTiming(kind, bucket, nbytes, _reached(self._call), self._recorder.now())
+        exchange = CollectiveTiming(kind, bucket, nbytes, _last_statement(self._call), self._recorder.now())
         self._open[bucket] = exchange
         self._call.exchanges.append(exchange)
         getattr(self._inner, method)(bucket, given)
@@ -368,6 +368,6 @@ class _Measured:
 
     def _wait(self, method: str, bucket: str, *given: Any) -> None:
         exchange = self._open.pop(bucket)
-        exchange.before, exchange.wait_begin = _reached(self._call), self._recorder.now()
+        exchange.before, exchange.wait_begin = _last_statement(self._call), self._recorder.now()
         getattr(self._inner, method)(bucket, *given)
         exchange.wait_end = self._recorder.now()

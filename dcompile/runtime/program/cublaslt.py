@@ -18,7 +18,7 @@ from dcompile.compat.tensors import raw_stream
 from dcompile.errors import DcompileError
 from dcompile.ir.gemm import ALIGNMENT, Algorithm, Geometry
 
-PROPOSED = 16
+MAX_PROPOSALS = 16
 """Algorithms that the library is asked for."""
 _FLOAT32, _COMPUTE = 0, 68
 """CUDA_R_32F and CUBLAS_COMPUTE_32F."""
@@ -53,7 +53,7 @@ class CublasLt:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.functions = _loaded()
+        self.functions = _load_library()
         self.functions.cublasLtMatmul.argtypes = _MATMUL
         self.handle = ctypes.c_void_p()
         with torch.cuda.device(device):
@@ -76,7 +76,7 @@ def library(device: int) -> CublasLt:
     return CublasLt(device)
 
 
-def _loaded() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     """The library that torch has loaded itself."""
     name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
     beside = Path(torch.__file__).parent.parent / "nvidia"
@@ -124,10 +124,10 @@ class GemmDescription:
             self.library.call(
                 "MatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(aligned), ctypes.c_size_t(4)
             )
-        found, count = (_Proposal * PROPOSED)(), ctypes.c_int()
+        found, count = (_Proposal * MAX_PROPOSALS)(), ctypes.c_int()
         matrices = self.a, self.b, self.out, self.out
         self.library.call(
-            "MatmulAlgoGetHeuristic", self.library.handle, self.how, *matrices, preference, PROPOSED, found,
+            "MatmulAlgoGetHeuristic", self.library.handle, self.how, *matrices, preference, MAX_PROPOSALS, found,
             ctypes.byref(count),
         )  # fmt: skip
         self.library.call("MatmulPreferenceDestroy", preference)

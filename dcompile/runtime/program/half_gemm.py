@@ -16,9 +16,9 @@ import torch
 
 from dcompile import compat
 
-LEAST, MOST = 192, 512
+MIN_BLOCK_SIDE, MAX_BLOCK_SIDE = 192, 512
 """Rows and columns of a block, and how much of a sum is added at a time: at most 3 MB in float32 for all three."""
-SHARE = 16
+MAX_BLOCK_FRACTION = 16
 """What blocks take is about this part of what the matrices do, so that it shows in no step's peak."""
 
 
@@ -85,7 +85,7 @@ _OWN: dict[str, Callable[..., torch.Tensor]] = {
 
 def _side(nbytes: int) -> int:
     """Of square blocks, three of which take their share in float32."""
-    return min(max(math.isqrt(nbytes // SHARE // 12), LEAST), MOST)
+    return min(max(math.isqrt(nbytes // MAX_BLOCK_FRACTION // 12), MIN_BLOCK_SIDE), MAX_BLOCK_SIDE)
 
 
 def _block(a: torch.Tensor, b: torch.Tensor, depth: int) -> torch.Tensor:

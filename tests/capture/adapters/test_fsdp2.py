@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from dcompile.capture.adapters.fsdp2 import converted
+from dcompile.capture.adapters.fsdp2 import convert_floats
 
 
 class Pair(NamedTuple):
@@ -92,10 +92,10 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_values_are_converted_as_by_fsdp_and_in_one_graph(name):
     value = CASES[name]()
     expected = _apply_to_tensors(functools.partial(_cast_fp_tensor, torch.bfloat16), value)
-    assert_same(converted(value, torch.bfloat16), expected)
+    assert_same(convert_floats(value, torch.bfloat16), expected)
 
     def hooked(y: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return y * 2, converted(args, torch.bfloat16), converted(kwargs, torch.bfloat16)
+        return y * 2, convert_floats(args, torch.bfloat16), convert_floats(kwargs, torch.bfloat16)
 
     torch._dynamo.reset()
     _, args, kwargs = torch.compile(hooked, backend="eager", fullgraph=True)(x(), value, None, key=value)
@@ -106,4 +106,4 @@ def test_values_are_converted_as_by_fsdp_and_in_one_graph(name):
 
 def test_what_is_of_the_dtype_already_stays_itself():
     y = torch.ones(2, dtype=torch.bfloat16)
-    assert converted([y], torch.bfloat16)[0] is y
+    assert convert_floats([y], torch.bfloat16)[0] is y

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
-from dcompile.capture.aliasing.unshare_gradients import keep_apart, sharing
+from dcompile.capture.aliasing.unshare_gradients import keep_apart, shared_pairs
 
 
 @pytest.fixture(autouse=True)
@@ -76,17 +76,17 @@ def test_what_shares_memory():
     x = torch.arange(12.0)
     look = x.view(3, 4)
     given = [x[:8], None, x[8:], x[:8], x[4:6], torch.ones(2), 3, torch.ones(0), look[2], x[:8].view(2, 4)]
-    pairs = sharing(given)
+    pairs = shared_pairs(given)
     assert sorted(pairs) == [(3, 0, True), (4, 0, False), (8, 2, True), (9, 0, False)]
     apart = keep_apart([*given], pairs)
-    assert apart[3] is apart[0] and not sharing(apart)
+    assert apart[3] is apart[0] and not shared_pairs(apart)
     for one, other in zip(apart, given, strict=True):
         assert one is other or torch.equal(one, other)
 
 
 def test_one_tensor_is_left_to_autograd():
     x = torch.ones(3)
-    assert not sharing([x, x, None]) and sharing([x, x.view(3)]) == ((1, 0, True),)
+    assert not shared_pairs([x, x, None]) and shared_pairs([x, x.view(3)]) == ((1, 0, True),)
 
 
 @settings(max_examples=300, deadline=None)
@@ -105,7 +105,7 @@ def test_parts_of_a_tensor_share_memory_where_their_elements_do(data):
         parts.append(part)
     seen = [set(torch.arange(60).as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()) for x in parts]
     common = bool(seen[0] & seen[1])
-    assert bool(sharing(parts)) or not common
+    assert bool(shared_pairs(parts)) or not common
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
@@ -113,4 +113,6 @@ def test_gradients_of_what_is_concatenated_are_not_copied(order):
     whole = torch.zeros(4, 6, 8).permute(order)
     for dim in range(3):
         parts = whole.split([1, whole.shape[dim] - 3, 2], dim)
-        assert sharing(parts) == () and [pair[0] for pair in sharing([*parts, parts[1].select(dim, 0)])] == [3]
+        assert shared_pairs(parts) == () and [pair[0] for pair in shared_pairs([*parts, parts[1].select(dim, 0)])] == [
+            3
+        ]

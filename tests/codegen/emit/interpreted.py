@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import kernel as emitter
 from dcompile.codegen.emit.triton import matmul_epilogue, segment_sum
-from dcompile.codegen.emit.triton.horizontal_fusion import joined
+from dcompile.codegen.emit.triton.horizontal_fusion import fuse_launches
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
@@ -367,7 +367,7 @@ def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int
     made = [(emitter if loop.product is None else matmul_epilogue).emit(loop, symbolic.table) for loop in loops]
     products = segment_sum.products(symbolic)
     assert len(loops) + len(products) == len(program.steps)
-    kernels = iter(joined(symbolic, made))
+    kernels = iter(fuse_launches(symbolic, made))
     for position in range(len(program.steps)):
         source = products[position].kernel if position in products else next(kernels)
         call(source, memory, table, sizes)

@@ -56,7 +56,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     segment_sum.ENDS = 4  # so that groups reach across more runs than are looked at in one go
     for name in groups.CASES:
         yield f"groups {name}", *groups.case(name), 1.6e-2 if "16" in name else 2e-6
-    matmul_epilogue.LEAST = 0  # products of any size
+    matmul_epilogue.MIN_EPILOGUE_FLOPS = 0  # products of any size
     for name in products.CASES:
         yield f"product {name}", products.case(name), products.inputs(products.case(name)), 1.6e-2
     for seed in range(0, 40, EACH):
@@ -66,7 +66,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
         yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
     for seed in range(500, 510):
         yield f"random {seed}", *random_program(seed, 8), 2e-2
-    split_reductions.LONG, split_reductions.PART, split_reductions.PROGRAMS = (
+    split_reductions.MIN_SPLIT_ROW_ELEMENTS, split_reductions.PART_ELEMENTS, split_reductions.PROGRAMS = (
         8,
         3,
         4,

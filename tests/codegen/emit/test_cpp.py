@@ -12,7 +12,7 @@ import torch
 from dcompile.codegen.emit import cpp, select_target
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.codegen.nest.loop_nest import make_nest
-from dcompile.ir.canonical_names import renamed
+from dcompile.ir.canonical_names import rename_buffers
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
@@ -204,7 +204,7 @@ def test_equal_layers_share_one_kernel():
     program = loops.rms_norm(4, 8)
     (loop,) = program.steps
     new = {b.name: f"layer7_{b.name}" for b in program.buffers}
-    other = replace(renamed(loop, new), name="other", origin=("layer7",))
+    other = replace(rename_buffers(loop, new), name="other", origin=("layer7",))
     table = {new[b.name]: replace(b, name=new[b.name]) for b in program.buffers}
     first, second = cpp.emit(loop, program.table), cpp.emit(other, table)
     assert first == second and first.text == second.text
@@ -216,7 +216,7 @@ def test_what_a_later_step_or_the_backward_reads_may_stay_in_the_caches():
     first = loops.binary("add", 1 << 22)
     (loop,) = first.steps
     names = {"x": "y", "z": "z", "y": "w"}
-    second = replace(renamed(loop, names), name="second")
+    second = replace(rename_buffers(loop, names), name="second")
     buffers = (*first.buffers, replace(first.table["y"], name="w"))
     program = replace(first, steps=(loop, second), buffers=buffers)
     for kind, expected in (("inference", [True, False]), ("backward", [True, False]), ("forward", [True, True])):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.emit.lanes import GROUP
-from dcompile.codegen.nest.loop_nest import LANES, make_nest
+from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, make_nest
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Program, Store
@@ -14,7 +14,13 @@ from tests.codegen.emit.harness import compiled, run, without_vectors
 from tests.codegen.emit.test_cpp import text
 
 I1 = var("i1")
-SIZES = [(2, 3 * GROUP, LANES), (3, GROUP + 3, 2 * LANES + 32), (2, 5, 40), (1, 2 * GROUP + 1, LANES + 13), (2, 0, 32)]
+SIZES = [
+    (2, 3 * GROUP, OUTER_VECTOR_ROWS),
+    (3, GROUP + 3, 2 * OUTER_VECTOR_ROWS + 32),
+    (2, 5, 40),
+    (1, 2 * GROUP + 1, OUTER_VECTOR_ROWS + 13),
+    (2, 0, 32),
+]
 OPS = ["sum", "prod", "max", "min"]
 
 
@@ -88,9 +94,9 @@ def test_rows_side_by_side_agree_with_the_interpreter(name, built):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("row", [0, GROUP, 2 * GROUP])
 def test_nan_and_infinities_stay_where_they_are(op, row):
-    program = middle((1, 2 * GROUP + 1, LANES + 13), op)
-    x = np.ones((1, 2 * GROUP + 1, 1, LANES + 13), np.float32)
-    x[0, row, 0, [0, 20, LANES - 1, LANES + 12]] = np.nan
+    program = middle((1, 2 * GROUP + 1, OUTER_VECTOR_ROWS + 13), op)
+    x = np.ones((1, 2 * GROUP + 1, 1, OUTER_VECTOR_ROWS + 13), np.float32)
+    x[0, row, 0, [0, 20, OUTER_VECTOR_ROWS - 1, OUTER_VECTOR_ROWS + 12]] = np.nan
     x[0, row, 0, 30], x[0, row, 0, 31] = np.inf, -np.inf
     (got,) = run(program, {"x": x})
     (want,) = interpret(program, {"x": x})
@@ -115,7 +121,9 @@ def test_integers_and_scans_go_by_plain_loops(built):
 
 
 def test_without_vectors_all_rows_go_by_the_plain_loop():
-    whole, ragged = (without_vectors(text(middle(sizes))) for sizes in ((2, 16, LANES), (2, 16, LANES + 13)))
+    whole, ragged = (
+        without_vectors(text(middle(sizes))) for sizes in ((2, 16, OUTER_VECTOR_ROWS), (2, 16, OUTER_VECTOR_ROWS + 13))
+    )
     assert "l = 0; l <" in whole and "l = l_at" in ragged and "int64 l_at = 0;" in ragged
 
 
@@ -156,9 +164,12 @@ def few(n: int, rows: int, picked: bool = False) -> Program:
 
 
 def test_rows_of_few_elements_go_side_by_side_where_rows_are_as_near():
-    program = few(3, 2 * LANES + 5)
+    program = few(3, 2 * OUTER_VECTOR_ROWS + 5)
     assert nest_of(program).lane is not None
-    assert all(nest_of(p).lane is None for p in (few(3, LANES - 1), few(16, 2 * LANES), few(3, 2 * LANES, True)))
+    assert all(
+        nest_of(p).lane is None
+        for p in (few(3, OUTER_VECTOR_ROWS - 1), few(16, 2 * OUTER_VECTOR_ROWS), few(3, 2 * OUTER_VECTOR_ROWS, True))
+    )
     inputs = {name: np.abs(array) + 0.5 for name, array in random_inputs(program).items()}
     for want, got in zip(interpret(program, inputs), run(program, inputs), strict=True):
         assert np.allclose(want, got, rtol=2e-6, atol=2e-6)

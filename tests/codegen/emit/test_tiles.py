@@ -7,7 +7,7 @@ import pytest
 
 from dcompile.codegen.emit import cpp, wide
 from dcompile.codegen.emit.tiles import find_turned
-from dcompile.codegen.nest.loop_nest import TILE, WIDE_TILE, make_nest
+from dcompile.codegen.nest.loop_nest import TILE_SIDE, WIDE_TILE_SIDE, make_nest
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Load, Loop, Program, Store
@@ -15,8 +15,13 @@ from tests.codegen.emit import loops
 from tests.codegen.emit.cases import random_inputs
 from tests.codegen.emit.harness import compiled, execute, run, source_of, together
 
-SMALL = [(2 * TILE, 3 * TILE), (2 * TILE + 3, 2 * TILE + 5), (2 * TILE + 8, 4 * TILE + 1)]
-SIZES = [*SMALL, (2 * WIDE_TILE, WIDE_TILE), (WIDE_TILE + 3, 2 * WIDE_TILE + 21), (2 * TILE, 3 * WIDE_TILE + 8)]
+SMALL = [(2 * TILE_SIDE, 3 * TILE_SIDE), (2 * TILE_SIDE + 3, 2 * TILE_SIDE + 5), (2 * TILE_SIDE + 8, 4 * TILE_SIDE + 1)]
+SIZES = [
+    *SMALL,
+    (2 * WIDE_TILE_SIDE, WIDE_TILE_SIDE),
+    (WIDE_TILE_SIDE + 3, 2 * WIDE_TILE_SIDE + 21),
+    (2 * TILE_SIDE, 3 * WIDE_TILE_SIDE + 8),
+]
 
 
 def add_transposed(rows: int, n: int) -> Program:
@@ -86,7 +91,9 @@ def streamed(program, again=frozenset()):
 
 
 @together(lambda rows, n, make: [streamed(make(rows, n))])
-@pytest.mark.parametrize(("rows", "n"), [(4 * TILE, 2 * TILE), (2 * WIDE_TILE + 21, 2 * WIDE_TILE + 3)])
+@pytest.mark.parametrize(
+    ("rows", "n"), [(4 * TILE_SIDE, 2 * TILE_SIDE), (2 * WIDE_TILE_SIDE + 21, 2 * WIDE_TILE_SIDE + 3)]
+)
 @pytest.mark.parametrize("make", [add_transposed, loops.transpose, BFLOAT16, INT64])
 def test_large_results_are_streamed_behind_the_turn(rows, n, make):
     program = make(rows, n)
@@ -118,11 +125,16 @@ def test_copies_are_streamed_wherever_they_lie(dtype, rows, n, shift, again):
 
 def test_tiles_that_are_all_complete_have_fixed_sizes():
     whole, ragged = (cpp.emit(p.steps[0], p.table).text for p in (loops.transpose(*s) for s in SMALL[:2]))
-    assert f"{TILE}, {TILE});" in whole and "_high - i0_low" not in whole
+    assert f"{TILE_SIDE}, {TILE_SIDE});" in whole and "_high - i0_low" not in whole
     assert "_high - i0_low" in ragged
 
 
 def test_tiles_of_several_bytes_are_large_where_there_is_room():
-    for dtype, side in (("float32", WIDE_TILE), ("int64", WIDE_TILE), ("bfloat16", WIDE_TILE), ("uint8", TILE)):
-        (loop,) = loops.transpose(2 * WIDE_TILE, WIDE_TILE, dtype).steps
+    for dtype, side in (
+        ("float32", WIDE_TILE_SIDE),
+        ("int64", WIDE_TILE_SIDE),
+        ("bfloat16", WIDE_TILE_SIDE),
+        ("uint8", TILE_SIDE),
+    ):
+        (loop,) = loops.transpose(2 * WIDE_TILE_SIDE, WIDE_TILE_SIDE, dtype).steps
         assert {row.tile for row in make_nest(loop).rows} == {side}

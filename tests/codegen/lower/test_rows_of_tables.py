@@ -11,7 +11,7 @@ from dcompile.codegen.lower.rules import embedding_backward, scatter
 @pytest.fixture(autouse=True)
 def in_no_order(monkeypatch):
     for module in (scatter, embedding_backward):
-        monkeypatch.setattr(module, "ordered", lambda low: False)
+        monkeypatch.setattr(module, "needs_order", lambda low: False)
     torch.compiler.reset()
 
 
@@ -71,4 +71,4 @@ def test_a_table_too_large_for_that_is_added_to(deterministic):
 
 def test_a_large_table_with_few_values_is_left_to_the_library():
     assert added(90_000, 9000) == {}
-    assert added(scatter.SMALL + 1, 9000) == {"aten.index_put.default": 1}
+    assert added(scatter.MAX_SMALL_ELEMENTS + 1, 9000) == {"aten.index_put.default": 1}

@@ -9,7 +9,7 @@ import pytest
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.fusion import fuse as fusing
 from dcompile.codegen.schedule.fusion.merge import LoopMerger, merge
-from dcompile.ir.canonical_names import renamed
+from dcompile.ir.canonical_names import rename_buffers
 from dcompile.ir.nodes import Loop, Program
 from tests.ir.fuzz import random_program
 from tests.ir.test_canonical_names import scaled
@@ -41,6 +41,6 @@ def doubled(program: Program) -> Program:
     """Each loop once more, on other buffers."""
     other = {buffer.name: f"{buffer.name}_2" for buffer in program.buffers}
     steps = [step for step in program.steps if isinstance(step, Loop)]
-    copies = [replace(renamed(step, other), name=f"{step.name}_2", origin=("again",)) for step in steps]
+    copies = [replace(rename_buffers(step, other), name=f"{step.name}_2", origin=("again",)) for step in steps]
     buffers = (*program.buffers, *(replace(buffer, name=other[buffer.name]) for buffer in program.buffers))
     return replace(program, steps=(*steps, *copies), buffers=buffers)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.communication import gradient_presence
-from dcompile.runtime.communication.ddp_buckets import KEPT, BucketSet, average
+from dcompile.runtime.communication.ddp_buckets import MAX_KEPT_STORAGES, BucketSet, average
 from dcompile.runtime.communication.fsdp_shards import Shards
 
 
@@ -87,7 +87,7 @@ def test_gradients_that_someone_keeps_are_not_overwritten():
         kept.append(params[0].grad)
         params[0].grad = None
     assert [g.tolist() for g in kept] == [[float(v)] * 2 for v in range(6)]
-    assert len(buckets._kept["b"]) == KEPT
+    assert len(buckets._kept["b"]) == MAX_KEPT_STORAGES
 
 
 def test_a_view_that_someone_keeps_counts_too():

@@ -47,7 +47,7 @@ def sharings(ranks):
 
 
 def test_what_is_sent_arrives_whole(ranks, caches, monkeypatch):
-    monkeypatch.setattr(artifact_sharing, "CHUNK", 16)
+    monkeypatch.setattr(artifact_sharing, "CHUNK_BYTES", 16)
     full, empty = caches
     giver, taker = sharings(ranks)
     giver.give(KEY, full)

@@ -66,10 +66,10 @@ def test_another_order_of_collectives_is_noticed(ranks):
 
 def test_the_same_order_at_another_pace_is_none(ranks):
     first, second = ranks.start(2)
-    for number in range(3 * module.REMEMBERED):
+    for number in range(3 * module.MAX_REMEMBERED_COLLECTIVES):
         first.count(str(number))
     time.sleep(0.2)
-    for number in range(3 * module.REMEMBERED):
+    for number in range(3 * module.MAX_REMEMBERED_COLLECTIVES):
         second.count(str(number))
     time.sleep(0.3)
     assert not first.aborted and not second.aborted

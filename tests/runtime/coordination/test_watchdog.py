@@ -103,10 +103,10 @@ def test_marks_tell_where_the_gpu_is_and_use_events_again(gpu):
     assert found.oldest().label == "collective 2"
     gpu.done = 3
     assert found.oldest() is None
-    for number in range(10 * progress_events.SWEPT):
+    for number in range(10 * progress_events.SWEEP_COUNT):
         found.put(number, "another")
         gpu.done = gpu.recorded - 2
-    assert gpu.made <= progress_events.SWEPT + 2, "those that the GPU is through with serve again"
+    assert gpu.made <= progress_events.SWEEP_COUNT + 2, "those that the GPU is through with serve again"
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_host_of_the_other(ranks, gpu, exits):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcompile.runtime.cuda_graphs import stable_inputs
-from dcompile.runtime.cuda_graphs.stable_inputs import CALLS, COPY_US, WORTH_US
+from dcompile.runtime.cuda_graphs.stable_inputs import COPY_US, WATCHED_CALLS, WORTH_US
 from tests.runtime.recorder import Program, Worst
 
 BYTES_A_US = 2_000
@@ -46,7 +46,7 @@ def slots(program):
 
 def test_after_a_few_replays_they_are_read_where_they_lie(program):
     g, x = torch.empty(COUNT), torch.zeros(COUNT)
-    for value in range(1 + CALLS - 1):
+    for value in range(1 + WATCHED_CALLS - 1):
         run(program, g, x, value)
     assert slots(program) == [[0, 1, 2]], "one plain call, then a recording with copies"
     for value in range(5):
@@ -63,7 +63,7 @@ def test_copies_that_are_not_needed_any_more_are_let_go_of(count):
         program.replayed([x])
     kept = program.replayed([x])
     copies = [weakref.ref(slot.tensor) for r in program.replayed._recordings[()] for slot in r.slots]
-    for value in range(CALLS):
+    for value in range(WATCHED_CALLS):
         x.fill_(value)
         program.replayed([x])
     assert copies and slots(program)[-1] == [], "read where it lies, whatever the caller keeps"
@@ -80,9 +80,9 @@ def test_copies_that_are_not_needed_any_more_are_let_go_of(count):
 def test_what_moves_then_is_copied_again(program):
     x = torch.zeros(COUNT)
     places = [torch.empty(COUNT) for _ in range(4)]
-    for value in range(CALLS + 3):
+    for value in range(WATCHED_CALLS + 3):
         run(program, places[0], x, value)
-    for value in range(4 * CALLS):
+    for value in range(4 * WATCHED_CALLS):
         run(program, places[1 + value % 3], x, value)
     assert slots(program) == [[2], [0, 2]] and program.report.recordings == 3
     run(program, places[0], x, 1)
@@ -91,7 +91,7 @@ def test_what_moves_then_is_copied_again(program):
 
 def test_what_moves_meanwhile_has_a_copy(program):
     x, places = torch.zeros(COUNT), [torch.empty(COUNT) for _ in range(2)]
-    for value in range(3 * CALLS):
+    for value in range(3 * WATCHED_CALLS):
         run(program, places[value % 2], x, value)
     assert slots(program) == [[0, 2]], "the other one stays"
 
@@ -101,7 +101,7 @@ def test_small_inputs_are_copied_unless_they_are_many(many):
     count = int(WORTH_US / COPY_US) if many else 3
     little = Program(Worst(), lambda *inputs: [sum(inputs)])
     inputs = [torch.full((2,), float(n)) for n in range(count)]
-    for _ in range(3 * CALLS):
+    for _ in range(3 * WATCHED_CALLS):
         (total,) = little.replayed([*inputs])
         assert torch.equal(total, sum(inputs))
         del total
@@ -115,7 +115,7 @@ def test_what_moves_once_leaves_the_others_where_they_lie():
     for position in (None, 0, None, 1, None, 2, None):
         if position is not None:
             inputs[position] = torch.full((COUNT,), position + 2.0)
-        for _ in range(2 * CALLS):
+        for _ in range(2 * WATCHED_CALLS):
             (total,) = program.replayed([*inputs])
             assert torch.equal(total, sum(inputs))
             del total
@@ -127,20 +127,20 @@ def test_a_recording_that_fails_then_leaves_plain_calls(program):
     for value in range(3):
         run(program, g, x, value)
     program.recorder.fails = "out of memory"
-    for value in range(2 * CALLS):
+    for value in range(2 * WATCHED_CALLS):
         run(program, g, x, value)
-    assert program.report.notes == ["runs without a CUDA graph: out of memory"] and program.plain > CALLS
+    assert program.report.notes == ["runs without a CUDA graph: out of memory"] and program.plain > WATCHED_CALLS
 
 
 def test_what_a_dropped_recording_has_handed_out_is_left_alone():
     program = Program(Worst(), lambda x: [x + 1])
     x = torch.empty(COUNT)
-    for value in range(CALLS + 5):
+    for value in range(WATCHED_CALLS + 5):
         x.fill_(value)
         (y,) = program.replayed([x])
         assert torch.equal(y, torch.full_like(y, value + 1.0))
-        if value == CALLS - 1:
+        if value == WATCHED_CALLS - 1:
             kept = y
         del y
-    assert torch.equal(kept, torch.full_like(kept, float(CALLS)))
+    assert torch.equal(kept, torch.full_like(kept, float(WATCHED_CALLS)))
     assert slots(program) == [[]], "of two recordings, the one in use has taken both their places"

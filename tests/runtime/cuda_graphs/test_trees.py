@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import Parameter
 
 from dcompile.compat.tensors import storage_use_count
-from dcompile.runtime.cuda_graphs.trees import LIMIT
+from dcompile.runtime.cuda_graphs.trees import MAX_RECORDINGS
 from tests.runtime.recorder import Program, Worst, at
 
 
@@ -221,10 +221,10 @@ def test_a_caller_who_keeps_results(keeps):
 def test_a_caller_who_keeps_all_gradients_ends_without_graphs():
     program = Program(Worst(), lambda x: [x + 1])
     kept = []
-    for value in range(LIMIT + 3):
+    for value in range(MAX_RECORDINGS + 3):
         kept.append((program.replayed([torch.full((4,), float(value))])[0], value + 1.0))
         assert all(bool((y == expected).all()) for y, expected in kept)
-    assert program.report.recordings == LIMIT and f"recorded {LIMIT} times" in program.report.notes[0]
+    assert program.report.recordings == MAX_RECORDINGS and f"recorded {MAX_RECORDINGS} times" in program.report.notes[0]
 
 
 def test_random_orders():

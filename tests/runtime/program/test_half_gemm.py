@@ -18,7 +18,7 @@ def dtype(request, monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Many blocks in small matrices."""
-    monkeypatch.setattr(half_gemm, "LEAST", 8)
+    monkeypatch.setattr(half_gemm, "MIN_BLOCK_SIDE", 8)
 
 
 def assert_rounded_once(found, exact, dtype):
@@ -71,7 +71,7 @@ def test_no_more_is_taken_than_a_few_blocks(dtype):
     for nbytes in taken:
         now += nbytes
         most = max(most, now)
-    assert 0 < most <= max(3 * a.nbytes / half_gemm.SHARE, 12 * half_gemm.LEAST**2)
+    assert 0 < most <= max(3 * a.nbytes / half_gemm.MAX_BLOCK_FRACTION, 12 * half_gemm.MIN_BLOCK_SIDE**2)
 
 
 def test_float32_and_processors_that_have_instructions_are_left_alone(dtype, monkeypatch):

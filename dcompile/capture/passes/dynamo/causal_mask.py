@@ -31,7 +31,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
 )
 from dcompile.capture.passes.dynamo.symbolic_elements.rules import FROM_NUMBERS, RULES
 from dcompile.ir.index import Index, as_index, var
-from dcompile.ir.piecewise import TooManyPieces, Tree, combine, leaves, negated
+from dcompile.ir.piecewise import TooManyPieces, Tree, combine, leaves, negate_condition
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MASK, CAUSAL = 3, 5
@@ -105,7 +105,7 @@ def _verdict(mask: Elements | None, node: Node) -> str | None:
 def _is_causal(allowed: Tree, ahead: Index, mask: Elements) -> bool:
     """Whether exactly the keys are allowed to which the query is not behind: `ahead` is by how much it is not."""
     past = leaves(allowed, (ahead,), mask.ranges)
-    future = leaves(allowed, (negated(ahead),), mask.ranges)
+    future = leaves(allowed, (negate_condition(ahead),), mask.ranges)
     return all(leaf is True for leaf in past) and all(leaf is False for leaf in future)
 
 

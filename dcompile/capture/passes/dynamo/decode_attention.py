@@ -20,7 +20,7 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 
 DEVICES = ("cuda",)
 """Where it was measured."""
-MOST = 132
+MAX_QUERIES = 132
 """Queries, one for each of an H200's multiprocessors: the library has enough to share out where there are more."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _ALL = slice(None)
@@ -73,10 +73,10 @@ def _rewritten(gm: GraphModule, node: Node) -> bool:
     if mask is not None and (len(_shape(mask)) < 2 or any(size != 1 for size in _shape(mask)[-3:-1])):
         return False
     repeats = dict.fromkeys((given["key"], given["value"]))
-    key, value = (_repeated(given[name]) or given[name] for name in ("key", "value"))
+    key, value = (_repeated_heads(given[name]) or given[name] for name in ("key", "value"))
     if _shape(key)[:3] != _shape(value)[:3] or len(_shape(key)) != 4 or shape[1] % _shape(key)[1]:
         return False
-    if shape[0] * shape[1] > MOST or _trains(query, key, value, mask):
+    if shape[0] * shape[1] > MAX_QUERIES or _trains(query, key, value, mask):
         return False
     scale = given.get("scale")
     with gm.graph.inserting_before(node):
@@ -97,7 +97,7 @@ def _trains(*nodes: Any) -> bool:
 
 def _erase_unused(gm: GraphModule, repeat: Any) -> None:
     """Erase what repeated keys or values, as far as nothing else uses it: three nodes, none of which has an effect."""
-    if _repeated(repeat) is None:
+    if _repeated_heads(repeat) is None:
         return
     for _ in range(3):
         if repeat.users:
@@ -118,7 +118,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return shape if all(isinstance(size, int) for size in shape) else ()
 
 
-def _repeated(node: Any) -> Node | None:
+def _repeated_heads(node: Any) -> Node | None:
     """What a tensor of [batch, heads, length, width] repeats along its heads, each one several times in a row."""
     shape = _shape(node)
     if len(shape) != 4 or _name(node) not in ("reshape", "view"):

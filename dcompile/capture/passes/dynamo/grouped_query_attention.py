@@ -21,7 +21,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
 from dcompile.ir.index import Size
 
 GROUPED = "enable_gqa"
-WIDEST = 128
+MAX_HEAD_WIDTH = 128
 """Elements of a head, up to which every kernel that shares keys exists; one that does not would be slow."""
 _RESHAPES = ("reshape", "view", "contiguous", "clone")
 _SLICES, _REPEATS = ("getitem",), ("repeat_interleave",)
@@ -78,7 +78,7 @@ def _has_kernel(node: Node, on: str) -> bool:
         and all(shape[3] == width for shape in shapes)
         and isinstance(width, int)
         and width % 8 == 0
-        and width <= WIDEST
+        and width <= MAX_HEAD_WIDTH
         and compat.tensors.has_flash_attention()
     )
 
@@ -99,8 +99,8 @@ def _once(node: Any, heads: Size, nest: NestedGraphs) -> Source | None:
         if not isinstance(inner, Node):
             return None
         merged = inner
-    source = _interleaved(merged) if _is(merged, *_REPEATS) else _expanded(merged)
-    if source is None or _repeated(source, heads) != sizes_of(node) or _is_changed(node, source):
+    source = _is_interleaved(merged) if _is(merged, *_REPEATS) else _expanded_heads(merged)
+    if source is None or _repeated_heads(source, heads) != sizes_of(node) or _is_changed(node, source):
         return None
     return source
 
@@ -128,7 +128,7 @@ def _brought_in(source: Source, nest: NestedGraphs) -> Node:
     return nest.give(nest.owner(source.placeholder), operands)
 
 
-def _repeated(source: Node, heads: Size) -> tuple[Size, ...]:
+def _repeated_heads(source: Node, heads: Size) -> tuple[Size, ...]:
     batch, _, *rest = sizes_of(source)
     return (batch, heads, *rest)
 
@@ -143,7 +143,7 @@ def _is_changed(node: Node, source: Node) -> bool:
         node = node.all_input_nodes[0]
 
 
-def _expanded(node: Node) -> Node | None:
+def _expanded_heads(node: Node) -> Node | None:
     """(batch, heads, length, width) that this node expands to (batch, heads, copies, length, width)."""
     if not _is(node, "expand") or len(sizes_of(node)) != 5:
         return None
@@ -155,7 +155,7 @@ def _expanded(node: Node) -> Node | None:
     return source if isinstance(source, Node) and sizes_of(source) == (batch, heads, length, width) else None
 
 
-def _interleaved(node: Node) -> Node | None:
+def _is_interleaved(node: Node) -> Node | None:
     source, repeats, dim = (argument(node, place, name) for place, name in enumerate(("input", "repeats", "dim")))
     if not isinstance(source, Node) or not isinstance(repeats, int) or dim not in (1, -3) or len(sizes_of(source)) != 4:
         return None

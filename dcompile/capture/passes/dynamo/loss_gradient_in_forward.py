@@ -28,7 +28,7 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """That a gradient may be kept in. In float16 it needs GradScaler's factor from the beginning."""
 
 AHEAD = "dcompile_ahead"
-"""The mark (`compat.aot.annotated`) of what a forward makes for its backward alone."""
+"""The mark (`compat.aot.annotate_nodes`) of what a forward makes for its backward alone."""
 
 
 def compute_loss_gradient_in_forward(gm: GraphModule) -> None:
@@ -135,7 +135,7 @@ class _Loss(torch.autograd.Function):
         is_target = torch.arange(rows.shape[1], device=rows.device) == target.unsqueeze(1)
         # not each / sum by itself: that would wait for both, and stand between what is to be one loop
         shares = powers * powers.sum(1, keepdim=True).reciprocal()
-        with compat.aot.annotated({AHEAD: True}):
+        with compat.aot.annotate_nodes({AHEAD: True}):
             gradient = (shares * each - torch.where(is_target, each, 0.0)).to(logits.dtype)
         ctx.save_for_backward(gradient.reshape(logits.shape))
         return loss

@@ -55,7 +55,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         else:
             var = mean = wide.new_zeros(channels)
         count = wide.new_full((1,), float(own))
-        gathered = compat.groups.gathered(torch.cat([mean, var, count]), group).view(world, 2 * channels + 1)
+        gathered = compat.groups.traced_all_gather(torch.cat([mean, var, count]), group).view(world, 2 * channels + 1)
         means, variances, counts = gathered.split([channels, channels, 1], 1)
         total = counts.sum()
         mean = (means * counts).sum(0) / total
@@ -79,7 +79,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         centred = _wide(x) - _along(mean, x)
         sums = torch.cat([wide.sum(dims), (wide * centred).sum(dims)])
         own_sum, own_product = sums.chunk(2)
-        every_sum, every_product = compat.groups.summed(sums, ctx.group).chunk(2)
+        every_sum, every_product = compat.groups.traced_all_reduce(sums, ctx.group).chunk(2)
         slope = every_product / total * invstd.square()
         grad_x = (wide - _along(every_sum / total, x) - centred * _along(slope, x)) * _along(invstd, x)
         grad_weight = grad_bias = None

@@ -46,7 +46,7 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(order) if value.permute(order).is_contiguous() else None
 
 
-def fixed(backward: Any, places: Iterable[int]) -> frozenset[int]:
+def fixed_size_tangents(backward: Any, places: Iterable[int]) -> frozenset[int]:
     """Those of these gradients whose sizes are numbers, and whose memory is dense: programs can do without them."""
     inputs = backward.graph.find_nodes(op="placeholder")
     values = {place: inputs[place].meta["val"] for place in places}
@@ -74,7 +74,7 @@ def unlikely(backward: Any) -> tuple[int, ...]:
     """
     first, *others = tangents(backward)
     value = backward.graph.find_nodes(op="placeholder")[first].meta["val"]
-    return tuple(sorted(fixed(backward, others))) if value.ndim == 0 else ()
+    return tuple(sorted(fixed_size_tangents(backward, others))) if value.ndim == 0 else ()
 
 
 def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> Any:
@@ -82,7 +82,7 @@ def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> 
 
     Results of known size that follow from zeros alone are None, but for those at `kept`; what only they need is gone.
     Guarantees: the values of `backward` on zeros. Relies on: `can_be_absent` of the graph that it was cut from, and
-    `fixed` sizes.
+    `fixed_size_tangents` sizes.
     """
     absent = frozenset(places)
     if not absent:
@@ -90,7 +90,9 @@ def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> 
     graph, copies = torch.fx.Graph(), dict[Any, Any]()
     inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
     results = backward.graph.output_node().args[0]
-    gone = {n for n in following(backward, absent) if n not in kept and compat.sizes.is_fixed(results[n].meta["val"])}
+    gone = {
+        n for n in absent_results(backward, absent) if n not in kept and compat.sizes.is_fixed(results[n].meta["val"])
+    }
     for node in backward.graph.nodes:
         if inputs.get(node) in absent:
             copies[node] = _zeros(graph, node.meta["val"])
@@ -119,7 +121,7 @@ def _zeros(graph: Any, value: torch.Tensor) -> Any:
     return looked
 
 
-def following(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
+def absent_results(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
     """Positions among a backward's results of those that follow from these of its gradients, and from no other."""
     absent = frozenset(places)
     inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
@@ -165,7 +167,7 @@ def zeros_for(backward: Any, place: int) -> torch.Tensor:
 
 
 def zeros_of(backward: Any, place: int) -> torch.Tensor:
-    """The result at this place, of `fixed` size, if nothing but zeros goes into it."""
+    """The result at this place, of `fixed_size_tangents` size, if nothing but zeros goes into it."""
     return _zeros_like(backward.graph.output_node().args[0][place].meta["val"])
 
 

@@ -21,7 +21,7 @@ from dcompile import compat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-SHORT = ((torch.uint8, 2**8), (torch.int16, 2**15))
+COMPACT_DTYPES = ((torch.uint8, 2**8), (torch.int16, 2**15))
 """dtypes, and how many positions in a window they can tell apart."""
 
 
@@ -82,7 +82,7 @@ def _shorten(backward: Node, mode: Any) -> bool:
     (kernel, stride, padding, dilation), width = map(_pair, backward.args[2:6]), int(sizes[-1 - value.dim()])
     stride = stride or kernel
     reach = (kernel[0] - 1) * dilation[0] * width + (kernel[1] - 1) * dilation[1]
-    dtype = next((dtype for dtype, count in SHORT if reach < count), None)
+    dtype = next((dtype for dtype, count in COMPACT_DTYPES if reach < count), None)
     if dtype is None:
         return False
     graph = backward.graph

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 Partition = tuple[set[Any], set[Any]]
-NEAR, FAR = 0, 1
+SOURCE_SIDE, SINK_SIDE = 0, 1
 """What lies on the source's side, or the sink's, since no finite cut could part them."""
 
 
@@ -26,13 +26,13 @@ def minimum_cut(graph: Any, source: Any, sink: Any, otherwise: Callable[..., Any
     far = _closure(sink, lambda node: (u for u, data in graph.pred[node].items() if _capacity(data) == inf))
     if not near.isdisjoint(far):
         return otherwise(graph, source, sink)  # type: ignore[no-any-return]
-    number: dict[Any, int] = {**dict.fromkeys(near, NEAR), **dict.fromkeys(far, FAR)}
+    number: dict[Any, int] = {**dict.fromkeys(near, SOURCE_SIDE), **dict.fromkeys(far, SINK_SIDE)}
     for node in graph:
         number.setdefault(node, len(number) - len(near) - len(far) + 2)
     between: dict[tuple[int, int], float] = {}
     for u, v, data in graph.edges(data=True):
         pair = number[u], number[v]
-        if pair[0] != pair[1] and pair[0] != FAR and pair[1] != NEAR:
+        if pair[0] != pair[1] and pair[0] != SINK_SIDE and pair[1] != SOURCE_SIDE:
             between[pair] = between.get(pair, 0) + _capacity(data)
     flow = _Flow(len(number) - len(near) - len(far) + 2, between)
     value = flow.most()
@@ -70,7 +70,7 @@ class _Flow:
     def most(self) -> float:
         """Send as much as possible, along paths that grow longer from phase to phase; how much that is."""
         total: float = 0
-        while (level := self._levels())[FAR] >= 0:
+        while (level := self._levels())[SINK_SIDE] >= 0:
             turn = [0] * len(self.edges)
             while sent := self._send(level, turn):
                 total += sent
@@ -78,9 +78,9 @@ class _Flow:
 
     def _levels(self) -> list[int]:
         level = [-1] * len(self.edges)
-        level[NEAR] = 0
-        row = [NEAR]
-        while row and level[FAR] < 0:
+        level[SOURCE_SIDE] = 0
+        row = [SOURCE_SIDE]
+        while row and level[SINK_SIDE] < 0:
             following = []
             for node in row:
                 for k in self.edges[node]:
@@ -94,8 +94,8 @@ class _Flow:
     def _send(self, level: list[int], turn: list[int]) -> float:
         """Along one shortest path; `turn` remembers which edges of a node lead nowhere in this phase."""
         path: list[int] = []
-        node = NEAR
-        while node != FAR:
+        node = SOURCE_SIDE
+        while node != SINK_SIDE:
             edges = self.edges[node]
             while turn[node] < len(edges):
                 k = edges[turn[node]]
@@ -119,8 +119,8 @@ class _Flow:
     def reaching_the_sink(self) -> list[bool]:
         """From which nodes the sink can still be reached."""
         found = [False] * len(self.edges)
-        found[FAR] = True
-        waiting = [FAR]
+        found[SINK_SIDE] = True
+        waiting = [SINK_SIDE]
         while waiting:
             for k in self.edges[waiting.pop()]:
                 if self.left[k ^ 1] and not found[self.ends[k]]:

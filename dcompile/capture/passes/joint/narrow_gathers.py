@@ -22,7 +22,7 @@ def gather_narrow(gm: GraphModule) -> int:
     """Have gathers read what was widened as it was, if all that was read is rounded again; returns how many."""
     changed = 0
     for gather in [node for node in gm.graph.nodes if node.op == "call_function" and node.target in GATHERS]:
-        source = _widened(gather.args[0])
+        source = _widened_source(gather.args[0])
         if source is None or not all(_narrows(user, source) for user in gather.users):
             continue
         gather.update_arg(0, source)
@@ -37,7 +37,7 @@ def gather_narrow(gm: GraphModule) -> int:
     return changed
 
 
-def _widened(node: Any) -> Node | None:
+def _widened_source(node: Any) -> Node | None:
     """What `node` is a wider copy of."""
     if not _is_plain_cast(node) or node.meta["val"].dtype not in WIDE:
         return None

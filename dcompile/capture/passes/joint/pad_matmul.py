@@ -3,7 +3,7 @@
 cuBLAS has no fast kernels for matrices in 16 bits whose rows do not begin at whole 16 bytes, or end between them, such
 as the logits of 50257 words: on an H200 the three products of RoBERTa's last layer (16384 tokens, 50265 words) took 31
 of 62 ms, and longer strides alone did not help. Operands are copied to where zeros follow them, a weight that autocast
-brings to 16 bits on its way there; that costs little against a product whose sides are all `LEAST` or longer.
+brings to 16 bits on its way there; that costs little against a product whose sides are all `MIN_PADDED_SIDE` or longer.
 
 Guarantees: equal values up to the order of sums, and the same inputs and outputs, strides included. A function of the
 graph alone, hence the same on every rank.
@@ -25,9 +25,9 @@ MATRICES = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 """Which arguments of a product are its operands."""
 DTYPES = (torch.bfloat16, torch.float16)
 DEVICES = ("cuda",)
-WHOLE = 8
+PAD_MULTIPLE = 8
 """Elements of 16 bits in 16 bytes."""
-LEAST = 512
+MIN_PADDED_SIDE = 512
 """Sides from which a product is worth it: it takes at least twice as long unpadded, copying an operand far less."""
 LOOKS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
 _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "custom")
@@ -35,7 +35,7 @@ _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner
 
 def pad_products(gm: GraphModule) -> int:
     """Rewrite the products of `gm` that gain by it; returns how many."""
-    found = [(node, sizes) for node in gm.graph.nodes if (sizes := _wanted(node)) is not None]
+    found = [(node, sizes) for node in gm.graph.nodes if (sizes := _padded_sizes(node)) is not None]
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes]) if found else None
     if mode is None:
         return 0
@@ -46,7 +46,7 @@ def pad_products(gm: GraphModule) -> int:
     return len(found)
 
 
-def _wanted(node: Node) -> tuple[int, int, int] | None:
+def _padded_sizes(node: Node) -> tuple[int, int, int] | None:
     """Rows, depth and columns that a product should have; None if it should stay as it is."""
     positions = MATRICES.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
     if positions is None or node.kwargs:
@@ -56,7 +56,7 @@ def _wanted(node: Node) -> tuple[int, int, int] | None:
     if len(values) < 2 or not all(map(_may_grow, values)):
         return None
     (m, k), n = values[0].shape, values[1].shape[1]
-    if min(m, k, n) < LEAST:
+    if min(m, k, n) < MIN_PADDED_SIDE:
         return None
     along_k = _lies_along(values[0], 1) or _lies_along(values[1], 0)
     rows = _whole(m) if _lies_along(values[0], 0) else m
@@ -87,7 +87,7 @@ def _is_line(argument: Any) -> bool:
 
 
 def _whole(size: int) -> int:
-    return -(-size // WHOLE) * WHOLE
+    return -(-size // PAD_MULTIPLE) * PAD_MULTIPLE
 
 
 class _Padding:

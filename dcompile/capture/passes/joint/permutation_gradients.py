@@ -29,7 +29,7 @@ def gather_in_opposite_order(joint: GraphModule) -> int:
     """Rewrite such sums of a joint graph in place; returns how many there were."""
     count = 0
     for node in joint.graph.find_nodes(op="call_function", target=aten.index_put.default):
-        if _adds_rows_to_zeros(node) and (found := _permuted(node)) is not None:
+        if _adds_rows_to_zeros(node) and (found := _permuted_sum(node)) is not None:
             _gather(joint, node, *found)
             count += 1
     if count:
@@ -53,7 +53,7 @@ def _are_zeros(node: Node) -> bool:
     return node.target in ZEROS
 
 
-def _permuted(node: Node) -> tuple[Node, int] | None:
+def _permuted_sum(node: Node) -> tuple[Node, int] | None:
     """(permutation, copies) of a sum whose rows fall on permutation // copies."""
     position: Any = node.args[1][0]  # type: ignore[index]
     copies: Any = 1
@@ -63,7 +63,7 @@ def _permuted(node: Node) -> tuple[Node, int] | None:
         position, copies = position.args
     if not isinstance(position, Node) or not isinstance(copies, int) or copies < 1:
         return None
-    if not (_is_order(position) or _inverted(position) is not None):
+    if not (_is_order(position) or _inverse_of(position) is not None):
         return None
     rows, values, result = (_shape(part) for part in (position, node.args[2], node))
     fits = len(rows) == 1 and values[:1] == rows and values[1:] == result[1:] and rows[0] == copies * result[0]
@@ -84,7 +84,7 @@ def _is_order(node: Node) -> bool:
     return isinstance(sort, Node) and sort.target in SORTS and len(_shape(node)) == 1
 
 
-def _inverted(node: Node) -> Node | None:
+def _inverse_of(node: Node) -> Node | None:
     """The order that `node` is the inverse of: `inverse[order] = arange(n)`."""
     if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
         return None
@@ -101,30 +101,32 @@ def _gather(joint: GraphModule, node: Node, order: Node, copies: int) -> None:
     values: Any = node.args[2]
     inverse = _inverse(joint, order, node)
     with joint.graph.inserting_before(node):
-        result = _made(joint, node, aten.index.Tensor, values, [inverse])
+        result = _new_node(joint, node, aten.index.Tensor, values, [inverse])
         if copies > 1:
             rows = _shape(node)
-            result = _made(joint, node, aten.view.default, result, [rows[0], copies, *rows[1:]])
-            result = _made(joint, node, aten.sum.dim_IntList, result, [1])
+            result = _new_node(joint, node, aten.view.default, result, [rows[0], copies, *rows[1:]])
+            result = _new_node(joint, node, aten.sum.dim_IntList, result, [1])
     node.replace_all_uses_with(result)
 
 
 def _inverse(joint: GraphModule, order: Node, before: Node) -> Node:
     """The inverse of a permutation: one that is there before some node, or a new one."""
-    known = _inverted(order) or next((user for user in order.users if user < before and _inverted(user) is order), None)
+    known = _inverse_of(order) or next(
+        (user for user in order.users if user < before and _inverse_of(user) is order), None
+    )
     if known is not None:
         return known
     val = order.meta["val"]
     where = {"dtype": val.dtype, "device": val.device}
     with joint.graph.inserting_after(order):
-        numbers = _made(joint, order, aten.arange.default, val.shape[0], **where)
+        numbers = _new_node(joint, order, aten.arange.default, val.shape[0], **where)
     with joint.graph.inserting_after(numbers):
-        room = _made(joint, order, aten.empty.memory_format, [val.shape[0]], **where)
+        room = _new_node(joint, order, aten.empty.memory_format, [val.shape[0]], **where)
     with joint.graph.inserting_after(room):
-        return _made(joint, order, aten.index_put.default, room, [order], numbers)
+        return _new_node(joint, order, aten.index_put.default, room, [order], numbers)
 
 
-def _made(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+def _new_node(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A node with its value, noted as `like` is."""
     made = joint.graph.call_function(target, args, kwargs)
     made.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", "eager_input_vals")}

@@ -21,10 +21,10 @@ from torch.fx.node import map_arg
 
 from dcompile import compat
 
-KEPT = 5
+TRACED_LAYERS = 5
 """Layers that are traced. The second and the third are compared; the backward of the last adds no gradients to those of
 layers behind it, so one lies between them."""
-LEAST = 7
+MIN_LAYERS = 7
 """Layers from which on it is worth while."""
 TAG = "dcompile_layer"
 """Name of what is noted with each operation, and follows it through tracing: (layer among the traced ones, place)."""
@@ -73,7 +73,7 @@ def repeated_layers(gm: GraphModule) -> RepeatedLayers | None:
     marks = [_mark(node) for node in body]
     for begin, length, count in _stretches(marks):
         for size in PERIODS:
-            layers = _checked(gm, body, begin, length * size, count // size)
+            layers = _check_layers(gm, body, begin, length * size, count // size)
             if layers is not None:
                 return layers
     return None
@@ -106,15 +106,15 @@ def _looks(value: Any) -> str:
 
 def _mark(node: Node) -> int:
     """A number that operations share which differ at most in whose results they take."""
-    return hash((node.op, node.target, spelled(node, lambda _: None), _looks(node.meta.get("example_value"))))
+    return hash((node.op, node.target, spell_arguments(node, lambda _: None), _looks(node.meta.get("example_value"))))
 
 
-def spelled(node: Node, name: Callable[[Node], object]) -> str:
+def spell_arguments(node: Node, name: Callable[[Node], object]) -> str:
     """The arguments of a node, with those that are nodes called as `name` says; 1 and True are not the same here."""
-    return repr(renamed((node.args, node.kwargs), lambda argument: NodeReference(name(argument))))
+    return repr(replace_nodes((node.args, node.kwargs), lambda argument: NodeReference(name(argument))))
 
 
-def renamed(arguments: Any, other: Callable[[Node], Any]) -> Any:
+def replace_nodes(arguments: Any, other: Callable[[Node], Any]) -> Any:
     """Arguments with something else in place of each node."""
     return map_arg(arguments, other)
 
@@ -132,7 +132,7 @@ class NodeReference:
 def _stretches(marks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(begin, length, count) of what seems to repeat, longest first, at the distances of one of the rarest marks."""
     counts = Counter(marks)
-    often = [mark for mark in counts if counts[mark] >= LEAST]
+    often = [mark for mark in counts if counts[mark] >= MIN_LAYERS]
     if not often:
         return
     rare = min(often, key=counts.__getitem__)
@@ -156,10 +156,10 @@ def _longest(marks: Sequence[int], length: int) -> tuple[int, int]:
     return best
 
 
-def _checked(gm: GraphModule, body: list[Node], begin: int, length: int, count: int) -> RepeatedLayers | None:
+def _check_layers(gm: GraphModule, body: list[Node], begin: int, length: int, count: int) -> RepeatedLayers | None:
     """The layers, if they are the same up to their inputs; without the last where others than its own look inside."""
     for fewer in (count, count - 1):
-        if fewer < LEAST:
+        if fewer < MIN_LAYERS:
             return None
         found = RepeatedLayers(begin, length, fewer, ())
         layer = {node: found.layer_of(place) for place, node in enumerate(body)}
@@ -204,18 +204,18 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
         begin = layers.begin + number * layers.length
         return [
             *(_looks(placeholders[p].meta.get("example_value")) for p in layers.inputs[number]),
-            *(spelled(node, name) for node in body[begin : begin + layers.length]),
+            *(spell_arguments(node, name) for node in body[begin : begin + layers.length]),
         ]
 
     first = texts(1)
     return all(texts(number) == first for number in range(2, layers.count))
 
 
-def shortened(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:
+def shorten(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:
     """A copy of a graph with KEPT of its layers, whose operations are tagged; its inputs are all there."""
     body = operations(gm)
     begin, length = layers.begin, layers.length
-    gap = (layers.count - KEPT) * length
+    gap = (layers.count - TRACED_LAYERS) * length
     place = {node: number for number, node in enumerate(body)}
     left_out = set(body[begin + 2 * length : begin + 2 * length + gap])
     graph, copies = Graph(), dict[Node, Node]()

@@ -17,19 +17,19 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.repeated_layers.find import (
-    KEPT,
     TAG,
+    TRACED_LAYERS,
     LayerArgument,
     RepeatedLayers,
     operations,
-    renamed,
-    spelled,
+    replace_nodes,
+    spell_arguments,
 )
 
 Place = tuple[str, int]
 """Where in a layer: ("forward" | "backward" | "input", which one of them)."""
 STRETCHES = ("forward", "backward")
-LIKE = 2
+TEMPLATE_LAYER = 2
 """The traced layer that is copied."""
 
 
@@ -101,7 +101,7 @@ class _Found:
 
 
 def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
-    stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(KEPT)] for name in STRETCHES}
+    stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(TRACED_LAYERS)] for name in STRETCHES}
     for stretch, layer, node in _in_order(traced):
         stretches[stretch][layer].append(node)
     where: dict[Node, tuple[int, Place]] = {}
@@ -114,7 +114,7 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
         if position in numbers:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
-    found = _Found(stretches, where, tuple({} for _ in range(KEPT)), {}, {})
+    found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, {})
     for node in traced.graph.nodes:
         for number, tensor in enumerate(_tensors(node.meta.get("val"))):
             owner = _Owner(*where[node], number, tensor.dtype) if node in where else None
@@ -139,14 +139,14 @@ def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
     layer, last = -1, "forward"
     for node in operations(traced):
         stretch = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
-        layer = KEPT if stretch != last else layer
+        layer = TRACED_LAYERS if stretch != last else layer
         tag = _tag(node)
         if tag is not None:
-            before, layer = layer, min(max(tag[0], -1), KEPT)
+            before, layer = layer, min(max(tag[0], -1), TRACED_LAYERS)
             if (stretch, last) == STRETCHES or (layer < before if stretch == "forward" else layer > before):
                 raise LayersDiffer(f"{node.name} is not in the order of layers")
         last = stretch
-        if 0 <= layer < KEPT:
+        if 0 <= layer < TRACED_LAYERS:
             yield stretch, layer, node
 
 
@@ -191,7 +191,7 @@ def _text(node: Node, layer: int, found: _Found) -> str:
     tag, value = _tag(node), node.meta.get("val")
     memory = [_memory(tensor, layer, found) for tensor in _tensors(value)]
     shown = (node.target, tag and (tag[0] - layer, tag[1]), _kind(value), memory, node.meta.get("recompute"))
-    return f"{shown} {spelled(node, found.seen_from(layer))}"
+    return f"{shown} {spell_arguments(node, found.seen_from(layer))}"
 
 
 def _memory(tensor: torch.Tensor, layer: int, found: _Found) -> object:
@@ -258,7 +258,7 @@ class _Copies:
             before = (rows[2] if stretch == "forward" else rows[1])[:1]
             for layer in order if before else ():
                 with self.traced.graph.inserting_before(before[0]):
-                    for number, node in enumerate(rows[LIKE]):
+                    for number, node in enumerate(rows[TEMPLATE_LAYER]):
                         self._copy(node, layer, (stretch, number))
         for layer, neighbour in ((1, 2), (2, 1)):  # they were traced side by side
             for stretch in STRETCHES:
@@ -271,23 +271,23 @@ class _Copies:
         if argument not in self.found.where:
             return argument
         there, place = self.found.where[argument]
-        return self.nodes[layer + there - LIKE, place]
+        return self.nodes[layer + there - TEMPLATE_LAYER, place]
 
     def _copy(self, node: Node, layer: int, place: Place) -> None:
-        args = renamed(node.args, lambda argument: self._argument(argument, layer))
-        kwargs = renamed(node.kwargs, lambda argument: self._argument(argument, layer))
+        args = replace_nodes(node.args, lambda argument: self._argument(argument, layer))
+        kwargs = replace_nodes(node.kwargs, lambda argument: self._argument(argument, layer))
         made = self.traced.graph.create_node(node.op, node.target, args, kwargs)
         self.nodes[layer, place] = made
         made.meta = {**node.meta, **self._origin(node, layer)}
         if "val" in node.meta:
-            made.meta["val"] = self.values.of(node.meta["val"], layer, place, like=LIKE)
+            made.meta["val"] = self.values.of(node.meta["val"], layer, place, like=TEMPLATE_LAYER)
 
     def _origin(self, node: Node, layer: int) -> dict[str, Any]:
         """The lines of the model and the path of the module that this comes from."""
         tag = _tag(node)
         if tag is None:
             return {}
-        place = (layer + tag[0] - LIKE) * self.layers.length + tag[1]
+        place = (layer + tag[0] - TEMPLATE_LAYER) * self.layers.length + tag[1]
         origin = self.body[self.layers.begin + place].meta
         found = {name: origin[name] for name in ("stack_trace",) if name in origin and name in node.meta}
         for name in ("nn_module_stack", "source_fn_stack"):
@@ -302,7 +302,7 @@ class _Copies:
             there, place = self.found.where.get(argument, (layer, ("", 0)))
             return self.nodes[number + neighbour - layer, place] if there == neighbour else argument
 
-        node.args, node.kwargs = renamed(node.args, other), renamed(node.kwargs, other)
+        node.args, node.kwargs = replace_nodes(node.args, other), replace_nodes(node.kwargs, other)
         if "val" in node.meta:
             node.meta["val"] = self.values.of(node.meta["val"], number, self.found.where[node][1], like=layer)
 
@@ -310,7 +310,7 @@ class _Copies:
         output: Any = self.traced.graph.output_node()
         results = list(output.args[0])
         for layer in self.left_out:
-            for number, step in self.found.gradients[LIKE].items():
+            for number, step in self.found.gradients[TEMPLATE_LAYER].items():
                 assert isinstance(step, LayerArgument), "gradients of inputs of a layer are computed in layers"
                 position = self.found.positions[self.layers.inputs[layer][number]]
                 results[position] = self.nodes[layer + step.layers, step.place]

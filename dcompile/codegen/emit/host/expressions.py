@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv
-from dcompile.ir.nodes import ITEMSIZE, LODGED, Arg, Buffer, Program, Verbatim, View, holder_of
+from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Arg, Buffer, Program, Verbatim, View, holder_of
 
 _TAKEN = frozenset(
     (
@@ -43,7 +43,7 @@ class HostExpressions:
         self.lines: list[str] = []
         self.names: dict[str, str] = {}
         self.pointers: set[str] = set()
-        self.hosts = {b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if _is_lodged(b)}
+        self.hosts = {b.name: (b.storage or "").removeprefix(IN_DONOR) for b in program.buffers if _is_lodged(b)}
         """Buffer -> the buffer in whose memory it lies."""
         self.inherited: set[str] = set()
         """Buffers whose memory others have got so far, after they were read."""
@@ -249,4 +249,4 @@ def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:
 
 
 def _is_lodged(buffer: Buffer) -> bool:
-    return (buffer.storage or "").startswith(LODGED)
+    return (buffer.storage or "").startswith(IN_DONOR)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Geometry, gemm_layout
 from dcompile.ir.nodes import SCALED, Buffer, Extern, Program, View
 
-SHARE = 0.02
+MIN_FLOP_SHARE = 0.02
 """Of a program's multiplications: products of a geometry that is less of them are not worth measuring."""
 
 
@@ -41,10 +41,10 @@ def factors_of(step: Extern) -> tuple[View, View] | None:
             return None
 
 
-def worth_measuring(program: Program) -> dict[Geometry, int]:
+def measurable_geometries(program: Program) -> dict[Geometry, int]:
     """The geometries of a program's products, and how many have each: those that are much of its multiplications."""
     table = program.table
     found = (geometry(step, table) for step in program.steps if isinstance(step, Extern))
     counts = Counter(g for g in found if g is not None)
     total = sum(g.flops * count for g, count in counts.items())
-    return {g: count for g, count in counts.items() if g.flops * count >= SHARE * total}
+    return {g: count for g, count in counts.items() if g.flops * count >= MIN_FLOP_SHARE * total}

@@ -18,9 +18,9 @@ from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, TYPES
 from dcompile.codegen.emit.triton.printer import overlap
 from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
 
-MOST = 8
+MAX_DIFFERENT_LOOPS = 8
 """Loops in one launch, unless they are equal; of equal ones, how many different sizes."""
-MOST_ADDRESSES = 448
+MAX_ADDRESSES = 448
 """Of buffers in one launch: a kernel takes 4 KiB of arguments. Equal loops are only limited by that."""
 MOST_BYTES = 1 << 28
 """Of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
@@ -31,7 +31,7 @@ TABLE = "kernel_param_0"
 """What LLVM calls a kernel's first argument."""
 
 
-def joined(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
+def fuse_launches(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
     """The kernels of a program's loops, neighbours that may run at the same time as one.
 
     A joint kernel stands where the last of its loops does, and a launch of no programs in the place of each other.
@@ -96,9 +96,9 @@ def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource
 def _is_room(group: Sequence[int], calls: Sequence[KernelSource]) -> bool:
     """May all of these share a launch?"""
     kernels = [calls[n] for n in group]
-    if sum(len(kernel.arguments) for kernel in kernels) > MOST_ADDRESSES:
+    if sum(len(kernel.arguments) for kernel in kernels) > MAX_ADDRESSES:
         return False
-    return len(group) <= MOST or (_are_equal(kernels) and len(_runs(kernels)) <= MOST)
+    return len(group) <= MAX_DIFFERENT_LOOPS or (_are_equal(kernels) and len(_runs(kernels)) <= MAX_DIFFERENT_LOOPS)
 
 
 def _are_equal(kernels: Sequence[KernelSource]) -> bool:
@@ -149,7 +149,7 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
     for kernel in kernels:
         (launch,) = kernel.launches
         types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
-    functions, buffers, lines = (_chosen if _are_equal(kernels) else _branches)(kernels)
+    functions, buffers, lines = (_equal_kernels if _are_equal(kernels) else _branches)(kernels)
     parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
     names = ", ".join(f"a{n}" for n in range(len(buffers)))
     parts.append(f"@triton.jit\ndef kernel({names}):\n" + "\n".join(lines) + "\n")
@@ -199,7 +199,7 @@ def _branches(kernels: Sequence[KernelSource]) -> Parts:
     return functions, buffers, lines
 
 
-def _chosen(kernels: Sequence[KernelSource]) -> Parts:
+def _equal_kernels(kernels: Sequence[KernelSource]) -> Parts:
     """Equal kernels: their statements are there once, and take the addresses of the kernel that a program belongs to.
 
     Those are a table, kernel by kernel, that is the kernel's arguments themselves: in a GPU's constant memory, where an
@@ -210,7 +210,7 @@ def _chosen(kernels: Sequence[KernelSource]) -> Parts:
     shared = [n for n, row in enumerate(rows) if len(set(row)) == 1]
     buffers = tuple(kernel.arguments[n] for kernel in kernels for n in own) + tuple(rows[n][0] for n in shared)
     (launch,) = kernels[0].launches
-    lines = [f"    pid = {PID}", *_numbered(_runs(kernels)), f"    row = number * {8 * len(own)}"]
+    lines = [f"    pid = {PID}", *_dispatch_statements(_runs(kernels)), f"    row = number * {8 * len(own)}"]
     for at, n in enumerate(own):
         pointer, _, aligned = launch.types[launch.arguments.index(n)].partition(ALIGNED[0])
         kind = next(TYPES[dtype] for dtype, spelled in POINTERS.items() if spelled == pointer)
@@ -221,7 +221,7 @@ def _chosen(kernels: Sequence[KernelSource]) -> Parts:
     return {_statements(kernels[0]): "part0"}, buffers, lines
 
 
-def _numbered(runs: Sequence[tuple[int, int]]) -> list[str]:
+def _dispatch_statements(runs: Sequence[tuple[int, int]]) -> list[str]:
     """Statements that tell a program the number of its kernel, and its own among that one's."""
     if len(runs) == 1:
         return [f"    number = pid // {runs[0][0]}", f"    place = pid % {runs[0][0]}"]

@@ -15,7 +15,7 @@ from dcompile.codegen.emit.triton.kernel import function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.printer import TritonText, overlap
 from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan
-from dcompile.codegen.nest.loop_nest import flattened
+from dcompile.codegen.nest.loop_nest import flatten_loop
 from dcompile.ir.analysis import product_buffer
 from dcompile.ir.nodes import Buffer, Load, Loop, Matmul, View
 
@@ -47,7 +47,7 @@ class _Writer(TritonText):
     """Writes the body of a kernel."""
 
     def __init__(self, loop: Loop, product: Matmul, table: Mapping[str, Buffer]) -> None:
-        nest, tile = flattened(loop), product.tile
+        nest, tile = flatten_loop(loop), product.tile
         y, x = TileDim("y", nest.rows, tile.rows), TileDim("x", nest.elements, tile.columns // tile.parts)
         nest = replace(nest, rows=(), elements=(*y.axes, *x.axes), row_stores=(False,) * len(nest.stores))
         self.product = product

@@ -23,14 +23,14 @@ from dcompile.ir.index import (
     is_nonnegative,
     is_symbol,
 )
-from dcompile.ir.nodes import ITEMSIZE, LODGED, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
+from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
 from dcompile.ir.ops import REDUCTIONS, SCANS
 
-LIMIT = 2**31 - 2**20
+MAX_INT32_ELEMENTS = 2**31 - 2**20
 """Elements from which positions are computed in 64 bits; a tile may reach a little beyond its loop."""
 CHECK = "tl.device_assert"
 """Ends the kernel, and with it the process's work on the GPU, as the library's own checks of positions do."""
-WARPS = 2 * MULTIPROCESSORS * 64
+MAX_COLUMN_WARPS = 2 * MULTIPROCESSORS * 64
 """Of all programs, twice what a GPU runs at a time. Waiting takes each program some 0.3 us, starting behind an end 1 us
 once: the rotary embedding of 8192 tokens (40960 programs of 4 warps) took 53 us with it, 46 without (one H200)."""
 COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
@@ -45,7 +45,7 @@ class TritonText:
 
     def __init__(self, plan: TilePlan, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> None:
         self.plan, self.nest, self.table, self.constant = plan, plan.nest, table, constant or frozenset[str]()
-        brief = isinstance(plan.grid, int) and plan.grid * plan.warps <= WARPS * (1 + plan.looped)
+        brief = isinstance(plan.grid, int) and plan.grid * plan.warps <= MAX_COLUMN_WARPS * (1 + plan.looped)
         self.waits = constant is not None and brief
         """Whether the kernel starts while the one before it ends, even if it can read nothing meanwhile."""
         self.levels: Levels = levels(plan.nest)
@@ -90,12 +90,14 @@ class TritonText:
         """Do positions need 64 bits? Those of symbolic sizes may."""
         buffers = {value.buffer for value in self.nest.body if isinstance(value, Load)}
         buffers |= {store.buffer for store in self.nest.stores}
-        if any(may_exceed(size, LIMIT - 1) for size in (count(self.nest.axes), *map(self.extent, buffers))):
+        if any(
+            may_exceed(size, MAX_INT32_ELEMENTS - 1) for size in (count(self.nest.axes), *map(self.extent, buffers))
+        ):
             return True
         for value in self.nest.body:
             if isinstance(value, IndexOf) and not runtime_refs(value.index):
                 low, high = bounds(value.index, self._ranges)
-                if low is None or high is None or low <= -LIMIT or high >= LIMIT:
+                if low is None or high is None or low <= -MAX_INT32_ELEMENTS or high >= MAX_INT32_ELEMENTS:
                     return True
         return False
 
@@ -375,4 +377,4 @@ def _home(buffer: Buffer) -> str:
     storage = buffer.storage or ""
     if storage == "arena" or storage.startswith(("bucket:", WITHIN)):
         return storage
-    return storage if storage.startswith(LODGED) else LODGED + buffer.name
+    return storage if storage.startswith(IN_DONOR) else IN_DONOR + buffer.name

@@ -124,7 +124,9 @@ def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], f
     if CHECK in kernel["text"]:  # the other things that debugging adds are not wanted
         options = {**options, "debug": True, "sanitize_overflow": False}
     module = load(kernel["name"], kernel["text"], arch, folder)
-    found = [compiled(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in kernel["functions"]]
+    found = [
+        compile_function(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in kernel["functions"]
+    ]
     head = [
         {"function": f["name"], "entry": made.metadata.name, "shared": made.metadata.shared, "warps": f["warps"],
          "waits": arch >= EARLY and AFTER in kernel["text"], "scratch": made.metadata.global_scratch_size,
@@ -145,7 +147,7 @@ def load(name: str, text: str, arch: int, folder: Path) -> Any:
     return module
 
 
-def compiled(function: Any, types: list[str], warps: int, arch: int, options: dict[str, Any]) -> Any:
+def compile_function(function: Any, types: list[str], warps: int, arch: int, options: dict[str, Any]) -> Any:
     """One function for one architecture: assembly under .asm, sizes under .metadata."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -24,7 +24,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.index_fill.int_Tensor: index_fill,
         aten.pixel_shuffle.default: pixel_shuffle,
         aten.pixel_unshuffle.default: pixel_unshuffle,
-        aten.put.default: put,
+        aten.put_at_positions.default: put_at_positions,
         aten.take.default: take,
         aten.tril_indices.default: tril_indices,
         aten.triu_indices.default: triu_indices,
@@ -110,7 +110,7 @@ def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
     return moved.reshape(shape).clone(memory_format=compat.aot.suggest_memory_format(x))
 
 
-def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+def put_at_positions(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     """Writes at positions of the flattened tensor."""
     flat = aten.index_put(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
     result: Tensor = aten.copy(torch.empty_like(x), flat.reshape(x.shape))

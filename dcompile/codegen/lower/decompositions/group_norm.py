@@ -18,7 +18,7 @@ from dcompile.codegen.lower.decompositions.aten import compute_dtype
 Tensor = torch.Tensor
 MAX_PART, MIN_PART = 32, 8
 """Elements of a channel that have statistics of their own: a tile of 64 channels is held by 128 threads then."""
-FITTING = 16384
+MAX_PERSISTENT_ELEMENTS = 16384
 """Elements of a group that one program holds, so that nothing is read twice."""
 
 
@@ -44,7 +44,7 @@ def by_parts(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def part_of(x: Tensor, inner: int, channels: int) -> int:
     """How many elements of a channel have statistics of their own; 0 where groups are better read as rows."""
-    if x.device.type == "cpu" or not compat.sizes.is_fixed(x) or inner * channels <= FITTING:
+    if x.device.type == "cpu" or not compat.sizes.is_fixed(x) or inner * channels <= MAX_PERSISTENT_ELEMENTS:
         return 0
     return next((size for size in range(MAX_PART, MIN_PART - 1, -1) if inner % size == 0), 0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.concat import below, both, not_below
@@ -86,12 +86,12 @@ def _average(rank: int) -> Callable[..., Any]:
         def finish(body: Body, total: Ref, coords: Coords) -> Ref:
             return body.apply(division, total, window.divisor(body, coords[-rank:], compute))
 
-        return summed(low, value, window.kernel, (x,), element, finish)
+        return sum_windows(low, value, window.kernel, (x,), element, finish)
 
     return rule
 
 
-def summed(
+def sum_windows(
     low: Lowering,
     value: torch.Tensor,
     counts: tuple[int, ...],
@@ -114,7 +114,7 @@ def summed(
             total = body.const(0, opmath(dtype)) if total is None else total
             return to_dtype(body, finish(body, total, coords), dtype)
 
-        return computed(shape, dtype, at, args, ops=3 * prod(counts), heavy=True)
+        return make_lazy(shape, dtype, at, args, ops=3 * prod(counts), heavy=True)
     body, coords = low.body({**ranges_of("i", shape), **ranges_of("j", counts)}), variables("i", shape)
     total = body.reduce("sum", element(body, coords, variables("j", counts)))
     strides = strides_of(value)
@@ -158,7 +158,7 @@ def _average_backward(rank: int) -> Callable[..., Any]:
             given = element_where(body, both(body, *inside), grad, (*coords[:-rank], *place), compute)
             return body.apply("div", given, window.divisor(body, tuple(place), compute))
 
-        return summed(low, value, reach, (grad,), element, lambda body, total, _: total)
+        return sum_windows(low, value, reach, (grad,), element, lambda body, total, _: total)
 
     return rule
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed, fresh
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, copy_of, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -96,7 +96,7 @@ def cat(pieces: Sequence[LazyTensor], dim: int, shape: Shape, dtype: str) -> Res
             return element()
         return either(body, below(body, at, as_size(start + piece.shape[dim])), element, later)
 
-    return computed(
+    return make_lazy(
         shape,
         dtype,
         lambda body, coords: to_dtype(body, choose(body, coords, 0), dtype),
@@ -126,7 +126,7 @@ def _pad(low: Lowering, value: torch.Tensor, /, x: LazyTensor, pad: Sequence[Siz
         chosen = either(body, inside, lambda: value_of(body, x, moved, dtype), lambda: body.const(fill, opmath(dtype)))
         return to_dtype(body, chosen, dtype)
 
-    return computed(shape, dtype, at, (x,), ops=2)
+    return make_lazy(shape, dtype, at, (x,), ops=2)
 
 
 def _slice_scatter(
@@ -152,7 +152,7 @@ def _put(
     """`x` with `source` in `count` places along `dim`."""
     expected = (*shape[:dim], count, *shape[dim + 1 :])
     if count == 0:
-        return fresh(x)
+        return copy_of(x)
     source = broadcast(source, expected)
 
     def at(body: Body, coords: Coords) -> Ref:
@@ -167,7 +167,7 @@ def _put(
         )
         return to_dtype(body, chosen, dtype)
 
-    return computed(shape, dtype, at, (x, source), ops=3)
+    return make_lazy(shape, dtype, at, (x, source), ops=3)
 
 
 def _slice_of(
@@ -218,7 +218,7 @@ def _diagonal_scatter(
         )
         return to_dtype(body, chosen, dtype)
 
-    return fresh(x) if 0 in source.shape else computed(shape, dtype, at, (x, source), ops=3)
+    return copy_of(x) if 0 in source.shape else make_lazy(shape, dtype, at, (x, source), ops=3)
 
 
 def _triangle(keep_below: bool) -> Callable[..., LazyTensor]:
@@ -233,22 +233,22 @@ def _triangle(keep_below: bool) -> Callable[..., LazyTensor]:
             other = body.const(0, opmath(dtype))
             return to_dtype(body, body.apply("where", inside, value_of(body, x, coords, dtype), other), dtype)
 
-        return computed(x.shape, dtype, at, (x,), ops=2)
+        return make_lazy(x.shape, dtype, at, (x,), ops=2)
 
     return rule
 
 
 def _narrow(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, start: Size, __: Size) -> LazyTensor:
     start = place_of(start, x.shape[dim])
-    return fresh(along(x, dim, shape_of(value), lambda c: c + start))
+    return copy_of(along(x, dim, shape_of(value), lambda c: c + start))
 
 
 def _copying(rule: Callable[..., LazyTensor]) -> Callable[..., Any]:
     def lower(*args: Any, **kwargs: Any) -> Any:
         result = rule(*args, **kwargs)
         if isinstance(result, (list, tuple)):
-            return [fresh(item) for item in result]
-        return result if result is NotImplemented else fresh(result)
+            return [copy_of(item) for item in result]
+        return result if result is NotImplemented else copy_of(result)
 
     return lower
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed, constant
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, constant, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.rules.pointwise import to_dtype
@@ -21,11 +21,13 @@ def _filled(value: torch.Tensor, number: Any) -> Result:
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     if isinstance(number, LazyTensor):
         source = broadcast(number, shape)
-        return computed(shape, dtype, lambda body, coords: to_dtype(body, body.trace(source, coords), dtype), (source,))
+        return make_lazy(
+            shape, dtype, lambda body, coords: to_dtype(body, body.trace(source, coords), dtype), (source,)
+        )
     if isinstance(number, complex):
         return NotImplemented
     if isinstance(number, Index):
-        return computed(shape, dtype, lambda body, _: to_dtype(body, body.index(number), dtype), ())
+        return make_lazy(shape, dtype, lambda body, _: to_dtype(body, body.index(number), dtype), ())
     return constant(number, shape, dtype)
 
 
@@ -66,7 +68,7 @@ def arithmetic(value: torch.Tensor, start: Size | float, step: Size | float) -> 
         scaled = body.apply("mul", count, body.const(step, "float64"))
         return to_dtype(body, body.apply("add", scaled, body.const(start, "float64")), dtype)
 
-    return computed(shape, dtype, at, ())
+    return make_lazy(shape, dtype, at, ())
 
 
 def _whole(number: Size | float) -> Size:

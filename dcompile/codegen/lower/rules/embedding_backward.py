@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.indexing import every_place
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.rules.scatter import collected, collected_by_rows, few_rows, meets, ordered
+from dcompile.codegen.lower.rules.scatter import collect, collected_by_rows, few_rows, meets, needs_order
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
 from dcompile.ir.index import Index, Size, as_index, as_size, size_product
@@ -22,12 +22,12 @@ from dcompile.ir.nodes import Ref, View
 
 GROUPED = "dcompile.sum_groups"
 """sum_groups(values, index, chunk) -> sums, keys, order, parts: see `emit/triton/segment_sum.py`, which computes it."""
-CHUNK = 8
+CHUNK_ROWS = 8
 """Rows that a program adds up; for each so many there is room for two parts of sums."""
-MOST = 1 << 15
+MAX_COMPARED_ROWS = 1 << 15
 """Rows that are compared with one another, all with all: some 0.15 ms of a GPU, as long as a sort takes."""
 
-LIMIT = 2**31 - 2**20
+MAX_INT32_ELEMENTS = 2**31 - 2**20
 """Rows of a table, and elements of what is added to it: positions have 32 bits."""
 
 
@@ -49,7 +49,7 @@ def _embedding_backward(
         return constant(0, shape, dtype)
     compute = opmath(dtype)
     rank = len(indices.shape)
-    if not ordered(low) and few_rows(shape, indices):
+    if not needs_order(low) and few_rows(shape, indices):
         return _rounded(collected_by_rows(low, shape, indices, grad, padding), dtype)
     if are_grouped(low, shape, indices):
         return summed_by_group(low, shape, indices, grad, padding)
@@ -67,7 +67,7 @@ def _embedding_backward(
         given = body.cast(body.trace(grad, coords), compute)
         return body.apply("where", inside, given, body.const(0, compute))
 
-    return _rounded(collected(low, shape, compute, "sum", every_place(grad.shape, place), element), dtype)
+    return _rounded(collect(low, shape, compute, "sum", every_place(grad.shape, place), element), dtype)
 
 
 def are_grouped(low: Lowering, shape: Shape, index: LazyTensor) -> bool:
@@ -79,7 +79,7 @@ def are_grouped(low: Lowering, shape: Shape, index: LazyTensor) -> bool:
     count, (rows, width) = size_product(index.shape), shape
     if low.device == "cpu" or not (isinstance(count, int) and isinstance(rows, int) and isinstance(width, int)):
         return False
-    return count <= MOST and max(rows, count * width) <= LIMIT
+    return count <= MAX_COMPARED_ROWS and max(rows, count * width) <= MAX_INT32_ELEMENTS
 
 
 def summed_by_group(low: Lowering, shape: Shape, index: LazyTensor, values: LazyTensor, padding: int) -> LazyTensor:
@@ -90,9 +90,9 @@ def summed_by_group(low: Lowering, shape: Shape, index: LazyTensor, values: Lazy
     sums = low.buffer((count, width), dtype, name=f"{low.node}_groups")
     keys = low.buffer((count,), "int32", name=f"{low.node}_keys")
     order = low.buffer((count,), "int32", name=f"{low.node}_order")
-    runs = -(-int(count) // CHUNK)  # type: ignore[arg-type]
+    runs = -(-int(count) // CHUNK_ROWS)  # type: ignore[arg-type]
     parts = low.buffer((2, runs, width), opmath(dtype), name=f"{low.node}_parts")
-    low.extern(GROUPED, [given, found, CHUNK], [view.buffer for view in (sums, keys, order, parts)], mode="out")
+    low.extern(GROUPED, [given, found, CHUNK_ROWS], [view.buffer for view in (sums, keys, order, parts)], mode="out")
     last = _last_of_each(low, rows, from_view(found, index.dtype), padding)
     summed = from_view(sums, dtype)
 
@@ -103,7 +103,7 @@ def summed_by_group(low: Lowering, shape: Shape, index: LazyTensor, values: Lazy
         with body.masked(hit):
             return body.trace(summed, (where, coords[1]))
 
-    return computed(shape, dtype, at, (last, summed), ops=2)
+    return make_lazy(shape, dtype, at, (last, summed), ops=2)
 
 
 def _last_of_each(low: Lowering, rows: Size, index: LazyTensor, padding: int) -> LazyTensor:
@@ -119,7 +119,7 @@ def _last_of_each(low: Lowering, rows: Size, index: LazyTensor, padding: int) ->
         counts = _is_inside(body, row(body, coords), rows, padding)
         return body.apply("where", counts, body.index(as_index(coords[0]), "int32"), body.const(-1, "int32"))
 
-    return collected(low, (rows,), "int32", "max", every_place(index.shape, place), number)
+    return collect(low, (rows,), "int32", "max", every_place(index.shape, place), number)
 
 
 def _laid_out(low: Lowering, tensor: LazyTensor) -> View:
@@ -149,7 +149,9 @@ def _rounded(total: LazyTensor, dtype: str) -> LazyTensor:
     """A sum in the dtype of its result."""
     if total.dtype == dtype:
         return total
-    return computed(total.shape, dtype, lambda body, coords: to_dtype(body, body.trace(total, coords), dtype), (total,))
+    return make_lazy(
+        total.shape, dtype, lambda body, coords: to_dtype(body, body.trace(total, coords), dtype), (total,)
+    )
 
 
 RULES: dict[str, Rule] = {"aten.embedding_dense_backward.default": Rule(_embedding_backward)}

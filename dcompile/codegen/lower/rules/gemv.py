@@ -22,9 +22,9 @@ from dcompile.ir.nodes import Store
 DEVICES = ("cuda",)
 """Where a product of one row waits for memory alone."""
 DTYPES = ("bfloat16", "float16", "float32")
-LEAST = 1 << 16
+MIN_MATRIX_ELEMENTS = 1 << 16
 """Elements of a matrix from which on it is worth a look: smaller ones are read in no time, and cuBLAS has kernels."""
-SHORTEST = 256
+MIN_ROW_ELEMENTS = 256
 """Elements of its rows: a program that sums up fewer has too little to read at a time."""
 
 
@@ -36,7 +36,12 @@ def is_by_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
     if not all(isinstance(size, int) for size in sizes) or left.dtype != right.dtype:
         return False
     depth, columns = right.shape
-    return left.shape[0] == 1 and right.view.strides[0] == 1 and depth >= SHORTEST and depth * columns >= LEAST  # type: ignore[operator]
+    return (
+        left.shape[0] == 1
+        and right.view.strides[0] == 1
+        and depth >= MIN_ROW_ELEMENTS  # type: ignore[operator]
+        and depth * columns >= MIN_MATRIX_ELEMENTS  # type: ignore[operator]
+    )
 
 
 def _row(

@@ -18,10 +18,10 @@ from dcompile.codegen.lower.lazy_tensor import (
     LazyTensor,
     broadcast,
     broadcast_shape,
-    computed,
     constant,
     from_view,
     is_within,
+    make_lazy,
 )
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule
@@ -38,11 +38,11 @@ It hands its argument on, so that whatever reads by these positions depends on t
 """
 
 
-FEW = 8
+MAX_PICKED_FRACTION = 8
 """Picking less than one element in so many is no reason for a tensor to be stored."""
 
 
-def checked(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> LazyTensor:
+def check_positions(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> LazyTensor:
     """`positions`, known to lie in [0, size) (with `wrap` from -size): by their form, or by a check at run time."""
     lowest = as_size(size * -1) if wrap else 0
     if 0 in positions.shape or is_within(positions, lowest, size):
@@ -83,7 +83,7 @@ def places(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> I
     in_loop = low.device == "cpu" and isinstance(size, int) and size > 0 and 0 not in positions.shape
     if in_loop and not is_within(positions, lowest, size):
         return IndexPositions(positions, size, wrap, check=True)
-    return IndexPositions(checked(low, positions, size, wrap=wrap), size, wrap, check=False)
+    return IndexPositions(check_positions(low, positions, size, wrap=wrap), size, wrap, check=False)
 
 
 def position(
@@ -107,7 +107,7 @@ def picks_few(low: Lowering, x: LazyTensor, count: Size) -> bool:
 
     A cross-entropy picks one logit of a row that its other users compute and forget.
     """
-    return typical(count) * FEW <= typical(x.numel) and not x.sources & low.overwritten
+    return typical(count) * MAX_PICKED_FRACTION <= typical(x.numel) and not x.sources & low.overwritten
 
 
 def _embedding(low: Lowering, value: torch.Tensor, /, weight: LazyTensor, indices: LazyTensor, *_: Any) -> LazyTensor:
@@ -116,7 +116,7 @@ def _embedding(low: Lowering, value: torch.Tensor, /, weight: LazyTensor, indice
     def at(body: Body, coords: Coords) -> Ref:
         return body.trace(weight, (seen.at(body, coords[:-1]), coords[-1]))
 
-    return computed(shape_of(value), weight.dtype, at, (weight, seen.positions), ops=0)
+    return make_lazy(shape_of(value), weight.dtype, at, (weight, seen.positions), ops=0)
 
 
 def _gather(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor, **_: Any) -> Result:
@@ -132,7 +132,7 @@ def _gather(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, inde
         with body.computing_anew(few):
             return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
 
-    picked = computed(index.shape, x.dtype, at, (x, seen.positions), ops=0)
+    picked = make_lazy(index.shape, x.dtype, at, (x, seen.positions), ops=0)
     return reshape(replace(picked, reads=picked.sources) if few else picked, shape)
 
 
@@ -147,7 +147,7 @@ def _index_select(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int
         return body.trace(x, (*coords[:dim], where, *coords[dim + 1 :]))
 
     chosen = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
-    return reshape(computed(chosen, x.dtype, at, (x, seen.positions), ops=0), shape)
+    return reshape(make_lazy(chosen, x.dtype, at, (x, seen.positions), ops=0), shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def indexed_space(
         if check and on_the_way:
             found = places(low, index, x.shape[dim], wrap=True)
         elif check:
-            found = replace(found, positions=checked(low, index, x.shape[dim], wrap=True))
+            found = replace(found, positions=check_positions(low, index, x.shape[dim], wrap=True))
         seen[dim] = replace(found, positions=broadcast(found.positions, common))
 
     def place(body: Body, coords: Coords) -> Coords:
@@ -225,7 +225,7 @@ def _index(
         with body.computing_anew(few):
             return body.trace(x, place)
 
-    picked = computed(shape, x.dtype, at, (x, *read), ops=1)
+    picked = make_lazy(shape, x.dtype, at, (x, *read), ops=1)
     return replace(picked, reads=picked.sources) if few else picked
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 
 from dcompile.codegen.lower.context import Lowering
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, make_lazy
 from dcompile.codegen.lower.library_calls import Unsupported
-from dcompile.codegen.lower.rules.indexing import checked, indexed_shape, indexed_space
+from dcompile.codegen.lower.rules.indexing import check_positions, indexed_shape, indexed_space
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter_by_aten import ONE_THREAD
 from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
@@ -42,7 +42,7 @@ def overwrite_input(low: Lowering, value: torch.Tensor, target: LazyTensor, sour
         raise Unsupported(f"dcompile: {view.buffer} is overwritten twice")
     low.keep_before_overwrite(view.buffer, low.position)
     seen = broadcast(source, target.shape)
-    cast = computed(
+    cast = make_lazy(
         target.shape, target.dtype, lambda body, coords: to_dtype(body, body.trace(seen, coords), target.dtype), (seen,)
     )
     body = low.body(ranges_of("i", cast.shape))
@@ -108,7 +108,10 @@ def _put_few(
     if not isinstance(count, int) or not 0 < count < ONE_THREAD:
         return None
     buffer, sizes = target.view.buffer, target.shape
-    seen = [None if index is None else checked(low, index, sizes[dim], wrap=True) for dim, index in enumerate(indices)]
+    seen = [
+        None if index is None else check_positions(low, index, sizes[dim], wrap=True)
+        for dim, index in enumerate(indices)
+    ]
     low.keep_before_overwrite(buffer, low.position)
     low.extern("aten.index_put_.default", [target.view, seen, values], [buffer], mode="mutate", effect=True)
     return target

@@ -17,7 +17,7 @@ from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strid
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
-from dcompile.codegen.lower.rules.avg_pool import MAX_WINDOW, each, element_where, summed
+from dcompile.codegen.lower.rules.avg_pool import MAX_WINDOW, each, element_where, sum_windows
 from dcompile.codegen.lower.rules.concat import below, both, not_below
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.symbolic.shapes import numbers
@@ -192,7 +192,7 @@ def _gathered(
         return element_where(body, body.apply("eq", position, here), grad, place, compute)
 
     counts = tuple(w.reach for w in windows)
-    return summed(low, value, counts, (grad, indices), element, lambda body, total, _: total)
+    return sum_windows(low, value, counts, (grad, indices), element, lambda body, total, _: total)
 
 
 def _max_pool(rank: int) -> Callable[..., Any]:
@@ -256,7 +256,7 @@ def _adaptive_average(rank: int) -> Callable[..., Any]:
         def finish(body: Body, total: Ref, coords: Coords) -> Ref:
             return _shared(body, total, windows, coords[-rank:], compute)
 
-        return summed(low, value, tuple(w.count for w in windows), (x,), element, finish)
+        return sum_windows(low, value, tuple(w.count for w in windows), (x,), element, finish)
 
     return rule
 
@@ -282,7 +282,7 @@ def _adaptive_average_backward(rank: int) -> Callable[..., Any]:
             return _shared(body, given, windows, o, compute)
 
         counts = tuple(w.reach for w in windows)
-        return summed(low, value, counts, (grad,), element, lambda body, total, _: total)
+        return sum_windows(low, value, counts, (grad,), element, lambda body, total, _: total)
 
     return rule
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.rules.concat import below, either, not_below, value_of
@@ -92,7 +92,7 @@ def _pad(
             body, either(body, below(body, moved, 0), lambda: element(way.before(moved, size)), later), dtype
         )
 
-    return computed(shape, dtype, at, (x,), ops=8)
+    return make_lazy(shape, dtype, at, (x,), ops=8)
 
 
 _reflection_pad, _replication_pad = partial(_pad, way=_MIRRORED), partial(_pad, way=_REPEATED)

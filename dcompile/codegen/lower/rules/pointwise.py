@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.dtypes import bounded
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed
+from dcompile.codegen.lower.dtypes import saturate
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, common_dtype, opmath
 from dcompile.codegen.lower.rules import scalar_ops
@@ -60,7 +60,7 @@ class Pointwise:
             return to_dtype(body, meaning(body, *refs, *extra, **settings), dtype)
 
         tensors = tuple(arg for arg in seen if isinstance(arg, LazyTensor))
-        return computed(shape, dtype, at, tensors, ops=self.ops, heavy=self.heavy)
+        return make_lazy(shape, dtype, at, tensors, ops=self.ops, heavy=self.heavy)
 
 
 def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
@@ -70,7 +70,7 @@ def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
         return ref
     if (DTYPES[source] != "float" and dtype in ("bfloat16", "float16")) or dtype in FLOAT8:
         ref = body.cast(ref, "float32")
-    return body.cast(bounded(body, ref) if dtype == "float8_e4m3fn" else ref, dtype)
+    return body.cast(saturate(body, ref) if dtype == "float8_e4m3fn" else ref, dtype)
 
 
 _UNARY = {
@@ -94,7 +94,7 @@ def _table() -> dict[str, Pointwise]:
     for name, heavy in _UNARY.items():
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.simple(name), 1, heavy=heavy)
     for name in ("floor", "ceil", "trunc", "round"):
-        table[f"aten.{name}.default"] = Pointwise(scalar_ops.rounded(name), 1)
+        table[f"aten.{name}.default"] = Pointwise(scalar_ops.round_to_integer(name), 1)
     for name in ("isnan", "isinf"):
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.asks(name), 1, "common")
     table["aten.signbit.default"] = Pointwise(scalar_ops.signbit, 1, "common")
@@ -220,7 +220,7 @@ def select(condition: LazyTensor, a: LazyTensor | float, b: LazyTensor | float, 
         ]
         return to_dtype(body, body.apply("where", _truth(body, body.trace(condition, coords)), *refs), dtype)
 
-    return computed(shape, dtype, at, tuple(arg for arg in (condition, *choices) if isinstance(arg, LazyTensor)))
+    return make_lazy(shape, dtype, at, tuple(arg for arg in (condition, *choices) if isinstance(arg, LazyTensor)))
 
 
 def _truth(body: Body, ref: Ref) -> Ref:

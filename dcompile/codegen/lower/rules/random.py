@@ -14,7 +14,7 @@ import torch
 
 from dcompile import random_ops
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed, constant
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.symbolic.strides import contiguous
@@ -39,7 +39,7 @@ def _drawn(value: torch.Tensor, key: LazyTensor | None, draw: int, build: Build,
 
         return build(body, word)
 
-    return computed(shape, dtype_name(value.dtype), at, (key,), ops=ops, heavy=True)
+    return make_lazy(shape, dtype_name(value.dtype), at, (key,), ops=ops, heavy=True)
 
 
 def _lower_uniform(

@@ -31,7 +31,7 @@ def dims_of(x: LazyTensor, dim: Any) -> tuple[int, ...]:
     return tuple(sorted({d % rank for d in dims})) if rank else ()
 
 
-def reduced(
+def reduce_dims(
     low: Lowering, values: Sequence[torch.Tensor | None], x: LazyTensor, dim: Any, build: Build
 ) -> tuple[LazyTensor | None, ...]:
     """One loop that reduces `x` over `dim` and stores every result that is asked for."""
@@ -61,12 +61,12 @@ def reduced(
 def _one(
     low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any, build: Callable[[Body, Ref, Size], Ref]
 ) -> LazyTensor:
-    (result,) = reduced(low, (value,), x, dim, lambda body, ref, count: (build(body, ref, count),))
+    (result,) = reduce_dims(low, (value,), x, dim, lambda body, ref, count: (build(body, ref, count),))
     assert result is not None
     return result
 
 
-def _accumulated(op: str) -> Callable[..., LazyTensor]:
+def _lower_sum_or_product(op: str) -> Callable[..., LazyTensor]:
     """Sums and products: in the result's dtype, 16-bit floats in float32."""
 
     def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
@@ -77,23 +77,23 @@ def _accumulated(op: str) -> Callable[..., LazyTensor]:
 
 
 def _prod_dim(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, *_: Any, **__: Any) -> LazyTensor:
-    return _accumulated("prod")(low, value, x, dim)
+    return _lower_sum_or_product("prod")(low, value, x, dim)
 
 
 def _prod_all(low: Lowering, value: torch.Tensor, /, x: LazyTensor, **_: Any) -> LazyTensor:
-    return _accumulated("prod")(low, value, x)
+    return _lower_sum_or_product("prod")(low, value, x)
 
 
 def _mean(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
     compute = opmath(dtype_name(value.dtype))
 
     def build(body: Body, ref: Ref, count: Size) -> Ref:
-        return divided(body, body.reduce("sum", to_dtype(body, ref, compute)), count)
+        return divide_sum(body, body.reduce("sum", to_dtype(body, ref, compute)), count)
 
     return _one(low, value, x, dim, build)
 
 
-def divided(body: Body, ref: Ref, count: Size | float) -> Ref:
+def divide_sum(body: Body, ref: Ref, count: Size | float) -> Ref:
     return body.apply("div", ref, body.const(count, body.dtype(ref)))
 
 
@@ -127,7 +127,7 @@ def _with_position(op: str) -> Callable[..., tuple[LazyTensor | None, ...]]:
             element = to_dtype(body, ref, compute)
             return body.reduce(op, element), body.reduce(f"arg{op}", element, "int64")
 
-        return reduced(low, value, x, dim, build)
+        return reduce_dims(low, value, x, dim, build)
 
     return rule
 
@@ -142,11 +142,11 @@ def _truth(op: str) -> Callable[..., LazyTensor]:
 def moments(body: Body, ref: Ref, count: Size, correction: float, compute: str) -> tuple[Ref, Ref]:
     """(variance, mean) in two passes: exact mean first, so that no cancellation needs more than `compute`."""
     element = to_dtype(body, ref, compute)
-    mean = divided(body, body.reduce("sum", element), count)
+    mean = divide_sum(body, body.reduce("sum", element), count)
     difference = body.apply("sub", element, mean)
     squares = body.reduce("sum", body.apply("mul", difference, difference))
     if not isinstance(count, Index):
-        return divided(body, squares, max(count - correction, 0)), mean
+        return divide_sum(body, squares, max(count - correction, 0)), mean
     left = body.apply("sub", body.const(count, compute), body.const(correction, compute))
     return body.apply("div", squares, body.apply("max", left, body.const(0, compute))), mean
 
@@ -174,7 +174,7 @@ def _var_mean(
     low: Lowering, value: Any, /, x: LazyTensor, dim: Any = None, *, correction: Any = None, keepdim: Any = False
 ) -> tuple[LazyTensor | None, ...]:
     compute, by = opmath(x.dtype), 1 if correction is None else correction
-    return reduced(low, value, x, dim, lambda body, ref, count: moments(body, ref, count, by, compute))
+    return reduce_dims(low, value, x, dim, lambda body, ref, count: moments(body, ref, count, by, compute))
 
 
 def _logsumexp(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any, *_: Any) -> LazyTensor:
@@ -222,7 +222,7 @@ def _overloads(name: str, rule: Callable[..., Any], *overloads: str) -> dict[str
 
 
 RULES: dict[str, Rule] = {
-    **_overloads("sum", _accumulated("sum"), "default", "dim_IntList"),
+    **_overloads("sum", _lower_sum_or_product("sum"), "default", "dim_IntList"),
     **_overloads("prod", _prod_dim, "dim_int"),
     **_overloads("prod", _prod_all, "default"),
     **_overloads("mean", _mean, "default", "dim"),

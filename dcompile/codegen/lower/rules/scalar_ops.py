@@ -19,7 +19,7 @@ def sign(body: Body, x: Ref) -> Ref:
     return x if body.dtype(x) == "bool" else body.apply("sign", x)
 
 
-def scaled(body: Body, ref: Ref, alpha: float) -> Ref:
+def scale(body: Body, ref: Ref, alpha: float) -> Ref:
     if alpha == 1:
         return ref
     return body.apply("mul", ref, body.const(alpha, body.dtype(ref)))
@@ -28,15 +28,15 @@ def scaled(body: Body, ref: Ref, alpha: float) -> Ref:
 def add(body: Body, a: Ref, b: Ref, alpha: float = 1) -> Ref:
     if body.dtype(a) == "bool":
         return body.apply("or", a, b)
-    return body.apply("add", a, scaled(body, b, alpha))
+    return body.apply("add", a, scale(body, b, alpha))
 
 
 def sub(body: Body, a: Ref, b: Ref, alpha: float = 1) -> Ref:
-    return body.apply("sub", a, scaled(body, b, alpha))
+    return body.apply("sub", a, scale(body, b, alpha))
 
 
 def rsub(body: Body, a: Ref, b: Ref, alpha: float = 1) -> Ref:
-    return body.apply("sub", b, scaled(body, a, alpha))
+    return body.apply("sub", b, scale(body, a, alpha))
 
 
 def mul(body: Body, a: Ref, b: Ref) -> Ref:
@@ -204,7 +204,7 @@ def leaky_relu(body: Body, x: Ref, slope: float = 0.01) -> Ref:
 
 
 def addcmul(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
-    return body.apply("add", x, body.apply("mul", scaled(body, a, value), b))
+    return body.apply("add", x, body.apply("mul", scale(body, a, value), b))
 
 
 def fma(body: Body, a: Ref, b: Ref, x: Ref) -> Ref:
@@ -213,7 +213,7 @@ def fma(body: Body, a: Ref, b: Ref, x: Ref) -> Ref:
 
 
 def addcdiv(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
-    return body.apply("add", x, body.apply("div", scaled(body, a, value), b))
+    return body.apply("add", x, body.apply("div", scale(body, a, value), b))
 
 
 def lerp(body: Body, start: Ref, end: Ref, weight: Ref) -> Ref:
@@ -225,7 +225,7 @@ def lerp(body: Body, start: Ref, end: Ref, weight: Ref) -> Ref:
     return body.apply("where", near, from_start, from_end)
 
 
-def rounded(op: str) -> Callable[..., Ref]:
+def round_to_integer(op: str) -> Callable[..., Ref]:
     """Rounding leaves integers as they are."""
     return lambda body, x: body.apply(op, x) if DTYPES[body.dtype(x)] == "float" else x
 
@@ -284,7 +284,7 @@ def same(_: Body, x: Ref, *__: Any, **___: Any) -> Ref:
 def round_to(body: Body, x: Ref, decimals: int) -> Ref:
     """To so many decimals, or to a power of ten, as torch computes it: scale, round, scale back."""
     if decimals == 0 or DTYPES[body.dtype(x)] != "float":
-        return rounded("round")(body, x)
+        return round_to_integer("round")(body, x)
     ten = body.const(10.0 ** abs(decimals), body.dtype(x))
     there, back = ("mul", "div") if decimals > 0 else ("div", "mul")
     return body.apply(back, body.apply("round", body.apply(there, x, ten)), ten)

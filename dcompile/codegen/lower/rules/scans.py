@@ -31,7 +31,7 @@ def accumulator(dtype: str, device: str) -> str:
     return "float64" if dtype == "float64" or (dtype == "float32" and device == "cpu") else "float32"
 
 
-def _scanned(
+def _scan_dim(
     low: Lowering, values: Sequence[torch.Tensor], x: LazyTensor, dim: int, build: Build
 ) -> tuple[LazyTensor, ...]:
     """One loop that scans `x` along `dim` and stores every result."""
@@ -51,7 +51,7 @@ def _scanned(
     return tuple(results)
 
 
-def _accumulated(op: str) -> Callable[..., LazyTensor]:
+def _lower_cumulative(op: str) -> Callable[..., LazyTensor]:
     """Sums and products: of elements in the result's dtype."""
 
     def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, **_: Any) -> LazyTensor:
@@ -61,7 +61,7 @@ def _accumulated(op: str) -> Callable[..., LazyTensor]:
             element = to_dtype(body, to_dtype(body, ref, dtype), accumulator(dtype, low.device))
             return (body.scan(op, element),)
 
-        return _scanned(low, [value], x, dim, build)[0]
+        return _scan_dim(low, [value], x, dim, build)[0]
 
     return rule
 
@@ -80,15 +80,15 @@ def _extreme(op: str) -> Callable[..., tuple[LazyTensor, ...]]:
             place = body.apply("where", found, body.index(position), body.const(0, "int64"))
             return best, body.scan("max", place)
 
-        return _scanned(low, value, x, dim, build)
+        return _scan_dim(low, value, x, dim, build)
 
     return rule
 
 
 RULES: dict[str, Rule] = {
-    "aten.cumsum.default": Rule(_accumulated("sum")),
-    "aten.cumprod.default": Rule(_accumulated("prod")),
-    "aten.logcumsumexp.default": Rule(_accumulated("logsumexp")),
+    "aten.cumsum.default": Rule(_lower_cumulative("sum")),
+    "aten.cumprod.default": Rule(_lower_cumulative("prod")),
+    "aten.logcumsumexp.default": Rule(_lower_cumulative("logsumexp")),
     "aten.cummax.default": Rule(_extreme("max")),
     "aten.cummin.default": Rule(_extreme("min")),
 }

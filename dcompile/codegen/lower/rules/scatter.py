@@ -14,10 +14,18 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, computed, constant, constant_of, fresh, from_view
+from dcompile.codegen.lower.lazy_tensor import (
+    LazyTensor,
+    broadcast,
+    constant,
+    constant_of,
+    copy_of,
+    from_view,
+    make_lazy,
+)
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
-from dcompile.codegen.lower.rules.indexing import IndexedSpace, checked, every_place, indexed_space, places
+from dcompile.codegen.lower.rules.indexing import IndexedSpace, check_positions, every_place, indexed_space, places
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library, scatters_by_library
 from dcompile.codegen.lower.rules.views import reshape
@@ -31,13 +39,13 @@ Place = Callable[[Body, Coords], Coords]
 """From the number of a value, as coordinates of the space of values, to where it goes."""
 Value = Callable[[Body, Coords], Ref]
 
-COMPARED = 1 << 25
+MAX_COMPARISONS = 1 << 25
 """Comparisons of a row's number with an index that are worth sparing a sort: some 10 us on a GPU."""
 
-EMPTY = 8
+MIN_EMPTY_SHARE = 8
 """Places for each value up to which floats are added up by kernels of ours on GPUs: they fill, read and write each
 place, where the library sorts the positions and touches those with values alone."""
-SMALL = 1 << 22
+MAX_SMALL_ELEMENTS = 1 << 22
 """Elements of a tensor that is small for that: some 10 us on an H200, where a sort takes more."""
 
 REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multiply": "prod", "amax": "max",
@@ -45,7 +53,7 @@ REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multip
 """What torch calls them -> the mode of a store."""
 
 
-def ordered(low: Lowering) -> bool:
+def needs_order(low: Lowering) -> bool:
     """Are values that fall on one place combined in a fixed order?"""
     return low.device == "cpu"
 
@@ -57,16 +65,18 @@ def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> b
     by roundings, as eager's do. With `torch.use_deterministic_algorithms` the library is asked for them, whose kernels
     know about that; so it is for what the hardware has no atomic operation for, and for few values in a large tensor.
     """
-    if ordered(low):
+    if needs_order(low):
         return True
     mode, compute = REDUCTIONS[how], opmath(dtype)
     if mode == "sum" and compute in ("float32", "float64"):
         places = typical(size_product(shape))
-        return not low.deterministic and places <= max(EMPTY * typical(size_product(values)), SMALL)
+        return not low.deterministic and places <= max(
+            MIN_EMPTY_SHARE * typical(size_product(values)), MAX_SMALL_ELEMENTS
+        )
     return has_atomic(mode, compute)
 
 
-def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> LazyTensor:
+def collect(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> LazyTensor:
     """A tensor of `shape` in which the values of `space` are combined where they fall."""
     view = low.buffer(shape, dtype, name=f"{low.node}_{mode}")
     body = low.body(ranges_of("i", space.shape))
@@ -79,7 +89,7 @@ def collected(low: Lowering, shape: Shape, dtype: str, mode: str, space: Indexed
 def few_rows(shape: Shape, index: LazyTensor) -> bool:
     """May each row of a table look at all values? Asked where `meets` says no: then no two of them meet in memory."""
     numbers = (*shape, *index.shape)
-    return all(isinstance(n, int) for n in numbers) and typical(size_product(numbers)) <= COMPARED
+    return all(isinstance(n, int) for n in numbers) and typical(size_product(numbers)) <= MAX_COMPARISONS
 
 
 def collected_by_rows(
@@ -101,7 +111,7 @@ def collected_by_rows(
         given = body.cast(body.trace(values, coords[1:]), compute)
         return body.apply("where", own, given, body.const(0, compute))
 
-    spread = computed((rows, *values.shape), compute, at, (index, values), ops=6)
+    spread = make_lazy((rows, *values.shape), compute, at, (index, values), ops=6)
     inner = tuple(range(1, rank + 1))
     body, element, _ = low.trace_over(spread, (0, *range(rank + 1, len(spread.shape))), inner)
     view = low.buffer(shape, compute, name=f"{low.node}_rows")
@@ -110,7 +120,7 @@ def collected_by_rows(
     return from_view(view, compute)
 
 
-def _replaced(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor) -> LazyTensor:
+def _scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor) -> LazyTensor:
     """`x` with the values of `source` put in place; the last one wins, which whole rows have in common."""
     start, end = space.start, space.start + space.rank
     common, zero = space.shape[start:end], Index()
@@ -123,7 +133,7 @@ def _replaced(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTen
     shape = tuple(x.shape[dim] for dim in space.found)
     strides, count = contiguous(common), size_product(common)
     kind = "int32" if isinstance(count, int) and count < 2**31 else "int64"  # half of what is read and written
-    last = collected(
+    last = collect(
         low,
         shape,
         kind,
@@ -141,17 +151,17 @@ def _replaced(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTen
         others = tuple(coord for dim, coord in enumerate(coords) if dim not in space.found)
         # the first value is there to be read wherever none falls: a branch that nobody foresees costs a CPU more. Of
         # sizes that depend on values there may be none.
-        with nullcontext() if ordered(low) and isinstance(count, int) else body.masked(hit):
+        with nullcontext() if needs_order(low) and isinstance(count, int) else body.masked(hit):
             middle = unflatten(where, common, body.ranges)
             new = body.trace(source, (*others[:start], *middle, *others[start:]))
         chosen = body.cast(to_dtype(body, new, x.dtype), compute)
         old = body.cast(body.trace(x, coords), compute)
         return to_dtype(body, body.apply("where", hit, chosen, old), x.dtype)
 
-    return computed(x.shape, x.dtype, at, (x, last, source), ops=4)
+    return make_lazy(x.shape, x.dtype, at, (x, last, source), ops=4)
 
 
-def _reduced(
+def _scatter_combine(
     low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor, how: str, include_self: bool = True
 ) -> LazyTensor:
     """`x` combined with all values that fall on each element, or where some fall, those alone."""
@@ -162,12 +172,12 @@ def _reduced(
     def value(body: Body, coords: Coords) -> Ref:
         return body.cast(to_dtype(body, body.trace(source, coords), dtype), compute)
 
-    total = collected(low, x.shape, compute, mode, space, value)
+    total = collect(low, x.shape, compute, mode, space, value)
     if mode == "sum" and how != "mean" and compute == dtype and include_self and constant_of(x) == 0:
         return total  # what is collected begins at zero, which no sum turns into -0.0
     count = None
     if how == "mean" or not include_self:
-        count = collected(low, x.shape, "int64", "sum", space, lambda body, _: body.const(1, "int64"))
+        count = collect(low, x.shape, "int64", "sum", space, lambda body, _: body.const(1, "int64"))
     combine = {"sum": "add", "any": "or", "prod": "mul", "max": "max", "min": "min"}[mode]
 
     def at(body: Body, coords: Coords) -> Ref:
@@ -186,7 +196,7 @@ def _reduced(
             new = body.apply(division, new, body.cast(number, compute))
         return to_dtype(body, new if include_self else body.apply("where", hit, new, old), dtype)
 
-    return computed(x.shape, dtype, at, (x, total) if count is None else (x, total, count), ops=4)
+    return make_lazy(x.shape, dtype, at, (x, total) if count is None else (x, total, count), ops=4)
 
 
 # --- scatter: one index for each value --------------------------------------------------------------------------------
@@ -220,11 +230,11 @@ def scatter(
         return by_library(low, x, f"aten.{'scatter_add_.default' if reduce else put}", dim, index, source)
     lined, _, index, space = _lines(low, x, dim, index)
     if space is None:
-        return fresh(x)
+        return copy_of(x)
     if not isinstance(source, LazyTensor):
         source = constant(source, index.shape, x.dtype)
     source = source if source.shape else reshape(source, (1,))
-    result = _reduced(low, lined, space, source, reduce) if reduce else _replaced(low, lined, space, source)
+    result = _scatter_combine(low, lined, space, source, reduce) if reduce else _scatter_set(low, lined, space, source)
     return reshape(result, shape)
 
 
@@ -242,7 +252,7 @@ def _one_a_line(combine: Callable[[Body, Ref, Ref], Ref], several: Callable[...,
         if not x.shape or index.shape != (*x.shape[:at_dim], 1, *x.shape[at_dim + 1 :]):
             return several(low, value, x, dim, index, source)
         dim = at_dim
-        seen, dtype, zero = checked(low, index, x.shape[dim], wrap=False), dtype_name(value.dtype), Index()
+        seen, dtype, zero = check_positions(low, index, x.shape[dim], wrap=False), dtype_name(value.dtype), Index()
         compute = opmath(dtype)
 
         def at(body: Body, coords: Coords) -> Ref:
@@ -257,7 +267,7 @@ def _one_a_line(combine: Callable[[Body, Ref, Ref], Ref], several: Callable[...,
             return to_dtype(body, body.apply("where", hit, combined, old), dtype)
 
         args = (x, seen, source) if isinstance(source, LazyTensor) else (x, seen)
-        return computed(x.shape, dtype, at, args, ops=2)
+        return make_lazy(x.shape, dtype, at, args, ops=2)
 
     return rule
 
@@ -286,9 +296,9 @@ def _scatter_reduce(
         return NotImplemented
     lined, _, _, space = _lines(low, x, dim, index)
     if space is None:
-        return fresh(x)
+        return copy_of(x)
     source = source if source.shape else reshape(source, (1,))
-    return reshape(_reduced(low, lined, space, source, how, include_self), x.shape)
+    return reshape(_scatter_combine(low, lined, space, source, how, include_self), x.shape)
 
 
 def _index_reduce(
@@ -310,13 +320,13 @@ def _index_reduce(
     dim %= len(x.shape)
     shape = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
     if 0 in shape or 0 in x.shape:
-        return fresh(x)
+        return copy_of(x)
     seen = places(low, index, x.shape[dim], wrap=False)
 
     def place(body: Body, coords: Coords) -> Coords:
         return (*coords[:dim], seen.at(body, (coords[dim],)), *coords[dim + 1 :])
 
-    result = _reduced(low, x, every_place(shape, place), broadcast(source, shape), how, include_self)
+    result = _scatter_combine(low, x, every_place(shape, place), broadcast(source, shape), how, include_self)
     return reshape(result, given)
 
 
@@ -336,22 +346,22 @@ def _index_put(
     if any(i is not None and i.dtype in ("bool", "uint8") for i in indices):
         return _put_where(x, indices, values, accumulate)
     if 0 in x.shape or 0 in values.shape:
-        return fresh(x) if 0 in x.shape or values.numel == 0 else NotImplemented
-    rows = _added_by_rows(low, x, indices, values) if accumulate and not ordered(low) else NotImplemented
+        return copy_of(x) if 0 in x.shape or values.numel == 0 else NotImplemented
+    rows = _added_by_rows(low, x, indices, values) if accumulate and not needs_order(low) else NotImplemented
     if rows is not NotImplemented:
         return rows
-    if accumulate and not meets(low, x.dtype, "sum", x.shape, _put(x, indices)):
+    if accumulate and not meets(low, x.dtype, "sum", x.shape, _put_sizes(x, indices)):
         return NotImplemented
     space = indexed_space(low, x, indices, on_the_way=True)
     if 0 in space.shape:
-        return fresh(x)
+        return copy_of(x)
     if puts_by_library(low, x, tuple(x.shape[dim] for dim in space.found), space.shape, adds=accumulate):
         return by_library(low, x, "aten.index_put_.default", list(indices), values, accumulate)
     source = broadcast(values, space.shape)
-    return _reduced(low, x, space, source, "sum") if accumulate else _replaced(low, x, space, source)
+    return _scatter_combine(low, x, space, source, "sum") if accumulate else _scatter_set(low, x, space, source)
 
 
-def _put(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
+def _put_sizes(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
     """Sizes whose product is how many values are put, where indices are of one shape."""
     given = {dim for dim, index in enumerate(indices) if index is not None}
     largest = max((i.shape for i in indices if i is not None), key=lambda shape: typical(size_product(shape)))
@@ -363,7 +373,7 @@ def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | 
     given = [index for index in indices if index is not None]
     if indices[0] is None or len(given) > 1 or DTYPES[x.dtype] != "float" or not few_rows(x.shape, given[0]):
         return NotImplemented
-    index = checked(low, given[0], x.shape[0], wrap=True)
+    index = check_positions(low, given[0], x.shape[0], wrap=True)
     total = collected_by_rows(low, x.shape, index, broadcast(values, (*index.shape, *x.shape[1:])))
     compute = opmath(x.dtype)
 
@@ -371,7 +381,7 @@ def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | 
         old = body.cast(body.trace(x, coords), compute)
         return to_dtype(body, body.apply("add", old, body.trace(total, coords)), x.dtype)
 
-    return computed(x.shape, x.dtype, at, (x, total), ops=1)
+    return make_lazy(x.shape, x.dtype, at, (x, total), ops=1)
 
 
 def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor, accumulate: bool) -> Result:
@@ -383,7 +393,7 @@ def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: Lazy
     if len(given) > 1 or x.shape[dim : rank - after] != mask.shape or (lead >= 0 and values.shape[lead] != 1):
         return NotImplemented
     if 0 in x.shape or values.numel == 0:
-        return fresh(x) if 0 in x.shape else NotImplemented
+        return copy_of(x) if 0 in x.shape else NotImplemented
     before = x.shape[:dim]
     flat = broadcast(values, (*before, 1, *x.shape[rank - after :]))
     compute = opmath(dtype)
@@ -396,7 +406,7 @@ def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: Lazy
         new = _accumulate(body, old, new) if accumulate else new
         return to_dtype(body, body.apply("where", hit, new, old), dtype)
 
-    return computed(x.shape, dtype, at, (x, mask, flat), ops=2)
+    return make_lazy(x.shape, dtype, at, (x, mask, flat), ops=2)
 
 
 RULES: dict[str, Rule] = {

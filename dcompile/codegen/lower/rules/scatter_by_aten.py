@@ -12,22 +12,22 @@ from __future__ import annotations
 from typing import Any
 
 from dcompile.codegen.lower.context import Lowering
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant_of, fresh, from_view
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant_of, copy_of, from_view
 from dcompile.codegen.lower.symbolic.strides import Shape
 from dcompile.ir.index import size_product, typical
 
-SMALL = 4096
+MAX_SMALL_ELEMENTS = 4096
 """Elements of a tensor below which a call of the library takes longer than loops of ours over all of it."""
 ONE_THREAD = 32768
 """Elements from which on ATen's index_put_ may be several threads' (at::internal::GRAIN_SIZE)."""
-SHARE = 8
+MIN_ELEMENTS_PER_PUT = 8
 """Elements of a tensor for each that is put or added, from which on these are few; and elements that share a place,
 from which on it costs little to ask what is put there."""
 
 
 def by_library(low: Lowering, x: LazyTensor, op: str, *given: Any) -> LazyTensor:
     """`x` after an in-place operation `op` of ATen with these further arguments; `x` itself stays as it is."""
-    own = low.store(fresh(x))
+    own = low.store(copy_of(x))
     assert own.view is not None
     low.extern(op, [own.view, *given], [own.view.buffer], mode="mutate", effect=True)
     return from_view(own.view, x.dtype)
@@ -35,9 +35,9 @@ def by_library(low: Lowering, x: LazyTensor, op: str, *given: Any) -> LazyTensor
 
 def scatters_by_library(low: Lowering, x: LazyTensor, index: LazyTensor, *, adds: bool) -> bool:
     """Is a scatter on a CPU the library's? One that adds, where there is little to add to what is no zero."""
-    if low.device != "cpu" or 0 in (*index.shape, *x.shape) or typical(x.numel) < SMALL:
+    if low.device != "cpu" or 0 in (*index.shape, *x.shape) or typical(x.numel) < MAX_SMALL_ELEMENTS:
         return False
-    return not adds or (typical(index.numel) * SHARE <= typical(x.numel) and constant_of(x) != 0)
+    return not adds or (typical(index.numel) * MIN_ELEMENTS_PER_PUT <= typical(x.numel) and constant_of(x) != 0)
 
 
 def puts_by_library(low: Lowering, x: LazyTensor, places: Shape, values: Shape, *, adds: bool) -> bool:
@@ -45,6 +45,6 @@ def puts_by_library(low: Lowering, x: LazyTensor, places: Shape, values: Shape, 
     count, most, numel = (size_product(shape) for shape in (values, places, x.shape))
     if low.device != "cpu" or not (isinstance(count, int) and isinstance(most, int) and isinstance(numel, int)):
         return False
-    if numel < SMALL or count >= ONE_THREAD or count * SHARE > numel:
+    if numel < MAX_SMALL_ELEMENTS or count >= ONE_THREAD or count * MIN_ELEMENTS_PER_PUT > numel:
         return False
-    return constant_of(x) != 0 if adds else most * SHARE > numel
+    return constant_of(x) != 0 if adds else most * MIN_ELEMENTS_PER_PUT > numel

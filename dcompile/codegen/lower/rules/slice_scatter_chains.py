@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, computed
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rules.concat import MAX_PIECES, below, either, not_below, value_of
 from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, PUTS
@@ -212,7 +212,7 @@ def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Li
 
         return to_dtype(body, element(0, 0), dtype)
 
-    return computed(shape, dtype, at, (x,), ops=8)
+    return make_lazy(shape, dtype, at, (x,), ops=8)
 
 
 def _looked_up(body: Body, place: Index, line: Line, size: Any) -> Index:

@@ -38,13 +38,13 @@ def _by_row(
     return reshape(from_view(view, dtype_name(value.dtype)), shape_of(value))
 
 
-def _shifted(body: Body, x: Ref) -> Ref:
+def _shifted_logits(body: Body, x: Ref) -> Ref:
     return body.apply("sub", x, body.reduce("max", x))
 
 
 def _softmax(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, half_to_float: bool) -> Result:
     def build(body: Body, x: Ref) -> Ref:
-        exp = body.apply("exp", _shifted(body, x))
+        exp = body.apply("exp", _shifted_logits(body, x))
         return body.apply("div", exp, body.reduce("sum", exp))
 
     # of integers, eager takes those without elements
@@ -54,7 +54,7 @@ def _softmax(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, hal
 
 def _log_softmax(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, half_to_float: bool) -> Result:
     def build(body: Body, x: Ref) -> Ref:
-        shifted = _shifted(body, x)
+        shifted = _shifted_logits(body, x)
         return body.apply("sub", shifted, body.apply("log", body.reduce("sum", body.apply("exp", shifted))))
 
     return _by_row(low, value, [x], dim, opmath(x.dtype), build)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering, shape_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view, laid_out_as, remapped
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view, has_layout, remap_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule
 from dcompile.codegen.lower.symbolic.shapes import Inexpressible, opaque_shape
-from dcompile.codegen.lower.symbolic.strides import Shape, is_dense, reshaped, view_strides
+from dcompile.codegen.lower.symbolic.strides import Shape, is_dense, reshape_coords, view_strides
 from dcompile.ir.index import Size, as_index, as_size, extreme, floordiv, is_below, is_nonnegative, modulo
 from dcompile.ir.nodes import View
 
@@ -25,7 +25,7 @@ def _reshape(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> La
 def _view(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> LazyTensor:
     """As `_reshape`; torch has seen that nothing moves, also where sizes are equal by a guard of its own alone."""
     seen = reshape(x, shape_of(value))
-    if seen.view is None and x.view is not None and laid_out_as(x, x.strides):
+    if seen.view is None and x.view is not None and has_layout(x, x.strides):
         shape, strides = opaque_shape(value)
         return from_view(View(x.view.buffer, shape, strides, x.view.offset), x.dtype)
     return seen
@@ -39,7 +39,9 @@ def reshape(x: LazyTensor, shape: Shape) -> LazyTensor:
         strides = view_strides(x.shape, x.view.strides, shape)
         if strides is not None:
             return from_view(View(x.view.buffer, shape, strides, x.view.offset), x.dtype)
-    lazy = remapped(replace(x, view=None), shape, lambda body, coords: reshaped(coords, shape, x.shape, body.ranges))
+    lazy = remap_view(
+        replace(x, view=None), shape, lambda body, coords: reshape_coords(coords, shape, x.shape, body.ranges)
+    )
     return replace(lazy, base=x, again=lambda stored: reshape(stored, shape)) if x.view is None else lazy
 
 
@@ -56,7 +58,7 @@ def permute(x: LazyTensor, dims: Sequence[int]) -> LazyTensor:
     rank = len(x.shape)
     order = [d % rank for d in dims]
     back = [order.index(d) for d in range(rank)]
-    return remapped(x, tuple(x.shape[d] for d in order), lambda _, coords: tuple(coords[n] for n in back))
+    return remap_view(x, tuple(x.shape[d] for d in order), lambda _, coords: tuple(coords[n] for n in back))
 
 
 def _transpose(_: Lowering, value: torch.Tensor, /, x: LazyTensor, a: int, b: int) -> LazyTensor:
@@ -109,7 +111,7 @@ def along(x: LazyTensor, dim: int, shape: Shape, move: Callable[[Any], Any]) -> 
     def remap(_: Body, coords: Coords) -> Coords:
         return (*coords[:dim], as_index(move(coords[dim])), *coords[dim + 1 :])
 
-    return remapped(x, shape, remap)
+    return remap_view(x, shape, remap)
 
 
 def select(x: LazyTensor, dim: int, position: Size) -> LazyTensor:
@@ -117,7 +119,7 @@ def select(x: LazyTensor, dim: int, position: Size) -> LazyTensor:
     dim %= len(x.shape)
     at = as_index(place_of(position, x.shape[dim]))
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    return remapped(x, shape, lambda _, coords: (*coords[:dim], at, *coords[dim:]))
+    return remap_view(x, shape, lambda _, coords: (*coords[:dim], at, *coords[dim:]))
 
 
 def place_of(position: Size, size: Size) -> Size:
@@ -170,7 +172,7 @@ def _diagonal(
         where[row], where[column] = coords[-1] + max(-offset, 0), coords[-1] + max(offset, 0)
         return tuple(where[d] for d in range(rank))
 
-    return remapped(x, shape_of(value), remap)
+    return remap_view(x, shape_of(value), remap)
 
 
 def _unfold(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, size: int, step: int) -> Result:
@@ -181,7 +183,7 @@ def _unfold(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, size: 
     def remap(_: Body, coords: Coords) -> Coords:
         return (*coords[:dim], coords[dim] * step + coords[-1], *coords[dim + 1 : -1])
 
-    return remapped(x, shape_of(value), remap)
+    return remap_view(x, shape_of(value), remap)
 
 
 def _as_strided(
@@ -195,7 +197,7 @@ def _as_strided(
 ) -> Result:
     """Strides into memory mean what torch's layout says: `x` has to lie there exactly so."""
     stored = low.memory(x)
-    if not laid_out_as(stored, x.strides):
+    if not has_layout(stored, x.strides):
         return NotImplemented
     assert stored.view is not None
     start = stored.view.offset if offset is None else offset
@@ -226,7 +228,7 @@ def _flip(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dims: Sequence[int
             for d, c in enumerate(coords)
         )
 
-    return remapped(x, x.shape, remap)
+    return remap_view(x, x.shape, remap)
 
 
 def _repeat(_: Lowering, value: torch.Tensor, /, x: LazyTensor, repeats: Sequence[int]) -> LazyTensor:
@@ -235,7 +237,7 @@ def _repeat(_: Lowering, value: torch.Tensor, /, x: LazyTensor, repeats: Sequenc
     def remap(body: Body, coords: Coords) -> Coords:
         return tuple(modulo(c, size or 1, body.ranges) for c, size in zip(coords[lead:], x.shape, strict=True))
 
-    return remapped(x, shape_of(value), remap)
+    return remap_view(x, shape_of(value), remap)
 
 
 def _roll(_: Lowering, value: torch.Tensor, /, x: LazyTensor, shifts: Any, dims: Any = ()) -> Result:
@@ -255,7 +257,7 @@ def _roll(_: Lowering, value: torch.Tensor, /, x: LazyTensor, shifts: Any, dims:
             for d, c in enumerate(coords)
         )
 
-    return remapped(x, x.shape, remap)
+    return remap_view(x, x.shape, remap)
 
 
 def _turned_back(shift: Size, size: Size) -> Size:

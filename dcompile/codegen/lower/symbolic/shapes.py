@@ -56,7 +56,7 @@ def _read(value: Any, strides: bool) -> Size:
     try:
         return _known(expression, strides, facts)
     except Inexpressible:
-        if not (rounded := compat.sizes.rounded(shape_env, expression)):
+        if not (rounded := compat.sizes.rounded_integers(shape_env, expression)):
             raise
     return _known(expression, strides, (*facts, *((number, least, 1) for number, least in rounded.items())))
 

@@ -72,7 +72,7 @@ def ranges_of(prefix: str, shape: Shape) -> dict[str, Size]:
     return {f"{prefix}{n}": size for n, size in enumerate(shape)}
 
 
-def reshaped(coords: tuple[Index, ...], source: Shape, target: Shape, ranges: Ranges) -> tuple[Index, ...]:
+def reshape_coords(coords: tuple[Index, ...], source: Shape, target: Shape, ranges: Ranges) -> tuple[Index, ...]:
     """Coordinates in `target` (what is read) of the element at `coords` in `source` (what it is seen as)."""
     if 0 in source:
         return (coords[source.index(0)],) * len(target)  # no such element, and no point in the loop either

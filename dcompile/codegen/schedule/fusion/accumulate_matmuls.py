@@ -41,7 +41,7 @@ def accumulate_products(program: Program) -> Program:
     buffers = list(program.buffers)
     table = program.table
     for found in sums:
-        total = table[_stored(program.steps[found.loop])]
+        total = table[_stored_sum(program.steps[found.loop])]
         so_far, at = found.start, found.begun
         for number, position in enumerate(found.products):
             gone.add(position)
@@ -49,7 +49,7 @@ def accumulate_products(program: Program) -> Program:
             into = total if last else replace(total, name=f"{total.name}_so_far{number}")
             buffers += [] if last else [into]
             at = max(at, position)
-            instead[at].append(_adding(program.steps[position], table[so_far], into))
+            instead[at].append(_added_matmul(program.steps[position], table[so_far], into))
             so_far = into.name
             table[so_far] = into
     kept = [[*([] if n in gone else [step]), *instead[n]] for n, step in enumerate(program.steps)]
@@ -87,7 +87,7 @@ def find_sums(program: Program) -> list[SummedMatmuls]:
     return found
 
 
-def _stored(step: Step) -> str:
+def _stored_sum(step: Step) -> str:
     (name,) = step.writes
     return name
 
@@ -119,7 +119,7 @@ def _is_product(program: Program, position: int) -> bool:
     return isinstance(step, Extern) and step.op in ADDING and step.mode == "out" and not step.kwargs
 
 
-def _adding(step: Step, start: Buffer, into: Buffer) -> Extern:
+def _added_matmul(step: Step, start: Buffer, into: Buffer) -> Extern:
     assert isinstance(step, Extern)
     whole = View(start.name, start.shape, start.strides)
     return replace(step, op=ADDING[step.op], args=(whole, *step.args), outs=(into.name,))

@@ -26,12 +26,12 @@ def order_rows(program: Program) -> Program:
     table = program.table
 
     def ordered(step: Step) -> Step:
-        return _ordered(step) if isinstance(step, Loop) and on_gpu(step, table) else step
+        return _reorder_inner(step) if isinstance(step, Loop) and on_gpu(step, table) else step
 
     return replace(program, steps=tuple(map(ordered, program.steps)))
 
 
-def _ordered(loop: Loop) -> Loop:
+def _reorder_inner(loop: Loop) -> Loop:
     names = inner_names(loop)
     if len(names) < 2 or not _may_be_permuted(loop):
         return loop

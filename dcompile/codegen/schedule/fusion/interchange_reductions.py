@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dcompile.codegen.schedule.fusion.iteration_space import canonical, respace
 from dcompile.codegen.schedule.fusion.merge import without
-from dcompile.ir.analysis import behind, is_row_store
+from dcompile.ir.analysis import ancestors, is_row_store
 from dcompile.ir.index import contiguous_strides, flatten, size_product, var
 from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
@@ -49,7 +49,7 @@ def wants_rows(loop: Loop, *, deep: bool = False) -> bool:
         return False
     if any(isinstance(value, Scan) for value in loop.body):
         return False
-    if not deep and _nested(loop):
+    if not deep and _has_nested_reduction(loop):
         return False
     if not all(is_row_store(loop, store) for store in loop.stores):
         return False
@@ -63,21 +63,21 @@ def _unit(load: Load, name: str) -> bool:
     return coefficient is not None and coefficient.constant == 1
 
 
-def _nested(loop: Loop) -> bool:
+def _has_nested_reduction(loop: Loop) -> bool:
     """Does a reduction need the result of another?"""
     arguments = [value.arg for value in loop.body if isinstance(value, Reduce)]
-    return any(isinstance(loop.body[ref], Reduce) for ref in behind(loop.body, arguments))
+    return any(isinstance(loop.body[ref], Reduce) for ref in ancestors(loop.body, arguments))
 
 
 def _split_by_depth(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     """The reductions that need no other, as walks over rows; then those that need these; and so on."""
     steps: list[Loop] = []
-    while _nested(loop):
+    while _has_nested_reduction(loop):
         first = [
             ref
             for ref, value in enumerate(loop.body)
             if isinstance(value, Reduce)
-            and not any(isinstance(loop.body[below], Reduce) for below in behind(loop.body, [value.arg]))
+            and not any(isinstance(loop.body[below], Reduce) for below in ancestors(loop.body, [value.arg]))
         ]
         stores: list[Store] = []
         body = list(loop.body)
@@ -116,7 +116,7 @@ def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
             stores.append(Store(store.buffer, var("i0"), value.arg, value.op))
         else:
             finished.append(store)
-    below = behind(loop.body, [store.value for store in finished], through_reduces=False)
+    below = ancestors(loop.body, [store.value for store in finished], through_reduces=False)
     needed = {ref for ref in below if isinstance(loop.body[ref], Reduce)}
     for ref in sorted(needed - results.keys()):
         value = loop.body[ref]

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from dcompile.codegen.nest.loop_nest import stride
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
-from dcompile.ir.canonical_names import buffers_in, renamed
+from dcompile.ir.canonical_names import buffers_in, rename_buffers
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout
 from dcompile.ir.index import ZERO, Index, substitute, var
 from dcompile.ir.nodes import (
@@ -35,9 +35,9 @@ from dcompile.ir.nodes import (
 )
 from dcompile.ir.symbols import used_symbols
 
-LEAST = 1 << 30
+MIN_EPILOGUE_FLOPS = 1 << 30
 """Multiplications and additions of a product below which there is nothing to gain: it takes two microseconds."""
-REACH = 2**31 - 2**20
+MAX_INT32_ELEMENTS = 2**31 - 2**20
 """Elements of a matrix that are counted in 32 bits."""
 ANY = Tile(0, 0, 0, 0, 0)
 """In place of a tile that is not chosen yet."""
@@ -108,7 +108,7 @@ def endings(program: Program) -> list[EpilogueCandidate]:
     for at, out in products.items():
         behind = (n for n in range(at + 1, len(program.steps)) if at in before[n])
         position = next(behind, None)  # no other step may need the product, or overwrite what it reads, before
-        joint = None if position is None else _joined(program, at, position, out)
+        joint = None if position is None else _fuse_epilogue(program, at, position, out)
         if position is None or joint is None:
             continue
         ending = EpilogueCandidate(at, position, joint)
@@ -139,7 +139,10 @@ def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
         return None
     if any(table[view.buffer].dtype != buffer.dtype for view in (left, right)):
         return None
-    fits = all(gemm_layout(view, buffer.dtype) is not None and _reach(view) < REACH for view in (left, right, result))
+    fits = all(
+        gemm_layout(view, buffer.dtype) is not None and _reach(view) < MAX_INT32_ELEMENTS
+        for view in (left, right, result)
+    )
     return buffer if fits and gemm_layout(result, buffer.dtype) == (False, buffer.shape[1]) else None
 
 
@@ -154,7 +157,7 @@ def _reach(view: View) -> int:
     return offset + (rows - 1) * down + (columns - 1) * right + 1
 
 
-def _joined(program: Program, at: int, position: int, out: Buffer) -> Loop | None:
+def _fuse_epilogue(program: Program, at: int, position: int, out: Buffer) -> Loop | None:
     """The product and the loop as one, if the loop goes through the result element by element."""
     call, loop = program.steps[at], program.steps[position]
     assert isinstance(call, Extern), "found by _result"
@@ -163,7 +166,7 @@ def _joined(program: Program, at: int, position: int, out: Buffer) -> Loop | Non
     if used_symbols(loop) or loop.writes & call.reads or any(holder_of(b) == out.name for b in program.buffers):
         return None
     product = Matmul(call, out.dtype, ANY)
-    if flops(product) < LEAST:
+    if flops(product) < MIN_EPILOGUE_FLOPS:
         return None
     ordered = by_rows(loop, out)
     if ordered is None:
@@ -269,4 +272,4 @@ def _nameless(joint: Loop) -> Loop:
     args = tuple(replace(arg, buffer=names[arg.buffer]) if isinstance(arg, View) else arg for arg in call.args)
     bare = replace(call, args=args, outs=(names[out],), origin=())
     product = replace(joint.product, call=bare)
-    return replace(renamed(joint, names), name="", origin=(), product=product)
+    return replace(rename_buffers(joint, names), name="", origin=(), product=product)

@@ -22,7 +22,7 @@ from dcompile.codegen.schedule.fusion.iteration_space import (
     space_ranges,
 )
 from dcompile.ir.analysis import can_overwrite, is_row_store, operands, ranges, runtime_refs, store_operands
-from dcompile.ir.canonical_names import Nameless, nameless, renamed
+from dcompile.ir.canonical_names import Nameless, nameless, rename_buffers
 from dcompile.ir.index import Index, Size, as_size, substitute, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Value
 from dcompile.ir.ops import COMPUTE_DTYPES
@@ -67,7 +67,7 @@ class LoopMerger:
             return None
         origin = tuple(dict.fromkeys((*first.origin, *second.origin)))
         own = {number: name for name, number in names.items()}
-        return replace(renamed(merged, own), name=first.name, origin=origin)
+        return replace(rename_buffers(merged, own), name=first.name, origin=origin)
 
 
 def combinings(loop: Loop) -> dict[str, Size]:
@@ -114,7 +114,7 @@ def _retold(loop: Loop, host: Loop) -> Iterator[Loop]:
     """A loop without inner space, told over the space of `host`: first so that shared elements meet, then in order."""
     loop = elementwise(loop)
     outer, inner, bounds, own = host.outer, host.inner, ranges(host), ranges(loop)
-    for mine, theirs in _shared(loop, host):
+    for mine, theirs in _shared_elements(loop, host):
         if len(theirs.variables & bounds.keys()) == 0:
             continue
         values = solve(mine, own, theirs, bounds)
@@ -131,7 +131,7 @@ def _one_to_one(index: Index, points: Size, outer: Shape, inner: Shape) -> bool:
     return any(solve(index, space, index, space) is not None for space in spaces if size_of(space.values()) == points)
 
 
-def _shared(loop: Loop, host: Loop) -> Iterator[tuple[Index, Index]]:
+def _shared_elements(loop: Loop, host: Loop) -> Iterator[tuple[Index, Index]]:
     """(index in loop, index in host) of elements that both touch: writes against reads first, then common reads."""
     for store in loop.stores:
         yield from ((store.index, load.index) for load in _loads(host) if load.buffer == store.buffer)
@@ -168,8 +168,8 @@ def join(first: Loop, second: Loop) -> Loop:
     refs = append(body, known, first, {})
     stored = {store.buffer: refs[store.value] for store in first.stores if store.mode == "set"}
     refs2 = append(body, known, second, stored)
-    stores = [replace(s, index=_renumbered(s.index, refs), value=refs[s.value]) for s in first.stores]
-    stores += [replace(s, index=_renumbered(s.index, refs2), value=refs2[s.value]) for s in second.stores]
+    stores = [replace(s, index=_renumber_indices(s.index, refs), value=refs[s.value]) for s in first.stores]
+    stores += [replace(s, index=_renumber_indices(s.index, refs2), value=refs2[s.value]) for s in second.stores]
     origin = tuple(dict.fromkeys((*first.origin, *second.origin)))
     return replace(first, body=tuple(body), stores=tuple(stores), origin=origin)
 
@@ -178,11 +178,11 @@ def append(body: list[Value], known: dict[Value, Ref], loop: Loop, stored: dict[
     """Append a loop's values to `body`, sharing equal ones; loads of `stored` buffers become those values."""
     refs: dict[Ref, Ref] = {}
     for old, value in enumerate(loop.body):
-        refs[old] = put(body, known, moved(value, refs, stored, body, known))
+        refs[old] = append_value(body, known, move_value(value, refs, stored, body, known))
     return refs
 
 
-def moved(
+def move_value(
     value: Value, refs: dict[Ref, Ref], stored: dict[str, Ref], body: list[Value], known: dict[Value, Ref]
 ) -> Value | Ref:
     """A value whose operands are where `refs` says; where it loads one of `stored`, the value that was stored."""
@@ -190,31 +190,31 @@ def moved(
         case Const():
             return value
         case IndexOf():
-            return replace(value, index=_renumbered(value.index, refs))
+            return replace(value, index=_renumber_indices(value.index, refs))
         case Load():
             mask = None if value.mask is None else refs[value.mask]
             if value.buffer not in stored:
-                return replace(value, index=_renumbered(value.index, refs), mask=mask)
+                return replace(value, index=_renumber_indices(value.index, refs), mask=mask)
             if mask is None:
                 return stored[value.buffer]
-            return masked(stored[value.buffer], mask, value.dtype, body, known)
+            return mask_value(stored[value.buffer], mask, value.dtype, body, known)
         case Apply():
             return replace(value, args=tuple(refs[arg] for arg in value.args))
         case Reduce() | Scan():
             return replace(value, arg=refs[value.arg])
 
 
-def masked(value: Ref, mask: Ref, dtype: str, body: list[Value], known: dict[Value, Ref]) -> Value:
+def mask_value(value: Ref, mask: Ref, dtype: str, body: list[Value], known: dict[Value, Ref]) -> Value:
     """The value, or 0 where the mask is false: of 16 bits, in which loops do not compute, by way of float32."""
     wide = dtype if dtype in COMPUTE_DTYPES else "float32"
     if wide != dtype:
-        value = put(body, known, Apply("cast", (value,), wide))
-    zero = put(body, known, Const(False if wide == "bool" else 0, wide))
+        value = append_value(body, known, Apply("cast", (value,), wide))
+    zero = append_value(body, known, Const(False if wide == "bool" else 0, wide))
     chosen = Apply("where", (mask, value, zero), wide)
-    return chosen if wide == dtype else Apply("cast", (put(body, known, chosen),), dtype)
+    return chosen if wide == dtype else Apply("cast", (append_value(body, known, chosen),), dtype)
 
 
-def put(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
+def append_value(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
     """Append a value to a body unless it is `known` there; its number."""
     if isinstance(value, int):
         return value
@@ -229,7 +229,7 @@ def put(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
     return known[key]
 
 
-def _renumbered(index: Index, refs: dict[Ref, Ref]) -> Index:
+def _renumber_indices(index: Index, refs: dict[Ref, Ref]) -> Index:
     """Run-time variables `v7` follow the values they name."""
     used = runtime_refs(index)
     return substitute(index, {f"v{old}": var(f"v{refs[old]}") for old in used}, {}) if used else index
@@ -251,8 +251,8 @@ def without(loop: Loop, dead: frozenset[str]) -> Loop | None:
     refs = {old: new for new, old in enumerate(kept)}
     body: list[Value] = []
     for old in kept:
-        value = moved(loop.body[old], refs, {}, [], {})
+        value = move_value(loop.body[old], refs, {}, [], {})
         assert not isinstance(value, int)
         body.append(value)
-    stores = tuple(replace(s, index=_renumbered(s.index, refs), value=refs[s.value]) for s in stores)
+    stores = tuple(replace(s, index=_renumber_indices(s.index, refs), value=refs[s.value]) for s in stores)
     return replace(loop, body=tuple(body), stores=stores)

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dcompile.codegen.nest.device_traits import on_gpu
-from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, PERSISTENT
+from dcompile.codegen.nest.gpu_tiling import MAX_PERSISTENT_ELEMENTS, MULTIPROCESSORS
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import merge, without
 from dcompile.ir.index import size_product, typical
 from dcompile.ir.nodes import Apply, Buffer, Loop, Program, Reduce, Ref, Step, Value
 
-REACH = 4
+MAX_ROW_PASSES = 4
 """Loops that may lie between a maximum and the sum that needs it."""
 
 
@@ -49,7 +49,10 @@ def _is_long(loop: Loop, table: dict[str, Buffer]) -> bool:
     """Is a row read in pieces, by one program?"""
     if not on_gpu(loop, table) or any(store.mode != "set" for store in loop.stores):
         return False
-    return typical(size_product(loop.inner)) > PERSISTENT and typical(size_product(loop.outer)) >= MULTIPROCESSORS
+    return (
+        typical(size_product(loop.inner)) > MAX_PERSISTENT_ELEMENTS
+        and typical(size_product(loop.outer)) >= MULTIPROCESSORS
+    )
 
 
 def _sums(loop: Loop) -> Iterator[Ref]:
@@ -82,7 +85,7 @@ def _with_its_maximum(steps: list[Step | None], at: int) -> tuple[int, Loop] | N
     step = steps[at]
     assert isinstance(step, Loop)
     joined, writers = canonical(step), {name: n for n, s in enumerate(steps[:at]) if s is not None for name in s.writes}
-    for _ in range(REACH):
+    for _ in range(MAX_ROW_PASSES):
         for place in sorted({writers[name] for name in joined.reads if name in writers}, reverse=True):
             producer = steps[place]
             if not isinstance(producer, Loop) or not _may_join(producer):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
-from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, masked, moved, put
-from dcompile.ir.analysis import behind, ranges, runtime_refs, turning_point
+from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
+from dcompile.ir.analysis import ancestors, ranges, runtime_refs, turning_point
 from dcompile.ir.index import Index, Ranges, substitute, typical, var
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -33,13 +33,13 @@ from dcompile.ir.nodes import (
 )
 from dcompile.ir.ops import OPS
 
-LEAST = 1 << 20
+MIN_RECOMPUTE_BYTES = 1 << 20
 """Bytes that a buffer has at least: smaller ones stay in the cache."""
-NEAR = 8
+MIN_STEP_DISTANCE = 8
 """Steps between writing and reading: what is read again has to live on that long."""
-COST = 48
+MAX_RECOMPUTE_COST = 48
 """Additions that an element may cost: about what a GPU does while it reads or writes eight bytes more."""
-SHARE = 0.75
+MAX_TRAFFIC_SHARE = 0.75
 """Of the traffic that may be left."""
 UNLIMITED = 1 << 62
 """The end of a span that a comparison leaves open."""
@@ -95,11 +95,13 @@ class _Work:
             users = self.readers.get(store.buffer, set())
             if store.mode != "set" or store.buffer in self.kept or not users or not self._is_large(store.buffer):
                 continue
-            if not all(number < user <= number + NEAR and isinstance(self.steps[user], Loop) for user in users):
+            if not all(
+                number < user <= number + MIN_STEP_DISTANCE and isinstance(self.steps[user], Loop) for user in users
+            ):
                 continue
-            refs = sorted(behind(loop.body, [store.value]))
+            refs = sorted(ancestors(loop.body, [store.value]))
             values = [loop.body[ref] for ref in refs]
-            if not all(map(_may_repeat, values)) or sum(map(_cost, values)) > COST:
+            if not all(map(_may_repeat, values)) or sum(map(_cost, values)) > MAX_RECOMPUTE_COST:
                 continue
             sources = frozenset(value.buffer for value in values if isinstance(value, Load))
             changed = (at for name in sources for at in self.writers.get(name, ()))
@@ -109,7 +111,7 @@ class _Work:
 
     def _is_large(self, name: str) -> bool:
         buffer = self.table[name]
-        return isinstance(buffer.extent, int) and buffer.nbytes >= LEAST
+        return isinstance(buffer.extent, int) and buffer.nbytes >= MIN_RECOMPUTE_BYTES
 
     def take(self, number: int, offers: Sequence[_RecomputableStore]) -> bool:
         """Accept offers of one loop if all who read what is offered can, and less is read and written then."""
@@ -125,11 +127,11 @@ class _Work:
             mine = {name: offer for name, offer in given.items() if name in reader.reads}
             fresh = frozenset().union(*(offer.sources for offer in mine.values())) - reader.reads
             after += sum(typical(self.table[name].extent) * ITEMSIZE[self.table[name].dtype] for name in fresh)
-            inlined = _inlined(reader, loop, mine)
+            inlined = _inline_recomputed(reader, loop, mine)
             if inlined is None:
                 return False
             told[user] = inlined
-        if after > SHARE * before:
+        if after > MAX_TRAFFIC_SHARE * before:
             return False
         for user, inlined in told.items():
             for name in inlined.reads:
@@ -157,7 +159,7 @@ def _cost(value: Value) -> int:
     return OPS[value.op].cost if isinstance(value, Apply) else 0
 
 
-def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _RecomputableStore]) -> Loop | None:
+def _inline_recomputed(reader: Loop, maker: Loop, offers: Mapping[str, _RecomputableStore]) -> Loop | None:
     """`reader` with what it loads of `offers` computed as `maker` does; None if the places do not line up."""
     bounds, own = ranges(reader), ranges(maker)
     body: list[Value] = []
@@ -165,7 +167,7 @@ def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _RecomputableStore]
     refs: dict[Ref, Ref] = {}
     for old, value in enumerate(reader.body):
         if not isinstance(value, Load) or value.buffer not in offers:
-            refs[old] = put(body, known, moved(value, refs, {}, body, known))
+            refs[old] = append_value(body, known, move_value(value, refs, {}, body, known))
             continue
         offer, mask = offers[value.buffer], value.mask
         places = None if runtime_refs(value.index) else _places(reader, value, offer.store.index, own, bounds)
@@ -176,12 +178,16 @@ def _inlined(reader: Loop, maker: Loop, offers: Mapping[str, _RecomputableStore]
             made = maker.body[ref]
             if isinstance(made, Load | IndexOf):
                 made = replace(made, index=substitute(made.index, places, bounds))
-            copy = moved(made, again, {}, body, known)
+            copy = move_value(made, again, {}, body, known)
             if isinstance(copy, Load) and mask is not None:
                 copy = replace(copy, mask=refs[mask])
-            again[ref] = put(body, known, copy)
+            again[ref] = append_value(body, known, copy)
         found = again[offer.store.value]
-        refs[old] = found if mask is None else put(body, known, masked(found, refs[mask], value.dtype, body, known))
+        refs[old] = (
+            found
+            if mask is None
+            else append_value(body, known, mask_value(found, refs[mask], value.dtype, body, known))
+        )
     stores = tuple(replace(store, value=refs[store.value]) for store in reader.stores)
     if any(runtime_refs(store.index) for store in stores):
         return None

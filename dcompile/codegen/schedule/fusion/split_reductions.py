@@ -14,10 +14,10 @@ from dcompile.codegen.nest.device_traits import has_atomic, on_gpu
 from dcompile.codegen.nest.gpu_tiling import (
     COLUMN_ROWS,
     COLUMNS,
+    MAX_PERSISTENT_ELEMENTS,
     MULTIPROCESSORS,
-    PERSISTENT,
     PROGRAMS,
-    ROW,
+    ROW_ELEMENTS,
     about,
     ceil_div,
     chunk_of,
@@ -25,12 +25,12 @@ from dcompile.codegen.nest.gpu_tiling import (
     power_of_two,
     sees_whole_rows,
 )
-from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renumber, renumbered
+from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renumber, renumber_values
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
 from dcompile.ir.analysis import (
-    behind,
+    ancestors,
     inner_names,
     is_row_store,
     operands,
@@ -45,13 +45,13 @@ from dcompile.ir.index import Div, Index, Size, as_index, size_product, substitu
 from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
-LONG = 32768
+MIN_SPLIT_ROW_ELEMENTS = 32768
 """Elements from which a row is worth sharing: for fewer, a program takes no longer than another launch."""
 UNKNOWN_ROWS = 64
 """Rows that a program walks over where their number is a symbol: parts are as many as there are then."""
-PART = 2048
+PART_ELEMENTS = 2048
 """Fewest elements of a row that a program takes."""
-LOADED = 16 * PART
+MAX_LOADED_ELEMENTS = 16 * PART_ELEMENTS
 """Elements from which a part is cut further: programs of fewer pieces each hide how long memory takes."""
 
 
@@ -64,7 +64,7 @@ def spread_columns(program: Program) -> Program:
     steps: list[Step] = []
     for step in program.steps:
         if isinstance(step, Loop) and on_gpu(step, table) and 0 not in (*step.outer, *step.inner):
-            for loop in _detached(step, table):
+            for loop in _detach_combining_stores(step, table):
                 steps += _in_parts(loop, table)
         else:
             steps.append(step)
@@ -80,7 +80,7 @@ def spread_rows(program: Program) -> Program:
     steps: list[Step] = []
     for step in program.steps:
         parts = row_parts(step) if isinstance(step, Loop) and on_gpu(step, table) else 1
-        steps += _shared(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
+        steps += _split_reductions(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
 
 
@@ -151,16 +151,16 @@ def rows_per_program(nest: Nest) -> int:
     if not isinstance(count(nest.rows), int):
         return UNKNOWN_ROWS
     if sees_whole_rows(nest):
-        return max(-(-rows // PROGRAMS), min(ROW // power_of_two(size), rows), 1)
+        return max(-(-rows // PROGRAMS), min(ROW_ELEMENTS // power_of_two(size), rows), 1)
     wanted = max(2 * PROGRAMS // -(-size // COLUMNS), 1)
     at_once = COLUMN_ROWS * COLUMNS // min(COLUMNS, power_of_two(size))
     return max(-(-rows // wanted), min(4 * at_once, rows))
 
 
-def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
+def _detach_combining_stores(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
     saved: dict[Ref, str] = {}
-    leaving = _uncollected(loop, table)
+    leaving = _uncollectable_stores(loop, table)
     loop, apart = _by_way_of_memory(loop, leaving, table)
     wrong = [n for n in leaving if loop.stores[n].mode != "set"]
     rows = position("i", loop.outer)
@@ -173,13 +173,13 @@ def _detached(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
     return [*([rest] if rest is not None else []), *apart]
 
 
-def _uncollected(loop: Loop, table: Mapping[str, Buffer]) -> list[int]:
+def _uncollectable_stores(loop: Loop, table: Mapping[str, Buffer]) -> list[int]:
     """Combining stores that have to leave the loop, and can.
 
     One that cannot, since values say where it stores, combines in memory, and so do all that stay with it.
     """
     nest = _nest(loop)
-    fits = not may_exceed(size_product(loop.inner), PERSISTENT) or not sees_whole_rows(nest)
+    fits = not may_exceed(size_product(loop.inner), MAX_PERSISTENT_ELEMENTS) or not sees_whole_rows(nest)
     combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
     wrong = [n for n in combining if not (fits and _collects(nest, n))]
     able = [n for n in combining if _has_own_loop(loop, loop.stores[n], table)]
@@ -206,7 +206,7 @@ def _by_way_of_memory(loop: Loop, numbers: list[int], table: dict[str, Buffer]) 
     stores, apart = list(loop.stores), list[Loop]()
     for n in numbers:
         store, row_store = loop.stores[n], is_row_store(loop, loop.stores[n])
-        needed = behind(loop.body, store_operands(store), through_reduces=False)
+        needed = ancestors(loop.body, store_operands(store), through_reduces=False)
         if not loop.reads & loop.writes and not any(isinstance(loop.body[ref], Scan) for ref in needed):
             continue
         dtype, shape = loop.body[store.value].dtype, loop.outer if row_store else (*loop.outer, *loop.inner)
@@ -229,7 +229,7 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
     values = {name: as_index(0) for name in bounds}
     values |= {name: var(f"i{place}") for place, name in enumerate(outer)}
     values |= {name: var(f"j{place}") for place, name in enumerate(inner)}
-    needed = behind(loop.body, store_operands(store), through_reduces=False)
+    needed = ancestors(loop.body, store_operands(store), through_reduces=False)
     body: list[Value] = []
     for ref, value in enumerate(loop.body):
         if isinstance(value, Reduce):
@@ -276,10 +276,10 @@ def row_parts(loop: Loop) -> int:
     rows, size = size_product(loop.outer), size_product(loop.inner)
     if not (isinstance(rows, int) and isinstance(size, int)):
         return 1  # how many rows there are decides
-    if rows == 0 or size < LONG or rows >= MULTIPROCESSORS:
+    if rows == 0 or size < MIN_SPLIT_ROW_ELEMENTS or rows >= MULTIPROCESSORS:
         return 1
-    most = max(size // PART, 1)
-    wanted = min(max(PROGRAMS // rows, min(4 * PROGRAMS // rows, size // LOADED), 1), most)
+    most = max(size // PART_ELEMENTS, 1)
+    wanted = min(max(PROGRAMS // rows, min(4 * PROGRAMS // rows, size // MAX_LOADED_ELEMENTS), 1), most)
     # a divisor, if there is one nearby, saves masks
     near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
     return min(near, key=lambda n: abs(n - wanted)) if near else wanted
@@ -293,14 +293,14 @@ def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
     return ints
 
 
-def _shared(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
+def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
     """The loop's reductions, pass by pass, each in two steps, and its element stores in a loop of their own."""
     inner = _axes(inner_names(loop), _known(loop.inner))
     body, stores = expand(loop.body, loop.stores, list(inner))
     loop = replace(loop, body=body, stores=stores)
     rows, device = prod(_known(loop.outer)), table[stores[0].buffer].device
     known = passes(loop)
-    live = behind(body, [ref for store in stores for ref in store_operands(store)])
+    live = ancestors(body, [ref for store in stores for ref in store_operands(store)])
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
     done: dict[Ref, str] = {}
     steps: list[Loop] = []
@@ -388,5 +388,5 @@ def _sum(
             continue
         number[ref] = len(body) - 1
     stores = [Store(name, rows, number[ref]) for ref, name in results.items()]
-    stores += [replace(s, value=number[s.value], index=renumbered(s.index, number)) for s in row_stores]
+    stores += [replace(s, value=number[s.value], index=renumber_values(s.index, number)) for s in row_stores]
     return Loop(f"{loop.name}_sum", loop.outer, (parts,), tuple(body), tuple(stores), loop.origin)

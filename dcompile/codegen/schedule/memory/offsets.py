@@ -38,7 +38,7 @@ def place(blocks: Sequence[Block]) -> tuple[list[int], int]:
     return min(plans, key=lambda plan: plan[1])
 
 
-def aligned(nbytes: int) -> int:
+def align_size(nbytes: int) -> int:
     """Rounded up to whole cache lines."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -50,7 +50,7 @@ def _place_in_order(blocks: Sequence[Block], order: Sequence[int]) -> tuple[list
     offsets = [0] * count
     for done, number in enumerate(order):
         block = blocks[number]
-        size = aligned(typical(block.nbytes))
+        size = align_size(typical(block.nbytes))
         meets = (first[:done] <= block.last) & (last[:done] >= block.first)
         offsets[number] = best_gap(start[:done][meets], end[:done][meets], size)
         first[done], last[done] = block.first, block.last
@@ -107,10 +107,10 @@ def place_symbolic(blocks: Sequence[Block], start: Size) -> tuple[list[Size], Si
     offsets: dict[int, Size] = {}
     for slot in slots:
         offsets[id(slot)] = start
-        start = as_size(as_index(start) + _aligned(slot.nbytes))
+        start = as_size(as_index(start) + _align_symbolic(slot.nbytes))
     return [offsets[id(member[number])] for number in range(len(blocks))], start
 
 
-def _aligned(nbytes: Size) -> Size:
+def _align_symbolic(nbytes: Size) -> Size:
     """Rounded up to whole cache lines."""
     return as_size(floordiv(as_index(nbytes) + ALIGNMENT - 1, ALIGNMENT, {}) * ALIGNMENT)

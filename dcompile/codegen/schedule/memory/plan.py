@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dcompile.codegen.schedule.memory.offsets import Block, place_symbolic
 from dcompile.codegen.schedule.memory.reuse_external import (
-    APART,
+    SEPARATE,
     DonorBuffer,
     held_bytes,
     hosts_of,
@@ -19,7 +19,7 @@ from dcompile.codegen.schedule.memory.reuse_external import (
 from dcompile.codegen.schedule.memory.separate_allocations import fits, heirs_of, movable, set_apart
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import ITEMSIZE, LODGED, Buffer, Extern, Loop, Program, View, holder_of
+from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Extern, Loop, Program, View, holder_of
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]
@@ -39,7 +39,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     """
     behind = _held_by_results(program)
     lives = live_ranges(program, behind)
-    kept = _escaping(program, behind)
+    kept = _escaping_names(program, behind)
     storages = _storages(program, kept)
     over = _over_saved(program, lives, storages, kept)
     lives |= {old: (lives[old][0], len(program.steps) - 1) for old in over.values()}
@@ -72,7 +72,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
     places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
     where = {buffer.name: places[n] for n, group in enumerate(groups) if n in places for buffer in group}
-    own = {n: None for n, (host, _) in places.items() if host == APART}
+    own = {n: None for n, (host, _) in places.items() if host == SEPARATE}
     for n, given in {**apart, **own}.items():
         head = groups[n][0].name
         where |= {buffer.name: (given or head, 0) for buffer in groups[n]}
@@ -113,7 +113,7 @@ def _over_saved(
 
 def _settle(buffer: Buffer, storage: str, place: tuple[str | None, Size] | None) -> Buffer:
     host, offset = (None, 0) if place is None else place
-    return replace(buffer, storage=storage if host is None else LODGED + host, offset=offset)
+    return replace(buffer, storage=storage if host is None else IN_DONOR + host, offset=offset)
 
 
 def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[str, Life]:
@@ -146,12 +146,12 @@ def _held_by_results(program: Program) -> dict[str, frozenset[str]]:
     return behind
 
 
-def escaping(program: Program) -> frozenset[str]:
+def escaping_buffers(program: Program) -> frozenset[str]:
     """Buffers whose memory results show, or may show."""
-    return _escaping(program, _held_by_results(program))
+    return _escaping_names(program, _held_by_results(program))
 
 
-def _escaping(program: Program, behind: Mapping[str, frozenset[str]]) -> frozenset[str]:
+def _escaping_names(program: Program, behind: Mapping[str, frozenset[str]]) -> frozenset[str]:
     shown = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
     return shown.union(*(behind[name] for name in shown if name in behind))
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from dcompile.codegen.schedule.memory.plan import escaping, plan_memory
+from dcompile.codegen.schedule.memory.plan import escaping_buffers, plan_memory
 from dcompile.codegen.schedule.memory.reuse_external import is_known, workspace_bytes
 from dcompile.codegen.schedule.order.dependences import edges
-from dcompile.ir.nodes import LODGED, Collective, Program, Step, View
+from dcompile.ir.nodes import IN_DONOR, Collective, Program, Step, View
 
-WINDOW = 6
+WINDOW_STEPS = 6
 """Steps that may be taken before the one whose turn it is: what is near shares caches, and planning stays linear."""
-WORTH = 1 << 16
+MIN_SAVED_BYTES = 1 << 16
 """Bytes of peak that another order must save."""
 
 
@@ -39,28 +39,30 @@ def plan_frugally(program: Program, saves: bool = False) -> Program:
 def _better(planned: Program, other: Program, saves: bool) -> Program:
     """The plan of another order, if it is worth it."""
     found = plan_memory(other, saves)
-    return found if peak_bytes(found) + WORTH <= peak_bytes(planned) else planned
+    return found if peak_bytes(found) + MIN_SAVED_BYTES <= peak_bytes(planned) else planned
 
 
 def peak_bytes(planned: Program) -> int:
     """Arena, results, the library's tensors and donated inputs at the step where they are most; known sizes only."""
     arena = planned.arena_bytes if isinstance(planned.arena_bytes, int) else 0
-    begun, ended = _held(planned)
+    begun, ended = _held_bytes(planned)
     table = planned.table
     own = [workspace_bytes(step, table) for step in planned.steps]
     return arena + int((_while(begun, ended) + own).max(initial=0))
 
 
-def _held(planned: Program) -> tuple[np.ndarray, np.ndarray]:
+def _held_bytes(planned: Program) -> tuple[np.ndarray, np.ndarray]:
     """Bytes that each step is the first to hold, and the last, besides the arena; donated inputs from the beginning."""
     storages = {buffer.name: buffer.storage or "" for buffer in planned.buffers}
-    guests = {name: storage.removeprefix(LODGED) for name, storage in storages.items() if storage.startswith(LODGED)}
+    guests = {
+        name: storage.removeprefix(IN_DONOR) for name, storage in storages.items() if storage.startswith(IN_DONOR)
+    }
     spans: dict[str, tuple[int, int]] = dict.fromkeys(planned.donated, (0, 0))
     for position, step in enumerate(planned.steps):
         for name in step.reads | step.writes:
             for held in (name, guests.get(name, name)):
                 spans[held] = (spans.get(held, (position, position))[0], position)
-    kept = escaping(planned)
+    kept = escaping_buffers(planned)
     begun, ended = (np.zeros(len(planned.steps), np.int64) for _ in range(2))
     for buffer in planned.buffers:
         counts = buffer.storage in ("out", "library") or buffer.name in planned.donated
@@ -86,14 +88,14 @@ def delay_peak_call(planned: Program) -> tuple[Step, ...] | None:
     """
     steps, table = planned.steps, planned.table
     own = np.array([workspace_bytes(step, table) for step in steps])
-    if own.max(initial=0) < WORTH:
+    if own.max(initial=0) < MIN_SAVED_BYTES:
         return None
-    begun, ended = _held(planned)
+    begun, ended = _held_bytes(planned)
     held = _while(begun, ended)
     at = int((held + own).argmax())
     before = edges(steps)
     stop = next((n for n in range(at + 1, len(steps)) if at in before[n]), len(steps))
-    if own[at] < WORTH or stop == at + 1:
+    if own[at] < MIN_SAVED_BYTES or stop == at + 1:
         return None
     meanwhile = (held + own)[at + 1 : stop] + ended[at] - begun[at]
     itself = (held - ended)[at + 1 : stop] + ended[at] + own[at]
@@ -120,7 +122,7 @@ def reorder_for_frees(program: Program) -> Program:
     done: list[int] = []
     while ready:
         turn = min(ready)
-        number = min((n for n in ready if n < turn + WINDOW), key=lambda n: (balance.change(n), n))
+        number = min((n for n in ready if n < turn + WINDOW_STEPS), key=lambda n: (balance.change(n), n))
         ready.remove(number)
         done.append(number)
         balance.take(number)

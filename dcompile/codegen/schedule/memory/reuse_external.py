@@ -12,23 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcompile.codegen.schedule.memory.offsets import Block, aligned, best_gap, place
+from dcompile.codegen.schedule.memory.offsets import Block, align_size, best_gap, place
 from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
 """Bytes: an address that each call works out anew costs more than less memory gains."""
 STEPS_OF_CAP = 8
-WORTH = 1 << 16
+MIN_SAVED_BYTES = 1 << 16
 """Bytes that must be saved at least."""
-SMALLEST_APART = 1 << 17
+MIN_SEPARATE_BYTES = 1 << 17
 WORTH_APART = 100
 """Nothing is allocated by itself for less than this part of the peak: fresh pages made steps up to 7 % slower (Llama,
 LSTM; a busy machine, with a lower limit than this)."""
 SMALL_ARENA = 1 << 16
 """Bytes: a smaller arena may lie as a whole in memory of a block's own, once that block is done with it."""
-PRICE = 1024
+BYTES_PER_DONOR = 1024
 """An allocation more must save this part of the peak."""
-APART = ""
+SEPARATE = ""
 """Where a block lies that has memory of its own."""
 Place = tuple[str | int | None, int]
 """What a block lies in (None: the arena, a host's name, APART, the number of a block that lies apart); where there."""
@@ -172,9 +172,9 @@ def lodge(
     options = _options(blocks, hosts, heirs, bound) if hosts else [np.zeros(0, np.int64)] * len(blocks)
 
     def cost(lodging: Placement) -> int:
-        count = sum(host == APART for host, _ in lodging.places)
+        count = sum(host == SEPARATE for host, _ in lodging.places)
         later = 0 if beside is None else beside + total + lodging.arena_bytes
-        return max(lodging.peak, later) + count * (usual.peak // PRICE)
+        return max(lodging.peak, later) + count * (usual.peak // BYTES_PER_DONOR)
 
     def best_of(best: Placement, barred: Set[int]) -> Placement:
         for raises in (False, True):
@@ -191,10 +191,10 @@ def lodge(
 
     everything = range(len(blocks))
     within = best_of(usual, frozenset(everything)) if hosts else usual
-    within = within if cost(within) + WORTH <= cost(usual) else usual
-    small = {n for n in everything if int(blocks[n].nbytes) < SMALLEST_APART}  # type: ignore[arg-type]
+    within = within if cost(within) + MIN_SAVED_BYTES <= cost(usual) else usual
+    small = {n for n in everything if int(blocks[n].nbytes) < MIN_SEPARATE_BYTES}  # type: ignore[arg-type]
     apart = best_of(within, bound | small)
-    return apart if cost(apart) + max(WORTH, within.peak // WORTH_APART) <= cost(within) else within
+    return apart if cost(apart) + max(MIN_SAVED_BYTES, within.peak // WORTH_APART) <= cost(within) else within
 
 
 def _options(
@@ -261,7 +261,7 @@ class _PlacementAttempt:
         self.blocks, self.hosts, self.heirs, self.options = blocks, hosts, heirs, options
         self.held, self.most, self.barred, self.bound = held.copy(), most, barred, bound
         self.high = int(held.max(initial=0))
-        self.sizes = [aligned(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
+        self.sizes = [align_size(int(block.nbytes)) for block in blocks]  # type: ignore[arg-type]
         self.arena = _DonorSpace()
         self.bins: dict[str, _DonorSpace] = defaultdict(_DonorSpace)
         self.edges = np.array([host.edge for host in hosts], np.int64)
@@ -304,7 +304,7 @@ class _PlacementAttempt:
             return False
         first = min(self.blocks[number].first for number in inside)
         last = max(self.blocks[number].last for number in inside)
-        apart = [(number, self.blocks[number]) for number, (host, _) in enumerate(places) if host == APART]
+        apart = [(number, self.blocks[number]) for number, (host, _) in enumerate(places) if host == SEPARATE]
         # bytes that are there, not rounded up to a cache line as `sizes` are
         before = [n for n, block in apart if block.last < first and int(block.nbytes) >= nbytes]  # type: ignore[arg-type]
         if not before:
@@ -338,7 +338,7 @@ class _PlacementAttempt:
                 continue
             self._hold(span, host.nbytes)
             self.edges[k] = then
-            self.bins[host.name].put(block, at, aligned(nbytes))
+            self.bins[host.name].put(block, at, align_size(nbytes))
             return host.name, at
         return None
 
@@ -349,7 +349,7 @@ class _PlacementAttempt:
         if number in self.barred or self.held[span].max(initial=0) + size > self.most:
             return None
         self._hold(span, size)
-        return APART, 0
+        return SEPARATE, 0
 
     def _edges(self, numbers: np.ndarray | np.intp, block: Block) -> np.ndarray:
         """How far hosts' lives go if the block lies there."""

@@ -20,16 +20,16 @@ from dcompile.codegen.schedule.memory.reuse_external import in_flight
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.nodes import Buffer, Program
 
-SMALLEST = 1 << 20
+MIN_BLOCK_BYTES = 1 << 20
 """Bytes: an allocation costs about as much time as a small kernel."""
-WORTH = 16384
+MIN_PEAK_FRACTION = 16384
 """Nothing is done for less than this part of the peak."""
-PRICE = 262144
+BYTES_PER_ALLOCATION = 262144
 """An allocation more must save this part of the peak: kilobytes of gigabytes, for a microsecond of the host's time."""
 
-LEAST = 1 << 16
+MIN_SMALL_BLOCK_BYTES = 1 << 16
 """Bytes that each block must save that lies apart although it is small."""
-FEW = 12
+MAX_SMALL_BLOCKS = 12
 """Blocks that are tried for that, one after another; the planner's time goes with their number."""
 
 
@@ -142,21 +142,21 @@ def _move_large(sides: _Sides) -> None:
     usual, sizes = sides.peak, sides.sizes
     peaks, costs = [usual], {usual + 1: usual}  # the smallest size that lies apart -> peak and price
     for count, number in enumerate(sorted(sizes, key=lambda n: (-sizes[n], n)), 1):
-        if sizes[number] < SMALLEST:
+        if sizes[number] < MIN_BLOCK_BYTES:
             break
         sides.move(number)
         peaks.append(sides.peak)
-        costs[sizes[number]] = peaks[-1] + count * (usual // PRICE)
+        costs[sizes[number]] = peaks[-1] + count * (usual // BYTES_PER_ALLOCATION)
     smallest = min(costs, key=lambda size: (costs[size], -size))
-    worth = usual - min(peaks) >= max(usual // WORTH, SMALLEST)
+    worth = usual - min(peaks) >= max(usual // MIN_PEAK_FRACTION, MIN_BLOCK_BYTES)
     sides.keep(sum(sizes[number] >= smallest for number in sides.apart) if worth else 0)
 
 
 def _move_crowding(sides: _Sides) -> None:
     """What lies in the arena where that is largest, whatever its size, if something else makes the peak."""
     best = sides.peak
-    price, kept = max(best // PRICE, LEAST), len(sides.apart)
-    for count in range(1, FEW + 1):
+    price, kept = max(best // BYTES_PER_ALLOCATION, MIN_SMALL_BLOCK_BYTES), len(sides.apart)
+    for count in range(1, MAX_SMALL_BLOCKS + 1):
         alive = sides.fullest()
         if not alive:
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
-from dcompile.codegen.schedule.order.simulate import copied
+from dcompile.codegen.schedule.order.simulate import is_copied_gather
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
 from dcompile.ir.index import Index, Size, typical
@@ -52,7 +52,7 @@ def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize
             found.append(_among_replicas(started[step.bucket], table, figures, groups))
             continue
         seconds = step_seconds(step, table, figures, groups, on_gpu)
-        if isinstance(step, Collective) and step.bucket in buckets and not copied(step, groups):
+        if isinstance(step, Collective) and step.bucket in buckets and not is_copied_gather(step, groups):
             seconds += members(buckets[step.bucket]) * figures.member_us * 1e-6
         found.append(seconds)
     return found
@@ -95,7 +95,7 @@ def step_seconds(
             return extern_seconds(step, table, figures, on_gpu)
         case Collective():
             group, nbytes = groups.get(step.group, GroupSize()), collective_bytes(step, table)
-            if copied(step, groups) and figures.copy_gbs:
+            if is_copied_gather(step, groups) and figures.copy_gbs:
                 return copying_seconds(figures, nbytes, group.ranks)
             return collective_seconds(figures, step.kind, nbytes, group.ranks)
         case Wait():

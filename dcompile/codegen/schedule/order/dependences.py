@@ -103,7 +103,7 @@ def _has_effect(step: Step) -> bool:
 
 def _accesses(steps: Sequence[Step]) -> list[tuple[frozenset[str], frozenset[str]]]:
     """(reads, writes) of each step, including what may be seen through results of library allocations."""
-    changing = _changing(steps)
+    changing = _overwritten_buffers(steps)
     behind: dict[str, frozenset[str]] = {}
     result: list[tuple[frozenset[str], frozenset[str]]] = []
     for step in steps:
@@ -118,7 +118,7 @@ def _accesses(steps: Sequence[Step]) -> list[tuple[frozenset[str], frozenset[str
     return result
 
 
-def _changing(steps: Sequence[Step]) -> frozenset[str]:
+def _overwritten_buffers(steps: Sequence[Step]) -> frozenset[str]:
     """Buffers that are written after an earlier step has touched them."""
     touched: set[str] = set()
     changing: set[str] = set()

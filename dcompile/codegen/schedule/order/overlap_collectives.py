@@ -17,12 +17,12 @@ import numpy as np
 
 from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
 from dcompile.codegen.schedule.order.dependences import edges
-from dcompile.codegen.schedule.order.simulate import copied, lane_of, timeline
+from dcompile.codegen.schedule.order.simulate import is_copied_gather, lane_of, timeline
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step, View, Wait, holder_of
 from dcompile.machine_model import Figures, GroupSize
 
-SAFETY = 1.0
+SAFETY_FACTOR = 1.0
 """A gather is to arrive so many of its own durations before its first use, a reduction may take as much longer before
 it is waited for: figures of a table are easily off by that much."""
 
@@ -68,7 +68,7 @@ def overlap(
     return replace(program, steps=steps, buckets=buckets)
 
 
-def predicted(
+def predict_schedule(
     program: Program, figures: Figures, groups: Mapping[str, GroupSize]
 ) -> tuple[list[tuple[str, str, float, float, float]], float, float]:
     """Name, resource, start, duration and exposed time of each step, in microseconds; the whole; what is exposed."""
@@ -341,7 +341,7 @@ def _place(
         place = max(exchange.low, previous, *(waits[other] for other in exchange.before), 0)
         if exchange.is_gather:
             reduction = next((e.low for e in order[at:] if not e.is_gather), inf)
-            early = (COPY_SAFETY if copied(exchange.start, given.groups) else SAFETY) * seconds
+            early = (COPY_SAFETY if is_copied_gather(exchange.start, given.groups) else SAFETY_FACTOR) * seconds
             in_time = int(np.searchsorted(given.times, latest[number] - early, side="right")) - 1
             wished = reduction if tight else max(min(in_time, reduction), _first_fit(load, exchange, budget))
             place = max(place, int(min(wished, caps[at])))
@@ -389,7 +389,7 @@ def _last_fit(
     """The place of a reduction's wait: when it is surely through, or where its memory is needed."""
     if not exchange.nbytes:
         return limit
-    sure = through + SAFETY * (through - times[start])
+    sure = through + SAFETY_FACTOR * (through - times[start])
     wished = min(int(np.searchsorted(times, sure)), limit)
     over = np.flatnonzero(load[start:wished] + exchange.nbytes > budget)
     return start + int(over[0]) if len(over) else max(wished, start)

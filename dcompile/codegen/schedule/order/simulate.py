@@ -47,7 +47,7 @@ def timeline(
     """
     now = exposed = 0.0
     free: dict[str, float] = {}
-    quiet = {lane_of(step, groups) for step in steps if isinstance(step, Collective) and copied(step, groups)}
+    quiet = {lane_of(step, groups) for step in steps if isinstance(step, Collective) and is_copied_gather(step, groups)}
     flying: dict[str, int] = {}
     spans: list[PredictedSpan] = []
     for number, (step, duration) in enumerate(zip(steps, seconds, strict=True)):
@@ -73,14 +73,16 @@ def timeline(
                 spans.append(PredictedSpan(number, "compute", now, took))
                 if beside and crowding:
                     free |= {
-                        lane: _crowded(end, now, took, crowding) for lane, end in free.items() if lane not in quiet
+                        lane: _slowed_progress(end, now, took, crowding)
+                        for lane, end in free.items()
+                        if lane not in quiet
                     }
                     for at in flying.values():
                         span = spans[at]
                         if span.resource in quiet:
                             continue
-                        start = _crowded(span.start, now, took, crowding)
-                        end = _crowded(span.start + span.duration, now, took, crowding)
+                        start = _slowed_progress(span.start, now, took, crowding)
+                        end = _slowed_progress(span.start + span.duration, now, took, crowding)
                         spans[at] = PredictedSpan(span.step, span.resource, start, end - start, span.held_up)
                 now += took
                 if isinstance(step, Extern) and kind_of(step.op) is not None:
@@ -88,7 +90,7 @@ def timeline(
     return PredictedTimeline(tuple(spans), now, exposed)
 
 
-def _crowded(moment: float, now: float, took: float, crowding: float) -> float:
+def _slowed_progress(moment: float, now: float, took: float, crowding: float) -> float:
     """When a collective gets to what it would get to at `moment` if nothing were computed for `took` from `now` on."""
     ahead = max(moment - now, 0.0)
     return moment + crowding * min(ahead, took / (1 + crowding))
@@ -97,9 +99,9 @@ def _crowded(moment: float, now: float, took: float, crowding: float) -> float:
 def lane_of(step: Collective, groups: Mapping[str, GroupSize]) -> str:
     """The communicator that a collective runs on; groups of which nothing is said are one each."""
     lane = groups[step.group].lane if step.group in groups else step.group
-    return f"{lane} copies" if copied(step, groups) else lane
+    return f"{lane} copies" if is_copied_gather(step, groups) else lane
 
 
-def copied(step: Collective, groups: Mapping[str, GroupSize]) -> bool:
+def is_copied_gather(step: Collective, groups: Mapping[str, GroupSize]) -> bool:
     """Whether a collective is a gather that copies from the other ranks' memory."""
     return step.kind == "all_gather" and step.group in groups and groups[step.group].copies

@@ -24,7 +24,7 @@ from dcompile.machine_model import LEAST_COPIED
 from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.peer_memory.copy_streams import CopyStreams
 from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, reach_of
-from dcompile.runtime.coordination.agreement import exchanged
+from dcompile.runtime.coordination.agreement import exchange_texts
 
 MOST_RANKS = 16
 """Ranks of larger groups are not asked: they are on several machines."""
@@ -55,11 +55,11 @@ class PeerShardGroup:
         if self.ranks > MOST_RANKS:
             self.reasons = dict.fromkeys(units, f"they are {self.ranks} ranks")
             return
-        said = [json.loads(text) for text in exchanged(group, "memory of shards", json.dumps(self._offers()))]
+        said = [json.loads(text) for text in exchange_texts(group, "memory of shards", json.dumps(self._offers()))]
         self.reasons = self._objections(said)
         if self.reasons.keys() < units.keys():
             trouble = self._open(said)
-            answers = exchanged(group, "access to shards", trouble)
+            answers = exchange_texts(group, "access to shards", trouble)
             found = [(rank, answer) for rank, answer in enumerate(answers) if answer]
             if found:
                 self.reasons = dict.fromkeys(units, f"rank {found[0][0]} cannot reach them ({found[0][1]})")

@@ -114,7 +114,7 @@ def test_training_stays(monkeypatch):
 
 
 def test_many_queries_stay(monkeypatch):
-    monkeypatch.setattr(decode_attention, "MOST", 2 * HEADS * TIMES - 1)
+    monkeypatch.setattr(decode_attention, "MAX_QUERIES", 2 * HEADS * TIMES - 1)
     assert rewritten(monkeypatch, by_index, *inputs()) == ([], 1, [])
 
 

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(pad_matmul, "DEVICES", ("cpu",))
-    monkeypatch.setattr(pad_matmul, "LEAST", 8)
+    monkeypatch.setattr(pad_matmul, "MIN_PADDED_SIDE", 8)
     torch.compiler.reset()
 
 

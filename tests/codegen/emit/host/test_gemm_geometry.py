@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.host.gemm_geometry import geometry, worth_measuring
+from dcompile.codegen.emit.host.gemm_geometry import geometry, measurable_geometries
 from dcompile.codegen.emit.target import Kernels
 from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
@@ -111,8 +111,8 @@ def program(count, small=0):
 
 
 def test_only_products_that_are_much_of_the_work_are_measured():
-    assert worth_measuring(program(3, small=1)) == {found(): 3}
-    assert len(worth_measuring(program(1, small=8))) == 2
+    assert measurable_geometries(program(3, small=1)) == {found(): 3}
+    assert len(measurable_geometries(program(1, small=8))) == 2
 
 
 def test_a_chosen_algorithm_is_called_with_both_factors_and_the_result():

@@ -12,7 +12,7 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import horizontal_fusion
 from dcompile.codegen.emit.triton import kernel as triton_kernel
-from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, joined
+from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
 from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.group_updates import bring_together
@@ -26,7 +26,9 @@ from tests.codegen.emit.triton.test_kernel import compiled, dumped, resources
 def launched(program: Program) -> list[tuple[int, int]]:
     """Of each loop: programs that are launched in its place, and arguments."""
     table = program.table
-    kernels = joined(program, [triton_kernel.emit(step, table) for step in program.steps if isinstance(step, Loop)])
+    kernels = fuse_launches(
+        program, [triton_kernel.emit(step, table) for step in program.steps if isinstance(step, Loop)]
+    )
     return [(kernel.launches[-1].grid, len(kernel.arguments)) for kernel in kernels]
 
 
@@ -41,14 +43,14 @@ def test_neighbours_run_side_by_side():
 
 def test_equal_loops_share_their_statements():
     program = loops.side_by_side()
-    kernel = joined(program, [triton_kernel.emit(step, program.table) for step in program.steps])[2]
+    kernel = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])[2]
     assert kernel.text.count("def part") == 2 and kernel.text.count("part0(pid") == 3
 
 
 def started(sizes: list[int]) -> list[KernelSource]:
     """What an optimizer of parameters of these sizes launches."""
     program = bring_together(on_a_gpu(loops.optimizer(sizes)))
-    kernels = joined(program, [triton_kernel.emit(step, program.table) for step in program.steps])
+    kernels = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])
     return [kernel for kernel in kernels if kernel.launches[0].grid]
 
 
@@ -82,15 +84,15 @@ def _row(text: str, pid: int) -> tuple[int, int]:
 
 def test_of_equal_loops_only_few_sizes_share_a_launch(monkeypatch):
     """A program asks for one after another."""
-    monkeypatch.setattr(horizontal_fusion, "MOST", 2)
+    monkeypatch.setattr(horizontal_fusion, "MAX_DIFFERENT_LOOPS", 2)
     updates = [k for k in started([1 << 20] * 3 + [1 << 21] * 3 + [1 << 22] * 3) if k.launches[0].warps > 1]
     assert [len(kernel.arguments) for kernel in updates] == [1 + 6 * 3, 1 + 3 * 3]
 
 
 def test_a_launch_has_no_more_addresses_than_a_kernel_takes(monkeypatch):
-    monkeypatch.setattr(horizontal_fusion, "MOST_ADDRESSES", 40)
+    monkeypatch.setattr(horizontal_fusion, "MAX_ADDRESSES", 40)
     program = bring_together(on_a_gpu(loops.optimizer([300] * 30)))
-    kernels = joined(program, [triton_kernel.emit(step, program.table) for step in program.steps])
+    kernels = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])
     given = [len(kernel.arguments) for kernel in kernels if kernel.launches[0].grid]
     assert max(given) <= 40 and len(given) == 2 + 3 + 1, "20 of 30 next counts, 13 of 30 updates, 30 counts"
 
@@ -131,11 +133,11 @@ def test_loops_that_are_not_alike_are_joined_only_if_tiny(monkeypatch):
     program = loops.side_by_side()
     kernels = [triton_kernel.emit(step, program.table) for step in program.steps]
     kernels[1] = replace(kernels[1], cost=100)
-    assert [kernel.launches[0].grid > 0 for kernel in joined(program, kernels)] == [False, False, True, True]
+    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(program, kernels)] == [False, False, True, True]
     monkeypatch.setattr(horizontal_fusion, "TINY_BYTES", 1)
-    assert [kernel.launches[0].grid > 0 for kernel in joined(program, kernels)] == [True, True, False, True]
+    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(program, kernels)] == [True, True, False, True]
     kernels[1] = replace(kernels[1], cost=kernels[0].cost)
-    assert not joined(program, kernels)[0].launches[0].grid
+    assert not fuse_launches(program, kernels)[0].launches[0].grid
 
 
 @pytest.mark.parametrize(("name", "joined"), [("MOST", 1), ("MOST_BYTES", 0), ("MOST_ADDRESSES", 0)])
@@ -150,7 +152,7 @@ def test_what_a_joint_kernel_needs_is_not_released_before_it_starts(monkeypatch)
     monkeypatch.setattr(batch_launches, "ROOM_BYTES", 1)
     program = loops.side_by_side()
     program = plan_memory(replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers)))
-    kernels = joined(
+    kernels = fuse_launches(
         program, [triton_kernel.emit(step, program.table) for step in program.steps if isinstance(step, Loop)]
     )
     lines = host_program.emit(program, Kernels(kernels)).split("def call(")[1].splitlines()
@@ -166,7 +168,7 @@ def test_what_is_constant_is_read_before_a_kernel_waits():
     assert constants(program) == frozenset(program.inputs)
     assert constants(replace(program, donated=program.inputs)) == frozenset()
     kernels = [triton_kernel.emit(step, program.table) for step in program.steps]
-    assert first_launch(kernels) == 0 and first_launch(joined(program, kernels)) == 2
+    assert first_launch(kernels) == 0 and first_launch(fuse_launches(program, kernels)) == 2
     (loop, *_), early = program.steps, re.compile(r"tl.load\(.*\n(.*\n)*    after_others_\(\)")
     assert not early.search(triton_kernel.emit(loop, program.table, frozenset()).text)
     assert early.search(triton_kernel.emit(loop, program.table, frozenset(loop.reads)).text)
@@ -187,7 +189,7 @@ def test_kernels_that_wait_are_not_joined_with_others():
     kernels = [
         triton_kernel.emit(step, program.table, frozenset() if n else None) for n, step in enumerate(program.steps)
     ]
-    assert [kernel.launches[0].grid > 0 for kernel in joined(program, kernels)] == [True, False, False, True]
+    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(program, kernels)] == [True, False, False, True]
 
 
 def test_beside_collectives_kernels_start_in_turn():

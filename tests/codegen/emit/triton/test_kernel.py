@@ -155,7 +155,7 @@ def compiled(kernel: KernelSource, arch: int, folder: Path) -> tuple[str, str, b
     function = getattr(module, launch.function)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
-        made = worker.compiled(function, list(launch.types), launch.warps, arch, dict(triton_compile.OPTIONS))
+        made = worker.compile_function(function, list(launch.types), launch.warps, arch, dict(triton_compile.OPTIONS))
     return made.asm["ptx"], made.metadata.name, made.asm["cubin"]
 
 

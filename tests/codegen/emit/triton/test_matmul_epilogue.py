@@ -96,7 +96,7 @@ def test_tensor_cores_multiply_and_nothing_is_spilled(name, arch, number, tmp_pa
     (launch,) = source.launches
     module = worker.load(source.name, source.text, arch, tmp_path)
     function = getattr(module, launch.function)
-    made = worker.compiled(function, list(launch.types), launch.warps, arch, dict(triton_compile.OPTIONS))
+    made = worker.compile_function(function, list(launch.types), launch.warps, arch, dict(triton_compile.OPTIONS))
     ptx = made.asm["ptx"]
     assert f".target sm_{arch}" in ptx
     assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
@@ -123,7 +123,7 @@ def test_an_archive_says_how_much_memory_its_programs_need(tmp_path):
 
 
 def test_a_host_program_starts_it_in_place_of_both(monkeypatch):
-    monkeypatch.setattr(fusion_matmul_epilogue, "LEAST", 0)
+    monkeypatch.setattr(fusion_matmul_epilogue, "MIN_EPILOGUE_FLOPS", 0)
 
     def layers(x, w, v):
         x = (x @ w).relu() * 2

@@ -41,7 +41,7 @@ def test_rows_are_read_16_bytes_at_a_time_and_nothing_is_spilled(name, arch, tmp
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     for launch in source.launches:
         function = getattr(module, launch.function)
-        made = worker.compiled(function, list(launch.types), launch.warps, arch, dict(triton_compile.OPTIONS))
+        made = worker.compile_function(function, list(launch.types), launch.warps, arch, dict(triton_compile.OPTIONS))
         assert f".target sm_{arch}" in made.asm["ptx"]
         used = resources(made.asm["cubin"], tmp_path)
         assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 255

@@ -17,7 +17,7 @@ from dcompile.codegen.lower.symbolic.strides import (
     is_dense,
     lower_bound,
     ranges_of,
-    reshaped,
+    reshape_coords,
     simplify,
     variables,
     view_strides,
@@ -36,7 +36,7 @@ def splits(total: int) -> list[tuple[int, ...]]:
 @given(shapes, st.data())
 def test_reshape_keeps_row_major_order(source: tuple[int, ...], data: st.DataObject) -> None:
     target = data.draw(st.sampled_from(splits(prod(source))))
-    coords = reshaped(variables("i", target), target, source, ranges_of("i", target))
+    coords = reshape_coords(variables("i", target), target, source, ranges_of("i", target))
     read = simplify(flatten(coords, contiguous(source)))
     for number, place in enumerate(np.ndindex(*target)):
         values = {f"i{n}": p for n, p in enumerate(place)}

@@ -26,7 +26,7 @@ X, W, R = (64, 48), (48, 96), (64, 96)
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    monkeypatch.setattr(matmul_epilogue, "LEAST", 0)
+    monkeypatch.setattr(matmul_epilogue, "MIN_EPILOGUE_FLOPS", 0)
 
 
 def found(function, *shapes, **how):
@@ -143,7 +143,7 @@ def test_other_products_stay_the_librarys(why):
 
 
 def test_small_products_stay_the_librarys(monkeypatch):
-    monkeypatch.setattr(matmul_epilogue, "LEAST", 1 << 30)
+    monkeypatch.setattr(matmul_epilogue, "MIN_EPILOGUE_FLOPS", 1 << 30)
     assert found(products.residual, X, W, R) == []
     assert len(found(products.residual, (1024, 768), (768, 1024), (1024, 1024))) == 1
 

@@ -23,7 +23,7 @@ I0, J0 = var("i0"), var("j0")
 
 @pytest.fixture(autouse=True)
 def _short_rows_are_long(monkeypatch):
-    monkeypatch.setattr(online_softmax, "PERSISTENT", 16)
+    monkeypatch.setattr(online_softmax, "MAX_PERSISTENT_ELEMENTS", 16)
     monkeypatch.setattr(online_softmax, "MULTIPROCESSORS", 4)
 
 

@@ -24,7 +24,7 @@ I0, I1 = var("i0"), var("i1")
 
 @pytest.fixture(autouse=True)
 def nothing_is_too_small(monkeypatch):
-    monkeypatch.setattr(rematerialize_module, "LEAST", 0)
+    monkeypatch.setattr(rematerialize_module, "MIN_RECOMPUTE_BYTES", 0)
 
 
 def buffer(name, dtype, *shape, device="cuda"):

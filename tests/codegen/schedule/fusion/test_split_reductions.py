@@ -34,7 +34,12 @@ def test_cpu_programs_are_left_alone():
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_keep_their_meaning(seed, monkeypatch):
-    for name, value in (("LONG", 8), ("PART", 3), ("PROGRAMS", 4), ("PERSISTENT", 8)):
+    for name, value in (
+        ("MIN_SPLIT_ROW_ELEMENTS", 8),
+        ("PART_ELEMENTS", 3),
+        ("PROGRAMS", 4),
+        ("MAX_PERSISTENT_ELEMENTS", 8),
+    ):
         monkeypatch.setattr(split_reductions, name, value)
     program, inputs = random_program(seed, 8, exact=True)
     for want, got in zip(interpret(program, inputs), interpret(spread_out(program), inputs), strict=True):
@@ -98,7 +103,7 @@ def scanned_and_combined(mode: str, in_place: bool) -> Program:
 def test_columns_beside_a_scan_of_rows_too_long_for_a_program_are_combined_by_loops_of_their_own(
     mode, in_place, monkeypatch
 ):
-    monkeypatch.setattr(split_reductions, "PERSISTENT", 32)
+    monkeypatch.setattr(split_reductions, "MAX_PERSISTENT_ELEMENTS", 32)
     program = scanned_and_combined(mode, in_place)
     made, inputs = spread_out(program), cases.random_inputs(program)
     first, *others = made.steps

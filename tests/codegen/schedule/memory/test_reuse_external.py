@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.memory import plan, reuse_external
 from dcompile.codegen.schedule.memory.offsets import Block, place
-from dcompile.codegen.schedule.memory.plan import escaping, live_ranges, plan_memory
-from dcompile.codegen.schedule.memory.reuse_external import APART, DonorBuffer, lodge
+from dcompile.codegen.schedule.memory.plan import escaping_buffers, live_ranges, plan_memory
+from dcompile.codegen.schedule.memory.reuse_external import SEPARATE, DonorBuffer, lodge
 from dcompile.errors import VerifyError
 from dcompile.ir.index import var
 from dcompile.ir.interpret import GARBAGE, interpret
-from dcompile.ir.nodes import LODGED, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
+from dcompile.ir.nodes import IN_DONOR, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
 from dcompile.ir.verify import verify
 from tests.codegen.emit.harness import call, compiled, placed, read
 from tests.codegen.schedule.memory.test_plan import N, buffer, double, view
@@ -42,8 +42,8 @@ def test_attempts_that_end_early_would_not_have_been_chosen(blocks, given_hosts,
     later = None if beside is None else beside * KIB
     whole, gaps, tried = reuse_external._PlacementAttempt.run, reuse_external._DonorSpace.gap, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reuse_external, "WORTH", KIB)
-        patch.setattr(reuse_external, "SMALLEST_APART", 16 * KIB)
+        patch.setattr(reuse_external, "MIN_SAVED_BYTES", KIB)
+        patch.setattr(reuse_external, "MIN_SEPARATE_BYTES", 16 * KIB)
         patch.setattr(reuse_external._DonorSpace, "gap", lambda *args: tried.append(1) or gaps(*args))
         found, fewer = lodge(blocks, hosts, {}, base, set(), later), len(tried)
         patch.setattr(reuse_external._PlacementAttempt, "run", lambda self, cap, *_: whole(self, cap, 1 << 60, 1 << 60))
@@ -64,12 +64,12 @@ def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, 
         base[slice(host.edge, None) if host.early else slice(0, host.edge + 1)] += host.nbytes
     usual = place(blocks)[1] + int(base.max(initial=0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reuse_external, "SMALLEST_APART", 16 * KIB if may_be_apart else 1 << 20)
+        patch.setattr(reuse_external, "MIN_SEPARATE_BYTES", 16 * KIB if may_be_apart else 1 << 20)
         found = lodge(blocks, hosts, {}, base, set())
     held = base.copy()
     table: dict[str | int, DonorBuffer] = {host.name: host for host in hosts}
     for number, (block, (name, _)) in enumerate(zip(blocks, found.places, strict=True)):
-        if name == APART:
+        if name == SEPARATE:
             assert may_be_apart and block.nbytes >= 16 * KIB
             followers = [b.last for b, (name, _) in zip(blocks, found.places, strict=True) if name == number]
             held[block.first : max(block.last, *followers, 0) + 1] += block.nbytes  # whole cache lines already
@@ -81,7 +81,7 @@ def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, 
         elif inside:
             held[host.edge + 1 : max(b.last for b in inside) + 1] += host.nbytes
     for n, (block, (name, at)) in enumerate(zip(blocks, found.places, strict=True)):
-        if name == APART:
+        if name == SEPARATE:
             continue
         assert at >= 0 and at + block.nbytes <= (found.arena_bytes if name is None else table[name].nbytes)
         assert name is None or is_open(table[name], block)
@@ -97,7 +97,7 @@ def test_what_is_needed_only_where_little_is_held_has_memory_of_its_own():
     held = np.array([8, 7, 6, 5, 4, 3, 2, 1], np.int64) * mib
     wide, narrow = Block(6, 7, 4 * mib), Block(0, 1, mib)
     found = lodge([wide, narrow], [], {}, held, set())
-    assert found.places == [(APART, 0), (None, 0)] and found.arena_bytes == mib and found.peak == 9 * mib
+    assert found.places == [(SEPARATE, 0), (None, 0)] and found.arena_bytes == mib and found.peak == 9 * mib
     assert lodge([wide, narrow], [], {}, held, {0}).places[0] == (None, 0)  # a collective works on it
     assert lodge([wide, narrow], [], {}, held[::-1].copy(), set()).places[0][0] is None  # needed where most is held
 
@@ -109,10 +109,10 @@ def test_a_small_arena_needed_later_lies_in_memory_of_its_own_that_is_read_by_th
     found = lodge([wide, row, rows], [], {}, held, set())
     assert found.arena_bytes == 0 and found.peak == 9 * mib
     (own, _), (first, at), (second, then) = found.places
-    assert own == APART and first == second == 0 and sorted((at, then)) in ([0, 2 * KIB], [0, 8 * KIB])
+    assert own == SEPARATE and first == second == 0 and sorted((at, then)) in ([0, 2 * KIB], [0, 8 * KIB])
     assert lodge([wide, row, rows], [], {}, held, {1}).arena_bytes > 0  # a collective works on one of them
     full = lodge([wide, row, rows], [], {}, held + np.array([0, 0, 0, 0, 0, 6 * mib]), set())
-    assert full.places[0] == (APART, 0) and full.arena_bytes > 0  # the wide one's memory does not fit in there
+    assert full.places[0] == (SEPARATE, 0) and full.arena_bytes > 0  # the wide one's memory does not fit in there
 
 
 def test_an_arena_that_outlasts_the_forward_counts_in_the_backward():
@@ -120,13 +120,13 @@ def test_an_arena_that_outlasts_the_forward_counts_in_the_backward():
     held = np.arange(8, dtype=np.int64) * mib
     wide = Block(0, 7, 4 * mib)
     assert lodge([wide], [], {}, held, set()).places == [(None, 0)]
-    assert lodge([wide], [], {}, held, set(), beside=7 * mib).places == [(APART, 0)]
+    assert lodge([wide], [], {}, held, set(), beside=7 * mib).places == [(SEPARATE, 0)]
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Random programs are small."""
-    for name in ("SMALLEST_HOST", "SMALLEST_GUEST", "WORTH"):
+    for name in ("SMALLEST_HOST", "SMALLEST_GUEST", "MIN_SAVED_BYTES"):
         monkeypatch.setattr(reuse_external, name, 1)
 
 
@@ -140,14 +140,14 @@ def test_planning_keeps_every_value(small):
         program, inputs = random_program(seed)
         planned = plan_memory(given_away(program))
         verify(planned)
-        lodged += sum((b.storage or "").startswith(LODGED) for b in planned.buffers)
+        lodged += sum((b.storage or "").startswith(IN_DONOR) for b in planned.buffers)
         for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
             np.testing.assert_array_equal(before, after)
     assert lodged > 30
 
 
 def test_what_follows_in_memory_of_a_blocks_own_keeps_every_value(small, monkeypatch):
-    for name, value in {"SMALLEST_APART": 1, "WORTH_APART": 1 << 30, "PRICE": 1 << 30}.items():
+    for name, value in {"MIN_SEPARATE_BYTES": 1, "WORTH_APART": 1 << 30, "BYTES_PER_DONOR": 1 << 30}.items():
         monkeypatch.setattr(reuse_external, name, value)
     monkeypatch.setattr(plan, "hosts_of", lambda *_: [])
     followed = 0
@@ -155,9 +155,9 @@ def test_what_follows_in_memory_of_a_blocks_own_keeps_every_value(small, monkeyp
         program, inputs = random_program(seed, size=12)
         planned = plan_memory(program)
         verify(planned)
-        heads = {b.name for b in planned.buffers if b.storage == "out"} - escaping(planned)
+        heads = {b.name for b in planned.buffers if b.storage == "out"} - escaping_buffers(planned)
         lives = live_ranges(planned, {})
-        lodged = [(b, (b.storage or "").removeprefix(LODGED)) for b in planned.buffers]
+        lodged = [(b, (b.storage or "").removeprefix(IN_DONOR)) for b in planned.buffers]
         followed += sum(host in heads and lives[host][1] + 1 < lives[b.name][0] for b, host in lodged)
         for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
             np.testing.assert_array_equal(before, after)
@@ -172,7 +172,7 @@ def test_compiled_kernels_bear_it(small):
     for program, inputs in programs:
         arena = np.full(program.arena_bytes, GARBAGE, np.uint8)
         within = {
-            b.name: (b.storage or "").removeprefix(LODGED) for b in program.buffers if LODGED in (b.storage or "")
+            b.name: (b.storage or "").removeprefix(IN_DONOR) for b in program.buffers if IN_DONOR in (b.storage or "")
         }
         apart = [b for b in program.buffers if b.storage != "arena" and b.name not in within]
         memory = {b.name: placed(b, inputs.get(b.name)) for b in apart}
@@ -197,7 +197,7 @@ def test_a_chain_takes_the_memory_of_the_result(small):
     planned = plan_memory(Program("p", ("x",), (view("y"),), tuple(map(buffer, ("x", "b0", "b1", "y"))), steps))
     verify(planned)
     assert planned.arena_bytes == 0
-    assert planned.table["b0"].storage == planned.table["b1"].storage == LODGED + "y"
+    assert planned.table["b0"].storage == planned.table["b1"].storage == IN_DONOR + "y"
 
 
 def test_what_is_given_away_makes_room_for_what_comes_later(small):
@@ -211,7 +211,7 @@ def test_what_is_given_away_makes_room_for_what_comes_later(small):
     program = Program("p", names, (view("u"), view("y")), buffers, (first, double("u", "b"), product))
     kept, given_ = plan_memory(program), plan_memory(given_away(program))
     verify(given_)
-    assert kept.table["b"].storage == "arena" and given_.table["b"].storage in {LODGED + name for name in names}
+    assert kept.table["b"].storage == "arena" and given_.table["b"].storage in {IN_DONOR + name for name in names}
     assert given_.arena_bytes == 0
 
 
@@ -220,8 +220,8 @@ def test_what_is_read_later_is_no_place(small):
     program = Program("p", ("x",), (view("y"), view("z")), tuple(map(buffer, ("x", "b0", "b1", "y", "z"))), steps)
     planned = plan_memory(replace(program, donated=("x",)))
     verify(planned)
-    assert [b.name for b in planned.buffers if b.storage == LODGED + "x"] == ["z"], "the last step alone may"
-    wrong = tuple(replace(b, storage=LODGED + "x", offset=0) if b.name == "b0" else b for b in planned.buffers)
+    assert [b.name for b in planned.buffers if b.storage == IN_DONOR + "x"] == ["z"], "the last step alone may"
+    wrong = tuple(replace(b, storage=IN_DONOR + "x", offset=0) if b.name == "b0" else b for b in planned.buffers)
     with pytest.raises(VerifyError, match="alive together"):
         verify(replace(planned, buffers=wrong))
     kept = replace(planned, donated=(), buffers=wrong)
@@ -253,7 +253,7 @@ def test_a_library_result_that_is_done_with_makes_room(small):
     verify(planned)
     assert planned.arena_bytes == 0
     assert planned.table["a"].storage == planned.table["b"].storage
-    assert planned.table["a"].storage in (LODGED + "t", LODGED + "s")
+    assert planned.table["a"].storage in (IN_DONOR + "t", IN_DONOR + "s")
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -273,7 +273,7 @@ def test_nothing_lies_in_a_saved_tensor_that_a_result_may_be_a_view_of(fallback)
     program = Program("p", ("saved", "x"), results, buffers, steps, donated=("saved",))
     planned = plan_memory(program)
     verify(planned)
-    assert any(b.storage == LODGED + "saved" for b in planned.buffers) is not fallback
+    assert any(b.storage == IN_DONOR + "saved" for b in planned.buffers) is not fallback
 
 
 def test_a_result_lies_over_a_saved_tensor_that_is_read_for_the_last_time(small):
@@ -282,7 +282,7 @@ def test_a_result_lies_over_a_saved_tensor_that_is_read_for_the_last_time(small)
     program = Program("p", ("x", "s", "t"), (view("y"), view("z"), view("w")), buffers, steps, donated=("s",))
     planned = plan_memory(program)
     verify(planned)
-    assert planned.table["z"].storage == LODGED + "s"
+    assert planned.table["z"].storage == IN_DONOR + "s"
     assert planned.table["y"].storage == planned.table["w"].storage == "out", "x and t are the caller's"
     inputs = {name: np.arange(N, dtype=np.float32) for name in "xst"}
     for want, got in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
@@ -298,4 +298,4 @@ def test_no_result_lies_over_what_another_result_may_look_at(seen):
     program = Program("p", ("s",), (view("a", shape), view("z", shape)), buffers, steps, donated=("s",))
     planned = plan_memory(program)
     verify(planned)
-    assert (planned.table["z"].storage == LODGED + "s") is not seen
+    assert (planned.table["z"].storage == IN_DONOR + "s") is not seen

@@ -15,10 +15,10 @@ from dcompile.codegen.emit.triton.kernel import emit
 from dcompile.codegen.schedule.memory import separate_allocations
 from dcompile.codegen.schedule.memory.offsets import Block
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.codegen.schedule.memory.separate_allocations import LEAST, SMALLEST, set_apart
+from dcompile.codegen.schedule.memory.separate_allocations import MIN_BLOCK_BYTES, MIN_SMALL_BLOCK_BYTES, set_apart
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import LODGED, Apply, Bucket, Buffer, Collective, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import IN_DONOR, Apply, Bucket, Buffer, Collective, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 
@@ -77,8 +77,8 @@ def test_a_wide_temporary_at_the_end_does_not_count_at_the_beginning():
 
 def test_the_first_gradient_takes_the_memory_of_the_saved_tensor():
     planned = plan_memory(backward())
-    assert storages(planned)["g5"] == LODGED + "s5"
-    assert LODGED + "s5" not in storages(plan_memory(backward(donated=False))).values()
+    assert storages(planned)["g5"] == IN_DONOR + "s5"
+    assert IN_DONOR + "s5" not in storages(plan_memory(backward(donated=False))).values()
 
 
 def test_what_follows_in_place_lies_in_the_same_allocation():
@@ -91,7 +91,7 @@ def test_what_follows_in_place_lies_in_the_same_allocation():
     planned = plan_memory(program)
     verify(planned)
     found = storages(planned)
-    assert (found["a"], found["b"], found["c"]) == ("out", LODGED + "a", LODGED + "a")
+    assert (found["a"], found["b"], found["c"]) == ("out", IN_DONOR + "a", IN_DONOR + "a")
     text = host_program.emit(planned, Kernels(tuple(emit(step, planned.table) for step in planned.steps)))
     made = [line.split()[0] for line in text.splitlines() if " = empty" in line]
     assert made == ["a", "small", "out"]
@@ -127,8 +127,8 @@ def test_what_a_collective_works_on_stays_where_it_is():
 
 def test_planning_keeps_every_value(monkeypatch):
     """Random programs as if on a GPU, with nothing too small to be set apart."""
-    monkeypatch.setattr(separate_allocations, "SMALLEST", 0)
-    monkeypatch.setattr(separate_allocations, "LEAST", 0)
+    monkeypatch.setattr(separate_allocations, "MIN_BLOCK_BYTES", 0)
+    monkeypatch.setattr(separate_allocations, "MIN_SMALL_BLOCK_BYTES", 0)
     moved = 0
     for seed in range(40):
         program, inputs = random_program(seed)
@@ -184,10 +184,10 @@ def test_the_peak_never_rises(given, saved, until):
     held[: until + 1] += saved * MIB
     found = set_apart(blocks, {}, held).hosts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(separate_allocations, "FEW", 0)
+        patch.setattr(separate_allocations, "MAX_SMALL_BLOCKS", 0)
         large = set_apart(blocks, {}, held).hosts
     assert large.keys() <= found.keys()
     usual, before, after = (peak(blocks, outside, held) for outside in ({}, large, found))
-    assert after <= before - LEAST * (len(found) - len(large))
-    assert not large or before <= usual - SMALLEST
+    assert after <= before - MIN_SMALL_BLOCK_BYTES * (len(found) - len(large))
+    assert not large or before <= usual - MIN_BLOCK_BYTES
     assert found == set_apart(dict(reversed(blocks.items())), {}, held).hosts

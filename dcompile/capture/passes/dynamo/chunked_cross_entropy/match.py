@@ -129,10 +129,12 @@ def is_call(node: Node, *names: str) -> bool:
 def _is_linear(node: Any) -> bool:
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return False
-    return node.target is torch.nn.functional.linear or (node.target in _PRODUCTS and _turned(node.args[1]) is not None)
+    return node.target is torch.nn.functional.linear or (
+        node.target in _PRODUCTS and _transposed_matrix(node.args[1]) is not None
+    )
 
 
-def _turned(node: Any) -> Node | None:
+def _transposed_matrix(node: Any) -> Node | None:
     """The matrix that this is the transpose of."""
     if not isinstance(node, Node) or not node.args or len(shape_of(node.args[0])) != 2:
         return None
@@ -150,7 +152,7 @@ def _operands(layer: Node) -> tuple[Node, Node, Node | None]:
     if layer.target is torch.nn.functional.linear:
         found = [argument(layer, place, name) for place, name in enumerate(("input", "weight", "bias"))]
         return found[0], found[1], found[2]
-    weight = _turned(layer.args[1])
+    weight = _transposed_matrix(layer.args[1])
     assert isinstance(layer.args[0], Node) and weight is not None, "a product was found to be a linear layer"
     return layer.args[0], weight, None
 
@@ -212,7 +214,7 @@ def _rows(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
         if is_call(step, *_CONVERSIONS) and made.is_floating_point():
             continue
         if is_call(step, *_RESHAPES) and source.dtype == made.dtype:
-            done.append(("reshape", _leading(step, made)))
+            done.append(("reshape", _leading_sizes(step, made)))
         elif is_call(step, "getitem") and _takes_rows(step.args[1], source.dim()):
             done.append(("slice", step.args[1]))
         else:
@@ -220,7 +222,7 @@ def _rows(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
     return done
 
 
-def _leading(step: Node, made: torch.Tensor) -> tuple[int, ...]:
+def _leading_sizes(step: Node, made: torch.Tensor) -> tuple[int, ...]:
     """The leading sizes of a reshaped tensor; of a matrix they need not be known."""
     if made.dim() == 2:
         return (-1,)

@@ -15,10 +15,10 @@ import torch
 from dcompile import compat
 from dcompile.ir.nodes import PART
 
-MARK = "dcompile_chunk"
+CHUNK_MARK = "dcompile_chunk"
 """Name of what is noted with each operation in here, and follows it through tracing: AGAIN or KEPT."""
 AGAIN, KEPT = "again", "kept"
-ALIGNED = 8
+CHUNK_ALIGNMENT = 8
 """Classes that a part is a multiple of: rows of 16 bits then begin where 16 bytes do."""
 
 
@@ -65,7 +65,7 @@ def chunked_cross_entropy(
 def spans(classes: int, chunks: int) -> Iterator[tuple[int, int]]:
     """Where each part begins and ends: about as many as asked for, none of them empty."""
     width = -(-classes // chunks)
-    width = width if width < 8 * ALIGNED else -(-width // ALIGNED) * ALIGNED
+    width = width if width < 8 * CHUNK_ALIGNMENT else -(-width // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     for first in range(0, classes, width):
         yield first, min(first + width, classes)
 
@@ -86,18 +86,18 @@ class _Losses(torch.autograd.Function):
     ) -> torch.Tensor:
         logits, sums, picked, total = [], [], [], None
         for number, (first, last) in enumerate(parts, begun):
-            with compat.aot.annotated({MARK: AGAIN, PART: number}):
+            with compat.aot.annotate_nodes({CHUNK_MARK: AGAIN, PART: number}):
                 part = torch.nn.functional.linear(
                     hidden, weight[first:last], None if bias is None else bias[first:last]
                 )
-            with compat.aot.annotated({MARK: AGAIN}):
+            with compat.aot.annotate_nodes({CHUNK_MARK: AGAIN}):
                 wide = part.to(_wide(part.dtype))
                 sums.append(wide.logsumexp(1))
                 picked.append(torch.where(_is_target(target.unsqueeze(1), first, last, begun), wide, 0.0).sum(1))
                 if smoothing:
                     total = wide.sum(1) if total is None else total + wide.sum(1)
                 logits.append(part)
-        with compat.aot.annotated({MARK: KEPT}):
+        with compat.aot.annotate_nodes({CHUNK_MARK: KEPT}):
             whole = torch.logsumexp(torch.stack(sums), 0)
             losses = whole - _of_targets(torch.stack(picked), target, parts)
             if total is not None:
@@ -119,7 +119,7 @@ class _Losses(torch.autograd.Function):
                 by_logits = by_logits - each * (ctx.smoothing / weight.shape[0])
             by_logits = by_logits.to(part.dtype)
             if ctx.needs_input_grad[0]:
-                by_hidden = _added(by_hidden, by_logits, weight[first:last])
+                by_hidden = _add_product(by_hidden, by_logits, weight[first:last])
             if ctx.needs_input_grad[1]:
                 by_weight.append(by_logits.t() @ hidden)
             if ctx.needs_input_grad[2]:
@@ -129,7 +129,7 @@ class _Losses(torch.autograd.Function):
         return by_hidden, *whole, None, None, None, None
 
 
-def _added(sums: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _add_product(sums: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Sums with a product more, in float32 at least: eight parts rounded to bfloat16 one after another were off by 2.5
     times what one product is (2048 rows, 32000 classes; H200)."""
     if sums is None:
@@ -167,7 +167,7 @@ def keep_only_sums(joint: Any) -> None:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
             continue
-        mark = (node.meta.get("custom") or {}).get(MARK)
+        mark = (node.meta.get("custom") or {}).get(CHUNK_MARK)
         if mark == AGAIN or (mark and node.meta.get("partitioner_tag") == "is_backward"):
             compat.aot.always_recompute(node)
         elif mark == KEPT:

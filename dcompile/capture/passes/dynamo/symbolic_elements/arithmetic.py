@@ -19,7 +19,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     value_of,
 )
 from dcompile.capture.passes.dynamo.symbolic_elements.values import (
-    converted,
+    convert_element,
     equal,
     in_range,
     leaf_of,
@@ -154,7 +154,7 @@ def conversion(operation: Operation) -> Elements:
     source, dtype, ranges = operation.first, operation.dtype, operation.ranges
 
     def as_dtype(leaf: Leaf) -> Tree:
-        return converted(leaf, dtype, ranges, source.dtype)
+        return convert_element(leaf, dtype, ranges, source.dtype)
 
     if source.shape != operation.shape:
         raise UnknownElements

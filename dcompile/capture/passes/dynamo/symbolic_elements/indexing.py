@@ -22,10 +22,10 @@ from dcompile.capture.passes.dynamo.symbolic_elements.values import (
     whole,
 )
 from dcompile.ir.index import Index, Ranges, Size, as_index, is_nonnegative, var
-from dcompile.ir.piecewise import Leaf, Tree, combine, negated, variables
+from dcompile.ir.piecewise import Leaf, Tree, combine, negate_condition, variables
 
 
-def indexed(operation: Operation) -> Elements:
+def index_elements(operation: Operation) -> Elements:
     source, index = same_dtype(operation), operation.node.args[1]
     parts: list[Any] = list(index) if isinstance(index, tuple | list) else [index]
     if name_of(operation.node) == "index":  # ATen's operator has None for a dimension that is taken whole
@@ -41,7 +41,7 @@ def indexed(operation: Operation) -> Elements:
         if part in tensors:
             by_tensor[dim] = places.broadcast(operation.known[part])
         elif isinstance(part, slice):
-            positions[dim] = _sliced(part, source.shape[dim], place, operation.shape)
+            positions[dim] = _slice_elements(part, source.shape[dim], place, operation.shape)
         else:
             positions[dim] = _from_the_start(size_of(part), source.shape[dim])
 
@@ -105,7 +105,7 @@ def _is_tensor(part: Any) -> bool:
     return isinstance(value_of(part), torch.Tensor)
 
 
-def _sliced(part: slice, size: Size, place: int, shape: Sequence[Size]) -> Index:
+def _slice_elements(part: slice, size: Size, place: int, shape: Sequence[Size]) -> Index:
     step = 1 if part.step is None else part.step
     if not isinstance(step, int) or step < 1:
         raise UnknownElements
@@ -117,6 +117,6 @@ def _from_the_start(position: Size, size: Size, ranges: Ranges | None = None) ->
     """A position that may be counted from the end. Raises Unknown where it is not known which."""
     index = as_index(position)
     for found, sign in ((index, 1), (index + size, -1)):
-        if is_nonnegative(found, ranges or {}) and (sign == 1 or is_nonnegative(negated(index), ranges or {})):
+        if is_nonnegative(found, ranges or {}) and (sign == 1 or is_nonnegative(negate_condition(index), ranges or {})):
             return found
     raise UnknownElements

@@ -19,10 +19,10 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     name_of,
     size_of,
 )
-from dcompile.capture.passes.dynamo.symbolic_elements.indexing import indexed
+from dcompile.capture.passes.dynamo.symbolic_elements.indexing import index_elements
 from dcompile.capture.passes.dynamo.symbolic_elements.values import (
-    checked,
-    converted,
+    check_element,
+    convert_element,
     dim_of,
     number,
     position_in,
@@ -43,19 +43,19 @@ def _arange(operation: Operation) -> Elements:
     named = {name: size_of(operation.node.kwargs[name]) for name in ("start", "step") if name in operation.node.kwargs}
     start = given[0] if len(given) > 1 else named.get("start", 0)
     step = given[2] if len(given) > 2 else named.get("step", 1)
-    return checked(operation, as_index(start) + position_in(0, operation.shape) * step)
+    return check_element(operation, as_index(start) + position_in(0, operation.shape) * step)
 
 
 def _filled_with(place: int, name: str = "fill_value") -> Rule:
     def rule(operation: Operation) -> Elements:
         value = operation.argument(place, name)
-        return checked(operation, converted(number(value), operation.dtype, operation.ranges))
+        return check_element(operation, convert_element(number(value), operation.dtype, operation.ranges))
 
     return rule
 
 
 def _filled(value: int) -> Rule:
-    return lambda operation: checked(operation, converted(value, operation.dtype, operation.ranges))
+    return lambda operation: check_element(operation, convert_element(value, operation.dtype, operation.ranges))
 
 
 # --- moved about ------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _triangle(lower: bool) -> Rule:
         source, shape = same_dtype(operation), operation.shape
         offset = size_of(operation.argument(1, "diagonal", 0))
         above = position_in(len(shape) - 1, shape) - position_in(len(shape) - 2, shape) - offset
-        nothing = converted(0, operation.dtype, operation.ranges)
+        nothing = convert_element(0, operation.dtype, operation.ranges)
 
         def kept(leaf: Leaf) -> Tree:
             return Test(above * -1, leaf, nothing) if lower else Test(above, leaf, nothing)
@@ -169,7 +169,7 @@ def _sums_so_far(operation: Operation) -> Elements:
     if axis(dim) in variables(source.tree) or operation.dtype.is_floating_point:
         raise UnknownElements
     count = position_in(dim, operation.shape) + 1
-    return checked(operation, combine(lambda leaf: whole(leaf) * count, (source.tree,), operation.ranges))
+    return check_element(operation, combine(lambda leaf: whole(leaf) * count, (source.tree,), operation.ranges))
 
 
 def _differences(operation: Operation) -> Elements:
@@ -187,7 +187,7 @@ def _differences(operation: Operation) -> Elements:
     position = position_in(dim, operation.shape)
     before = replace_variables(here, {axis(dim): position}, operation.ranges)
     behind = replace_variables(here, {axis(dim): position + 1}, operation.ranges)
-    return checked(operation, combine(lambda a, b: whole(a) - whole(b), (behind, before), operation.ranges))
+    return check_element(operation, combine(lambda a, b: whole(a) - whole(b), (behind, before), operation.ranges))
 
 
 def _repeated(operation: Operation) -> Elements:
@@ -260,7 +260,7 @@ RULES: Mapping[str, Rule] = {
     "tril": _triangle(lower=True), "triu": _triangle(lower=False),
     "cat": _joined, "concat": _joined, "hstack": _side_by_side, "repeat": _repeated,
     "cumsum": _sums_so_far, "diff": _differences,
-    "getitem": indexed, "index": indexed,
+    "getitem": index_elements, "index": index_elements,
     "_add_batch_dim": _into_batch, "_remove_batch_dim": _out_of_batch,
 }  # fmt: skip
 """Operations by the names of functions and methods."""

@@ -37,7 +37,7 @@ def position_in(dim: int, shape: Sequence[Size]) -> Index:
     return as_index(0) if shape[dim] == 1 else var(axis(dim))
 
 
-def checked(operation: Operation, tree: Tree) -> Elements:
+def check_element(operation: Operation, tree: Tree) -> Elements:
     """The result, if its dtype holds what it should. Raises Unknown."""
     return operation.made(in_range(tree, operation.dtype, operation.ranges))
 
@@ -62,7 +62,7 @@ def single(value: Any, dtype: torch.dtype, dims: int) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype, device="cpu").reshape((1,) if dims else ())
 
 
-def converted(leaf: Leaf, dtype: torch.dtype, ranges: Ranges, before: torch.dtype | None = None) -> Tree:
+def convert_element(leaf: Leaf, dtype: torch.dtype, ranges: Ranges, before: torch.dtype | None = None) -> Tree:
     """An element of the dtype `before` as one of `dtype`, as torch converts it. Raises Unknown."""
     if not isinstance(leaf, Index):
         if isinstance(leaf, float) and not math.isfinite(leaf) and not dtype.is_floating_point and dtype != torch.bool:

@@ -20,25 +20,29 @@ from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.symbolic.shapes import traced_sizes
-from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_products
+from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.inner_loop_order import order_rows
-from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
-from dcompile.codegen.schedule.fusion.matmul_epilogue import end_products
-from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
+from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
+from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
+from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
 from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
-from dcompile.codegen.schedule.fusion.split_reductions import refuse_after_split, spread_columns, spread_rows
-from dcompile.codegen.schedule.memory.reorder_for_peak import plan_frugally
-from dcompile.codegen.schedule.order.dependences import drop_dead
+from dcompile.codegen.schedule.fusion.split_reductions import (
+    refuse_after_split,
+    split_column_reductions,
+    split_row_reductions,
+)
+from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
+from dcompile.codegen.schedule.order.dependences import remove_dead_steps
 from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
-from dcompile.codegen.schedule.order.group_updates import bring_together
-from dcompile.codegen.schedule.order.overlap_collectives import overlap, predict_schedule
-from dcompile.collectives.coalesce_small import pack_small
+from dcompile.codegen.schedule.order.group_updates import group_updates
+from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives, predict_schedule
+from dcompile.collectives.coalesce_small import coalesce_small
 from dcompile.collectives.contract import ProgramReport, Request
-from dcompile.collectives.ddp_all_reduce import insert_buckets
-from dcompile.collectives.fold_average import scale_products
-from dcompile.collectives.fsdp_all_gather import insert_gathers
-from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_scatters
+from dcompile.collectives.ddp_all_reduce import insert_all_reduces
+from dcompile.collectives.fold_average import fold_average
+from dcompile.collectives.fsdp_all_gather import insert_all_gathers
+from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_reduce_scatters
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import draw
@@ -71,50 +75,55 @@ class Pass:
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass(lambda program, _: drop_dead(program), "drop_dead"),
+    Pass(lambda program, _: remove_dead_steps(program), "drop_dead"),
     # before fusion, which makes one loop of sums and what reads them
-    Pass(lambda program, _: accumulate_products(program), "accumulate_products", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: accumulate_matmuls(program), "accumulate_products", reorders_sums=True, needs_loops=True),
     # before fusion: what is summed in one pass must not depend on it
-    Pass(lambda program, _: sum_exponentials(program), "sum_exponentials", reorders_sums=True, needs_loops=True),
-    Pass(lambda program, _: reorient_columns(program), "reorient_columns", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: use_online_softmax(program), "sum_exponentials", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: interchange_reductions(program), "reorient_columns", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
     # after fusion, which leaves in memory what a reduction stands between
     Pass(lambda program, _: rematerialize(program), "compute_again", needs_loops=True),
     # after fusion, which knows loops of one space by the order of their axes
-    Pass(lambda program, _: order_rows(program), "order_rows", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: order_inner_loops(program), "order_rows", reorders_sums=True, needs_loops=True),
     # after fusion, which decides how many rows and columns a kernel has
-    Pass(lambda program, _: spread_columns(program), "spread_columns", reorders_sums=True, needs_loops=True),
-    Pass(lambda program, _: spread_rows(program), "spread_rows", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: split_column_reductions(program), "spread_columns", reorders_sums=True, needs_loops=True),
+    Pass(lambda program, _: split_row_reductions(program), "spread_rows", reorders_sums=True, needs_loops=True),
     Pass(lambda program, _: refuse_after_split(program), "fuse_sums", needs_loops=True),
     # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
     Pass(lambda program, request: _insert_buckets(program, request), "insert_buckets", required=True),
-    Pass(lambda program, _: scale_products(program), "scale_products"),
+    Pass(lambda program, _: fold_average(program), "scale_products"),
     Pass(
-        lambda program, request: insert_scatters(program, request.params, request.reductions),
+        lambda program, request: insert_reduce_scatters(program, request.params, request.reductions),
         "insert_scatters",
         required=True,
     ),
     Pass(
-        lambda program, request: insert_gathers(program, request.params, request.gathers, request.results),
+        lambda program, request: insert_all_gathers(program, request.params, request.gathers, request.results),
         "insert_gathers",
         required=True,
     ),
-    Pass(lambda program, request: pack_small(program, request.figures, dict(request.groups)), "pack_small"),
+    Pass(lambda program, request: coalesce_small(program, request.figures, dict(request.groups)), "pack_small"),
     Pass(lambda program, _: start_early_wait_late(program), "start_early_wait_late"),
     Pass(
-        lambda program, request: overlap(program, request.figures, dict(request.groups), request.early_bytes), "overlap"
+        lambda program, request: overlap_collectives(
+            program, request.figures, dict(request.groups), request.early_bytes
+        ),
+        "overlap",
     ),
     # behind all that moves collectives: it changes the order of neighbours alone
-    Pass(lambda program, _: bring_together(program), "bring_together", needs_loops=True),
+    Pass(lambda program, _: group_updates(program), "bring_together", needs_loops=True),
     # behind all that goes by what steps cost apart, and before memory: a product that ends in a loop has none
     Pass(
-        lambda program, request: end_products(program, dict(request.endings)),
+        lambda program, request: fuse_matmul_epilogues(program, dict(request.endings)),
         "end_products",
         reorders_sums=True,
         needs_loops=True,
         measured=True,
     ),
-    Pass(lambda program, request: plan_frugally(program, request.kind == "forward"), "plan_memory", required=True),
+    Pass(
+        lambda program, request: plan_memory_for_peak(program, request.kind == "forward"), "plan_memory", required=True
+    ),
 )
 
 
@@ -378,7 +387,7 @@ def _insert_buckets(program: Program, request: Request) -> Program:
     if request.rule is None:
         sharded = {param.number for param in request.params if param.shard is not None}
         return replace(program, grads=tuple(grad for grad in program.grads if grad[1] in sharded))
-    return insert_buckets(program, request.params, request.rule)
+    return insert_all_reduces(program, request.params, request.rule)
 
 
 def _gpu(gm: Any) -> torch.device:

@@ -14,31 +14,37 @@ from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.capture_digest import captured_calls
-from dcompile.capture.aliasing.output_views import seen_without_gradients, without_gradients
+from dcompile.capture.aliasing.output_views import results_without_gradients, view_without_gradients
 from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
-from dcompile.capture.aliasing.storage_resizes import resize_inputs_alone
+from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs, with_plain_boundary, with_plain_tensors
 from dcompile.capture.graph_runner import GraphPrograms, mark_boxed
-from dcompile.capture.joint_graph import PartitionResult, keep_drawn, looks_returned, partitioner, recompute_views
-from dcompile.capture.passes.dynamo.causal_mask import replace_constant_masks
+from dcompile.capture.joint_graph import (
+    PartitionResult,
+    partitioner,
+    recompute_views,
+    returned_views,
+    save_random_values,
+)
+from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LEFT_WHOLE, chunk_losses
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import keep_only_sums
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import recompute_loss_chunks
 from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
-from dcompile.capture.passes.dynamo.grouped_query_attention import share_repeated_heads
+from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.has_matmul import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
-from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_whole
-from dcompile.capture.passes.dynamo.unfold_by_slices import see_windows_by_slices
+from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
+from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
-from dcompile.capture.passes.joint.channels_last import lay_channels_last
-from dcompile.capture.passes.joint.compact_pool_indices import drop_saved_pool_inputs, shorten_positions
-from dcompile.capture.passes.joint.narrow_gathers import gather_narrow
-from dcompile.capture.passes.joint.pad_matmul import pad_products
-from dcompile.capture.passes.joint.permutation_gradients import gather_in_opposite_order
-from dcompile.capture.passes.joint.remove_clones import drop_copies
+from dcompile.capture.passes.joint.channels_last import use_channels_last
+from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
+from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
+from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
+from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
+from dcompile.capture.passes.joint.remove_clones import remove_clones
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.repeated_layers.find import repeated_layers, shorten
 from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
@@ -66,12 +72,12 @@ class DynamoGraph(GraphPrograms):
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
         self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
-        self.notes += keep_recurrent_whole(gm)
-        see_windows_by_slices(gm)
+        self.notes += keep_recurrent_layers_whole(gm)
+        view_unfold_by_slices(gm)
         if self.model.settings.config.kernels != "aten":
-            self.notes += replace_constant_masks(gm)
+            self.notes += recognize_causal_masks(gm)
             self.notes += decompose_decode_attention(gm)
-            self.notes += share_repeated_heads(gm, self.gpu)
+            self.notes += use_grouped_query_attention(gm, self.gpu)
         if self.model.settings.config.chunked_loss:
             notes, whole = chunk_losses(gm, self.model.settings.config.chunked_loss)
             self.notes += notes
@@ -117,7 +123,7 @@ class DynamoGraph(GraphPrograms):
         def inference(module: Any, _inputs: Any) -> Any:
             check()
             complete(module)
-            resize_inputs_alone(module)
+            resize_only_inputs(module)
             assign_rng_keys(module)
             self._find_shards(module)
             self.changed = compat.aot.changed_inputs(count)
@@ -152,21 +158,21 @@ class DynamoGraph(GraphPrograms):
             layers = None
             compiled = trace(gm)
         compiled = self._leaving_absent(self._checked(compiled))
-        seen = seen_without_gradients(gm, self._learning)
-        return compat.dynamo.no_dynamo(without_gradients(compiled, seen), "a compiled graph")
+        seen = results_without_gradients(gm, self._learning)
+        return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
 
     def _prepare(self, joint: Any) -> None:
         """Before the joint graph is cut apart."""
         self._may_lack = can_be_absent(joint, alone=not self._goes_on)
         if self.model.settings.config.kernels != "aten":
-            drop_copies(joint)
-            gather_in_opposite_order(joint)
-            shorten_positions(joint)
+            remove_clones(joint)
+            gather_permutation_gradients(joint)
+            compact_pool_indices(joint)
         self._lay_out(joint)
         if self.model.settings.config.kernels != "aten":
             drop_saved_pool_inputs(joint)
-        keep_only_sums(joint)
-        self.notes += keep_drawn(joint)
+        recompute_loss_chunks(joint)
+        self.notes += save_random_values(joint)
         recompute_views(joint, self._find_shards(joint))
 
     def _needs_parameters(self) -> bool:
@@ -194,7 +200,7 @@ class DynamoGraph(GraphPrograms):
         if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):
             self.model.refuse("a parameter is looked at by as_strided, which counts from where its own memory begins")
         results = self._cut.results if self.training else len(module.graph.output_node().args[0])
-        if returned := looks_returned(module, found, results):
+        if returned := returned_views(module, found, results):
             self._refuse_uses(found[node] for node in returned)
         return list(found)
 
@@ -203,9 +209,9 @@ class DynamoGraph(GraphPrograms):
         if config.kernels == "aten":
             return
         if config.shape_padding:
-            pad_products(module)
-        gather_narrow(module)
-        lay_channels_last(module)
+            pad_matmuls(module)
+        narrow_gathers(module)
+        use_channels_last(module)
 
     def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, noticing when a parameter object was replaced (load_state_dict(assign=True))."""

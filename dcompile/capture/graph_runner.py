@@ -19,21 +19,21 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.output_views import (
-    constant_pairs,
-    hand_out,
-    look_as_other_dtypes,
-    returned_again,
-    saved_looks,
-    saved_with,
-    take_other_dtypes,
-    tell_apart,
-    to_be_detached,
-    to_be_told_apart,
+    constant_results_to_separate,
+    remove_dtype_views,
+    repeated_results,
+    results_to_detach,
+    results_to_separate,
+    return_views,
+    saved_in_same_memory,
+    saved_input_views,
+    separate_results,
+    view_as_dtypes,
 )
 from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_token
+from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_sync_token
 from dcompile.capture.passes.joint.absent_gradients import (
     absent_results,
     fixed_size_tangents,
@@ -217,10 +217,10 @@ class GraphPrograms:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
-        compat.sizes.multiply_two_by_two(gm)
+        compat.sizes.multiply_pairwise(gm)
         return_input_views(gm, compat.aot.looks_at_inputs())
-        pairs, again = to_be_told_apart(gm), returned_again(gm)
-        retyped = take_other_dtypes(gm, len(gm.graph.output_node().args[0]))
+        pairs, again = results_to_separate(gm), repeated_results(gm)
+        retyped = remove_dtype_views(gm, len(gm.graph.output_node().args[0]))
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
 
@@ -230,9 +230,9 @@ class GraphPrograms:
                 model.ran(self)
             results = gathering(args)
             if pairs:
-                tell_apart(results, pairs)
+                separate_results(results, pairs)
             if retyped:
-                look_as_other_dtypes(results, retyped)
+                view_as_dtypes(results, retyped)
             for place, earlier in again:
                 results[place] = results[earlier]
             return results
@@ -241,15 +241,15 @@ class GraphPrograms:
         return compat.lean_wrappers.marked_direct(inference, None if asks else getattr(run, "direct", None))
 
     def _forward(self, gm: Any) -> Boxed:
-        position = take_token(gm)
+        position = take_sync_token(gm)
         return_input_views(gm, compat.aot.looks_at_inputs())
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
-        views = saved_with(gm, compat.aot.take_views(), self._cut.results)
+        views = saved_in_same_memory(gm, compat.aot.take_views(), self._cut.results)
         constant = compat.aot.constant_results()
-        pairs, detached = constant_pairs(gm, constant), to_be_detached(gm, constant, self._cut.results)
-        looks = saved_looks(gm, self._cut.results)
-        retyped = take_other_dtypes(gm, self._cut.results)
+        pairs, detached = constant_results_to_separate(gm, constant), results_to_detach(gm, constant, self._cut.results)
+        looks = saved_input_views(gm, self._cut.results)
+        retyped = remove_dtype_views(gm, self._cut.results)
         run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
         model = self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
@@ -260,13 +260,13 @@ class GraphPrograms:
                 token = model.ran(self)
             results = list(gathering(args))
             if views:
-                hand_out(results, views)
+                return_views(results, views)
             if retyped:
-                look_as_other_dtypes(results, retyped)
+                view_as_dtypes(results, retyped)
             for place in looks:
                 results[place] = results[place].detach()
             if pairs:
-                tell_apart(results, pairs)
+                separate_results(results, pairs)
             for place, *others in detached:
                 results[place] = results[place].detach()
                 for other in others:
@@ -279,7 +279,7 @@ class GraphPrograms:
 
     def _backward(self, gm: Any) -> Boxed:
         """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
-        position = take_token(gm)
+        position = take_sync_token(gm)
         given = tangents(gm)
         places = given if self._may_lack else ()
         numbers = dict(self.grads)

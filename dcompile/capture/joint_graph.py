@@ -12,7 +12,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.aliasing.memory import memory_of
-from dcompile.capture.aliasing.storage_resizes import CHANGES, resize_inputs_alone
+from dcompile.capture.aliasing.storage_resizes import CHANGES, resize_only_inputs
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import AHEAD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
@@ -56,13 +56,13 @@ def partitioner(
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         found(PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
-        compat.sizes.multiply_two_by_two(joint)
+        compat.sizes.multiply_pairwise(joint)
         assign_rng_keys(joint)
-        resize_inputs_alone(joint)
-        keep_old_values(joint)
+        resize_only_inputs(joint)
+        copy_changed_inputs(joint)
         save_as_strided_views(joint)
         prepare(joint)
-        ahead = return_ahead(joint, num_fwd_outputs)
+        ahead = return_marked(joint, num_fwd_outputs)
         forward, backward = compat.aot.min_cut_partition(
             joint,
             joint_inputs,
@@ -73,16 +73,16 @@ def partitioner(
             num_fwd_outputs=num_fwd_outputs + ahead,
             **keywords,
         )
-        take_outputs(forward, num_fwd_outputs, ahead)
+        remove_outputs(forward, num_fwd_outputs, ahead)
         mark_donated(forward, backward, num_fwd_outputs)
         if carries_sync:
-            add_token(forward, backward, num_fwd_outputs, compat.aot.detect_fake_mode(joint_inputs))
+            add_sync_token(forward, backward, num_fwd_outputs, compat.aot.detect_fake_mode(joint_inputs))
         return forward, backward
 
     return partition
 
 
-def return_ahead(joint: Any, results: int) -> int:
+def return_marked(joint: Any, results: int) -> int:
     """Have the forward return, behind its results, what is marked so; how many those are.
 
     torch's partitioners leave to the backward what no result of the forward is made from, whatever else is asked for.
@@ -96,11 +96,11 @@ def return_ahead(joint: Any, results: int) -> int:
     last = [node for node in joint.graph.nodes if is_marked(node) and not any(map(is_marked, node.users))]
     for node in last:
         compat.aot.never_recompute(node)
-    put_outputs(joint, results, last)
+    insert_outputs(joint, results, last)
     return len(last)
 
 
-def put_outputs(gm: Any, first: int, nodes: Sequence[Any]) -> None:
+def insert_outputs(gm: Any, first: int, nodes: Sequence[Any]) -> None:
     """Have a graph return these, too, from a position on."""
     output = gm.graph.output_node()
     output.args = ((*output.args[0][:first], *nodes, *output.args[0][first:]),)
@@ -108,7 +108,7 @@ def put_outputs(gm: Any, first: int, nodes: Sequence[Any]) -> None:
         output.meta["desc"] = [*output.meta["desc"][:first], *[None] * len(nodes), *output.meta["desc"][first:]]
 
 
-def take_outputs(forward: Any, first: int, count: int) -> None:
+def remove_outputs(forward: Any, first: int, count: int) -> None:
     """Take some outputs of a graph away again."""
     output = forward.graph.output_node()
     output.args = ((*output.args[0][:first], *output.args[0][first + count :]),)
@@ -117,7 +117,7 @@ def take_outputs(forward: Any, first: int, count: int) -> None:
     forward.recompile()
 
 
-def keep_old_values(joint: Any) -> None:
+def copy_changed_inputs(joint: Any) -> None:
     """Have the forward copy what it changes or frees and what the backward computes with: an input, as it was before.
 
     torch's partitioners save such an input itself, which the backward then finds changed (torch 2.11 to 2.13: a counter
@@ -154,7 +154,7 @@ def save_as_strided_views(joint: Any) -> None:
             compat.aot.never_recompute(node)
 
 
-def keep_drawn(joint: Any) -> list[str]:
+def save_random_values(joint: Any) -> list[str]:
     """Have the forward save what the library's random operators make under gradient checkpointing; returns notes.
 
     torch would save the generator's state and run them again in the backward, through an operator on functions that no
@@ -235,7 +235,7 @@ def recompute_views(joint: Any, parameters: Iterable[Any]) -> None:
             compat.aot.always_recompute(node)
 
 
-def looks_returned(gm: Any, parameters: Iterable[Any], results: int) -> list[Any]:
+def returned_views(gm: Any, parameters: Iterable[Any], results: int) -> list[Any]:
     """Which of these placeholders the graph returns a look at, as one of its first `results` outputs.
 
     AOTAutograd notes it of others, but not where a DTensor was made and taken apart in between.
@@ -261,7 +261,7 @@ def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int
     return tuple(found)
 
 
-def add_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any) -> None:
+def add_sync_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any) -> None:
     """Make the token the first tensor that the forward saves, and the first that the backward gets.
 
     First, because AOTAutograd counts some kinds of saved value from the end. Integers come before tensors in the
@@ -275,7 +275,7 @@ def add_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any)
             "call_function", torch.ops.aten.empty.memory_format, ([],), {"dtype": torch.int64}, name=TOKEN
         )
     token.meta["val"] = value
-    put_outputs(forward, num_fwd_outputs, [token])
+    insert_outputs(forward, num_fwd_outputs, [token])
     inputs = backward.graph.find_nodes(op="placeholder")
     tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
     before = tensors[0] if tensors else backward.graph.output_node()
@@ -325,7 +325,7 @@ def saved_positions(backward: Any) -> tuple[int, ...]:
     return tuple(n for n, node in places if memory_of(node) is not None and not compat.aot.is_tangent(node))
 
 
-def take_token(gm: Any) -> int | None:
+def take_sync_token(gm: Any) -> int | None:
     """Remove the token from a forward's outputs or a backward's inputs; its position there, None if there is none."""
     output = gm.graph.output_node()
     nodes = [node for node in gm.graph.nodes if node.name == TOKEN]

@@ -12,7 +12,7 @@ SAFETY_FACTOR = 2.0
 """Copies are to save so many times what they cost: figures of a table are easily off by that much."""
 
 
-def pack_small(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> Program:
+def coalesce_small(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> Program:
     """Choose `Bucket.packed` of gathers and reduce-scatters.
 
     A collective on many tensors (a group of NCCL's calls) takes some time for each. Norms and biases are better copied

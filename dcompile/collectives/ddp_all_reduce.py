@@ -26,7 +26,7 @@ class _BucketGradient:
     copied: bool
 
 
-def insert_buckets(program: Program, params: tuple[ParamInfo, ...], rule: BucketRule) -> Program:
+def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: BucketRule) -> Program:
     """Reduce the program's gradients in buckets: started right after a bucket's last gradient, waited for at the end.
 
     Guarantees: the same values before the reduction; collectives start and end in an order that depends on parameter

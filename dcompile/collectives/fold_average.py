@@ -12,7 +12,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 before the division under DDP, and GradScaler looks for that."""
 
 
-def scale_products(program: Program, devices: Collection[str] = ("cuda",)) -> Program:
+def fold_average(program: Program, devices: Collection[str] = ("cuda",)) -> Program:
     """Matrix products multiply what they write into a bucket, where a pass over the bucket did (29 us each 41 MB).
 
     Of a 1B model's DDP step on two H200 those passes were 1.1 of 104 ms of kernels. On the CPU products may be ours,

@@ -38,7 +38,7 @@ Places: TypeAlias = Mapping[str, _GatheredPlace]
 """Of each input that stands for a sharded parameter."""
 
 
-def insert_gathers(
+def insert_all_gathers(
     program: Program, params: tuple[ParamInfo, ...], gathers: tuple[tuple[int, int], ...], results: int
 ) -> Program:
     """Gather sharded parameters before their first use, units of a group that are used together with one all-gather.

@@ -28,7 +28,7 @@ class _ShardGradient:
         return holder_of_unit("reduce_scatter", shard_of(self.param).unit)
 
 
-def insert_scatters(program: Program, params: tuple[ParamInfo, ...], flying: int = 1) -> Program:
+def insert_reduce_scatters(program: Program, params: tuple[ParamInfo, ...], flying: int = 1) -> Program:
     """Reduce gradients of sharded parameters, what of a group is ready together with one reduce-scatter.
 
     Guarantees: the same values before the reduction. Gradients are written where they are sent from, unless they have

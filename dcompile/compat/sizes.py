@@ -64,7 +64,7 @@ def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def multiply_two_by_two(gm: Any) -> None:
+def multiply_pairwise(gm: Any) -> None:
     """Have a traced graph call `operator.mul` with two numbers each: torch 2.11 to 2.13 calls it with all factors.
 
     It does where it builds a size anew from its expression, as sizes of a tensor that several inputs look at.

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
-from dcompile.codegen.schedule.order.overlap_collectives import overlap
+from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
 from dcompile.codegen.schedule.order.simulate import PredictedTimeline, timeline
 from dcompile.collectives.contract import ParamInfo
 from dcompile.ir.index import typical
@@ -62,7 +62,9 @@ class Estimate:
 def estimate(traced: TracedStep, setup: Setup) -> Estimate:
     """What the traced step comes to."""
     groups = {"group": replace(setup.spread.group, copies=_copies(traced.forward, setup))}
-    programs = [overlap(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)]
+    programs = [
+        overlap_collectives(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)
+    ]
     # gigabytes of GPU memory: sizes of kernels' tiles count
     programs = [replace(p, buffers=tuple(replace(b, device="cuda") for b in p.buffers)) for p in programs]
     lines = [

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dcompile
-from dcompile.capture.joint_graph import TOKEN, add_token, take_token
+from dcompile.capture.joint_graph import TOKEN, add_sync_token, take_sync_token
 
 
 def graph(inputs, outputs, mode):
@@ -37,7 +37,7 @@ def pair():
     mode = FakeTensorMode()
     forward = graph(["x", "w", "n0"], ["x", "w", "x", "n0"], mode)  # one result; saved: w, x, n0
     backward = graph(["n0", "w", "x", "t"], ["t", "w"], mode)
-    add_token(forward, backward, num_fwd_outputs=1, fake_mode=mode)
+    add_sync_token(forward, backward, num_fwd_outputs=1, fake_mode=mode)
     return forward, backward
 
 
@@ -51,7 +51,7 @@ def test_it_is_the_first_saved_tensor_on_both_sides(pair):
 
 def test_taking_it_out_leaves_the_graphs_as_they_were(pair):
     forward, backward = pair
-    assert take_token(forward) == 1 and take_token(backward) == 1
+    assert take_sync_token(forward) == 1 and take_sync_token(backward) == 1
     assert outputs(forward) == ["x", "w", "x", "n0"]
     assert names(backward.graph.find_nodes(op="placeholder")) == ["n0", "w", "x", "t"]
     assert not [n for gm in pair for n in gm.graph.nodes if n.name == TOKEN]
@@ -61,14 +61,14 @@ def test_taking_it_out_leaves_the_graphs_as_they_were(pair):
 
 def test_without_a_token_there_is_nothing_to_take():
     gm = graph(["x"], ["x"], FakeTensorMode())
-    assert take_token(gm) is None and outputs(gm) == ["x"]
+    assert take_sync_token(gm) is None and outputs(gm) == ["x"]
 
 
 def test_a_backward_of_tangents_alone():
     mode = FakeTensorMode()
     forward, backward = graph(["x"], ["x"], mode), graph(["t"], ["t"], mode)
-    add_token(forward, backward, num_fwd_outputs=1, fake_mode=mode)
-    assert (outputs(forward), take_token(forward), take_token(backward)) == (["x", TOKEN], 1, 0)
+    add_sync_token(forward, backward, num_fwd_outputs=1, fake_mode=mode)
+    assert (outputs(forward), take_sync_token(forward), take_sync_token(backward)) == (["x", TOKEN], 1, 0)
 
 
 @functools.cache

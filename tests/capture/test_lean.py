@@ -108,7 +108,7 @@ def test_looks_are_made_of_tuples(monkeypatch):
         kinds.extend((type(shape), type(strides)))
         return quick_look()(tensor, shape, strides, more)
 
-    monkeypatch.setattr(output_views, "look", look)
+    monkeypatch.setattr(output_views, "quick_view", look)
     torch._dynamo.reset()
     rows, _ = dcompile.compile(rows_and_loss)(torch.randn(3, 2, 5, requires_grad=True), torch.randn(5, 7))
     rows.sum().backward()

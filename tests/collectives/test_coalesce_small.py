@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dcompile.codegen.schedule.order.cost_model import durations
-from dcompile.collectives.coalesce_small import pack_small, units_to_pack
+from dcompile.collectives.coalesce_small import coalesce_small, units_to_pack
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Bucket, Buffer, Collective, Const, Loop, Program, Store, Wait
 from dcompile.machine_model import CPU, TABLE, GroupSize
@@ -64,9 +64,9 @@ def program(kind="all_gather"):
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_what_is_exposed_is_packed_and_takes_less_time(kind):
     before = program(kind)
-    after = pack_small(before, H200, {"fsdp0": GroupSize(2)})
+    after = coalesce_small(before, H200, {"fsdp0": GroupSize(2)})
     assert [b.packed for b in after.buckets] == [tuple(range(10)), ()]
     assert after == replace(before, buckets=after.buckets)
     seconds = [sum(durations(each, H200, {"fsdp0": GroupSize(2)})) for each in (before, after)]
     assert seconds[0] - seconds[1] == pytest.approx(9 * 2.5e-6)
-    assert pack_small(before, CPU, {}) is before
+    assert coalesce_small(before, CPU, {}) is before

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
-from dcompile.collectives.ddp_all_reduce import all_idle, can_place, insert_buckets
+from dcompile.collectives.ddp_all_reduce import all_idle, can_place, insert_all_reduces
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
@@ -71,20 +71,20 @@ def text(steps):
 
 
 def test_reduction_starts_after_its_last_gradient_and_is_waited_for_at_the_end():
-    result = insert_buckets(chain(3), tuple(param(i) for i in range(3)), EACH)
+    result = insert_all_reduces(chain(3), tuple(param(i) for i in range(3)), EACH)
     assert text(result.steps) == "g2 +bucket0 g1 +bucket1 g0 +bucket2 -bucket0 -bucket1 -bucket2"
     verify(result)
 
 
 def test_one_bucket_starts_after_all_of_its_gradients():
-    result = insert_buckets(chain(3), tuple(param(i) for i in range(3)), ONE)
+    result = insert_all_reduces(chain(3), tuple(param(i) for i in range(3)), ONE)
     assert text(result.steps) == "g2 g1 g0 +bucket0 -bucket0"
     assert result.buckets[0].params == (2, 1, 0)
     verify(result)
 
 
 def test_gradients_are_written_where_the_bucket_keeps_them():
-    result = insert_buckets(chain(2), (param(0), param(1)), ONE)
+    result = insert_all_reduces(chain(2), (param(0), param(1)), ONE)
     table = result.table
     assert (table["g1"].storage, table["g1"].offset) == ("bucket:bucket0", 0)
     assert (table["g0"].storage, table["g0"].offset) == ("bucket:bucket0", 64)
@@ -95,7 +95,7 @@ def test_a_later_bucket_never_starts_first():
     # gradient of parameter 0 is ready first, yet its bucket comes last in the plan
     steps = [loop("x", "g0"), loop("x", "g1")]
     made = program(steps, [view("g0"), view("g1")], ["g0", "g1"])
-    result = insert_buckets(made, (param(0), param(1)), EACH)
+    result = insert_all_reduces(made, (param(0), param(1)), EACH)
     assert text(result.steps) == "g0 g1 +bucket0 +bucket1 -bucket0 -bucket1"
 
 
@@ -103,7 +103,7 @@ def test_library_calls_with_out_write_into_the_bucket():
     shapes = dict.fromkeys(("x", "g0"), (2, 2))
     made = program([mm("x", "x", "g0")], [view("g0", (2, 2))], ["g0"], shapes)
     assert can_place(made, 0)
-    assert insert_buckets(made, (param(0, (2, 2)),), ONE).table["g0"].storage == "bucket:bucket0"
+    assert insert_all_reduces(made, (param(0, (2, 2)),), ONE).table["g0"].storage == "bucket:bucket0"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_library_calls_with_out_write_into_the_bucket():
 def test_what_cannot_lie_in_a_bucket_is_copied_into_it(what, made):
     assert not can_place(made, 0), what
     shape = made.outputs[0].shape
-    result = insert_buckets(made, (param(0, shape),), ONE)
+    result = insert_all_reduces(made, (param(0, shape),), ONE)
     copied = result.table["grad0_in_bucket"]
     assert copied.storage == "bucket:bucket0" and copied.shape == shape
     assert result.outputs[0] == view("grad0_in_bucket", shape)
@@ -138,7 +138,7 @@ def test_what_cannot_lie_in_a_bucket_is_copied_into_it(what, made):
 
 def test_a_scalar_is_copied_as_a_vector_of_one():
     made = program([mm("x", "x", "g0", "alloc")], [View("g0", (), ())], ["g0"], {"g0": (1,)})
-    result = insert_buckets(made, (param(0, ()),), ONE)
+    result = insert_all_reduces(made, (param(0, ()),), ONE)
     (copy,) = filter(is_copy, result.steps)
     assert copy.args == ((View("g0", (1,), (1,)),),)
     assert result.table["grad0_in_bucket"].shape == (1,) and result.outputs == (View("grad0_in_bucket", (), ()),)
@@ -146,7 +146,7 @@ def test_a_scalar_is_copied_as_a_vector_of_one():
 
 def test_one_gradient_of_two_parameters_is_copied_for_both():
     made = program([loop("x", "g")], [view("g"), view("g")], ["g"])
-    result = insert_buckets(made, (param(0), param(1)), EACH)
+    result = insert_all_reduces(made, (param(0), param(1)), EACH)
     assert text(result.steps) == (
         "g =grad0_in_bucket =grad1_in_bucket +bucket0 +bucket1 -bucket0 -bucket1"
     )  # both copies come before either bucket is summed in place
@@ -154,7 +154,7 @@ def test_one_gradient_of_two_parameters_is_copied_for_both():
 
 def test_parameters_without_gradient_are_left_out():
     made = replace(chain(2), outputs=(view("g0"), None))
-    result = insert_buckets(made, (param(0), param(1)), EACH)
+    result = insert_all_reduces(made, (param(0), param(1)), EACH)
     assert [bucket.params for bucket in result.buckets] == [(0,)]
 
 
@@ -162,9 +162,9 @@ def test_under_every_parameters_have_their_places_in_each_program():
     """Whichever of them it has gradients of: so ranks that run other graphs exchange the same buckets."""
     rule = replace(EACH, every=True)
     params = tuple(param(i) for i in range(3))
-    whole = insert_buckets(chain(3), params, rule)
+    whole = insert_all_reduces(chain(3), params, rule)
     parted = replace(chain(3), outputs=(view("g0"), None, view("g2")))
-    part = insert_buckets(parted, params, rule)
+    part = insert_all_reduces(parted, params, rule)
     assert text(part.steps) == "g2 +bucket0 +bucket1 g1 g0 +bucket2 -bucket0 -bucket1 -bucket2"
     for program in (whole, part):
         verify(program)
@@ -177,7 +177,7 @@ def test_under_every_parameters_have_their_places_in_each_program():
 
 def test_a_program_without_gradients_stays_as_it_is():
     made = replace(chain(2), grads=())
-    assert insert_buckets(made, (), EACH) is made
+    assert insert_all_reduces(made, (), EACH) is made
 
 
 def test_ranks_with_other_work_between_plan_the_same_collectives():
@@ -189,7 +189,7 @@ def test_ranks_with_other_work_between_plan_the_same_collectives():
         names = [f"g{i}" for i in range(count)]
         steps = [loop("x", name) for name in names]
         steps = steps[rank % count :] + steps[: rank % count]
-        result = insert_buckets(program(steps, [view(n) for n in names], names), infos, BucketRule(32, 48))
+        result = insert_all_reduces(program(steps, [view(n) for n in names], names), infos, BucketRule(32, 48))
         plans.add(tuple((type(s).__name__, s.bucket) for s in result.steps if isinstance(s, Collective | Wait)))
     assert len(plans) == 1
 
@@ -216,7 +216,7 @@ def starts(result):
 
 def test_weights_before_a_large_first_parameter_are_reduced_behind_it():
     steps = [*map(made, ("g5", "g4", "g3", "g2", "d")), made("g1", "d"), made("g0", "d")]
-    result = insert_buckets(*embedded(steps), EACH)
+    result = insert_all_reduces(*embedded(steps), EACH)
     assert starts(result) == "g5 +bucket0 d g0 +bucket5 g4 +bucket1 g3 +bucket2 g2 +bucket3 g1 +bucket4"
     assert [bucket.name for bucket in result.buckets] == [f"bucket{n}" for n in (0, 5, 1, 2, 3, 4)]
     verify(result)
@@ -226,7 +226,7 @@ def test_a_small_sum_that_comes_late_holds_up_no_other_bucket():
     """As the weight of a layer's first norm: it is in a bucket with the last product of the layer."""
     sizes = SIZES | {3: 1, 4: 15}
     products = [loop("x", f"g{number}", sizes[number]) for number in (5, 4, 2, 1)]
-    result = insert_buckets(
+    result = insert_all_reduces(
         *embedded([*products, made("d"), loop("d", "g3", 1), made("g0", "d")], sizes), BucketRule(64, 64)
     )
     assert starts(result) == "g5 +bucket0 d g0 +bucket4 g4 g3 +bucket1 g2 +bucket2 g1 +bucket3"
@@ -236,13 +236,13 @@ def test_what_something_else_needs_stays_before_it():
     both = replace(made("g1"), stores=(Store("g1", var("i0"), 1), Store("e", var("i0"), 1)))
     source, params = embedded([*map(made, ("g5", "g4", "g3", "g2", "d")), both, made("g0", "d")])
     source = replace(source, buffers=(*source.buffers, flat("e", (16,))))
-    words = starts(insert_buckets(source, params, EACH))
+    words = starts(insert_all_reduces(source, params, EACH))
     assert words == "g5 +bucket0 d e/g1 g0 +bucket5 g4 +bucket1 g3 +bucket2 g2 +bucket3 +bucket4"
 
 
 def test_what_reads_memory_that_is_changed_later_stays_before_it():
     steps = [*map(made, ("g5", "g4", "g3", "g2", "g1", "d")), made("x", "d"), made("g0", "d")]
-    words = starts(insert_buckets(*embedded(steps), EACH))
+    words = starts(insert_all_reduces(*embedded(steps), EACH))
     assert words == "g5 +bucket0 g4 g3 g2 g1 d x g0 +bucket5 +bucket1 +bucket2 +bucket3 +bucket4"
 
 
@@ -254,16 +254,16 @@ def test_what_reads_memory_that_is_changed_later_stays_before_it():
 def test_otherwise_the_order_is_ddps(sizes, rule):
     sizes = SIZES | sizes
     steps = [loop("x", f"g{i}", size) for i, size in reversed(sizes.items())]
-    result = insert_buckets(*embedded(steps, sizes), rule)
+    result = insert_all_reduces(*embedded(steps, sizes), rule)
     assert [bucket.name for bucket in result.buckets] == [f"bucket{n}" for n in range(len(result.buckets))]
 
 
 def test_buckets_say_which_gradients_there_are_where_some_may_be_absent():
     """Only those: the others stay as they are."""
     params = tuple(map(param, range(3)))
-    plain, marked = (insert_buckets(chain(3), params, replace(EACH, unsure=unsure)) for unsure in ((), (1,)))
+    plain, marked = (insert_all_reduces(chain(3), params, replace(EACH, unsure=unsure)) for unsure in ((), (1,)))
     assert [bucket.marks for bucket in plain.buckets] == [0, 0, 0]
     assert [bucket.marks for bucket in marked.buckets] == [0, 1, 0]
     assert [b.numel - b.marks for b in marked.buckets] == [b.numel for b in plain.buckets]
-    (bucket,) = insert_buckets(chain(3), params, replace(ONE, unsure=(1,))).buckets
+    (bucket,) = insert_all_reduces(chain(3), params, replace(ONE, unsure=(1,))).buckets
     assert bucket.marks == 3 and not bucket.idle

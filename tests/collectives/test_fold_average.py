@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
-from dcompile.collectives.ddp_all_reduce import insert_buckets
-from dcompile.collectives.fold_average import scale_products
+from dcompile.collectives.ddp_all_reduce import insert_all_reduces
+from dcompile.collectives.fold_average import fold_average
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import SCALE, Apply, Buffer, Extern, Load, Loop, Program, Store, View
 from dcompile.ir.verify import verify
@@ -27,19 +27,19 @@ def backward(dtype="bfloat16", device="cuda", inner=4, wire="", op="aten.mm.defa
     outputs = (whole("weight"), whole("vector", (4,)))
     program = Program("backward", ("x", "v"), outputs, buffers, (product, loop), ((0, 0), (1, 1)))
     params = tuple(ParamInfo(n, f"p{n}", shapes[name], dtype, device) for n, name in enumerate(("weight", "vector")))
-    return insert_buckets(program, params, BucketRule(1 << 20, 1 << 20, (), wire))
+    return insert_all_reduces(program, params, BucketRule(1 << 20, 1 << 20, (), wire))
 
 
 def test_a_product_is_multiplied_as_it_is_written_and_the_bucket_says_so():
     before = backward()
-    after = scale_products(before)
+    after = fold_average(before)
     verify(after)
     (bucket,) = after.buckets
     (product,) = (step for step in after.steps if isinstance(step, Extern) and "mm" in step.op)
     assert bucket.scaled == (0,) and product.op == "aten.addmm.default"
     assert dict(product.kwargs) == {"beta": 0, "alpha": SCALE} and product.args[0].shape == (1, 1)
     assert replace(after, steps=(), buckets=()) == replace(before, steps=(), buckets=())
-    assert scale_products(after) == after
+    assert fold_average(after) == after
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_a_product_is_multiplied_as_it_is_written_and_the_bucket_says_so():
 )
 def test_what_is_left_to_a_pass_over_the_bucket(how):
     before = backward(**how)
-    assert scale_products(before) is before
+    assert fold_average(before) is before

@@ -7,8 +7,8 @@ import pytest
 
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.collectives.contract import ParamInfo, Shard
-from dcompile.collectives.fsdp_all_gather import insert_gathers
-from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_scatters
+from dcompile.collectives.fsdp_all_gather import insert_all_gathers
+from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_reduce_scatters
 from dcompile.errors import VerifyError
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
@@ -56,7 +56,7 @@ GATHERS = ((1, 0), (2, 1))
 
 
 def test_the_next_group_is_gathered_when_one_has_arrived():
-    program = insert_gathers(chain(), (param(0), param(1, together=1)), GATHERS, 1)
+    program = insert_all_gathers(chain(), (param(0), param(1, together=1)), GATHERS, 1)
     verify(program)
     assert words(program) == "+gather0 -gather0 +gather1 s0 -gather1 s1"
     assert program.table["full0"].shape == (6,) and program.outputs[1] == whole("p0")
@@ -64,7 +64,7 @@ def test_the_next_group_is_gathered_when_one_has_arrived():
 
 def test_what_is_kept_is_saved_as_it_was_gathered():
     params = (param(0, reshard=False), param(1, together=1))
-    program = plan_memory(insert_gathers(chain(), params, GATHERS, 1))
+    program = plan_memory(insert_all_gathers(chain(), params, GATHERS, 1))
     verify(program)
     assert program.outputs[1:] == (whole("full0"), whole("p1"))
     assert (program.table["full0"].storage, program.table["full1"].storage) == ("out", "arena")
@@ -74,7 +74,7 @@ def test_what_is_kept_is_saved_as_it_was_gathered():
 def test_values_are_those_of_the_parameters(units):
     slices = units[0] is not None
     params = (param(0, unit=units[0], padded=8), param(1, unit=units[1], offset=4 if slices else 0, padded=8))
-    program = plan_memory(insert_gathers(chain(), params, GATHERS, 1))
+    program = plan_memory(insert_all_gathers(chain(), params, GATHERS, 1))
     verify(program)
     p0, p1, x = (np.arange(4, dtype=np.float32) * k for k in (1, 10, 100))
     full = [np.concatenate((p0, p1))] if slices else [np.concatenate((p, np.zeros(4, np.float32))) for p in (p0, p1)]
@@ -86,7 +86,7 @@ def test_values_are_those_of_the_parameters(units):
 def test_memory_of_one_group_serves_the_next_but_one():
     params = tuple(param(n, together=n, padded=64) for n in range(4))
     gathers = tuple((n + 1, n) for n in range(4))
-    program = plan_memory(insert_gathers(chain(4), params, gathers, 1))
+    program = plan_memory(insert_all_gathers(chain(4), params, gathers, 1))
     verify(program)
     assert program.arena_bytes < 3 * 64 * 4 + 256
 
@@ -98,7 +98,7 @@ def test_a_librarys_view_keeps_the_gathered_parameter():
     steps = (look, add("x", "p1", "s0"), add("s0", "t", "s1"))
     program = replace(program, steps=steps, buffers=(*program.buffers, buffer("t")))
     params = (param(0), param(1, together=1))
-    planned = plan_memory(insert_gathers(program, params, GATHERS, 1))
+    planned = plan_memory(insert_all_gathers(program, params, GATHERS, 1))
     verify(planned)
     lost = replace(planned, buffers=tuple(replace(b, offset=0) if b.storage == "arena" else b for b in planned.buffers))
     with pytest.raises(VerifyError, match="full"):
@@ -108,7 +108,7 @@ def test_a_librarys_view_keeps_the_gathered_parameter():
 def test_a_parameter_that_is_written_is_a_bug():
     program = replace(chain(), steps=(*chain().steps, Extern("aten.mul_", (whole("p0"),), (), ("p0",), "mutate")))
     with pytest.raises(AssertionError, match="writes a sharded parameter"):
-        insert_gathers(program, (param(0), param(1)), GATHERS, 1)
+        insert_all_gathers(program, (param(0), param(1)), GATHERS, 1)
 
 
 def backward(count=2):
@@ -120,7 +120,7 @@ def backward(count=2):
 
 
 def test_gradients_are_written_where_they_are_sent_from():
-    program = plan_memory(insert_scatters(backward(), (param(0), param(1, together=1))))
+    program = plan_memory(insert_reduce_scatters(backward(), (param(0), param(1, together=1))))
     verify(program)
     assert words(program) == "g1 +scatter0 g0 -scatter0 +scatter1 -scatter1"
     assert program.outputs == (None, None) and copied_bytes(program) == 0
@@ -128,14 +128,14 @@ def test_gradients_are_written_where_they_are_sent_from():
 
 
 def test_gradients_of_another_dtype_are_converted_on_the_way():
-    program = plan_memory(insert_scatters(backward(1), (param(0, reduce_dtype="float64"),)))
+    program = plan_memory(insert_reduce_scatters(backward(1), (param(0, reduce_dtype="float64"),)))
     verify(program)
     assert words(program) == "g0 grad0 +scatter0 -scatter0" and copied_bytes(program) == 4 * 8
 
 
 def test_values_of_a_unit_of_several_gradients():
     params = (param(0, unit=0, padded=8), param(1, unit=0, offset=4, padded=8))
-    program = plan_memory(insert_scatters(backward(), params))
+    program = plan_memory(insert_reduce_scatters(backward(), params))
     verify(program)
     seen = []
     interpret(program, {"x": np.ones(4, np.float32)}, {"reduce_scatter": lambda sent: seen.extend(sent) or sent})

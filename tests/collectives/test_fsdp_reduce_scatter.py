@@ -3,7 +3,7 @@
 import pytest
 
 from dcompile.collectives.contract import ParamInfo, Shard
-from dcompile.collectives.fsdp_reduce_scatter import insert_scatters
+from dcompile.collectives.fsdp_reduce_scatter import insert_reduce_scatters
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
@@ -71,7 +71,7 @@ def words(program):
 
 
 def test_the_first_layers_weights_are_made_behind_the_embeddings_reduction():
-    program = insert_scatters(backward(), params())
+    program = insert_reduce_scatters(backward(), params())
     verify(program)
     assert words(program) == "d2 g2 +fsdp2 d1 g0 -fsdp2 +fsdp0 g1 -fsdp0 +fsdp1 -fsdp1"
 
@@ -93,19 +93,19 @@ def by_a_product(source, out):
     ],
 )
 def test_otherwise_the_order_is_the_programs(how, order):
-    program = insert_scatters(backward(**how), params(how.get("layers", 2)))
+    program = insert_reduce_scatters(backward(**how), params(how.get("layers", 2)))
     verify(program)
     assert words(program) == order
 
 
 def test_a_gradient_that_something_else_reads_stays_before_it():
-    program = insert_scatters(backward(keeps=("g1",)), params())
+    program = insert_reduce_scatters(backward(keeps=("g1",)), params())
     verify(program)
     made = words(program).split()
     assert made.index("g1") < made.index("g0") < made.index("from_g1")
 
 
 def test_as_many_reductions_are_in_flight_as_were_asked_for():
-    program = insert_scatters(backward(layers=1), params(1), flying=2)
+    program = insert_reduce_scatters(backward(layers=1), params(1), flying=2)
     verify(program)
     assert words(program) == "d1 g1 +fsdp1 g0 +fsdp0 -fsdp1 -fsdp0"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from dcompile.codegen.schedule.order.overlap_collectives import overlap, predict_schedule
+from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives, predict_schedule
 from dcompile.explain.collective_table import exchange_lines, exchanges_of
 from tests.codegen.schedule.order.test_overlap_collectives import GROUPS, backward, machine
 
 
 def test_collectives_say_what_blocks_them_and_what_would_change_it():
-    program = overlap(backward([1000, 1000], kernels=3), machine(gbs=1.0), GROUPS)
+    program = overlap_collectives(backward([1000, 1000], kernels=3), machine(gbs=1.0), GROUPS)
     schedule, _, exposed_us = predict_schedule(program, machine(gbs=1.0), GROUPS)
     found = {exchange.bucket: exchange for exchange in exchanges_of(program, {0: "a.weight"}, schedule)}
     assert list(found) == ["gather0", "gather1", "reduce_scatter0", "reduce_scatter1"]

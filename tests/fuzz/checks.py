@@ -18,12 +18,12 @@ from dcompile.codegen.nest.device_traits import has_atomic
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
-from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
+from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
 from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.codegen.schedule.order.dependences import drop_dead
-from dcompile.codegen.schedule.order.group_updates import bring_together
+from dcompile.codegen.schedule.order.dependences import remove_dead_steps
+from dcompile.codegen.schedule.order.group_updates import group_updates
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
@@ -130,15 +130,15 @@ def checks() -> Iterator[Check]:
 
 def planned(program: Program) -> Program:
     """What the pipeline makes of a program of loops."""
-    return plan_memory(fuse(reorient_columns(drop_dead(program))))
+    return plan_memory(fuse(interchange_reductions(remove_dead_steps(program))))
 
 
 def planned_for_gpu(program: Program) -> Program:
     """What the pipeline makes of it on a GPU; each buffer has memory of its own."""
-    program = fuse(reorient_columns(sum_exponentials(drop_dead(on_a_gpu(program)))))
-    return bring_together(
+    program = fuse(interchange_reductions(use_online_softmax(remove_dead_steps(on_a_gpu(program)))))
+    return group_updates(
         split_reductions.refuse_after_split(
-            split_reductions.spread_rows(split_reductions.spread_columns(rematerialize(program)))
+            split_reductions.split_row_reductions(split_reductions.split_column_reductions(rematerialize(program)))
         )
     )
 
@@ -161,7 +161,7 @@ def _passes(program: Program, inputs: Inputs) -> str | None:
     sizes = numbers_of(program, inputs)
     verify(program, sizes)
     want = _outputs(specialise(program, sizes), inputs)
-    for run in (drop_dead, reorient_columns, fuse, plan_memory):
+    for run in (remove_dead_steps, interchange_reductions, fuse, plan_memory):
         program = run(program)
         verify(program, sizes)
         if (found := first_difference(program, want, _outputs(program, inputs))) is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcompile.codegen.schedule.fusion.merge import without
-from dcompile.codegen.schedule.order.dependences import drop_dead
+from dcompile.codegen.schedule.order.dependences import remove_dead_steps
 from dcompile.errors import VerifyError
 from dcompile.ir.analysis import operands, store_operands
 from dcompile.ir.interpret import execute, interpret
@@ -113,7 +113,7 @@ def _redirected(step: Loop, old: int, new: int) -> Loop | None:
 
 def _tidy(program: Program, inputs: dict[str, np.ndarray]) -> Case:
     """Without steps, buffers and inputs that no output needs."""
-    program = drop_dead(program)
+    program = remove_dead_steps(program)
     used = {view.buffer for view in program.outputs} | {n for step in program.steps for n in step.reads | step.writes}
     kept = tuple(name for name in program.inputs if name in used)
     buffers = tuple(buffer for buffer in program.buffers if buffer.name in used)

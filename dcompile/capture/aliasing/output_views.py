@@ -16,10 +16,10 @@ import torch
 from dcompile.capture.aliasing.memory import memory_of
 from dcompile.compat.tensors import quick_look
 
-look = quick_look()
+quick_view = quick_look()
 
 
-def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:
+def saved_in_same_memory(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:
     """For these of a forward's `count` results: positions of the saved tensors that lie in the same memory."""
     outputs = gm.graph.output_node().args[0]
     saved = [(place, memory_of(outputs[place])) for place in range(count, len(outputs))]
@@ -30,7 +30,7 @@ def saved_with(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[in
     return found
 
 
-def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+def results_to_detach(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
     """Of a forward's `constant` results, which have no gradient, those that lie in the memory of one that has.
 
     Of `h.detach()` beside `h` a program makes one tensor, of `h[0].detach()` a view of it. Autograd, told that the one
@@ -47,7 +47,7 @@ def to_be_detached(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[
     return tuple(map(tuple, places.values()))
 
 
-def saved_looks(gm: Any, count: int) -> tuple[int, ...]:
+def saved_input_views(gm: Any, count: int) -> tuple[int, ...]:
     """Behind a forward's `count` results: positions of what it saves that looks at an input and is not that input.
 
     A look at all of an input as it lies is the input itself in a program, and by the backward that may have another
@@ -61,7 +61,7 @@ def saved_looks(gm: Any, count: int) -> tuple[int, ...]:
 Steps = tuple[tuple[Any, tuple[Any, ...], Mapping[str, Any]], ...]
 
 
-def take_other_dtypes(gm: Any, count: int) -> tuple[tuple[int, int, Steps], ...]:
+def remove_dtype_views(gm: Any, count: int) -> tuple[tuple[int, int, Steps], ...]:
     """Of a graph's `count` results, those that look at another one as another dtype: (place, its place, how).
 
     From here on the graph returns the other one there, and whoever calls it looks: what lies in a program's memory has
@@ -94,7 +94,7 @@ def _is_plain_look(node: Any) -> bool:
     return getattr(node.target, "is_view", False) and len(node.all_input_nodes) == 1
 
 
-def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:
+def results_to_separate(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     """(place, earlier place, whether as a view) of a graph's results that may be one tensor in a program, and are two.
 
     A look at all of a result as it lies is the result itself there: `return h, h.view_as(h)`. The view has a base in
@@ -108,9 +108,9 @@ def to_be_told_apart(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     return tuple((n, m, not (_is_detached(nodes[n]) or _is_detached(nodes[m]))) for n, m in apart)
 
 
-def constant_pairs(gm: Any, constant: Sequence[int]) -> tuple[tuple[int, int, bool], ...]:
+def constant_results_to_separate(gm: Any, constant: Sequence[int]) -> tuple[tuple[int, int, bool], ...]:
     """The same of a forward's `constant` results, which look at one another and not at what has a gradient."""
-    return tuple(pair for pair in to_be_told_apart(gm) if pair[0] in constant and pair[1] in constant)
+    return tuple(pair for pair in results_to_separate(gm) if pair[0] in constant and pair[1] in constant)
 
 
 def _is_detached(node: Any) -> bool:
@@ -122,7 +122,7 @@ def _is_detached(node: Any) -> bool:
     return False
 
 
-def returned_again(gm: Any) -> tuple[tuple[int, int], ...]:
+def repeated_results(gm: Any) -> tuple[tuple[int, int], ...]:
     """(place, first place) of what a graph returns several times, and is one tensor.
 
     A program looks anew at memory for each place. Two inputs that overlap are what a graph behind a break then has for
@@ -134,7 +134,7 @@ def returned_again(gm: Any) -> tuple[tuple[int, int], ...]:
     return tuple((place, earlier) for place, earlier in found if place != earlier)
 
 
-def seen_without_gradients(gm: Any, learning: Collection[int]) -> tuple[int, ...]:
+def results_without_gradients(gm: Any, learning: Collection[int]) -> tuple[int, ...]:
     """Those of a Dynamo graph's `learning` results that are views made under `torch.no_grad()`.
 
     In eager mode such a view is a leaf: nothing of what is computed with it goes on to what it looks at (a head's
@@ -150,7 +150,7 @@ def seen_without_gradients(gm: Any, learning: Collection[int]) -> tuple[int, ...
     return tuple(place for place in found if place in learning)
 
 
-def without_gradients(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+def view_without_gradients(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """`compiled`, whose results in these places are views made under `torch.no_grad()`."""
     if not places:
         return compiled
@@ -165,7 +165,7 @@ def without_gradients(compiled: Callable[..., Any], places: Sequence[int]) -> Ca
     return seeing
 
 
-def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> None:
+def separate_results(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> None:
     """A tensor of its own for each result that is the same as the earlier one of a pair."""
     for place, earlier, view in pairs:
         x = outputs[place]
@@ -173,8 +173,8 @@ def tell_apart(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> No
             outputs[place] = x.as_strided(x.shape, x.stride()) if view else x.detach()
 
 
-def look_as_other_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Steps]]) -> None:
-    """See `take_other_dtypes`."""
+def view_as_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Steps]]) -> None:
+    """See `remove_dtype_views`."""
     for place, source, steps in looks:
         x = outputs[source]
         for target, args, keywords in steps:
@@ -182,11 +182,11 @@ def look_as_other_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Ste
         outputs[place] = x
 
 
-def hand_out(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
-    """Put tensors of their own in the places of `results`, and where else `saved_with` has found their memory."""
+def return_views(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
+    """Put tensors of their own in the places of `results`, and where else `saved_in_same_memory` has found their memory."""
     for place, saved in results.items():
         view = outputs[place]
-        own = outputs[place] = look(view, tuple(view.shape), view.stride(), 0)
+        own = outputs[place] = quick_view(view, tuple(view.shape), view.stride(), 0)
         for other in saved:
             x = outputs[other]
             outputs[other] = torch.as_strided(own.detach(), x.shape, x.stride(), x.storage_offset())

@@ -16,7 +16,7 @@ CHANGES = "aten.copy_.default"
 """How a graph changes an input: AOTAutograd leaves no other operation in place."""
 
 
-def resize_inputs_alone(gm: Any) -> None:
+def resize_only_inputs(gm: Any) -> None:
     """Have a traced graph resize the storages of inputs only, in place.
 
     Guarantees: values that are read keep their memory. An input whose value was freed last is freed, and not written.

@@ -46,7 +46,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     for name, program in cases.HAND.items():
         yield name, program, cases.random_inputs(program), 1.6e-2 if "16" in name else 2e-6
     for name, sizes in (("optimizer", loops.OPTIMIZED), ("optimizer of sizes", [256] * 3 + [512] * 7 + [128] * 2)):
-        updates = group_updates.bring_together(loops.on_a_gpu(loops.optimizer(sizes)))
+        updates = group_updates.group_updates(loops.on_a_gpu(loops.optimizer(sizes)))
         yield name, updates, cases.random_inputs(updates), 1.6e-2
     yield "side by side", loops.side_by_side(), cases.random_inputs(loops.side_by_side()), 2e-6
     for name, program in cases.operations().items():
@@ -78,7 +78,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
 
 def spread_out(program: Program) -> Program:
     """A program as it would be made for a GPU."""
-    return split_reductions.spread_rows(split_reductions.spread_columns(loops.on_a_gpu(program)))
+    return split_reductions.split_row_reductions(split_reductions.split_column_reductions(loops.on_a_gpu(program)))
 
 
 def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, int], tolerance: float) -> str:

@@ -12,7 +12,7 @@ from dcompile.codegen.emit import build
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import kernel
-from dcompile.codegen.schedule.fusion.split_reductions import spread_columns, spread_rows
+from dcompile.codegen.schedule.fusion.split_reductions import split_column_reductions, split_row_reductions
 from dcompile.config import Config
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE
@@ -28,7 +28,7 @@ GUARD = 64
 def for_gpu(program: Program) -> Program:
     """The program as the pipeline would schedule it for a GPU."""
     there = replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
-    return spread_rows(spread_columns(there))
+    return split_row_reductions(split_column_reductions(there))
 
 
 def compiled(programs: list[Program]) -> dict[str, object]:

@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.matmul_epilogue import end_products, endings
-from dcompile.codegen.schedule.order.dependences import drop_dead
+from dcompile.codegen.schedule.fusion.matmul_epilogue import endings, fuse_matmul_epilogues
+from dcompile.codegen.schedule.order.dependences import remove_dead_steps
 from dcompile.ir.nodes import Program, Tile
 
 
@@ -36,12 +36,12 @@ def program(
     with FakeTensorMode():
         given = [torch.empty(*shape, device=device, dtype=dtype) for shape in shapes]
         graph = make_fx(function, decomposition_table=table(fallback_random=False))(*given)
-    return fuse(drop_dead(lower(graph, "forward").program))
+    return fuse(remove_dead_steps(lower(graph, "forward").program))
 
 
 def ended(before: Program, tile: Tile) -> Program:
     """The program with all products that can end in loops."""
-    after = end_products(before, {ending.kind: tile for ending in endings(before)})
+    after = fuse_matmul_epilogues(before, {ending.kind: tile for ending in endings(before)})
     assert after is not before, "no product can end in a loop"
     return after
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
+from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Buffer, Const, Load, Loop, Program, Reduce, Store, View
@@ -35,7 +35,7 @@ def variance(device: str) -> Program:
 
 def test_on_a_gpu_each_reduction_walks_over_the_rows():
     before = variance("cuda")
-    after = reorient_columns(before)
+    after = interchange_reductions(before)
     verify(after)
     walks = [step for step in after.steps if any(store.mode == "sum" for store in step.stores)]
     assert len(walks) == 2 and all(step.outer == (ROWS,) and step.inner == (COLUMNS,) for step in walks)
@@ -45,5 +45,5 @@ def test_on_a_gpu_each_reduction_walks_over_the_rows():
 
 
 def test_on_the_cpu_it_stays_one_loop():
-    (step,) = reorient_columns(variance("cpu")).steps
+    (step,) = interchange_reductions(variance("cpu")).steps
     assert step.outer == (COLUMNS,) and step.inner == (ROWS,)

@@ -22,7 +22,7 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.collectives.contract import ProgramReport
-from dcompile.collectives.fold_average import scale_products
+from dcompile.collectives.fold_average import fold_average
 from dcompile.compat.tensors import storage_use_count
 from dcompile.config import Config
 from dcompile.errors import DcompileError
@@ -405,7 +405,7 @@ def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
         Wait("b0", ("g",)),
     )
     program = Program("backward", ("x",), (whole(g),), (x, g), steps, grads=((0, 0),), buckets=(bucket,))
-    executable = load(scale_products(program, devices=("cpu",)))
+    executable = load(fold_average(program, devices=("cpu",)))
     assert executable.buckets[0].scaled == (0,)
     given, source = torch.randn(2, 3), Source(Memory(torch.full((16,), torch.nan)))
     product = given.t() @ given

@@ -43,7 +43,7 @@ INSTEAD = {
 """What a rewritten call does without its mask, by the mask's kind, for the receipt."""
 
 
-def replace_constant_masks(gm: GraphModule) -> list[str]:
+def recognize_causal_masks(gm: GraphModule) -> list[str]:
     """Rewrite the attention calls of a Dynamo graph whose mask is either causal or full, in all bodies that it holds.
 
     Returns a line for people about each kind of rewrite. The graph is changed in place, and the mask goes with what

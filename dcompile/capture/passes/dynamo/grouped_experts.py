@@ -24,10 +24,10 @@ from dcompile.grouped_ops import ALIGNMENT_BYTES, autocast_grouped_mm, grouped_m
 FALLBACK = "transformers.grouped_mm_fallback"
 
 
-def group_experts(gm: GraphModule, autocast: bool = False) -> list[str]:
+def group_experts(gm: GraphModule, autocast: bool = False) -> PassReport:
     """Rewrite the calls in a Dynamo graph and in those inside it. With `autocast`, they obey autocast as linear does.
 
-    Returns a line for people if anything changed; the graph is changed in place.
+    The graph is changed in place.
     """
     count = 0
     for module in gm.modules():
@@ -41,7 +41,8 @@ def group_experts(gm: GraphModule, autocast: bool = False) -> list[str]:
         if calls:
             module.recompile()
         count += len(calls)
-    return [f"{count} grouped matmuls of experts were captured with their gradients"] if count else []
+    notes = (f"{count} grouped matmuls of experts were captured with their gradients",)
+    return PassReport(count, notes if count else ())
 
 
 def _is_fallback(node: Node) -> bool:

@@ -38,7 +38,7 @@ class RepeatedOutside:
 Source: TypeAlias = "Node | RepeatedOutside"
 
 
-def share_repeated_heads(gm: GraphModule, on: str = "cuda") -> list[str]:
+def use_grouped_query_attention(gm: GraphModule, on: str = "cuda") -> list[str]:
     """Have attention share heads of keys and values that are repeated, in the graph or in a body that it holds.
 
     `on` is the kind of device that stands for GPUs: another one where a graph is only planned. Returns a line for

@@ -9,8 +9,8 @@ import torch
 from dcompile import rnn_ops
 
 
-def keep_recurrent_whole(gm: Any) -> list[str]:
-    """Have a graph call operators of ours in the place of torch's recurrent functions; returns notes."""
+def keep_recurrent_layers_whole(gm: Any) -> PassReport:
+    """Have a graph call operators of ours in the place of torch's recurrent functions."""
     found = 0
     for node in list(gm.graph.nodes):
         name = getattr(node.target, "__name__", "")
@@ -32,6 +32,6 @@ def keep_recurrent_whole(gm: Any) -> list[str]:
         gm.graph.erase_node(node)
         found += 1
     if not found:
-        return []
+        return PassReport()
     gm.recompile()
-    return [f"recurrent layers are library calls, whose backward runs the forward again: {found}"]
+    return PassReport(found, (f"recurrent layers are library calls, whose backward runs the forward again: {found}",))

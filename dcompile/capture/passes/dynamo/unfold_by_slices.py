@@ -23,7 +23,7 @@ ASSIGNMENTS = frozenset(
 UNFOLDS = (torch.Tensor.unfold, torch.ops.aten.unfold.default)
 
 
-def see_windows_by_slices(gm: GraphModule) -> None:
+def view_unfold_by_slices(gm: GraphModule) -> None:
     """Have a captured graph, and the bodies of its operators, see by `windows` what they change, in place.
 
     Guarantees: the same views of the same memory. Windows that nothing changes stay `unfold`, which adds no guard.

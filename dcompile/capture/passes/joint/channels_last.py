@@ -49,7 +49,7 @@ BOUND = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_
 """Mean other elements when strides change."""
 
 
-def lay_channels_last(gm: GraphModule) -> int:
+def use_channels_last(gm: GraphModule) -> int:
     """Change strides and insert copies in `gm`; returns how many values lie otherwise than before."""
     if not any(_images(node) for node in gm.graph.nodes):
         return 0

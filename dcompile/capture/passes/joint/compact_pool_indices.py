@@ -62,7 +62,7 @@ def _take_room(backward: Node, mode: Any) -> bool:
     return True
 
 
-def shorten_positions(joint: GraphModule) -> int:
+def compact_pool_indices(joint: GraphModule) -> int:
     """Rewrite the positions that backwards of max pooling in two dimensions read; returns of how many poolings."""
     found = joint.graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default)
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in found]) if found else None

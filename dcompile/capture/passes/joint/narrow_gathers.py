@@ -18,7 +18,7 @@ aten = torch.ops.aten
 WIDE = (torch.float32, torch.float64)
 
 
-def gather_narrow(gm: GraphModule) -> int:
+def narrow_gathers(gm: GraphModule) -> int:
     """Have gathers read what was widened as it was, if all that was read is rounded again; returns how many."""
     changed = 0
     for gather in [node for node in gm.graph.nodes if node.op == "call_function" and node.target in GATHERS]:

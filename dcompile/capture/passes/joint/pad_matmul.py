@@ -33,7 +33,7 @@ LOOKS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
 _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "custom")
 
 
-def pad_products(gm: GraphModule) -> int:
+def pad_matmuls(gm: GraphModule) -> int:
     """Rewrite the products of `gm` that gain by it; returns how many."""
     found = [(node, sizes) for node in gm.graph.nodes if (sizes := _padded_sizes(node)) is not None]
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes]) if found else None

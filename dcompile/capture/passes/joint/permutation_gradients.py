@@ -25,7 +25,7 @@ ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default, aten.zeros_like.d
 FULL = frozenset((aten.full.default, aten.full_like.default, aten.new_full.default))
 
 
-def gather_in_opposite_order(joint: GraphModule) -> int:
+def gather_permutation_gradients(joint: GraphModule) -> int:
     """Rewrite such sums of a joint graph in place; returns how many there were."""
     count = 0
     for node in joint.graph.find_nodes(op="call_function", target=aten.index_put.default):

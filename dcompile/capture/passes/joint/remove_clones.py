@@ -17,7 +17,7 @@ aten = torch.ops.aten
 COPIES = {aten.clone.default, aten.detach.default, aten.alias.default}
 
 
-def drop_copies(joint: GraphModule) -> int:
+def remove_clones(joint: GraphModule) -> int:
     """Let who reads a copy read its source; returns how many copies went."""
     if any(_writes(node) for node in joint.graph.nodes):
         return 0

@@ -25,7 +25,7 @@ class SummedMatmuls:
     """The others, in order."""
 
 
-def accumulate_products(program: Program) -> Program:
+def accumulate_matmuls(program: Program) -> Program:
     """Let matrix products add to one another where a loop would only add up their results.
 
     A weight that is used many times, such as a recurrent layer's, gets as many gradients: they need the memory of one

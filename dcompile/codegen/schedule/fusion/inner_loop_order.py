@@ -18,7 +18,7 @@ from dcompile.ir.nodes import Loop, Program, Reduce, Scan, Step
 from dcompile.ir.ops import REDUCTIONS
 
 
-def order_rows(program: Program) -> Program:
+def order_inner_loops(program: Program) -> Program:
     """Sort the inner axes of each GPU loop that reduces, the axis with the longest steps in memory first.
 
     Changes only the order in which a reduction is summed. Loops that scan, or that ask where a value lies, keep theirs.

@@ -14,7 +14,7 @@ from dcompile.ir.ops import REDUCTIONS
 MAX_COLUMNS = 1 << 16  # every thread keeps one partial result for each column: 256 KB of float32, an L2 share
 
 
-def reorient_columns(program: Program) -> Program:
+def interchange_reductions(program: Program) -> Program:
     """Turn reductions over the slow axis into loops over rows with combining stores.
 
     `out[c] = sum over r of x[r, c]` as one row of r per c jumps through memory and shares no loop with the row-wise

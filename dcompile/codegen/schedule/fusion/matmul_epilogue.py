@@ -70,7 +70,7 @@ def flops(product: Matmul) -> int:
     return 2 * prod(known)
 
 
-def end_products(program: Program, chosen: Mapping[Loop, Tile]) -> Program:
+def fuse_matmul_epilogues(program: Program, chosen: Mapping[Loop, Tile]) -> Program:
     """Let products end in the loops behind them, where a tile was chosen for this.
 
     Guarantees: the same values, up to the order of summation in these products, which stand where the loops stood.

@@ -22,7 +22,7 @@ MAX_ROW_PASSES = 4
 """Loops that may lie between a maximum and the sum that needs it."""
 
 
-def sum_exponentials(program: Program) -> Program:
+def use_online_softmax(program: Program) -> Program:
     """Join a row's maximum and the sum of exponentials below it, where rows are long, into one pass over the row.
 
     The sum is collected below a running maximum and scaled as that grows: it differs from the sum in two passes by its

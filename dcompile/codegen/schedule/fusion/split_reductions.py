@@ -55,7 +55,7 @@ MAX_LOADED_ELEMENTS = 16 * PART_ELEMENTS
 """Elements from which a part is cut further: programs of fewer pieces each hide how long memory takes."""
 
 
-def spread_columns(program: Program) -> Program:
+def split_column_reductions(program: Program) -> Program:
     """Let each of many programs combine a run of rows, where a store combines values of all rows.
 
     Changes only the order in which a reduction is summed. Loops on the CPU are left alone.
@@ -71,7 +71,7 @@ def spread_columns(program: Program) -> Program:
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
 
 
-def spread_rows(program: Program) -> Program:
+def split_row_reductions(program: Program) -> Program:
     """Let several programs share each row, where rows are long and few.
 
     Changes only the order in which a reduction is summed. Loops on the CPU are left alone.

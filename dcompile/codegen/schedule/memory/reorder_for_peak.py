@@ -18,7 +18,7 @@ MIN_SAVED_BYTES = 1 << 16
 """Bytes of peak that another order must save."""
 
 
-def plan_frugally(program: Program, saves: bool = False) -> Program:
+def plan_memory_for_peak(program: Program, saves: bool = False) -> Program:
     """`plan_memory`, for an order of steps that needs less memory if there is one near the given one.
 
     Guarantees: bitwise-equal values; library calls with effects in their order.

@@ -65,7 +65,7 @@ def respects(after: Sequence[Step], before: Sequence[Step]) -> bool:
     return all(moved[first] < moved[number] for number, firsts in enumerate(edges(before)) for first in firsts)
 
 
-def drop_dead(program: Program) -> Program:
+def remove_dead_steps(program: Program) -> Program:
     """Leave out steps and buffers that nothing observable depends on.
 
     Kept: what outputs are computed from, what overwrites an input or works in place, collectives, library calls with

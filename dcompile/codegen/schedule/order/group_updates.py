@@ -21,7 +21,7 @@ SMALL_BYTES = 1 << 10
 """Of a result: what lives longer for a change of order is no more than that, for each loop."""
 
 
-def bring_together(program: Program) -> Program:
+def group_updates(program: Program) -> Program:
     """Reorder neighbours among loops that write to inputs, or next to nothing: no memory to speak of lives longer.
 
     Such loops are taken in their order, but that those of the kind of the one before go first. Reads and writes keep

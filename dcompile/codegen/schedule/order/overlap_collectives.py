@@ -32,7 +32,7 @@ COPY_SAFETY = 3.0
 predicted 184)."""
 
 
-def overlap(
+def overlap_collectives(
     program: Program, figures: Figures, groups: Mapping[str, GroupSize], early_bytes: int | None = None
 ) -> Program:
     """Start collectives early enough to hide behind what is computed, wait for them as late as memory allows.

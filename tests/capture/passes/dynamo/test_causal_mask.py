@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 import dcompile
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, replace_constant_masks
+from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, recognize_causal_masks
 
 OWN_MASKING = "attention calls were given a causal mask as a tensor; the kernel's own causal masking takes its place"
 
@@ -22,7 +22,7 @@ def rewritten(function, *args, dynamic=False):
     seen = []
 
     def backend(gm, _inputs):
-        notes = replace_constant_masks(gm)
+        notes = recognize_causal_masks(gm)
         gm.graph.lint()
         calls = [node for node in gm.graph.nodes if node.target is ATTENTION]
         seen.append(
@@ -292,7 +292,7 @@ def test_elements_of_long_masks_are_not_computed():
     notes = []
 
     def backend(gm, _inputs):
-        notes.append(replace_constant_masks(gm))
+        notes.append(recognize_causal_masks(gm))
         return lambda *given: (given[0],)
 
     torch._dynamo.reset()

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, replace_constant_masks
+from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, recognize_causal_masks
 from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
-from dcompile.capture.passes.dynamo.grouped_query_attention import share_repeated_heads
+from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, placeholders
 
 S = 6
@@ -121,7 +121,7 @@ ALL.append(pytest.param(reentrant, marks=EAGER_WARNS))
 
 @pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
 def test_masks_that_are_made_outside_are_replaced_and_no_longer_given(function):
-    nest, notes = rewritten(function, replace_constant_masks)
+    nest, notes = rewritten(function, recognize_causal_masks)
     calls = calls_in(nest)
     assert calls and all((c.kwargs["attn_mask"], c.kwargs["is_causal"]) == (None, True) for c in calls)
     assert notes[0].startswith(f"{len(calls)} attention calls")
@@ -133,7 +133,7 @@ def test_masks_that_are_made_outside_are_replaced_and_no_longer_given(function):
 
 
 def test_sizes_inside_may_be_symbols():
-    nest, _ = rewritten(checkpointed, replace_constant_masks, dynamic=True)
+    nest, _ = rewritten(checkpointed, recognize_causal_masks, dynamic=True)
     assert [call.kwargs["is_causal"] for call in calls_in(nest)] == [True, True]
 
 
@@ -142,7 +142,7 @@ def test_a_mask_that_one_branch_reads_otherwise_is_still_given():
         mask = causal(q)
         return torch.cond(flag, lambda q: attention(q, q, q, attn_mask=mask), lambda q: q * mask[0, 0], (q,))
 
-    nest, _ = rewritten(function, replace_constant_masks)
+    nest, _ = rewritten(function, recognize_causal_masks)
     (call,) = calls_in(nest)
     assert call.kwargs["is_causal"] is True
     assert len(nest.calls[0].node.args[3]) == 2
@@ -152,7 +152,7 @@ def test_a_region_of_several_masks_keeps_its_own():
     def function(q, flag):
         return region(region(q, causal(q)), torch.ones_like(causal(q)).tril(1))
 
-    nest, notes = rewritten(function, replace_constant_masks)
+    nest, notes = rewritten(function, recognize_causal_masks)
     assert [call.kwargs["attn_mask"].op for call in calls_in(nest)] == ["placeholder"] and notes == []
 
 
@@ -167,7 +167,7 @@ def test_what_a_body_changes_in_place_is_not_known():
         q = checkpoint(body, q, use_reentrant=False)
         return attention(q, q, q, attn_mask=mask)
 
-    nest, notes = rewritten(function, replace_constant_masks)
+    nest, notes = rewritten(function, recognize_causal_masks)
     assert calls_in(nest)[0].kwargs["attn_mask"] is not None and notes == []
 
 
@@ -178,7 +178,7 @@ def test_a_body_that_is_carried_a_mask_keeps_it():
 
         return scan(step, causal(q), torch.stack([q, q]))[1]
 
-    nest, notes = rewritten(function, replace_constant_masks)
+    nest, notes = rewritten(function, recognize_causal_masks)
     assert calls_in(nest)[0].kwargs["attn_mask"] is not None and notes == []
 
 
@@ -219,7 +219,7 @@ def repeated_outside_of_two(q, flag):
 def test_repeated_heads_are_shared_inside(function):
     def share(gm):
         on_gpu(NestedGraphs(gm))
-        return share_repeated_heads(gm)
+        return use_grouped_query_attention(gm)
 
     nest, notes = rewritten(function, share)
     (call,) = calls_in(nest)
@@ -231,7 +231,7 @@ def test_repeated_heads_are_shared_inside(function):
 def test_repeated_heads_are_brought_in_through_two_bodies():
     def share(gm):
         on_gpu(NestedGraphs(gm))
-        return share_repeated_heads(gm)
+        return use_grouped_query_attention(gm)
 
     nest, notes = rewritten(repeated_outside_of_two, share)
     assert [call.kwargs.get("enable_gqa") for call in calls_in(nest)].count(True) == 1 and len(notes) == 1

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
-from dcompile.capture.passes.dynamo.unfold_by_slices import see_windows_by_slices, windows
+from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices, windows
 
 
 def of_an_input(x: Any) -> Any:
@@ -140,7 +140,7 @@ def test_windows_that_are_only_read_stay() -> None:
         found: set[Any] = set()
 
         def backend(gm: Any, _: Any) -> Any:
-            see_windows_by_slices(gm)
+            view_unfold_by_slices(gm)
             found.update(node.target for node in gm.graph.nodes)
             return gm
 

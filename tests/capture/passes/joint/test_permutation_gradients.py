@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
-from dcompile.capture.passes.joint.permutation_gradients import gather_in_opposite_order
+from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
 
 aten = torch.ops.aten
 ROWS, COPIES, WIDTH = 6, 2, 3
@@ -77,7 +77,7 @@ def test_sums_over_permutations_become_gathers(function, count, width):
     for node in gm.graph.nodes:  # as AOTAutograd's joint graphs are, without operators that write
         if node.target is aten.index_put_.default:
             node.target = aten.index_put.default
-    assert gather_in_opposite_order(gm) == count
+    assert gather_permutation_gradients(gm) == count
     if count:
         assert not [n for n in gm.graph.find_nodes(op="call_function", target=aten.index_put.default) if True in n.args]
     torch.testing.assert_close(gm(*inputs)[1], with_gradient(function)(*inputs)[1])

@@ -15,7 +15,7 @@ from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
 from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.codegen.schedule.order.group_updates import bring_together
+from dcompile.codegen.schedule.order.group_updates import group_updates
 from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.toolchain import triton_version
 from tests.codegen.emit import loops
@@ -49,7 +49,7 @@ def test_equal_loops_share_their_statements():
 
 def started(sizes: list[int]) -> list[KernelSource]:
     """What an optimizer of parameters of these sizes launches."""
-    program = bring_together(on_a_gpu(loops.optimizer(sizes)))
+    program = group_updates(on_a_gpu(loops.optimizer(sizes)))
     kernels = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])
     return [kernel for kernel in kernels if kernel.launches[0].grid]
 
@@ -91,7 +91,7 @@ def test_of_equal_loops_only_few_sizes_share_a_launch(monkeypatch):
 
 def test_a_launch_has_no_more_addresses_than_a_kernel_takes(monkeypatch):
     monkeypatch.setattr(horizontal_fusion, "MAX_ADDRESSES", 40)
-    program = bring_together(on_a_gpu(loops.optimizer([300] * 30)))
+    program = group_updates(on_a_gpu(loops.optimizer([300] * 30)))
     kernels = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])
     given = [len(kernel.arguments) for kernel in kernels if kernel.launches[0].grid]
     assert max(given) <= 40 and len(given) == 2 + 3 + 1, "20 of 30 next counts, 13 of 30 updates, 30 counts"

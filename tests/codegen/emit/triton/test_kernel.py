@@ -21,7 +21,7 @@ from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton import worker
-from dcompile.codegen.schedule.fusion.split_reductions import spread_columns
+from dcompile.codegen.schedule.fusion.split_reductions import split_column_reductions
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -304,7 +304,7 @@ class Prepares:
 def test_grids_and_places_are_worked_out_when_a_call_is_prepared():
     program = loops.rms_norm_backward(cases.S0, 40)
     there = replace(program, buffers=tuple(replace(b, device="cuda:0") for b in program.buffers))
-    planned = plan_memory(spread_columns(there))
+    planned = plan_memory(split_column_reductions(there))
     names: dict[str, object] = {}
     exec(host_program.emit(planned, triton_kernel.emit_all(planned)), names)
     assert names["sizes"]([torch.empty(150, 40), *[None] * 3]) == (150,)

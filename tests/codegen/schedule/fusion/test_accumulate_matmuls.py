@@ -10,7 +10,7 @@ import torch
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_products
+from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.interpret import interpret
@@ -54,7 +54,7 @@ def program(*steps, outputs=("y",), dtype="float32"):
 
 
 def changed(before):
-    after = accumulate_products(before)
+    after = accumulate_matmuls(before)
     verify(after)
     rng = np.random.default_rng(0)
     inputs = {name: rng.standard_normal((N, N)).astype(np.float32) for name in before.inputs}
@@ -99,7 +99,7 @@ def test_a_value_in_front_that_ends_there():
 )
 def test_what_is_left_alone(steps, outputs):
     before = program(*steps, outputs=outputs)
-    after = accumulate_products(before)
+    after = accumulate_matmuls(before)
     assert "addmm" not in ops(after) or ops(after).count("mm") == 1
     if ops(after) != ops(before):
         changed(before)
@@ -108,13 +108,13 @@ def test_what_is_left_alone(steps, outputs):
 def test_half_precision_is_rounded_after_each_product():
     before = program(product("m", "x", "w"), product("k", "w", "x"), total("y", "m", "k", dtype="float32"))
     narrow = replace(before, buffers=tuple(replace(b, dtype="bfloat16") for b in before.buffers))
-    assert accumulate_products(narrow) is narrow
+    assert accumulate_matmuls(narrow) is narrow
 
 
 def test_transposed_memory_is_not_added_to():
     before = program(product("m", "x", "w"), product("k", "w", "x"), total("y", "m", "k"))
     turned = tuple(replace(b, strides=(1, N)) if b.name == "k" else b for b in before.buffers)
-    assert accumulate_products(replace(before, buffers=turned)) == replace(before, buffers=turned)
+    assert accumulate_matmuls(replace(before, buffers=turned)) == replace(before, buffers=turned)
     assert contiguous_strides((N, N)) == (N, 1)
 
 

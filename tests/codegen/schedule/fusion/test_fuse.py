@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
+from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
 from dcompile.codegen.schedule.fusion.merge import merge
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.interpret import interpret
@@ -231,7 +231,7 @@ def test_a_sum_over_rows_is_turned_to_read_rows_in_order(finish):
         (buffer("dy", R, D), buffer("x", R, D), buffer("dw", D)),
         (column_sum(finish),),
     )
-    after = reorient_columns(program)
+    after = interchange_reductions(program)
     verify(after)
     first = loops(after)[0]
     assert first.outer == (R,) and first.inner == (D,) and first.stores[0].mode == "sum"
@@ -266,7 +266,7 @@ def test_both_gradients_of_a_norm_share_one_pass():
 
     small, module.MIN_SHARED_BYTES = module.MIN_SHARED_BYTES, 0
     try:
-        after = fuse(reorient_columns(program))
+        after = fuse(interchange_reductions(program))
     finally:
         module.MIN_SHARED_BYTES = small
     verify(after)
@@ -315,7 +315,7 @@ def test_random_programs_keep_their_outputs_bitwise(seed):
 @pytest.mark.parametrize("seed", range(60, 100))
 def test_random_programs_after_reorientation_stay_close(seed):
     program, inputs = random_program(seed)
-    after = fuse(reorient_columns(program))
+    after = fuse(interchange_reductions(program))
     verify(after)
     one = interpret(program, {n: np.copy(a) for n, a in inputs.items()})
     two = interpret(after, {n: np.copy(a) for n, a in inputs.items()})

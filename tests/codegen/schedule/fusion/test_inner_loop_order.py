@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.fusion.inner_loop_order import order_rows
+from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program, Store
@@ -31,20 +31,20 @@ def group_sums(op: str = "sum") -> Program:
 
 
 def test_neighbours_in_memory_come_one_after_another():
-    (loop,) = order_rows(on_gpu(group_sums())).steps
+    (loop,) = order_inner_loops(on_gpu(group_sums())).steps
     assert loop.inner == (50, 4), "pixels outside, the group's channels inside"
 
 
 def test_the_cpu_and_what_asks_where_a_value_lies_keep_their_order():
-    assert order_rows(group_sums()) == group_sums()
+    assert order_inner_loops(group_sums()) == group_sums()
     asking = on_gpu(group_sums("argmax"))
-    assert order_rows(asking) == asking
+    assert order_inner_loops(asking) == asking
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_keep_their_meaning(seed):
     program, inputs = random_program(seed, 8, exact=True)
-    made = order_rows(on_gpu(program))
+    made = order_inner_loops(on_gpu(program))
     verify(made)
     for want, got in zip(interpret(program, inputs), interpret(made, inputs), strict=True):
         assert np.array_equal(want, got, equal_nan=True)

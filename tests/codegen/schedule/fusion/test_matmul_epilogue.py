@@ -53,7 +53,7 @@ def test_text():
     after = products.ended(before, SMALL)
     verify(after)
     assert show(after) == AFTER
-    assert matmul_epilogue.end_products(before, {}) is before
+    assert matmul_epilogue.fuse_matmul_epilogues(before, {}) is before
 
 
 @pytest.mark.parametrize("name", products.CASES)

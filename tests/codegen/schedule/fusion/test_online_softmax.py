@@ -10,7 +10,7 @@ import pytest
 from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.fusion import online_softmax
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.online_softmax import sum_exponentials
+from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Reduce, Store, View
@@ -55,7 +55,7 @@ def sums(program: Program) -> list[str]:
 
 def test_a_maximum_and_a_sum_in_loops_of_their_own_are_joined():
     before = apart()
-    after = sum_exponentials(before)
+    after = use_online_softmax(before)
     verify(after)
     assert sums(after) == ["max", "sum_exp"] and len(after.steps) == 2
     assert len(fuse(after).steps) == 1, "the differences are not needed any more"
@@ -65,11 +65,11 @@ def test_a_maximum_and_a_sum_in_loops_of_their_own_are_joined():
 
 
 def test_it_does_not_matter_what_was_fused_before():
-    assert sums(sum_exponentials(fuse(apart()))) == sums(fuse(sum_exponentials(apart())))
+    assert sums(use_online_softmax(fuse(apart()))) == sums(fuse(use_online_softmax(apart())))
 
 
 def test_a_softmax_keeps_its_maximum():
-    after = sum_exponentials(on_gpu(loops.softmax(5, 40)))
+    after = use_online_softmax(on_gpu(loops.softmax(5, 40)))
     verify(after)
     assert sorted(sums(after)) == ["max", "sum_exp"]
 
@@ -85,7 +85,7 @@ def test_a_softmax_keeps_its_maximum():
     ids=["on the CPU", "short rows", "few rows", "no exponentials"],
 )
 def test_other_sums_stay_as_they_are(program):
-    assert sum_exponentials(program) == program
+    assert use_online_softmax(program) == program
 
 
 def test_a_sum_stays_where_what_it_reads_changes_before_it():
@@ -95,13 +95,13 @@ def test_a_sum_stays_where_what_it_reads_changes_before_it():
     at = var("i0")
     change = Loop("change", (200,), (), (Load("x", at, "float32"), Apply("neg", (0,), "float32")), (Store("x", at, 1),))
     changed = replace(program, steps=(top, change, below, total))
-    assert "sum_exp" not in sums(sum_exponentials(changed))
+    assert "sum_exp" not in sums(use_online_softmax(changed))
 
 
 @pytest.mark.parametrize("row", [[-np.inf] * 40, [np.inf] + [0.0] * 39, [np.nan] * 40, [-np.inf] * 39 + [2.0]])
 def test_infinities_mean_what_they_mean_in_two_passes(row):
     x = np.array([row] * 5, np.float32)
-    want, got = (interpret(program, {"x": x})[1] for program in (apart(), sum_exponentials(apart())))
+    want, got = (interpret(program, {"x": x})[1] for program in (apart(), use_online_softmax(apart())))
     assert np.array_equal(want, got, equal_nan=True)
 
 

@@ -22,14 +22,17 @@ def on_gpu(program: Program) -> Program:
 
 
 def spread_out(program: Program) -> Program:
-    made = split_reductions.spread_rows(split_reductions.spread_columns(on_gpu(program)))
+    made = split_reductions.split_row_reductions(split_reductions.split_column_reductions(on_gpu(program)))
     verify(made)
     return made
 
 
 def test_cpu_programs_are_left_alone():
     program = loops.rms_norm_backward(5000, 64)
-    assert split_reductions.spread_columns(program) == program and split_reductions.spread_rows(program) == program
+    assert (
+        split_reductions.split_column_reductions(program) == program
+        and split_reductions.split_row_reductions(program) == program
+    )
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -11,7 +11,7 @@ from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.memory.reorder_for_peak import (
     MIN_SAVED_BYTES,
     peak_bytes,
-    plan_frugally,
+    plan_memory_for_peak,
     reorder_for_frees,
 )
 from dcompile.codegen.schedule.order.dependences import respects
@@ -52,7 +52,7 @@ def linear_backward(*more):
 
 def test_a_saved_activation_ends_before_its_gradient_begins():
     program = linear_backward()
-    planned, plain = plan_frugally(program), plan_memory(program)
+    planned, plain = plan_memory_for_peak(program), plan_memory(program)
     verify(planned)
     assert [step.outs[0] for step in planned.steps] == ["dw", "dx", "dv"]
     assert planned.table["dx"].storage == "in:x" and planned.arena_bytes == 0
@@ -61,7 +61,7 @@ def test_a_saved_activation_ends_before_its_gradient_begins():
 
 def test_programs_with_collectives_keep_their_order():
     program = linear_backward(Collective("all_reduce", "b0", "ddp", ("dw",)), Wait("b0", ("dw",)))
-    assert plan_frugally(program).steps == program.steps
+    assert plan_memory_for_peak(program).steps == program.steps
 
 
 def test_a_call_that_takes_much_for_itself_runs_where_little_is_held():
@@ -78,7 +78,7 @@ def test_a_call_that_takes_much_for_itself_runs_where_little_is_held():
     program = Program(
         "p", ("x", "g", "w", "a", "v"), outputs, (x, g, w, dw, a, v, y, z), steps, donated=("x", "g", "a")
     )
-    planned = plan_frugally(program)
+    planned = plan_memory_for_peak(program)
     verify(planned)
     assert planned.steps == (*steps[1:2], filters, *steps[2:]), "no later than it has to be"
     assert peak_bytes(plan_memory(program)) - peak_bytes(planned) >= a.nbytes - y.nbytes - MIN_SAVED_BYTES
@@ -98,7 +98,7 @@ def test_random_programs_keep_their_values(monkeypatch):
         program = replace(program, donated=tuple(name for name in program.inputs if name in program.table))
         moved = reorder_for_frees(program)
         assert respects(moved.steps, program.steps)
-        planned, plain = plan_frugally(program), plan_memory(program)
+        planned, plain = plan_memory_for_peak(program), plan_memory(program)
         verify(planned)
         better += peak_bytes(planned) < peak_bytes(plain)
         assert peak_bytes(planned) <= peak_bytes(plain)

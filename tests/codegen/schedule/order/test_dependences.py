@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from dcompile.codegen.schedule.order.dependences import drop_dead, edges, respects, touches
+from dcompile.codegen.schedule.order.dependences import edges, remove_dead_steps, respects, touches
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, IndexOf, Load, Loop, Program, Store, View, Wait
@@ -81,7 +81,7 @@ def test_respects():
 
 def test_dead_steps_and_buffers_go():
     steps = [loop("a", "x", "a"), loop("b", "a", "b"), loop("c", "x", "c"), loop("d", "c", "d")]
-    after = drop_dead(program("xy", "b", steps))
+    after = remove_dead_steps(program("xy", "b", steps))
     assert [s.name for s in after.steps] == ["a", "b"]
     assert set(after.table) == {"x", "y", "a", "b"}
 
@@ -97,24 +97,24 @@ def test_what_is_observable_stays():
         loop("m", "x", "x"),
     ]
     before = program("x", "", steps)
-    assert drop_dead(before) == before
+    assert remove_dead_steps(before) == before
 
 
 def test_unused_results_become_none():
     before = program("x", "b", [call("ab", "x"), call("cd", "x")])
-    (step,) = drop_dead(before).steps
+    (step,) = remove_dead_steps(before).steps
     assert step.outs == (None, "b")
-    assert set(drop_dead(before).table) == {"x", "b"}
+    assert set(remove_dead_steps(before).table) == {"x", "b"}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_dropping_keeps_outputs(seed):
     before, inputs = random_program(seed)
     before = Program(**{f: getattr(before, f) for f in before.__dataclass_fields__} | {"outputs": before.outputs[:1]})
-    after = drop_dead(before)
+    after = remove_dead_steps(before)
     verify(after)
     assert (interpret(before, inputs)[0] == interpret(after, inputs)[0]).all()
-    assert drop_dead(after) == after
+    assert remove_dead_steps(after) == after
 
 
 def test_thousands_of_steps_take_well_under_a_millisecond_each():

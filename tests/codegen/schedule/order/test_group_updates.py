@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.schedule.order.dependences import respects
-from dcompile.codegen.schedule.order.group_updates import bring_together
+from dcompile.codegen.schedule.order.group_updates import group_updates
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Collective, Wait
 from dcompile.ir.verify import verify
@@ -22,7 +22,7 @@ def names(program):
 
 def test_counts_come_first_and_then_updates_size_by_size():
     before = on_a_gpu(loops.optimizer([30, 50, 30]))
-    after = bring_together(before)
+    after = group_updates(before)
     verify(after)
     later = ["update0", "update2", "update1", "count0", "count1", "count2"]
     assert names(after) == ["next0", "next1", "next2", *later]
@@ -32,7 +32,7 @@ def test_counts_come_first_and_then_updates_size_by_size():
 def test_values_stay_bit_for_bit():
     before = on_a_gpu(loops.optimizer([30, 50, 30, 50]))
     inputs = cases.random_inputs(before)
-    for one, two in zip(interpret(before, inputs), interpret(bring_together(before), inputs), strict=True):
+    for one, two in zip(interpret(before, inputs), interpret(group_updates(before), inputs), strict=True):
         assert np.array_equal(one, two)
 
 
@@ -40,7 +40,7 @@ def test_a_later_step_waits_for_an_earlier_one():
     """Two steps of an optimizer: what follows from the second count may not come before the first update."""
     once = on_a_gpu(loops.optimizer([30, 30]))
     twice = replace(once, steps=once.steps * 2)
-    assert names(bring_together(twice)) == ["next0", "next1", "update0", "update1", "count0", "count1"] * 2
+    assert names(group_updates(twice)) == ["next0", "next1", "update0", "update1", "count0", "count1"] * 2
 
 
 def test_nothing_passes_a_collective_or_what_makes_new_memory():
@@ -48,11 +48,11 @@ def test_nothing_passes_a_collective_or_what_makes_new_memory():
     first, second = before.steps[:2], before.steps[2:]
     exchange = (Collective("all_reduce", "b", "ddp", ("g1",)), Wait("b", ("g1",)))
     apart = replace(before, steps=(*first, *exchange, *second))
-    assert bring_together(apart).steps == apart.steps
+    assert group_updates(apart).steps == apart.steps
     made = replace(before, inputs=tuple(name for name in before.inputs if not name.startswith("p")))
-    assert bring_together(made).steps == made.steps
+    assert group_updates(made).steps == made.steps
     there = loops.optimizer([30, 30])
-    assert bring_together(there).steps == there.steps, "the CPU's kernels run in turn anyway"
+    assert group_updates(there).steps == there.steps, "the CPU's kernels run in turn anyway"
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -61,5 +61,5 @@ def test_random_programs_keep_their_order_of_reads_and_writes(seed):
     program = on_a_gpu(program)
     names = [buffer.name for buffer in program.buffers]
     some = tuple(dict.fromkeys((*program.inputs, *random.Random(seed).sample(names, len(names) // 2))))
-    after = bring_together(replace(program, inputs=some))
+    after = group_updates(replace(program, inputs=some))
     assert respects(after.steps, program.steps)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.cost_model import durations
-from dcompile.codegen.schedule.order.overlap_collectives import overlap
+from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
 from dcompile.codegen.schedule.order.simulate import timeline
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
@@ -145,7 +145,7 @@ def live_peak(program):
 
 def test_a_gather_starts_while_the_unit_before_is_computed():
     before = forward([1000, 1000, 1000])
-    after = overlap(before, machine(gbs=4.0), GROUPS)  # half a microsecond each
+    after = overlap_collectives(before, machine(gbs=4.0), GROUPS)  # half a microsecond each
     verify(after)
     assert words(after) == ("+gather0 -gather0 a0_0 +gather1 a0_1 -gather1 a1_0 +gather2 a1_1 -gather2 a2_0 a2_1")
     assert estimate(after, machine(4.0)) < estimate(before, machine(4.0))
@@ -153,22 +153,22 @@ def test_a_gather_starts_while_the_unit_before_is_computed():
 
 def test_slow_gathers_start_as_early_as_memory_allows():
     before = forward([1000, 1000, 1000, 1000])
-    tight = overlap(before, machine(gbs=0.5), GROUPS)  # 4 us each: communication decides
+    tight = overlap_collectives(before, machine(gbs=0.5), GROUPS)  # 4 us each: communication decides
     assert words(tight).startswith("+gather0 +gather1 -gather0 a0_0 a0_1 -gather1 +gather2 a1_0")
-    wide = overlap(before, machine(gbs=0.5), GROUPS, early_bytes=1 << 20)
+    wide = overlap_collectives(before, machine(gbs=0.5), GROUPS, early_bytes=1 << 20)
     assert words(wide).startswith("+gather0 +gather1 +gather2 +gather3 -gather0 a0_0")
     assert estimate(wide, machine(0.5)) <= estimate(tight, machine(0.5)) < estimate(before, machine(0.5))
 
 
 def test_no_budget_leaves_memory_where_it_was():
     before = backward([1000, 2000, 1000])
-    after = overlap(before, machine(), GROUPS, early_bytes=0)
+    after = overlap_collectives(before, machine(), GROUPS, early_bytes=0)
     assert live_peak(after) <= live_peak(before)
 
 
 def test_a_gather_overtakes_the_reduction_of_the_unit_before():
     before = backward([1000, 1000, 1000])
-    after = overlap(before, machine(gbs=1.0), GROUPS)
+    after = overlap_collectives(before, machine(gbs=1.0), GROUPS)
     verify(after)
     assert starts(after) == ["gather0", "gather1", "reduce_scatter0", "gather2", "reduce_scatter1", "reduce_scatter2"]
     assert estimate(after, machine()) < estimate(before, machine())
@@ -182,7 +182,7 @@ def test_a_reduction_starts_with_its_last_gradient_and_is_waited_for_when_it_is_
     for n in range(8):
         build.kernel(["x" if n == 0 else f"a{n - 1}"], f"a{n}")
     build.outputs = ["a7"]
-    after = overlap(build.program(), machine(gbs=0.26), GROUPS)  # 2 us, and as long again to be sure
+    after = overlap_collectives(build.program(), machine(gbs=0.26), GROUPS)  # 2 us, and as long again to be sure
     assert words(after) == "grad0 +reduce_scatter0 a0 a1 a2 a3 -reduce_scatter0 a4 a5 a6 a7"
 
 
@@ -192,7 +192,7 @@ def test_an_all_reduce_of_a_bucket_is_waited_for_at_the_end():
     build.reduce("all_reduce", 0, N, ["g0"])
     build.kernel(["x"], "a")
     build.outputs = ["a", "g0"]
-    after = overlap(build.program(), machine(gbs=1.0), GROUPS)
+    after = overlap_collectives(build.program(), machine(gbs=1.0), GROUPS)
     verify(after)
     assert words(after) == "g0 +all_reduce0 a -all_reduce0"
 
@@ -202,21 +202,21 @@ def test_without_collectives_nothing_changes():
     build.kernel(["x"], "a")
     build.outputs = ["a"]
     program = build.program()
-    assert overlap(program, machine(), GROUPS) is program
+    assert overlap_collectives(program, machine(), GROUPS) is program
 
 
 def test_a_rank_keeps_the_common_order_even_where_its_own_costs_speak_against_it():
     """Free collectives: nothing is gained by another order than the one inserted, which other ranks gain from."""
     before = backward([1000, 1000, 1000])
-    free = overlap(before, machine(gbs=1e9), GROUPS)
-    assert starts(free) == starts(overlap(before, machine(gbs=0.1), GROUPS)) != starts(before)
+    free = overlap_collectives(before, machine(gbs=1e9), GROUPS)
+    assert starts(free) == starts(overlap_collectives(before, machine(gbs=0.1), GROUPS)) != starts(before)
 
 
 def test_the_order_of_starts_does_not_depend_on_costs():
     """Ranks with other batches, hence other costs, start the same collectives in the same order."""
     before = backward([1000, 50, 3000, 1000, 200])
     orders = {
-        tuple(starts(overlap(before, replace(machine(gbs), kernel_us=us), {"g": GroupSize(ranks, "wire")})))
+        tuple(starts(overlap_collectives(before, replace(machine(gbs), kernel_us=us), {"g": GroupSize(ranks, "wire")})))
         for gbs in (0.01, 1.0, 100.0)
         for us in (0.1, 1.0, 50.0)
         for ranks in (2, 64)
@@ -238,7 +238,7 @@ def test_an_order_with_gathers_first_stays_within_the_budget_too():
             build.reduce("reduce_scatter", unit, N, [f"grad{unit}"])
     build.outputs = [last]
     before = build.program()
-    after = overlap(before, machine(0.01), GROUPS, 2000)
+    after = overlap_collectives(before, machine(0.01), GROUPS, 2000)
     assert starts(after) != starts(before)
     assert live_peak(after) <= live_peak(before) + 2000
 
@@ -290,7 +290,7 @@ EXTERNS = {kind: exchanged(kind) for kind in ("all_gather", "reduce_scatter", "a
 def test_random_programs(before, gbs, early_bytes):
     verify(before)
     figures = machine(gbs)
-    after = overlap(before, figures, GROUPS, early_bytes)
+    after = overlap_collectives(before, figures, GROUPS, early_bytes)
     verify(after)
     assert Counter(map(str, after.steps)) == Counter(map(str, before.steps))
     assert [s for s in after.steps if isinstance(s, Loop)] == [s for s in before.steps if isinstance(s, Loop)]
@@ -300,8 +300,10 @@ def test_random_programs(before, gbs, early_bytes):
     gathers = max((size[n] for n in size if "gather" in n), default=0)
     reductions = max((size[n] for n in size if "scatter" in n), default=0)
     assert live_peak(after) <= live_peak(before) + (gathers + reductions if early_bytes is None else early_bytes)
-    assert starts(overlap(before, machine(gbs * 3), {"g": GroupSize(8, "wire")}, early_bytes)) == starts(after)
-    assert overlap(before, figures, GROUPS, early_bytes) == after
+    assert starts(overlap_collectives(before, machine(gbs * 3), {"g": GroupSize(8, "wire")}, early_bytes)) == starts(
+        after
+    )
+    assert overlap_collectives(before, figures, GROUPS, early_bytes) == after
     assert [bucket.name for bucket in after.buckets] == starts(after)
     x = np.linspace(-1, 1, N, dtype=np.float32)
     for a, b in zip(interpret(before, {"x": x}, EXTERNS), interpret(after, {"x": x}, EXTERNS), strict=True):

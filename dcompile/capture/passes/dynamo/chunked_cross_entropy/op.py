@@ -157,7 +157,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def keep_only_sums(joint: Any) -> None:
+def recompute_loss_chunks(joint: Any) -> None:
     """Have the backward compute logits of parts again: the forward saves what it came to in each row, and no more.
 
     Tracing notes with operations of the backward what is noted with those that they belong to.

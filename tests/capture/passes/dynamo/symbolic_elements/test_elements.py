@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, replace_constant_masks
+from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, recognize_causal_masks
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.analysis import ElementsOf
 from dcompile.ir.piecewise import evaluate_tree
@@ -166,7 +166,7 @@ def attended(program, mask, queries, keys):
     call = program.graph.call_function(ATTENTION, (q, k, k), {"attn_mask": mask})
     call.meta["example_value"] = torch.zeros(2, 3, queries, 4)
     gm = program.module(call)
-    replace_constant_masks(gm)
+    recognize_causal_masks(gm)
     gm.graph.lint()
     return call.kwargs["is_causal"] if call.kwargs["attn_mask"] is None else None
 

@@ -1,0 +1,60 @@
+"""Run the passes over a captured graph: each is timed, logged and, if asked for, dumped as text and as a difference."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcompile.artifacts import dump, log
+from dcompile.config import Config
+from dcompile.passes import GraphPass, PassReport
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRequest:
+    """What passes over FX graphs may ask about beside the graph."""
+
+    config: Config
+    name: str
+    """Of the graph, in logs and dumps."""
+    device_kind: str = "cuda"
+    """The kind of device whose kernels decide what is rewritten for GPUs: another one where a graph is only planned."""
+    sharded_parameters: Callable[[Any], Iterable[Any]] = lambda gm: ()
+    """Placeholders of a graph that stand for sharded parameters."""
+
+
+def run_passes(passes: Sequence[GraphPass], gm: Any, request: GraphRequest, stage: str) -> PassReport:
+    """Run those of a list that this stage and these settings have, in order; their reports together."""
+    notes: list[str] = []
+    fallbacks: Counter[str] = Counter()
+    changes = 0
+    config = request.config
+    for number, row in enumerate(passes, 1):
+        if stage not in row.stages or not row.when(config):
+            continue
+        before = _text(gm) if config.dump else ""
+        began = time.perf_counter()
+        report = row.run(gm, *row.given(request))
+        took_ms = (time.perf_counter() - began) * 1e3
+        log(config, "passes", f"{request.name} {stage} {row.name}: {took_ms:.1f} ms, {report.changes} changes")
+        if config.dump:
+            _dump(config, f"{request.name}/{stage}_{number:02d}_{row.name}", before, _text(gm))
+        notes += report.notes
+        fallbacks.update(report.fallbacks)
+        changes += report.changes
+    return PassReport(changes, tuple(notes), fallbacks)
+
+
+def _text(gm: Any) -> str:
+    return str(gm.graph)
+
+
+def _dump(config: Config, name: str, before: str, after: str) -> None:
+    if before != after:
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
+        dump(config, f"{name}.diff", "\n".join(lines))
+        dump(config, f"{name}.txt", after)

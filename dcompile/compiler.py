@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
+from dcompile.passes import GraphPass, select_rows
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.cache.key import (
     NotCacheable,
@@ -38,7 +41,7 @@ from dcompile.runtime.program.workspace import Workspaces
 from dcompile.toolchain import own_products, products_key
 
 if TYPE_CHECKING:
-    from dcompile.pipeline import PendingGraph, Pipeline
+    from dcompile.driver import PendingGraph, Pipeline
 
 
 class CachingCompiler:
@@ -62,7 +65,7 @@ class CachingCompiler:
             self._pipeline()  # says now if there is no such pass
 
     def _pipeline(self) -> Pipeline:
-        from dcompile.pipeline import Pipeline  # late: a warm start needs no compiler stage, and saves their import
+        from dcompile.driver import Pipeline  # late: a warm start needs no compiler stage, and saves their import
 
         if self._made is None:
             self._made = Pipeline(self.config)
@@ -91,6 +94,11 @@ class CachingCompiler:
         from dcompile.codegen.lower import fusible_ops
 
         return fusible_ops.table()
+
+    def graph_passes(self) -> tuple[Sequence[GraphPass], Sequence[GraphPass]]:
+        """The rows of `pipeline.DYNAMO_PASSES` and `pipeline.JOINT_PASSES` that the options skip and until leave."""
+        joint = select_rows(self.config, JOINT_PASSES, earlier=(DYNAMO_PASSES,))
+        return select_rows(self.config, DYNAMO_PASSES), joint
 
     def expect_products(self) -> None:
         """Have the kernel of matrix products built, if there are to be some and it is not there.

@@ -1,437 +1,188 @@
-"""Every pass of every stage, in order: the table of contents of the compiler."""
+"""Every pass of every stage, in order: the table of contents of the compiler.
+
+A row is a pass, what of the request it is given, when it is on, and what it does to sums. `driver.py` runs the loop
+passes, `capture/graph_pass.py` those over FX graphs. `DCOMPILE_DUMP` writes the graph or program behind each pass,
+`DCOMPILE_SKIP` leaves some out, `DCOMPILE_UNTIL` stops after one.
+"""
 
 from __future__ import annotations
 
-import difflib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dcompile.artifacts import dump, log
-from dcompile.autotune import Tuner
-from dcompile.codegen.emit import build, gemm, select_target
-from dcompile.codegen.emit.build import Built
-from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.target import Kernels, KernelSource
-from dcompile.codegen.emit.triton import compile as triton_compile
-from dcompile.codegen.lower.lower import Lowered, lower
-from dcompile.codegen.lower.symbolic.shapes import traced_sizes
-from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
-from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
-from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
-from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
-from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
-from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
-from dcompile.codegen.schedule.fusion.split_reductions import (
-    refuse_after_split,
-    split_column_reductions,
-    split_row_reductions,
+from dcompile import compat
+from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
+from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import chunk_losses
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import recompute_loss_chunks
+from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
+from dcompile.capture.passes.dynamo.grouped_experts import group_experts
+from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
+from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
+from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
+from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
+from dcompile.capture.passes.joint.channels_last import use_channels_last
+from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
+from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
+from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
+from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
+from dcompile.capture.passes.joint.remove_clones import remove_clones
+from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
+from dcompile.capture.passes.joint.saved_values import (
+    copy_changed_inputs,
+    recompute_views,
+    save_as_strided_views,
+    save_random_values,
 )
-from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
-from dcompile.codegen.schedule.order.dependences import remove_dead_steps
-from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
-from dcompile.codegen.schedule.order.group_updates import group_updates
-from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives, predict_schedule
-from dcompile.collectives.coalesce_small import coalesce_small
-from dcompile.collectives.contract import ProgramReport, Request
-from dcompile.collectives.ddp_all_reduce import insert_all_reduces
-from dcompile.collectives.fold_average import fold_average
-from dcompile.collectives.fsdp_all_gather import insert_all_gathers
-from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_reduce_scatters
-from dcompile.config import Config
-from dcompile.errors import OptionError
-from dcompile.ir.diagram import draw
-from dcompile.ir.gemm import Chosen
-from dcompile.ir.nodes import Extern, Loop, Program, Tile
-from dcompile.ir.symbols import valued_symbols
-from dcompile.ir.text import show
-from dcompile.ir.verify import verify
-from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.program import cuda_launch
-from dcompile.runtime.program.artifact import CompiledGraph, Loadable
-from dcompile.toolchain import own_products, products_key, triton_version
+from dcompile.passes import GraphPass, nothing, with_own_kernels
 
-Result = TypeVar("Result")
-Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
-"""Which products shall end in loops: `Request.endings` for the program as it is before."""
+if TYPE_CHECKING:
+    from dcompile.collectives.contract import Request
+    from dcompile.ir.nodes import Program
+
+BOTH = ("joint", "inference")
+
+DYNAMO_PASSES: tuple[GraphPass, ...] = (
+    GraphPass(group_experts, lambda request: (request.config.autocast_experts,), required=True),
+    GraphPass(keep_recurrent_layers_whole, required=True),
+    # torch writes zeros into the gaps between windows that are changed in place
+    GraphPass(view_unfold_by_slices, required=True),
+    GraphPass(recognize_causal_masks, when=with_own_kernels),
+    GraphPass(decompose_decode_attention, when=with_own_kernels),
+    # after masks: attention that has one of its own is left alone
+    GraphPass(use_grouped_query_attention, lambda request: (request.device_kind,), when=with_own_kernels),
+    GraphPass(
+        chunk_losses,
+        lambda request: (request.config.chunked_loss,),
+        when=lambda config: bool(config.chunked_loss),
+        required=True,
+    ),
+    # after chunks: those losses have no logits left
+    GraphPass(compute_loss_gradient_in_forward, when=with_own_kernels),
+)
+"""Rewrites of the graph that TorchDynamo captured, before autograd traces it."""
+
+JOINT_PASSES: tuple[GraphPass, ...] = (
+    GraphPass(compat.sizes.multiply_pairwise, stages=BOTH, required=True),
+    GraphPass(assign_rng_keys, stages=BOTH, required=True),
+    GraphPass(resize_only_inputs, stages=BOTH, required=True),
+    GraphPass(copy_changed_inputs, stages=("joint",), required=True),
+    GraphPass(save_as_strided_views, stages=("joint",), required=True),
+    GraphPass(remove_clones, stages=("joint",), when=with_own_kernels),
+    GraphPass(gather_permutation_gradients, stages=("joint",), when=with_own_kernels),
+    GraphPass(compact_pool_indices, stages=("joint",), when=with_own_kernels),
+    GraphPass(pad_matmuls, stages=BOTH, when=lambda config: config.shape_padding and with_own_kernels(config)),
+    GraphPass(narrow_gathers, stages=BOTH, when=with_own_kernels),
+    GraphPass(use_channels_last, stages=BOTH, when=with_own_kernels),
+    # after layouts: nothing changes strides from here on
+    GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
+    GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
+    GraphPass(save_random_values, stages=("joint",), required=True),
+    # last: what it marks must be what the partitioner sees
+    GraphPass(recompute_views, lambda request: (request.sharded_parameters,), stages=("joint",), required=True),
+)
+"""Rewrites of a joint graph before it is cut into forward and backward, and of an inference graph."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One rewrite of the program. `reorders_sums`: outputs equal up to the order of reductions; otherwise bitwise."""
+class LoopPass:
+    """A rewrite of the program: `run(program, *given(request))`, a new program.
 
-    run: Callable[[Program, Request], Program]
-    name: str
+    Without `reorders_sums` outputs are bitwise those of before; with it, up to the order of reductions.
+    """
+
+    run: Callable[..., Program]
+    given: Callable[[Request], tuple[Any, ...]] = nothing
     reorders_sums: bool = False
-    needs_loops: bool = False
+    needs_loops: bool = True
     required: bool = False
-    measured: bool = False
-    """Whether it goes by what is measured just before it."""
-
-
-PASSES: tuple[Pass, ...] = (
-    Pass(lambda program, _: remove_dead_steps(program), "drop_dead"),
-    # before fusion, which makes one loop of sums and what reads them
-    Pass(lambda program, _: accumulate_matmuls(program), "accumulate_products", reorders_sums=True, needs_loops=True),
-    # before fusion: what is summed in one pass must not depend on it
-    Pass(lambda program, _: use_online_softmax(program), "sum_exponentials", reorders_sums=True, needs_loops=True),
-    Pass(lambda program, _: interchange_reductions(program), "reorient_columns", reorders_sums=True, needs_loops=True),
-    Pass(lambda program, _: fuse(program), "fuse", needs_loops=True),
-    # after fusion, which leaves in memory what a reduction stands between
-    Pass(lambda program, _: rematerialize(program), "compute_again", needs_loops=True),
-    # after fusion, which knows loops of one space by the order of their axes
-    Pass(lambda program, _: order_inner_loops(program), "order_rows", reorders_sums=True, needs_loops=True),
-    # after fusion, which decides how many rows and columns a kernel has
-    Pass(lambda program, _: split_column_reductions(program), "spread_columns", reorders_sums=True, needs_loops=True),
-    Pass(lambda program, _: split_row_reductions(program), "spread_rows", reorders_sums=True, needs_loops=True),
-    Pass(lambda program, _: refuse_after_split(program), "fuse_sums", needs_loops=True),
-    # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
-    Pass(lambda program, request: _insert_buckets(program, request), "insert_buckets", required=True),
-    Pass(lambda program, _: fold_average(program), "scale_products"),
-    Pass(
-        lambda program, request: insert_reduce_scatters(program, request.params, request.reductions),
-        "insert_scatters",
-        required=True,
-    ),
-    Pass(
-        lambda program, request: insert_all_gathers(program, request.params, request.gathers, request.results),
-        "insert_gathers",
-        required=True,
-    ),
-    Pass(lambda program, request: coalesce_small(program, request.figures, dict(request.groups)), "pack_small"),
-    Pass(lambda program, _: start_early_wait_late(program), "start_early_wait_late"),
-    Pass(
-        lambda program, request: overlap_collectives(
-            program, request.figures, dict(request.groups), request.early_bytes
-        ),
-        "overlap",
-    ),
-    # behind all that moves collectives: it changes the order of neighbours alone
-    Pass(lambda program, _: group_updates(program), "bring_together", needs_loops=True),
-    # behind all that goes by what steps cost apart, and before memory: a product that ends in a loop has none
-    Pass(
-        lambda program, request: fuse_matmul_epilogues(program, dict(request.endings)),
-        "end_products",
-        reorders_sums=True,
-        needs_loops=True,
-        measured=True,
-    ),
-    Pass(
-        lambda program, request: plan_memory_for_peak(program, request.kind == "forward"), "plan_memory", required=True
-    ),
-)
-
-
-REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
-
-from math import inf, nan
-
-from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.interchange_reductions import reorient_columns
-from dcompile.ir.index import *
-from dcompile.ir.nodes import *
-from dcompile.ir.text import show
-
-program = {program!r}
-print(show(fuse(reorient_columns(program))))
-'''
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramPlan:
-    """What is known of a graph before anything is built."""
-
-    lowered: Lowered
-    program: Program
-    kernels: Kernels
-    report: ProgramReport
-
-
-@dataclass(frozen=True, slots=True)
-class PendingGraph:
-    """A graph that is planned, and whose kernels are being compiled."""
-
-    plan: ProgramPlan
-    source: str
-    """Its host program."""
-    building: triton_compile.PendingBuild
 
     @property
-    def waits(self) -> bool:
-        """Whether others are at work for it."""
-        return self.building.waits
+    def name(self) -> str:
+        """The name in logs, dumps, and the options `skip` and `until`."""
+        return self.run.__name__
 
 
-class Pipeline:
-    """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        names = [p.name for p in PASSES]
-        for wanted in filter(None, (*config.skip.split(","), config.until)):
-            if wanted not in names:
-                raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
-        self._compilers = build.Compilers(config)
-        self._crews: dict[int, triton_compile.WorkerPool] = {}
-        """Those who compile kernels for GPUs of one compute capability, for all graphs."""
-        self._tuner = Tuner()
-
-    def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
-        """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
-        reason = self._why_aten(gm)
-        lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
-        sizes = traced_sizes(gm) if self.config.verify else {}
-        donated = tuple(lowered.program.inputs[position] for position in request.donated)
-        program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
-        kernels = self._timed(
-            request, "emit", lambda: select_target.emit_all(program, request.kind, self._own_products())
-        )
-        report = _report(program, kernels)
-        if program.buckets:
-            foreseen = predict_schedule(program, request.figures, dict(request.groups))
-            report.schedule, report.predicted_us, report.exposed_us = foreseen
-        if reason and self.config.kernels != "aten":
-            report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
-        report.notes += lowered.declined
-        return ProgramPlan(lowered, program, kernels, report)
-
-    def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
-        """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
-        arch = self._arch(gm)
-        if arch is not None:
-            self._crew(arch, cache).ready()  # imports Triton while the program is planned
-        notes: list[str] = []
-        plan = self.plan(gm, request, None if arch is None else self._endings(gm, request, arch, cache, notes))
-        plan.report.notes += notes
-        building = self._begin(plan.kernels, arch, cache)
-        recycle = request.kind == "inference"
-        measures = self.config.max_autotune and arch is not None
-        if self.config.max_autotune and not measures:
-            plan.report.notes.append(f"max_autotune has no effect: {self._why_not_tuned(gm)}")
-        chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if measures else None
-        saved = frozenset(plan.lowered.program.inputs[position] for position in request.saved)
-        source = self._timed(
-            request,
-            "host",
-            lambda: host_program.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen, saved=saved),
-        )
-        return PendingGraph(plan, source, building)
-
-    def _why_not_tuned(self, gm: Any) -> str:
-        if _devices(gm) <= {torch.device("cpu")}:
-            return "it measures products on GPUs, and this graph runs on the CPU"
-        return "it measures products beside kernels of ours, and this graph runs on ATen's"
-
-    def _chosen(self, plan: ProgramPlan, gm: Any) -> Chosen:
-        """By measuring: algorithms for large matrix products. The receipt says what it came to."""
-        if torch.are_deterministic_algorithms_enabled():
-            plan.report.notes.append("max_autotune: nothing is measured, for another run might choose otherwise")
-            return {}
-        chosen, note = self._tuner.algorithms(plan.program, _gpu(gm))
-        plan.report.notes += [note] if note else []
-        return chosen
-
-    def _endings(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
-        """Measures which products shall end in loops, if that is wanted. What is to be said of it comes to `notes`."""
-        config = self.config
-        if not (config.max_autotune and config.epilogue_fusion) or torch.are_deterministic_algorithms_enabled():
-            return None
-
-        def build(sources: Sequence[KernelSource]) -> Mapping[str, Path]:
-            return self._begin(Kernels(tuple(sources)), arch, cache).result().libraries
-
-        def measure(program: Program) -> Mapping[Loop, Tile]:
-            found = self._timed(request, "endings", lambda: self._tuner.endings(program, _gpu(gm), arch, build))
-            notes.extend(found[1])
-            return found[0]
-
-        return measure
-
-    def finish(self, begun: PendingGraph, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
-        """The rest: build."""
-        plan, source, building = begun.plan, begun.source, begun.building
-        lowered, program, kernels = plan.lowered, plan.program, plan.kernels
-        built = self._timed(request, "build", building.result)
-        constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
-        self._dump_code(lowered.program, kernels, source)
-        self._dump_graph(gm, program)
-        arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
-        written = frozenset().union(*(step.writes for step in program.steps))
-        mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
-        device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
-        late = len(valued_symbols(program))
-        graph = CompiledGraph(
-            source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device, late
-        )
-        return Loadable(graph, built.libraries, constants), built
-
-    def _arch(self, gm: Any) -> int | None:
-        """The compute capability that this graph's kernels are for, as 90 for 9.0, if it is to have any on a GPU."""
-        gpus = _devices(gm) - {torch.device("cpu")}
-        if not gpus or self._why_aten(gm) is not None:
-            return None
-        major, minor = torch.cuda.get_device_capability(next(iter(gpus)))
-        return 10 * major + minor
-
-    def _crew(self, arch: int, cache: KernelCache) -> triton_compile.WorkerPool:
-        return self._crews.setdefault(arch, triton_compile.WorkerPool(arch, cache.directory))
-
-    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_compile.PendingBuild:
-        """Have all kernels compiled."""
-        sources = [source for source in kernels.sources if not source.launches]
-        others = [source for source in kernels.sources if source.launches]
-        if not others:
-            return triton_compile.PendingBuild(self._compiled(sources, cache), None)
-        assert arch is not None, "a graph with kernels for a GPU is on one"
-        theirs = triton_compile.TritonBuild(others, arch, self.config, cache, self._crew(arch, cache))
-        launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
-        return triton_compile.PendingBuild(self._compiled([*sources, launcher], cache), theirs)
-
-    def _compiled(self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False) -> build.Building:
-        return self._compilers.begin(sources, cache, early=early, aliases={gemm.source().name: products_key()})
-
-    def begin_products(self, cache: KernelCache) -> None:
-        """Have the kernel of matrix products compiled. Who needs it waits for it, and learns what is wrong with it."""
-        if build.workers() > 1:  # with one core, it would take as long later
-            self._compiled([gemm.source()], cache, early=True)
-
-    def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
-        return lower(
-            gm,
-            request.name,
-            request.grads,
-            aten=aten,
-            own_rows=self.config.matmul != "aten",
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            saved_from=request.results if request.kind == "forward" else None,
-        )
-
-    def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:
-        began = time.perf_counter()
-        result = run()
-        log(self.config, "passes", f"{request.name} {stage}: {(time.perf_counter() - began) * 1e3:.1f} ms")
-        return result
-
-    def _dump_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
-        if not self.config.dump:
-            return
-        dump(self.config, f"{lowered.name}/host.py", source)
-        dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
-        origins: dict[str, dict[str, None]] = {}
-        used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
-        for call in used:  # equal layers share a kernel: name all of them
-            origins.setdefault(call.name, {}).update(dict.fromkeys(call.origin))
-        for kernel in kernels.sources:
-            comment = "".join(f"// {line}\n" for line in origins[kernel.name])
-            dump(self.config, f"{lowered.name}/kernels/{kernel.name}.cpp", comment + kernel.text)
-
-    def _dump_graph(self, gm: Any, program: Program) -> None:
-        if self.config.dump:
-            dump(self.config, f"{program.name}/graph.py", gm.print_readable(print_output=False))
-        if self.config.trace_graph_diagram:
-            dump(self.config, f"{program.name}/graph_diagram.svg", draw(program))
-
-    def _own_products(self) -> bool:
-        return own_products(self.config.matmul)
-
-    def _why_aten(self, gm: Any) -> str | None:
-        """Why this graph is left to ATen altogether, if it is."""
-        if self.config.kernels == "aten":
-            return 'options={"kernels": "aten"}'
-        return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
-
-    def _schedule(
-        self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
-    ) -> Program:
-        config = self.config
-        skipped = set(config.skip.split(","))
-        has_loops = any(isinstance(step, Loop) for step in program.steps)
-        stopped = False
-        self._inspect("00_lower", program, None, sizes)
-        for number, step in enumerate(PASSES, 1):
-            if not step.required and (stopped or step.name in skipped or (step.needs_loops and not has_loops)):
-                continue
-            if step.measured:
-                if measure is None:
-                    continue
-                request = replace(request, endings=tuple(measure(program).items()))
-            began, before = time.perf_counter(), program
-            program = step.run(program, request)
-            took = (time.perf_counter() - began) * 1e3
-            log(
-                config,
-                "passes",
-                f"{request.name} {step.name}: {took:.1f} ms, {len(before.steps)} -> {len(program.steps)}",
-            )
-            self._inspect(f"{number:02d}_{step.name}", program, before, sizes)
-            stopped = stopped or step.name == config.until
-        return program
-
-    def _inspect(self, name: str, program: Program, before: Program | None, sizes: Mapping[str, int]) -> None:
-        if self.config.verify:
-            verify(program, sizes, before)
-        if self.config.dump:
-            text = show(program)
-            dump(self.config, f"{program.name}/{name}.txt", text)
-            if before is not None:
-                old, new = show(before).splitlines(), text.splitlines()
-                dump(self.config, f"{program.name}/{name}.diff", "\n".join(difflib.unified_diff(old, new, lineterm="")))
-
-
-def _insert_buckets(program: Program, request: Request) -> Program:
-    if request.rule is None:
-        sharded = {param.number for param in request.params if param.shard is not None}
-        return replace(program, grads=tuple(grad for grad in program.grads if grad[1] in sharded))
-    return insert_all_reduces(program, request.params, request.rule)
-
-
-def _gpu(gm: Any) -> torch.device:
-    """The one GPU of a graph that has kernels of ours."""
-    (device,) = _devices(gm) - {torch.device("cpu")}
-    return device
-
-
-def _devices(gm: Any) -> set[torch.device]:
-    found = (_tensors(node.meta.get("val")) for node in gm.graph.nodes)
-    return {value.device for values in found for value in values}
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
-
-
-def _why_not_gpu(devices: set[torch.device]) -> str | None:
-    """Why a graph on these devices, beside the CPU, can have no kernels of ours."""
-    if not devices:
-        return None
-    if len(devices) > 1 or next(iter(devices)).type != "cuda":
-        return f"it is on {', '.join(sorted(map(str, devices)))}; kernels are made for one CUDA GPU"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
-        return "its GPU is none of NVIDIA's from compute capability 8.0 on"
-    if triton_version() is None:
-        return "it is on a GPU, and Triton, which compiles kernels for it, is not installed"
-    return None
-
-
-def _report(program: Program, kernels: Kernels) -> ProgramReport:
-    loops = [step for step in program.steps if isinstance(step, Loop)]
-    externs = [step for step in program.steps if isinstance(step, Extern)]
-    fallbacks: dict[str, int] = {}
-    for step in externs:
-        if step.fallback:
-            fallbacks[step.op] = fallbacks.get(step.op, 0) + 1
-    return ProgramReport(
-        kernels=len(kernels.sources),
-        kernel_calls=len(loops) + len(kernels.products),
-        library_calls=sum(not step.fallback for step in externs) - len(kernels.products),
-        fallbacks=fallbacks,
-        collectives=len(program.buckets),
-        bytes_copied=copied_bytes(program),
+@functools.cache
+def loop_passes() -> tuple[LoopPass, ...]:
+    """The rows of `LOOP_PASSES`, made when first asked for: a start from the cache loads no scheduler."""
+    from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
+    from dcompile.codegen.schedule.fusion.fuse import fuse
+    from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
+    from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+    from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
+    from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
+    from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
+    from dcompile.codegen.schedule.fusion.split_reductions import (
+        refuse_after_split,
+        split_column_reductions,
+        split_row_reductions,
     )
+    from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
+    from dcompile.codegen.schedule.order.dependences import remove_dead_steps
+    from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
+    from dcompile.codegen.schedule.order.group_updates import group_updates
+    from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
+    from dcompile.collectives.coalesce_small import coalesce_small
+    from dcompile.collectives.ddp_all_reduce import insert_ddp_buckets
+    from dcompile.collectives.fold_average import fold_average
+    from dcompile.collectives.fsdp_all_gather import insert_all_gathers
+    from dcompile.collectives.fsdp_reduce_scatter import insert_reduce_scatters
+
+    return (
+        LoopPass(remove_dead_steps, needs_loops=False),
+        # before fusion, which makes one loop of sums and what reads them
+        LoopPass(accumulate_matmuls, reorders_sums=True),
+        # before fusion: what is summed in one pass must not depend on it
+        LoopPass(use_online_softmax, reorders_sums=True),
+        LoopPass(interchange_reductions, reorders_sums=True),
+        LoopPass(fuse),
+        # after fusion, which leaves in memory what a reduction stands between
+        LoopPass(rematerialize),
+        # after fusion, which knows loops of one space by the order of their axes
+        LoopPass(order_inner_loops, reorders_sums=True),
+        # after fusion, which decides how many rows and columns a kernel has
+        LoopPass(split_column_reductions, reorders_sums=True),
+        LoopPass(split_row_reductions, reorders_sums=True),
+        LoopPass(refuse_after_split),
+        # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
+        LoopPass(insert_ddp_buckets, lambda request: (request.params, request.rule), needs_loops=False, required=True),
+        LoopPass(fold_average, needs_loops=False),
+        LoopPass(
+            insert_reduce_scatters,
+            lambda request: (request.params, request.reductions),
+            needs_loops=False,
+            required=True,
+        ),
+        LoopPass(
+            insert_all_gathers,
+            lambda request: (request.params, request.gathers, request.results),
+            needs_loops=False,
+            required=True,
+        ),
+        LoopPass(coalesce_small, lambda request: (request.figures, dict(request.groups)), needs_loops=False),
+        LoopPass(start_early_wait_late, needs_loops=False),
+        LoopPass(
+            overlap_collectives,
+            lambda request: (request.figures, dict(request.groups), request.early_bytes),
+            needs_loops=False,
+        ),
+        # behind all that moves collectives: it changes the order of neighbours alone
+        LoopPass(group_updates),
+        # behind all that asks what steps cost apart, and before memory: a matmul with an epilogue has no result
+        LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
+        LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
+    )
+
+
+if TYPE_CHECKING:
+    LOOP_PASSES: tuple[LoopPass, ...]
+    """Rewrites of the program of loops, library calls and collectives."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LOOP_PASSES":
+        return loop_passes()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

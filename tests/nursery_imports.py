@@ -16,7 +16,7 @@ for name in (
     "dcompile.codegen.lower.fusible_ops",
     "dcompile.compiler",
     "dcompile.explain.report_data",
-    "dcompile.pipeline",
+    "dcompile.driver",
     "dcompile.runtime.program.fast_aten",
     "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",

@@ -18,7 +18,7 @@ import dcompile
 from dcompile.collectives.contract import BucketRule, ParamInfo, Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
-from dcompile.pipeline import PendingGraph, Pipeline
+from dcompile.driver import PendingGraph, Pipeline
 from dcompile.runtime.cache import disk as cache_module
 from tests import compiled_once, nursery
 from tests.distributed.harness import Ranks

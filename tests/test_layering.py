@@ -15,10 +15,22 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("errors",),  # names only; imports nothing, so that the verifier in ir/ can raise one
     ("ir",),
-    ("config", "artifacts", "compat", "gc_pause", "grouped_ops", "machine_model", "random_ops", "rnn_ops", "toolchain"),
+    (
+        "config",
+        "artifacts",
+        "compat",
+        "gc_pause",
+        "grouped_ops",
+        "machine_model",
+        "passes",
+        "random_ops",
+        "rnn_ops",
+        "toolchain",
+    ),
     ("capture", "collectives", "codegen", "runtime"),
     ("autotune",),
     ("pipeline",),
+    ("driver",),
     ("compiler",),
     ("api", "backend", "calibrate", "explain", "simulate", "__init__"),
     ("integrations",),
@@ -29,7 +41,7 @@ LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 SUB_LEVELS = {
     "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
     "dcompile.capture": (
-        ("services",), ("agreement", "aliasing"), ("passes", "adapters"),
+        ("graph_pass", "services"), ("agreement", "aliasing"), ("passes", "adapters"),
         ("batched_backward", "compiled_model", "graph_boundary", "joint_graph"), ("graph_runner",), ("dynamo_backend",),
         ("entry",),
     ),

@@ -14,8 +14,9 @@ import dcompile
 from dcompile.collectives.contract import Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.driver import Pipeline
 from dcompile.errors import OptionError
-from dcompile.pipeline import PASSES, Pipeline
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, loop_passes
 from dcompile.runtime.program.executable import HostProgram
 
 
@@ -42,7 +43,8 @@ def against_eager(**options):
 
 
 def test_every_pass_has_its_own_name():
-    assert len({p.name for p in PASSES}) == len(PASSES)
+    rows = [*DYNAMO_PASSES, *JOINT_PASSES, *loop_passes()]
+    assert len({row.name for row in rows}) == len(rows)
 
 
 @dataclass
@@ -83,7 +85,7 @@ def graphs():
     return list(found.values())
 
 
-@pytest.mark.parametrize("name", [p.name for p in PASSES if not p.required])
+@pytest.mark.parametrize("name", [row.name for row in loop_passes() if not row.required])
 def test_any_pass_may_be_left_out_and_the_answer_stays_right(name, graphs):
     compiler = CachingCompiler(Config.make(options={"receipt": False, "skip": name, "verify": True}))
     for graph in graphs:
@@ -95,7 +97,7 @@ def test_any_pass_may_be_left_out_and_the_answer_stays_right(name, graphs):
 
 def test_stopping_before_fusion_gives_more_kernels_and_the_same_answer():
     few = against_eager(verify=True)
-    many = against_eager(until="drop_dead", verify=True)
+    many = against_eager(until="remove_dead_steps", verify=True)
     assert many.kernel_calls > few.kernel_calls
 
 
@@ -106,7 +108,7 @@ def test_left_to_aten_there_is_no_kernel_and_no_fallback():
 
 
 def test_an_unknown_pass_is_refused_by_name():
-    with pytest.raises(OptionError, match=r"unknown pass 'fuze'.*plan_memory"):
+    with pytest.raises(OptionError, match=r"unknown pass 'fuze'.*recognize_causal_masks.*plan_memory_for_peak"):
         Pipeline(Config.make(options={"skip": "fuze"}))
 
 
@@ -114,8 +116,8 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     against_eager(dump=str(tmp_path))
     for graph in ("forward0", "backward0"):
         names = {path.name for path in (tmp_path / "rank0" / graph).iterdir()}
-        number = {p.name: n for n, p in enumerate(PASSES, 1)}
-        fuse, last = f"{number['fuse']:02}_fuse", f"{number['plan_memory']:02}_plan_memory"
+        number = {row.name: n for n, row in enumerate(loop_passes(), 1)}
+        fuse, last = f"{number['fuse']:02}_fuse", f"{number['plan_memory_for_peak']:02}_plan_memory_for_peak"
         assert {"00_lower.txt", f"{fuse}.txt", f"{fuse}.diff", f"{last}.txt", "host.py", "graph.py"} <= names
         assert "graph_diagram.svg" not in names
     fused = (tmp_path / f"rank0/forward0/{fuse}.txt").read_text()

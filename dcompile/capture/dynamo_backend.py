@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,38 +15,17 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.capture_digest import captured_calls
 from dcompile.capture.aliasing.output_views import results_without_gradients, view_without_gradients
 from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
-from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs, with_plain_boundary, with_plain_tensors
-from dcompile.capture.graph_runner import GraphPrograms, mark_boxed
-from dcompile.capture.joint_graph import (
-    PartitionResult,
-    partitioner,
-    recompute_views,
-    returned_views,
-    save_random_values,
-)
-from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LEFT_WHOLE, chunk_losses
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import recompute_loss_chunks
-from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
-from dcompile.capture.passes.dynamo.grouped_experts import group_experts
-from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
+from dcompile.capture.graph_pass import GraphRequest, run_passes
+from dcompile.capture.graph_runner import Boxed, GraphPrograms, mark_boxed
+from dcompile.capture.joint_graph import PartitionResult, gradient_positions, partition_joint, returned_views
 from dcompile.capture.passes.dynamo.has_matmul import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
-from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
-from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
-from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
-from dcompile.capture.passes.joint.channels_last import use_channels_last
-from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
-from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
-from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
-from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
-from dcompile.capture.passes.joint.remove_clones import remove_clones
-from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
-from dcompile.capture.passes.repeated_layers.find import repeated_layers, shorten
+from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
 from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
+from dcompile.passes import GraphPass
 
 
 class DynamoGraph(GraphPrograms):
@@ -62,118 +40,94 @@ class DynamoGraph(GraphPrograms):
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
-        count = len(example_inputs)  # of its functions, torch 2.11 keeps some, which must not keep parameters
-        compiler = self.model.toolbox.compiler
+        self._examine(gm)
+        dynamo_passes, _ = self.model.toolbox.compiler.graph_passes()
+        self._run_passes(dynamo_passes, gm, "dynamo")
+        layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
+        try:
+            compiled = self._trace(gm, layers, example_inputs)
+        except LayersDiffer as reason:
+            self.notes.append(f"layers that repeat are traced each by itself: {reason}")
+            compiled = self._trace(gm, None, example_inputs)
+        compiled = self._leaving_absent(self._checked(compiled))
+        seen = results_without_gradients(gm, self._learning)
+        return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
+
+    def _examine(self, gm: Any) -> None:
+        """Note what follows from the graph as it was captured, before anything is rewritten."""
         if multiplies(gm):
-            compiler.expect_products()
+            self.model.toolbox.compiler.expect_products()
         if self.model.shards is not None and is_checkpointed(gm):
             self.model.shards.save_memory("activations are checkpointed")
         self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
-        self.notes += group_experts(gm, self.model.settings.config.autocast_experts)
-        self.notes += keep_recurrent_layers_whole(gm)
-        view_unfold_by_slices(gm)
-        if self.model.settings.config.kernels != "aten":
-            self.notes += recognize_causal_masks(gm)
-            self.notes += decompose_decode_attention(gm)
-            self.notes += use_grouped_query_attention(gm, self.gpu)
-        if self.model.settings.config.chunked_loss:
-            notes, whole = chunk_losses(gm, self.model.settings.config.chunked_loss)
-            self.notes += notes
-            self.fallbacks += Counter({LEFT_WHOLE: whole})
-        if self.model.settings.config.kernels != "aten":
-            compute_loss_gradient_in_forward(gm)
-        layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
 
-        def complete(module: Any) -> None:
-            if layers is not None:
-                unfold(module, gm, layers)
+    def _run_passes(self, passes: Sequence[GraphPass], gm: Any, stage: str) -> None:
+        request = GraphRequest(self.model.settings.config, f"graph{self.number}", self.gpu, self._find_shards)
+        report = run_passes(passes, gm, request, stage)
+        self.notes += report.notes
+        self.fallbacks.update(report.fallbacks)
 
-        def check() -> None:
-            if layers is not None:
-                check_inputs(layers)
-
-        def found(cut: PartitionResult) -> None:
-            self.training = True
-            self._cut = cut
-            self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
-
-        def parted(joint: Any, *args: Any, **keywords: Any) -> tuple[Any, Any]:
-            complete(joint)
-            pair = partition(joint, *args, **keywords)
-            self._parted = pair[1]
-            self._shapes_kept = shapes_of(pair[1], tangents(pair[1])) if self._may_lack else ()
-            return pair
-
-        def forward(module: Any, _inputs: Any) -> Any:
-            check()
-            self.changed = compat.aot.changed_inputs(count)
-            if self._needs_parameters():
-                return mark_boxed(_never)
-            self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
-            return mark_boxed(self._forward(module))
-
-        def backward(module: Any, _inputs: Any) -> Any:
-            compat.aot.no_donation()
-            runner, between = self._backward(module), self.model.between
-            runner = mark_boxed(runner if between is None else between.undisturbed(runner))
-            return mark_boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
-
-        def inference(module: Any, _inputs: Any) -> Any:
-            check()
-            complete(module)
-            resize_only_inputs(module)
-            assign_rng_keys(module)
-            self._find_shards(module)
-            self.changed = compat.aot.changed_inputs(count)
-            if self._needs_parameters():
-                return mark_boxed(_never)
-            self._lay_out(module)
-            self._learning = compat.aot.learning_results()
-            return mark_boxed(self._inference(module))
-
-        config = self.model.settings.config
-        partition = partitioner(
-            self.adapter.carries_sync,
-            found,
-            compiler.fusible,
-            self._prepare,
-            config.activation_memory_budget,
-            config.recompute == "memory",
-        )
-        trace = partial(
-            compat.aot.aot_compile,
+    def _trace(self, gm: Any, layers: RepeatedLayers | None, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        callbacks = _TracingCallbacks(self, gm, layers, len(example_inputs))
+        compiled: Callable[..., Any] = compat.aot.aot_compile(
+            gm if layers is None else shorten(gm, layers),
             example_inputs=example_inputs,
-            forward=forward,
-            backward=backward,
-            inference=inference,
-            partition=parted,
-            decompositions=compiler.decompositions(),
+            forward=callbacks.forward,
+            backward=callbacks.backward,
+            inference=callbacks.inference,
+            partition=callbacks.partition,
+            decompositions=self.model.toolbox.compiler.decompositions(),
         )
-        try:
-            compiled = trace(gm if layers is None else shorten(gm, layers))
-        except LayersDiffer as reason:
-            self.notes.append(f"layers that repeat are traced each by itself: {reason}")
-            layers = None
-            compiled = trace(gm)
-        compiled = self._leaving_absent(self._checked(compiled))
-        seen = results_without_gradients(gm, self._learning)
-        return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
+        return compiled
 
-    def _prepare(self, joint: Any) -> None:
-        """Before the joint graph is cut apart."""
+    def partition(self, joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
+        """Rewrite a joint graph and cut it into forward and backward."""
+        config, compiler = self.model.settings.config, self.model.toolbox.compiler
+        self.training = True
+        self._cut = PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs)
+        self.grads = tuple((out, self.params[index]) for out, index in self._cut.gradients if index in self.params)
         self._may_lack = can_be_absent(joint, alone=not self._goes_on)
-        if self.model.settings.config.kernels != "aten":
-            remove_clones(joint)
-            gather_permutation_gradients(joint)
-            compact_pool_indices(joint)
-        self._lay_out(joint)
-        if self.model.settings.config.kernels != "aten":
-            drop_saved_pool_inputs(joint)
-        recompute_loss_chunks(joint)
-        self.notes += save_random_values(joint)
-        recompute_views(joint, self._find_shards(joint))
+        self._run_passes(compiler.graph_passes()[1], joint, "joint")
+        forward, backward = partition_joint(
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            carries_sync=self.adapter.carries_sync,
+            fusible=compiler.fusible(),
+            memory_budget=config.activation_memory_budget,
+            again_for_calls=config.recompute == "memory",
+            **keywords,
+        )
+        self._parted = backward
+        self._shapes_kept = shapes_of(backward, tangents(backward)) if self._may_lack else ()
+        return forward, backward
+
+    def compile_forward(self, module: Any, inputs: int) -> Boxed:
+        """The forward of a training graph, which has so many inputs."""
+        self.changed = compat.aot.changed_inputs(inputs)
+        if self._needs_parameters():
+            return mark_boxed(_never)
+        self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
+        return mark_boxed(self._forward(module))
+
+    def compile_backward(self, module: Any) -> Boxed:
+        """The backward, compiled at its first call."""
+        compat.aot.no_donation()
+        runner, between = self._backward(module), self.model.between
+        runner = mark_boxed(runner if between is None else between.undisturbed(runner))
+        return mark_boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
+
+    def compile_inference(self, module: Any, inputs: int) -> Boxed:
+        """A graph that needs no gradient, which has so many inputs."""
+        self._find_shards(module)
+        self.changed = compat.aot.changed_inputs(inputs)
+        if self._needs_parameters():
+            return mark_boxed(_never)
+        self._run_passes(self.model.toolbox.compiler.graph_passes()[1], module, "inference")
+        self._learning = compat.aot.learning_results()
+        return mark_boxed(self._inference(module))
 
     def _needs_parameters(self) -> bool:
         """Whether the graph returns a sharded parameter or writes to it; then it is refused.
@@ -204,15 +158,6 @@ class DynamoGraph(GraphPrograms):
             self._refuse_uses(found[node] for node in returned)
         return list(found)
 
-    def _lay_out(self, module: Any) -> None:
-        config = self.model.settings.config
-        if config.kernels == "aten":
-            return
-        if config.shape_padding:
-            pad_matmuls(module)
-        narrow_gathers(module)
-        use_channels_last(module)
-
     def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, noticing when a parameter object was replaced (load_state_dict(assign=True))."""
         adapter = self.adapter
@@ -242,6 +187,49 @@ class DynamoGraph(GraphPrograms):
             return results
 
         return leaving
+
+
+@dataclass(frozen=True)
+class _TracingCallbacks:
+    """What AOTAutograd calls back while it traces one graph, of which it may see few of the `layers` that repeat.
+
+    torch 2.11 keeps some of these functions: they must not lead to parameters.
+    """
+
+    graph: DynamoGraph
+    gm: Any
+    layers: RepeatedLayers | None
+    inputs: int
+    """How many the graph has."""
+
+    def partition(self, joint: Any, joint_inputs: Any, **keywords: Any) -> tuple[Any, Any]:
+        """A partition function as AOTAutograd wants it."""
+        self._complete(joint)
+        return self.graph.partition(joint, joint_inputs, **keywords)
+
+    def forward(self, module: Any, _inputs: Any) -> Any:
+        """The forward's compiler."""
+        self._check()
+        return self.graph.compile_forward(module, self.inputs)
+
+    def backward(self, module: Any, _inputs: Any) -> Any:
+        """The backward's compiler."""
+        return self.graph.compile_backward(module)
+
+    def inference(self, module: Any, _inputs: Any) -> Any:
+        """The compiler of a graph that needs no gradients."""
+        self._check()
+        self._complete(module)
+        return self.graph.compile_inference(module, self.inputs)
+
+    def _complete(self, module: Any) -> None:
+        """Put in the layers that were left out of tracing."""
+        if self.layers is not None:
+            unfold(module, self.gm, self.layers)
+
+    def _check(self) -> None:
+        if self.layers is not None:
+            check_inputs(self.layers)
 
 
 class Backend:

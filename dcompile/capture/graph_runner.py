@@ -217,7 +217,6 @@ class GraphPrograms:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
-        compat.sizes.multiply_pairwise(gm)
         return_input_views(gm, compat.aot.looks_at_inputs())
         pairs, again = results_to_separate(gm), repeated_results(gm)
         retyped = remove_dtype_views(gm, len(gm.graph.output_node().args[0]))
@@ -505,7 +504,8 @@ def _reshards(info: ParamInfo) -> bool:
     return info.shard is not None and info.shard.reshard
 
 
-def mark_boxed(function: Any) -> Any:
+def mark_boxed(function: Any) -> Boxed:
     """Mark a function that takes one list and empties it."""
     function._boxed_call = True
-    return function
+    boxed: Boxed = function
+    return boxed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from dcompile.ir.nodes import Bucket, Loop, Tile
 from dcompile.machine_model import CPU, Figures, GroupSize
+from dcompile.passes import GraphPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +319,16 @@ Foreseen: TypeAlias = Callable[[], "tuple[Any, Request] | None"]
 
 
 class Compiler(Protocol):
-    """The compiler as capture/ sees it; `pipeline` implements it, so that capture/ need not import upwards."""
+    """The compiler as capture/ sees it; `compiler` implements it, so that capture/ need not import upwards."""
 
     def decompositions(self) -> dict[Any, Any]:
         """The table AOTAutograd is to decompose with."""
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """(ops that become part of a loop, those of them that may be computed again), beside what torch knows."""
+
+    def graph_passes(self) -> tuple[Sequence[GraphPass], Sequence[GraphPass]]:
+        """The passes over a Dynamo graph, and those over joint and inference graphs, as the settings leave them."""
 
     def expect_products(self) -> None:
         """A graph that multiplies matrices on the CPU is about to be traced."""

@@ -26,6 +26,14 @@ class _BucketGradient:
     copied: bool
 
 
+def insert_ddp_buckets(program: Program, params: tuple[ParamInfo, ...], rule: BucketRule | None) -> Program:
+    """`insert_all_reduces` where DDP's gradients are reduced in the program; else forget the gradients of no shard."""
+    if rule is None:
+        sharded = {param.number for param in params if param.shard is not None}
+        return replace(program, grads=tuple(grad for grad in program.grads if grad[1] in sharded))
+    return insert_all_reduces(program, params, rule)
+
+
 def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: BucketRule) -> Program:
     """Reduce the program's gradients in buckets: started right after a bucket's last gradient, waited for at the end.
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from dcompile.passes import PassReport
+
 if TYPE_CHECKING:
     pass
 
@@ -64,7 +66,7 @@ def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def multiply_pairwise(gm: Any) -> None:
+def multiply_pairwise(gm: Any) -> PassReport:
     """Have a traced graph call `operator.mul` with two numbers each: torch 2.11 to 2.13 calls it with all factors.
 
     It does where it builds a size anew from its expression, as sizes of a tensor that several inputs look at.
@@ -73,6 +75,7 @@ def multiply_pairwise(gm: Any) -> None:
     def number(factor: Any) -> Any:
         return factor if isinstance(factor, int) else factor.meta["val"]
 
+    count = 0
     for node in gm.graph.find_nodes(op="call_function", target=operator.mul):
         while len(node.args) > 2:
             first, second, *others = node.args
@@ -80,6 +83,8 @@ def multiply_pairwise(gm: Any) -> None:
                 product = gm.graph.call_function(operator.mul, (first, second))
             product.meta["val"] = number(first) * number(second)
             node.args = (product, *others)
+            count += 1
+    return PassReport(count)
 
 
 def guard_count(gm: Any) -> int:

@@ -29,6 +29,7 @@ from dcompile.collectives.contract import AnySource, Foreseen, Request
 from dcompile.collectives.contract import ProgramReport as Counts
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.driver import Pipeline
 from dcompile.errors import NotCompiledError
 from dcompile.explain.profile import newest_timeline
 from dcompile.explain.receipt import Receipt, make_receipt
@@ -36,7 +37,6 @@ from dcompile.explain.report import Report
 from dcompile.explain.report_data import GraphBreak, GraphReport, describe_program
 from dcompile.explain.sources import SourceLine, source_of, source_of_frames
 from dcompile.ir.nodes import Loop, Program, Tile
-from dcompile.pipeline import Pipeline
 
 
 def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:

@@ -25,10 +25,10 @@ from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, BucketSource, Foreseen, ParamInfo, ProgramReport, Request, Shard
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.driver import Pipeline
 from dcompile.errors import OptionError
 from dcompile.ir.nodes import Program
 from dcompile.machine_model import GroupSize
-from dcompile.pipeline import Pipeline
 
 DDP_RULE = BucketRule(1 << 20, 25 << 20)
 """DDP's own default limits."""
@@ -84,7 +84,7 @@ def trace(
     import transformers
 
     models: Any = transformers.AutoModelForCausalLM
-    options = {"receipt": False, "skip": "overlap", "matmul": "aten", "recompute": recompute}
+    options = {"receipt": False, "skip": "overlap_collectives", "matmul": "aten", "recompute": recompute}
     planner = _SimulatedPlanner(Config.make(options=options))
     with compat.tensors.fake_mode(), _default_dtype(getattr(torch, dtype)):
         model = models.from_config(config).train()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dcompile import pipeline
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketSource, Foreseen, ProgramReport, Request
 from dcompile.ir.nodes import Bucket
@@ -71,6 +72,9 @@ class InterpreterCompiler:
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         return frozenset(), frozenset()
+
+    def graph_passes(self) -> tuple[Any, Any]:
+        return pipeline.DYNAMO_PASSES, pipeline.JOINT_PASSES
 
     def expect_products(self) -> None:
         pass

@@ -20,7 +20,7 @@ from dcompile.codegen.lower.lower import lower
 from dcompile.collectives.contract import Request
 from dcompile.ir.nodes import Loop
 from dcompile.ir.text import show
-from dcompile.pipeline import PASSES
+from dcompile.pipeline import loop_passes
 
 R, C = 16, 48
 X, W, S, G = (R, C), (C,), (R, 1), (R, C)
@@ -82,8 +82,8 @@ def compiled(function: Callable[..., Any], shapes: tuple[Any, ...]) -> str:
     graph.graph.eliminate_dead_code()
     program = lower(graph, function.__name__).program
     lowered = show(program)
-    for row in PASSES:
-        program = row.run(program, Request(program.name, "inference"))
+    for row in loop_passes():
+        program = row.run(program, *row.given(Request(program.name, "inference")))
     texts = []
     for number, kernel in enumerate(cpp.emit_all(program).sources):
         texts.append(kernel.text.replace(kernel.name, f"kernel{number}").strip())

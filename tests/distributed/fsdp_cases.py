@@ -538,7 +538,7 @@ def parts_for_the_backward() -> dict[str, Any]:
             noted("evaluation", lambda: call(**inputs(module, 1)))
         noted("next", lambda: backward(call, module, 3))
 
-    with unittest.mock.patch("dcompile.runtime.communication.fsdp_shards.Flight", flight):
+    with unittest.mock.patch("dcompile.runtime.communication.fsdp_shards.PendingCollective", flight):
         return same_as_stock(steps, "mlp", reshard_after_forward=2) | {"over": found}
 
 

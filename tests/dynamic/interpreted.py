@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dcompile import pipeline
+from dcompile import driver
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton.kernel import ALIGNED
@@ -79,7 +79,7 @@ def _passed(value: int, kind: str) -> torch.Tensor | int:
 def on_cpu() -> Iterator[list[str]]:
     """Every graph that is compiled in here runs so; the texts of their host programs."""
     texts: list[str] = []
-    lower, kernels = pipeline.lower, {}
+    lower, kernels = driver.lower, {}
 
     def elsewhere(*args: Any, **more: Any) -> Any:
         lowered = lower(*args, **more)
@@ -87,8 +87,8 @@ def on_cpu() -> Iterator[list[str]]:
         return replace(lowered, program=replace(lowered.program, buffers=buffers))
 
     def compile_graph(self: Any, gm: Any, request: Any, foreseen: Any = None) -> HostProgram:
-        with mock.patch.object(pipeline, "lower", elsewhere):
-            plan = pipeline.Pipeline(self.config).plan(gm, request)
+        with mock.patch.object(driver, "lower", elsewhere):
+            plan = driver.Pipeline(self.config).plan(gm, request)
         program = plan.program
         text = host_program.emit(program, plan.kernels, recycle=request.kind == "inference")
         texts.append(text)

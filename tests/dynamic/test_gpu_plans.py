@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcompile import pipeline
+from dcompile import driver
 from dcompile.codegen.emit.host import program
-from dcompile.pipeline import ProgramPlan
+from dcompile.driver import ProgramPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
@@ -37,7 +37,7 @@ class Tagger(nn.Module):
 def plans(monkeypatch) -> list[tuple[ProgramPlan, str]]:
     """Each graph's plan and host program for a GPU; what runs are the library's calls."""
     found: list[tuple[ProgramPlan, str]] = []
-    plan, lower = pipeline.Pipeline.plan, pipeline.lower
+    plan, lower = driver.Pipeline.plan, driver.lower
 
     def elsewhere(*args, **more):
         lowered = lower(*args, **more)
@@ -46,12 +46,12 @@ def plans(monkeypatch) -> list[tuple[ProgramPlan, str]]:
 
     def both(self, gm, request, *measure):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, "lower", elsewhere)
+            patch.setattr(driver, "lower", elsewhere)
             made = plan(self, gm, request, *measure)
         found.append((made, program.emit(made.program, made.kernels, recycle=request.kind == "inference")))
-        return plan(pipeline.Pipeline(replace(self.config, kernels="aten")), gm, request, *measure)
+        return plan(driver.Pipeline(replace(self.config, kernels="aten")), gm, request, *measure)
 
-    monkeypatch.setattr(pipeline.Pipeline, "plan", both)
+    monkeypatch.setattr(driver.Pipeline, "plan", both)
     return found
 
 

@@ -21,8 +21,8 @@ import dcompile
 from benchmarks.common import worst_of
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.entry import find_model
+from dcompile.driver import Pipeline
 from dcompile.errors import DcompileError
-from dcompile.pipeline import Pipeline
 from dcompile.runtime.coordination import heartbeat, wait_policy
 from tests.distributed.models import Normed, SyncNorm
 

@@ -25,10 +25,10 @@ from dcompile.codegen.emit import select_target
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.driver import PendingGraph, Pipeline, ProgramPlan, _report
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Arg, Buffer, Extern, Loop, Program, Verbatim, View
 from dcompile.ir.symbols import sources, specialise
-from dcompile.pipeline import PASSES, PendingGraph, Pipeline, ProgramPlan, _report
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.executable import HostProgram
 
@@ -42,14 +42,14 @@ def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tu
     """The graph with every buffer that a step writes among its results; the program, and those buffers' names."""
     lowered = pipeline._lower(gm, request, aten=False)
     program = replace(lowered.program, donated=())
-    skip = set(pipeline.config.skip.split(","))
-    for step in PASSES[:-1]:
-        program = program if step.name in skip else step.run(program, request)
+    *passes, plan_memory = pipeline._passes
+    for row in passes:
+        program = row.run(program, *row.given(request))
     written = frozenset().union(*(step.writes for step in program.steps))
     hidden = {*program.inputs, *(b.name for b in program.buffers if not b.is_tensor)}
     shown = [b for b in program.buffers if b.name in written - hidden]
     views = tuple(View(b.name, b.shape, b.strides) for b in shown)
-    program = PASSES[-1].run(replace(program, outputs=program.outputs + views), request)
+    program = plan_memory.run(replace(program, outputs=program.outputs + views), *plan_memory.given(request))
     kernels = select_target.emit_all(program, request.kind, pipeline._own_products())
     plan = ProgramPlan(lowered, program, kernels, _report(program, kernels))
     building = pipeline._begin(kernels, pipeline._arch(gm), cache)

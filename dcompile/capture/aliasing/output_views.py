@@ -183,7 +183,7 @@ def view_as_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Steps]]) 
 
 
 def return_views(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
-    """Put tensors of their own in the places of `results`, and where else `saved_in_same_memory` has found their memory."""
+    """Put tensors of their own in the places of `results`, and where `saved_in_same_memory` found their memory."""
     for place, saved in results.items():
         view = outputs[place]
         own = outputs[place] = quick_view(view, tuple(view.shape), view.stride(), 0)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.passes import PassReport
 
 CHANGES = "aten.copy_.default"
 """How a graph changes an input: AOTAutograd leaves no other operation in place."""
 
 
-def resize_only_inputs(gm: Any) -> None:
+def resize_only_inputs(gm: Any) -> PassReport:
     """Have a traced graph resize the storages of inputs only, in place.
 
     Guarantees: values that are read keep their memory. An input whose value was freed last is freed, and not written.
@@ -37,6 +38,7 @@ def resize_only_inputs(gm: Any) -> None:
             gm.graph.erase_node(node)
     if values:
         gm.recompile()
+    return PassReport(len(values))
 
 
 def _free(gm: Any, change: Any) -> None:

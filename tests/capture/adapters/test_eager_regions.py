@@ -76,7 +76,9 @@ def run(steps, module=None, adapter=None):
     ],
 )
 def test_an_operation_on_a_parameter_gives_the_call_back(use):
-    with pytest.raises(FallBackToStock, match=r"parameter layer.weight is used outside .* at test_between.py:\d+"):
+    with pytest.raises(
+        FallBackToStock, match=r"parameter layer.weight is used outside .* at test_eager_regions.py:\d+"
+    ):
         run(lambda between, adapter: use(adapter.p))
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile import pipeline
+from dcompile import driver
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.compiler import CachingCompiler
@@ -35,8 +35,8 @@ def graph_of(function: Any) -> tuple[FakeTensorMode, Any]:
 
 
 def text_of(mode: FakeTensorMode, gm: Any) -> str:
-    with mode, mock.patch.object(pipeline, "_why_not_gpu", lambda devices: None):
-        plan = pipeline.Pipeline(Config.make()).plan(gm, pipeline.Request("inference0", "inference"))
+    with mode, mock.patch.object(driver, "_why_not_gpu", lambda devices: None):
+        plan = driver.Pipeline(Config.make()).plan(gm, driver.Request("inference0", "inference"))
     return host_program.emit(plan.program, plan.kernels)
 
 
@@ -49,7 +49,7 @@ def test_a_program_for_a_gpu_says_what_it_computes_on_the_cpu(case: str) -> None
 
 def test_a_program_for_the_cpu_says_nothing_of_it() -> None:
     gm = make_fx(lambda x: x.exp())(torch.ones(3))
-    plan = pipeline.Pipeline(Config.make()).plan(gm, pipeline.Request("inference0", "inference"))
+    plan = driver.Pipeline(Config.make()).plan(gm, driver.Request("inference0", "inference"))
     assert "on_host" not in host_program.emit(plan.program, plan.kernels)
 
 
@@ -57,7 +57,7 @@ def test_it_is_not_recorded() -> None:
     """Random numbers of the CPU would be the first call's in each replay."""
     _, gm = graph_of(CASES["random numbers of the CPU"][0])
     program: Any = SimpleNamespace(late_sizes=0, on_host="aten.rand.default", report=SimpleNamespace(notes=[]))
-    request = pipeline.Request("inference0", "inference")
+    request = driver.Request("inference0", "inference")
     assert CachingCompiler._replayed(mock.Mock(), program, gm, request) is program
     (note,) = program.report.notes
     assert "without a CUDA graph: it computes on the CPU, too (aten.rand.default)" in note

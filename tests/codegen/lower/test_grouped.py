@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile import pipeline
+from dcompile import driver
 from dcompile.codegen.emit.host import program
 from dcompile.collectives.contract import Request
 from dcompile.config import Config
@@ -16,7 +16,7 @@ from dcompile.grouped_ops import grouped_mm
 GROUPS, WIDTH, RESULT, ROWS = 4, 32, 16, 64
 
 
-def planned(dtype: torch.dtype, monkeypatch) -> tuple[pipeline.ProgramPlan, str]:
+def planned(dtype: torch.dtype, monkeypatch) -> tuple[driver.ProgramPlan, str]:
     """(plan, host program) of two matmuls of the same groups, the second with the weight's gradient."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
@@ -34,7 +34,7 @@ def planned(dtype: torch.dtype, monkeypatch) -> tuple[pipeline.ProgramPlan, str]
             torch.empty(GROUPS, dtype=torch.int64, device="cuda"),
             torch.empty(ROWS, RESULT, dtype=dtype, device="cuda"),
         )
-    plan = pipeline.Pipeline(Config(verify=True)).plan(gm, Request(name="layer", kind="inference"))
+    plan = driver.Pipeline(Config(verify=True)).plan(gm, Request(name="layer", kind="inference"))
     return plan, program.emit(plan.program, plan.kernels, recycle=True)
 
 

@@ -308,7 +308,7 @@ def test_a_custom_op_that_returns_other_than_its_fake_implementation_says_is_an_
     x = torch.ones(6)
     assert total(x, 6, torch.float32) == 12
     with pytest.raises(
-        DcompileError, match=r"shorter.*test_launch.py.*returned shape \(2,\).*says shape \(6,\).*opcheck"
+        DcompileError, match=r"shorter.*test_executable.py.*returned shape \(2,\).*says shape \(6,\).*opcheck"
     ):
         total(x, 2, torch.float32)
     with pytest.raises(DcompileError, match=r"returned shape .*torch\.float64.*says shape .*torch\.float32"):

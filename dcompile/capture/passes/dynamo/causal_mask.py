@@ -32,6 +32,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
 from dcompile.capture.passes.dynamo.symbolic_elements.rules import FROM_NUMBERS, RULES
 from dcompile.ir.index import Index, as_index, var
 from dcompile.ir.piecewise import TooManyPieces, Tree, combine, leaves, negate_condition
+from dcompile.passes import PassReport
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MASK, CAUSAL = 3, 5
@@ -43,11 +44,10 @@ INSTEAD = {
 """What a rewritten call does without its mask, by the mask's kind, for the receipt."""
 
 
-def recognize_causal_masks(gm: GraphModule) -> list[str]:
+def recognize_causal_masks(gm: GraphModule) -> PassReport:
     """Rewrite the attention calls of a Dynamo graph whose mask is either causal or full, in all bodies that it holds.
 
-    Returns a line for people about each kind of rewrite. The graph is changed in place, and the mask goes with what
-    only made it, also from the operands of bodies.
+    The graph is changed in place, and the mask goes with what only made it, also from the operands of bodies.
     """
     nest = NestedGraphs(gm)
     changed = change_constants_anew(nest, FROM_NUMBERS)
@@ -64,9 +64,8 @@ def recognize_causal_masks(gm: GraphModule) -> list[str]:
     nest.erase_unused(masks, _is_constant)
     if done or changed:
         nest.recompile()
-    return [
-        f"{count} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, count in done.items()
-    ]
+    notes = (f"{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, n in done.items())
+    return PassReport(sum(done.values()), tuple(notes))
 
 
 def _mask_of(node: Node) -> Node | None:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.passes import PassReport
 
 DEVICES = ("cuda",)
 """Where it was measured."""
@@ -26,18 +27,18 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _ALL = slice(None)
 
 
-def decompose_decode_attention(gm: GraphModule) -> list[str]:
+def decompose_decode_attention(gm: GraphModule) -> PassReport:
     """Rewrite attention calls with one query a head, in inference, of a Dynamo graph and of bodies that it holds.
 
-    Returns a line for people. The graph is changed in place. Scores and weights are float32, as in the library, and
+    The graph is changed in place. Scores and weights are float32, as in the library, and
     weights are not rounded before they meet the values.
     """
     nest = NestedGraphs(gm)
     count = sum(_rewritten(nest.owner(node), node) for node in nest.nodes() if node.target is ATTENTION)
     if not count:
-        return []
+        return PassReport()
     nest.recompile()
-    return [f"{count} attention calls of one query a head are written out, as kernels of ours"]
+    return PassReport(count, (f"{count} attention calls of one query a head are written out, as kernels of ours",))
 
 
 def attend(

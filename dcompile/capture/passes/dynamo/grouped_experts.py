@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.grouped_ops import ALIGNMENT_BYTES, autocast_grouped_mm, grouped_mm
+from dcompile.passes import PassReport
 
 FALLBACK = "transformers.grouped_mm_fallback"
 

@@ -19,6 +19,7 @@ from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, MASK, argument
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
 from dcompile.ir.index import Size
+from dcompile.passes import PassReport
 
 GROUPED = "enable_gqa"
 MAX_HEAD_WIDTH = 128
@@ -38,11 +39,11 @@ class RepeatedOutside:
 Source: TypeAlias = "Node | RepeatedOutside"
 
 
-def use_grouped_query_attention(gm: GraphModule, on: str = "cuda") -> list[str]:
+def use_grouped_query_attention(gm: GraphModule, on: str = "cuda") -> PassReport:
     """Have attention share heads of keys and values that are repeated, in the graph or in a body that it holds.
 
-    `on` is the kind of device that stands for GPUs: another one where a graph is only planned. Returns a line for
-    people if anything changed; the graph is changed in place. Relies on: constant masks are gone. Gradients of a key's
+    `on` is the kind of device that stands for GPUs: another one where a graph is only planned. The graph is changed in
+    place. Relies on: constant masks are gone. Gradients of a key's
     copies are added up inside the kernel, without rounding each of them before.
     """
     nest, count, repeated = NestedGraphs(gm), 0, list[Node]()
@@ -59,8 +60,9 @@ def use_grouped_query_attention(gm: GraphModule, on: str = "cuda") -> list[str]:
     if count:
         nest.erase_unused(repeated, lambda node: _is(node, *_RESHAPES, "expand", "unsqueeze", *_SLICES, *_REPEATS))
         nest.recompile()
-        return [f"{count} attention calls were given keys and values repeated for groups of queries; they share them"]
-    return []
+        note = f"{count} attention calls were given keys and values repeated for groups of queries; they share them"
+        return PassReport(count, (note,))
+    return PassReport()
 
 
 def _has_kernel(node: Node, on: str) -> bool:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LOSS, between, given_to, is_call
+from dcompile.passes import PassReport
 
 _CONVERSIONS = ("float", "to", "type", "contiguous")
 _RESHAPES = ("view", "reshape", "flatten")
@@ -31,11 +32,11 @@ AHEAD = "dcompile_ahead"
 """The mark (`compat.aot.annotate_nodes`) of what a forward makes for its backward alone."""
 
 
-def compute_loss_gradient_in_forward(gm: GraphModule) -> None:
+def compute_loss_gradient_in_forward(gm: GraphModule) -> PassReport:
     """Have cross-entropies of a Dynamo graph whose classes are a matrix's columns compute their gradient, too."""
     found = [loss for loss in gm.graph.find_nodes(op="call_function", target=LOSS) if _is_worth(loss)]
     if not found or any(map(_differentiates, gm.graph.nodes)):
-        return
+        return PassReport()
     for loss in found:
         given = given_to(loss)
         with gm.graph.inserting_before(loss):
@@ -50,6 +51,7 @@ def compute_loss_gradient_in_forward(gm: GraphModule) -> None:
             if not node.users and is_call(node, *_CONVERSIONS, *_RESHAPES):
                 gm.graph.erase_node(node)
     gm.recompile()
+    return PassReport(len(found))
 
 
 def _differentiates(node: Node) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dcompile import rnn_ops
+from dcompile.passes import PassReport
 
 
 def keep_recurrent_layers_whole(gm: Any) -> PassReport:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from dcompile import compat
+from dcompile.passes import PassReport
 
 ASSIGNMENTS = frozenset(
     (
@@ -23,11 +24,12 @@ ASSIGNMENTS = frozenset(
 UNFOLDS = (torch.Tensor.unfold, torch.ops.aten.unfold.default)
 
 
-def view_unfold_by_slices(gm: GraphModule) -> None:
+def view_unfold_by_slices(gm: GraphModule) -> PassReport:
     """Have a captured graph, and the bodies of its operators, see by `windows` what they change, in place.
 
     Guarantees: the same views of the same memory. Windows that nothing changes stay `unfold`, which adds no guard.
     """
+    count = 0
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -37,8 +39,10 @@ def view_unfold_by_slices(gm: GraphModule) -> None:
             memory = _memory_of(node)
             if changed and (memory is None or memory in changed or None in changed):
                 node.op, node.target = "call_function", windows
+                count += 1
         if unfolds:
             module.recompile()
+    return PassReport(count)
 
 
 def _is_unfold(node: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from dcompile import compat
+from dcompile.passes import PassReport
 
 aten = torch.ops.aten
 
@@ -49,13 +50,13 @@ BOUND = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_
 """Mean other elements when strides change."""
 
 
-def use_channels_last(gm: GraphModule) -> int:
-    """Change strides and insert copies in `gm`; returns how many values lie otherwise than before."""
+def use_channels_last(gm: GraphModule) -> PassReport:
+    """Change strides and insert copies in `gm`."""
     if not any(_images(node) for node in gm.graph.nodes):
-        return 0
+        return PassReport()
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
     if mode is None:
-        return 0
+        return PassReport()
     plan = _Plan(mode)
     for node in gm.graph.nodes:
         plan.visit(node)
@@ -68,7 +69,7 @@ def use_channels_last(gm: GraphModule) -> int:
             made[key] = _insert(copy, mode)
         copy.user.replace_input_with(copy.source, made[key])
     gm.recompile()
-    return len(plan.values)
+    return PassReport(len(plan.values))
 
 
 @dataclass(frozen=True)

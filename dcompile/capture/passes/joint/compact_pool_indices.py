@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.passes import PassReport
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -34,8 +35,8 @@ IMAGE_OF = {
 """Backwards, and which of their arguments is an image whose values they do not read."""
 
 
-def drop_saved_pool_inputs(joint: GraphModule) -> int:
-    """Let backwards of pooling read the shape of their image from room of their own; returns how many did not before.
+def drop_saved_pool_inputs(joint: GraphModule) -> PassReport:
+    """Let backwards of pooling read the shape of their image from room of their own.
 
     Relies on: nothing changes strides afterwards.
     """
@@ -43,7 +44,7 @@ def drop_saved_pool_inputs(joint: GraphModule) -> int:
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in nodes]) if nodes else None
     count = sum(_take_room(node, mode) for node in nodes) if mode is not None else 0
     joint.recompile()
-    return count
+    return PassReport(count)
 
 
 def _take_room(backward: Node, mode: Any) -> bool:
@@ -62,13 +63,13 @@ def _take_room(backward: Node, mode: Any) -> bool:
     return True
 
 
-def compact_pool_indices(joint: GraphModule) -> int:
-    """Rewrite the positions that backwards of max pooling in two dimensions read; returns of how many poolings."""
+def compact_pool_indices(joint: GraphModule) -> PassReport:
+    """Rewrite the positions that backwards of max pooling in two dimensions read."""
     found = joint.graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default)
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in found]) if found else None
     count = sum(_shorten(node, mode) for node in found) if mode is not None else 0
     joint.recompile()
-    return count
+    return PassReport(count)
 
 
 def _shorten(backward: Node, mode: Any) -> bool:

@@ -12,14 +12,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.capture.passes.joint.channels_last import GATHERS
+from dcompile.passes import PassReport
 
 aten = torch.ops.aten
 
 WIDE = (torch.float32, torch.float64)
 
 
-def narrow_gathers(gm: GraphModule) -> int:
-    """Have gathers read what was widened as it was, if all that was read is rounded again; returns how many."""
+def narrow_gathers(gm: GraphModule) -> PassReport:
+    """Have gathers read what was widened as it was, if all that was read is rounded again."""
     changed = 0
     for gather in [node for node in gm.graph.nodes if node.op == "call_function" and node.target in GATHERS]:
         source = _widened_source(gather.args[0])
@@ -34,7 +35,7 @@ def narrow_gathers(gm: GraphModule) -> int:
     if changed:
         gm.graph.eliminate_dead_code()
         gm.recompile()
-    return changed
+    return PassReport(changed)
 
 
 def _widened_source(node: Any) -> Node | None:

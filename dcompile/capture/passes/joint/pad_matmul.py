@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
+from dcompile.passes import PassReport
 
 aten = torch.ops.aten
 
@@ -33,17 +34,17 @@ LOOKS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
 _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "custom")
 
 
-def pad_matmuls(gm: GraphModule) -> int:
-    """Rewrite the products of `gm` that gain by it; returns how many."""
+def pad_matmuls(gm: GraphModule) -> PassReport:
+    """Rewrite the products of `gm` that gain by it."""
     found = [(node, sizes) for node in gm.graph.nodes if (sizes := _padded_sizes(node)) is not None]
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes]) if found else None
     if mode is None:
-        return 0
+        return PassReport()
     padding = _Padding(gm.graph, mode)
     for node, sizes in found:
         padding.rewrite(node, *sizes)
     gm.recompile()
-    return len(found)
+    return PassReport(len(found))
 
 
 def _padded_sizes(node: Node) -> tuple[int, int, int] | None:

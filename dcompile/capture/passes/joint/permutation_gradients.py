@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.passes import PassReport
 
 aten = torch.ops.aten
 
@@ -25,8 +26,8 @@ ZEROS = frozenset((aten.new_zeros.default, aten.zeros.default, aten.zeros_like.d
 FULL = frozenset((aten.full.default, aten.full_like.default, aten.new_full.default))
 
 
-def gather_permutation_gradients(joint: GraphModule) -> int:
-    """Rewrite such sums of a joint graph in place; returns how many there were."""
+def gather_permutation_gradients(joint: GraphModule) -> PassReport:
+    """Rewrite such sums of a joint graph in place."""
     count = 0
     for node in joint.graph.find_nodes(op="call_function", target=aten.index_put.default):
         if _adds_rows_to_zeros(node) and (found := _permuted_sum(node)) is not None:
@@ -35,7 +36,7 @@ def gather_permutation_gradients(joint: GraphModule) -> int:
     if count:
         joint.graph.eliminate_dead_code()
         joint.recompile()
-    return count
+    return PassReport(count)
 
 
 def _adds_rows_to_zeros(node: Node) -> bool:

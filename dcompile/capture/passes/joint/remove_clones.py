@@ -12,22 +12,24 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from dcompile.passes import PassReport
+
 aten = torch.ops.aten
 
 COPIES = {aten.clone.default, aten.detach.default, aten.alias.default}
 
 
-def remove_clones(joint: GraphModule) -> int:
-    """Let who reads a copy read its source; returns how many copies went."""
+def remove_clones(joint: GraphModule) -> PassReport:
+    """Let who reads a copy read its source."""
     if any(_writes(node) for node in joint.graph.nodes):
-        return 0
+        return PassReport()
     found = [node for node in joint.graph.nodes if node.op == "call_function" and node.target in COPIES]
     dropped = [node for node in found if _is_its_source(node)]
     for node in dropped:
         node.replace_all_uses_with(node.args[0])
         joint.graph.erase_node(node)
     joint.recompile()
-    return len(dropped)
+    return PassReport(len(dropped))
 
 
 def _writes(node: Node) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from dcompile import random_ops
+from dcompile.passes import PassReport
 
 
-def assign_rng_keys(gm: Any) -> bool:
-    """Draw a key in `gm`, and hand it to all random operations of ours; whether there are any.
+def assign_rng_keys(gm: Any) -> PassReport:
+    """Draw a key in `gm`, and hand it to all random operations of ours.
 
     Each also gets a number of its own, in graph order, so that no two draw the same.
     """
@@ -23,7 +24,7 @@ def assign_rng_keys(gm: Any) -> bool:
     nodes = [n for n in graph.nodes if n.op == "call_function" and random_ops.is_random(n.target)]
     nodes = [n for n in nodes if n.kwargs.get("key") is None and n.users]
     if not nodes:
-        return False
+        return PassReport()
     keys: dict[torch.device, Any] = {}
     for number, node in enumerate(nodes):
         device = node.meta["val"].device
@@ -31,7 +32,7 @@ def assign_rng_keys(gm: Any) -> bool:
             keys[device] = _draw(graph, nodes[0], device)
         node.kwargs = {**node.kwargs, "key": keys[device], "draw": number}
     gm.recompile()
-    return True
+    return PassReport(len(nodes))
 
 
 def _draw(graph: Any, before: Any, device: torch.device) -> Any:

@@ -24,7 +24,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.index_fill.int_Tensor: index_fill,
         aten.pixel_shuffle.default: pixel_shuffle,
         aten.pixel_unshuffle.default: pixel_unshuffle,
-        aten.put_at_positions.default: put_at_positions,
+        aten.put.default: put_at_positions,
         aten.take.default: take,
         aten.tril_indices.default: tril_indices,
         aten.triu_indices.default: triu_indices,

@@ -22,7 +22,7 @@ def rewritten(function, *args, dynamic=False):
     seen = []
 
     def backend(gm, _inputs):
-        notes = recognize_causal_masks(gm)
+        notes = [*recognize_causal_masks(gm).notes]
         gm.graph.lint()
         calls = [node for node in gm.graph.nodes if node.target is ATTENTION]
         seen.append(
@@ -292,7 +292,7 @@ def test_elements_of_long_masks_are_not_computed():
     notes = []
 
     def backend(gm, _inputs):
-        notes.append(recognize_causal_masks(gm))
+        notes.append([*recognize_causal_masks(gm).notes])
         return lambda *given: (given[0],)
 
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
+from dcompile.passes import PassReport
 
 B, H, R, N, D = 2, 3, 4, 8, 16
 
@@ -71,7 +72,7 @@ def call_of(gm):
 def test_repeated_heads_are_shared(function, causal):
     gm, inputs = traced(function, is_causal=causal)
     (before,) = gm(*inputs)
-    (note,) = use_grouped_query_attention(gm)
+    (note,) = use_grouped_query_attention(gm).notes
     assert note.startswith("1 attention calls")
     gm.graph.lint()
     assert call_of(gm).kwargs["enable_gqa"] is True
@@ -88,7 +89,7 @@ def test_batches_and_lengths_may_be_symbols():
         return x[:, :, None].expand(batch, H, R, length, D).reshape(batch, H * R, length, D)
 
     def backend(gm, _inputs):
-        notes.extend(use_grouped_query_attention(gm, on="cpu"))
+        notes.extend(use_grouped_query_attention(gm, on="cpu").notes)
         gm.graph.lint()
         return gm
 
@@ -106,7 +107,7 @@ def test_batches_and_lengths_may_be_symbols():
 @pytest.mark.parametrize("function", [tiled, lengthened, overwritten])
 def test_other_repetitions_stay(function):
     gm, _ = traced(function)
-    assert use_grouped_query_attention(gm) == []
+    assert use_grouped_query_attention(gm) == PassReport()
     assert "enable_gqa" not in call_of(gm).kwargs
 
 
@@ -120,10 +121,10 @@ def test_other_repetitions_stay(function):
 )
 def test_kernels_that_could_not_share_get_them_repeated(changes):
     gm, _ = traced(by_expanding, **changes)
-    assert use_grouped_query_attention(gm) == []
+    assert use_grouped_query_attention(gm) == PassReport()
 
 
 def test_kernels_that_were_switched_off_are_not_counted_on(monkeypatch):
     gm, _ = traced(by_expanding)
     monkeypatch.setattr("dcompile.compat.tensors.has_flash_attention", lambda: False)
-    assert use_grouped_query_attention(gm) == []
+    assert use_grouped_query_attention(gm) == PassReport()

@@ -10,7 +10,7 @@ from dcompile.capture.passes.dynamo.has_matmul import multiplies
 from dcompile.codegen.emit import build
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
-from dcompile.pipeline import Pipeline
+from dcompile.driver import Pipeline
 
 x = torch.ones(4, 4)
 

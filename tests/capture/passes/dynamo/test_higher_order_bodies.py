@@ -95,7 +95,7 @@ def rewritten(function, *passes, dynamic=False):
     seen = []
 
     def backend(gm, _inputs):
-        notes = [note for rewrite in passes for note in rewrite(gm)]
+        notes = [note for rewrite in passes for note in rewrite(gm).notes]
         nest = NestedGraphs(gm)
         for graph in nest.graphs:
             graph.graph.lint()

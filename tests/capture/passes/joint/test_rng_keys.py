@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
-from dcompile.capture.joint_graph import partitioner
+from dcompile.capture.joint_graph import partition_joint
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.codegen.lower import fusible_ops
 from dcompile.codegen.lower.decompositions.table import table
@@ -24,7 +24,10 @@ def partitioned(function, *args, keys=True):
         graphs.append(gm)
         return make_boxed_func(gm)
 
-    cut = partitioner(False, lambda _: None, fusible_ops.table)
+    def cut(joint, *args, **keywords):
+        assign_rng_keys(joint)
+        return partition_joint(joint, *args, carries_sync=False, fusible=fusible_ops.table(), **keywords)
+
     run = aot_function(function, keep, keep, partition_fn=cut, decompositions=table(fallback_random=not keys))
     run(*args).backward()
     return graphs
@@ -46,4 +49,4 @@ def test_a_forward_saves_its_key_and_no_mask():
 def test_a_graph_without_random_numbers_stays_as_it_is():
     gm = torch.fx.symbolic_trace(lambda x: x * 2)
     before = str(gm.graph)
-    assert not assign_rng_keys(gm) and str(gm.graph) == before
+    assert not assign_rng_keys(gm).changes and str(gm.graph) == before

@@ -114,18 +114,18 @@ def traced(
     torch.manual_seed(0)
     model, texts, found = make().train(training), list[str](), list[RepeatedLayers]()
 
-    def hand_out_keys(gm: Any) -> bool:  # the first to see a whole graph, behind unfold
-        texts[:] = text(gm)
-        return own(gm)
+    def run_passes(passes: Any, gm: Any, request: Any, stage: str) -> Any:
+        if stage != "dynamo":  # the first to see a whole graph, behind unfold
+            texts[:] = text(gm)
+        return own(passes, gm, request, stage)
 
     def unfolded(gm: Any, whole: Any, layers: RepeatedLayers) -> None:
         found.append(layers)
         unfold(gm, whole, layers)
 
-    own = capture.assign_rng_keys
+    own = capture.run_passes
     with (
-        mock.patch.object(capture, "assign_rng_keys", hand_out_keys),
-        mock.patch("dcompile.capture.joint_graph.assign_rng_keys", hand_out_keys),
+        mock.patch.object(capture, "run_passes", run_passes),
         mock.patch.object(capture, "unfold", unfolded),
         torch.set_grad_enabled(training),
     ):

@@ -1,4 +1,4 @@
-"""Which loops share a launch; what a joint kernel computes is tried in test_triton.py, with all others."""
+"""Which loops share a launch; what a joint kernel computes is tried in test_kernel.py, with all others."""
 
 from __future__ import annotations
 

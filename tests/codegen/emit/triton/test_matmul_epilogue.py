@@ -1,4 +1,4 @@
-"""Kernels that multiply and end in a loop: text, machine code, and how they are started. Values: `test_triton.py`."""
+"""Kernels that multiply and end in a loop: text, machine code, and how they are started. Values: `test_kernel.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that sum rows by group: their machine code, and how a host program starts them. Values: `test_triton.py`."""
+"""Kernels that sum rows by group: their machine code, and how a host program starts them. Values: `test_kernel.py`."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, spans
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.compat.user_line import user_line
+from dcompile.passes import PassReport
 
 LOSS = torch.nn.functional.cross_entropy
 _ARGUMENTS = {
@@ -52,10 +53,10 @@ class OutputLayer:
     """What is done to the logits on their way to the loss, in order."""
 
 
-def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
+def chunk_losses(gm: GraphModule, chunks: int) -> PassReport:
     """Have each cross-entropy of a linear layer's result computed by parts of the classes, in bodies too.
 
-    Returns a line for people about each loss, and how many stay whole. The graph is changed in place.
+    The report counts losses that stay whole as fallbacks. The graph is changed in place.
     """
     nest = NestedGraphs(gm)
     losses = [loss for graph in nest.graphs for loss in graph.graph.find_nodes(op="call_function", target=LOSS)]
@@ -77,8 +78,10 @@ def chunk_losses(gm: GraphModule, chunks: int) -> tuple[list[str], int]:
         begun += len(parts)
     if losses:
         nest.recompile()
-        return notes, whole
-    return ["chunked_loss: a graph computes no cross_entropy; where the loss is outside, its logits are results"], 0
+        return PassReport(len(losses) - whole, tuple(notes), {LEFT_WHOLE: whole} if whole else {})
+    return PassReport(
+        notes=("chunked_loss: a graph computes no cross_entropy; where the loss is outside, its logits are results",)
+    )
 
 
 def _logits(head: OutputLayer, parts: list[tuple[int, int]]) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from dcompile import compat
 from dcompile.ir.nodes import PART
+from dcompile.passes import PassReport
 
 CHUNK_MARK = "dcompile_chunk"
 """Name of what is noted with each operation in here, and follows it through tracing: AGAIN or KEPT."""
@@ -157,11 +158,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def recompute_loss_chunks(joint: Any) -> None:
+def recompute_loss_chunks(joint: Any) -> PassReport:
     """Have the backward compute logits of parts again: the forward saves what it came to in each row, and no more.
 
     Tracing notes with operations of the backward what is noted with those that they belong to.
     """
+    count = 0
     backward = set(filter(compat.aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
     for node in joint.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
@@ -172,3 +174,5 @@ def recompute_loss_chunks(joint: Any) -> None:
             compat.aot.always_recompute(node)
         elif mark == KEPT:
             compat.aot.never_recompute(node)
+        count += mark is not None
+    return PassReport(count)

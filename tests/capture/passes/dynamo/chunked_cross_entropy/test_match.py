@@ -105,7 +105,7 @@ def test_loss_and_gradients_are_eagers(loss, bias):
     call = see_that_they_agree(Model(loss, bias), *inputs())
     (note,) = notes(call)
     assert note.startswith("chunked_loss: 3 parts of at most 0.0 MB are there one after another")
-    assert "(float32[2, 6, 70], 0.0 MB) of test_chunked.py:" in note
+    assert "(float32[2, 6, 70], 0.0 MB) of test_match.py:" in note
 
 
 def test_a_product_with_a_turned_weight_is_a_head_and_its_weight_may_be_tied():
@@ -298,7 +298,7 @@ def elsewhere(logits, targets):
     ("loss", "reason"),
     [
         (returned, "have what is compiled return its loss alone"),
-        (looked_at, "`argmax` (test_chunked.py:"),
+        (looked_at, "`argmax` (test_match.py:"),
         (weighted, "it is given `weight`"),
         (probable, "its targets are probabilities"),
         (capped, "not a linear layer's result alone, but `mul"),

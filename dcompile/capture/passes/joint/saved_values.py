@@ -1,0 +1,139 @@
+"""What a forward saves for its backward, and what that looks at or computes anew, beyond torch's own rules."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.aliasing.memory import memory_of
+from dcompile.capture.aliasing.storage_resizes import CHANGES
+from dcompile.passes import PassReport
+
+VIEWS = frozenset(
+    (
+        "aten.t.default", "aten.permute.default", "aten.transpose.int", "aten.view.default",
+        "aten._unsafe_view.default", "aten.reshape.default", "aten.expand.default", "aten.unsqueeze.default",
+        "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.slice.Tensor", "aten.select.int",
+        "aten.detach.default", "aten.alias.default", "aten.split.Tensor", "aten.split_with_sizes.default",
+        "aten.unbind.int", "aten._to_copy.default", "aten.clone.default", "aten.as_strided.default",
+        "prims.convert_element_type.default",
+    )
+)  # fmt: skip
+"""What only looks at a tensor, or converts it."""
+
+COPIES = frozenset(("aten._to_copy.default", "aten.clone.default", "prims.convert_element_type.default"))
+"""Those of them whose result has memory of its own."""
+
+
+def copy_changed_inputs(joint: Any) -> PassReport:
+    """Have the forward copy what it changes or frees and what the backward computes with: an input, as it was before.
+
+    torch's partitioners save such an input itself, which the backward then finds changed (torch 2.11 to 2.13: a counter
+    in a buffer, `self.n += 1; return x * self.n`, has its gradients off by one step, with aot_eager as with inductor).
+    """
+    changed = {node.args[0] for node in joint.graph.nodes if _changes(node)}
+    changed |= compat.aot.changed_behind(joint)
+    if not changed:
+        return PassReport()
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    backward = set(filter(compat.aot.is_tangent, placeholders))
+    for node in joint.graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    count = 0
+    for old in placeholders:
+        if old in changed and _is_read_in(old, backward):
+            compat.aot.never_recompute(_only_copy(old) or _read_a_copy(joint, old, placeholders[-1]))
+            count += 1
+    return PassReport(count)
+
+
+def _changes(node: Any) -> bool:
+    """Whether a node changes an input, or frees it."""
+    return str(node.target) == CHANGES or compat.storage_offsets.resizes(node.target)
+
+
+def save_as_strided_views(joint: Any) -> PassReport:
+    """Have the forward save what it sees of an input by `as_strided`, as eager does, rather than the input alone.
+
+    In the backward the input may lie otherwise (`p.data = p.data.t()`). It is copied to where it lay, then: the same
+    numbers in other memory, of which the same strides would show something else.
+    """
+    inputs = {memory_of(node) for node in joint.graph.find_nodes(op="placeholder")} - {None}
+    count = 0
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        if memory_of(node) in inputs:
+            compat.aot.never_recompute(node)
+            count += 1
+    return PassReport(count)
+
+
+def save_random_values(joint: Any) -> PassReport:
+    """Have the forward save what the library's random operators make under gradient checkpointing.
+
+    torch would save the generator's state and run them again in the backward, through an operator on functions that no
+    kernels can be made around. Our own random numbers (`assign_rng_keys`) need no state.
+    """
+    drawn = [node for node in joint.graph.nodes if compat.aot.is_drawn_again(node)]
+    for node in drawn:
+        parts = (user for user in node.users if user.target is operator.getitem)
+        for kept in (node, *parts):
+            compat.aot.never_recompute(kept)
+    names = sorted({str(node.target) for node in drawn})
+    notes = (f"checkpointed, but kept for the backward, since they are random: results of {n}" for n in names)
+    return PassReport(len(drawn), tuple(notes))
+
+
+def _is_read_in(node: Any, backward: set[Any]) -> bool:
+    """Whether the backward computes with a node, or with what the forward makes of it."""
+    seen, left = {node}, [node]
+    while left:
+        for user in left.pop().users:
+            if user in backward:
+                return True
+            if user.op == "call_function" and user not in seen:
+                seen.add(user)
+                left.append(user)
+    return False
+
+
+def _only_copy(old: Any) -> Any | None:
+    """The copy of an input through which all else reads it; AOTAutograd makes one of some."""
+    readers = [user for user in old.users if user.op == "call_function" and not _changes(user)]
+    return readers[0] if [str(reader.target) for reader in readers] == ["aten.clone.default"] else None
+
+
+def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
+    """Put a copy of an input in its place, but for where it is changed and returned."""
+    value = old.meta["val"]
+    with joint.graph.inserting_after(last):
+        copy = joint.graph.call_function(torch.ops.aten.clone.default, (old,))
+    copy.meta |= {key: old.meta[key] for key in ("stack_trace", "nn_module_stack") if key in old.meta}
+    with compat.aot.detect_fake_mode([value]):
+        copy.meta["val"] = value.clone()
+
+    def reads(user: Any) -> bool:
+        return user is not copy and user.op != "output" and not _changes(user)
+
+    old.replace_all_uses_with(copy, delete_user_cb=reads)
+    return copy
+
+
+def recompute_views(joint: Any, parameters: Callable[[Any], Iterable[Any]]) -> PassReport:
+    """Have the backward look at sharded parameters anew, so that the forward saves nothing of them but themselves.
+
+    A saved view or conversion of a gathered parameter would keep its memory until the backward.
+    """
+    closure = set(parameters(joint))
+    if not closure:
+        return PassReport()
+    for node in joint.graph.nodes:
+        looks = node.op == "call_function" and (str(node.target) in VIEWS or node.target is operator.getitem)
+        if looks and node.all_input_nodes and closure.issuperset(node.all_input_nodes):
+            closure.add(node)
+            compat.aot.always_recompute(node)
+    return PassReport(len(closure))

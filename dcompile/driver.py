@@ -1,0 +1,346 @@
+"""From an FX graph to a program that is built: lower, run the loop passes of `pipeline.py`, emit, build."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from dcompile.artifacts import dump, log
+from dcompile.autotune import Tuner
+from dcompile.codegen.emit import build, gemm, select_target
+from dcompile.codegen.emit.build import Built
+from dcompile.codegen.emit.host import program as host_program
+from dcompile.codegen.emit.target import Kernels, KernelSource
+from dcompile.codegen.emit.triton import compile as triton_compile
+from dcompile.codegen.lower.lower import Lowered, lower
+from dcompile.codegen.lower.symbolic.shapes import traced_sizes
+from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
+from dcompile.collectives.contract import ProgramReport, Request
+from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
+from dcompile.config import Config
+from dcompile.ir.diagram import draw
+from dcompile.ir.gemm import Chosen
+from dcompile.ir.nodes import Extern, Loop, Program, Tile
+from dcompile.ir.symbols import valued_symbols
+from dcompile.ir.text import show
+from dcompile.ir.verify import verify
+from dcompile.passes import check_names, select_rows
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.program import cuda_launch
+from dcompile.runtime.program.artifact import CompiledGraph, Loadable
+from dcompile.toolchain import own_products, products_key, triton_version
+
+Result = TypeVar("Result")
+EPILOGUES = "fuse_matmul_epilogues"
+"""The pass whose choices are measured: on the program as it is in front of it."""
+Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
+"""Which products shall end in loops: `Request.endings` for the program as it is before."""
+
+
+REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
+
+from math import inf, nan
+
+from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.ir.index import *
+from dcompile.ir.nodes import *
+from dcompile.ir.text import show
+
+program = {program!r}
+print(show(fuse(interchange_reductions(program))))
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramPlan:
+    """What is known of a graph before anything is built."""
+
+    lowered: Lowered
+    program: Program
+    kernels: Kernels
+    report: ProgramReport
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGraph:
+    """A graph that is planned, and whose kernels are being compiled."""
+
+    plan: ProgramPlan
+    source: str
+    """Its host program."""
+    building: triton_compile.PendingBuild
+
+    @property
+    def waits(self) -> bool:
+        """Whether others are at work for it."""
+        return self.building.waits
+
+
+class Pipeline:
+    """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        check_names(config, (DYNAMO_PASSES, JOINT_PASSES, loop_passes()))
+        self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
+        self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
+        self._compilers = build.Compilers(config)
+        self._crews: dict[int, triton_compile.WorkerPool] = {}
+        """Those who compile kernels for GPUs of one compute capability, for all graphs."""
+        self._tuner = Tuner()
+
+    def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
+        """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
+        reason = self._why_aten(gm)
+        lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
+        sizes = traced_sizes(gm) if self.config.verify else {}
+        donated = tuple(lowered.program.inputs[position] for position in request.donated)
+        program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
+        kernels = self._timed(
+            request, "emit", lambda: select_target.emit_all(program, request.kind, self._own_products())
+        )
+        report = _report(program, kernels)
+        if program.buckets:
+            foreseen = predict_schedule(program, request.figures, dict(request.groups))
+            report.schedule, report.predicted_us, report.exposed_us = foreseen
+        if reason and self.config.kernels != "aten":
+            report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
+        report.notes += lowered.declined
+        return ProgramPlan(lowered, program, kernels, report)
+
+    def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
+        """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
+        arch = self._arch(gm)
+        if arch is not None:
+            self._crew(arch, cache).ready()  # imports Triton while the program is planned
+        notes: list[str] = []
+        plan = self.plan(gm, request, None if arch is None else self._endings(gm, request, arch, cache, notes))
+        plan.report.notes += notes
+        building = self._begin(plan.kernels, arch, cache)
+        recycle = request.kind == "inference"
+        measures = self.config.max_autotune and arch is not None
+        if self.config.max_autotune and not measures:
+            plan.report.notes.append(f"max_autotune has no effect: {self._why_not_tuned(gm)}")
+        chosen = self._timed(request, "tune", lambda: self._chosen(plan, gm)) if measures else None
+        saved = frozenset(plan.lowered.program.inputs[position] for position in request.saved)
+        source = self._timed(
+            request,
+            "host",
+            lambda: host_program.emit(plan.program, plan.kernels, recycle=recycle, chosen=chosen, saved=saved),
+        )
+        return PendingGraph(plan, source, building)
+
+    def _why_not_tuned(self, gm: Any) -> str:
+        if _devices(gm) <= {torch.device("cpu")}:
+            return "it measures products on GPUs, and this graph runs on the CPU"
+        return "it measures products beside kernels of ours, and this graph runs on ATen's"
+
+    def _chosen(self, plan: ProgramPlan, gm: Any) -> Chosen:
+        """By measuring: algorithms for large matrix products. The receipt says what it came to."""
+        if torch.are_deterministic_algorithms_enabled():
+            plan.report.notes.append("max_autotune: nothing is measured, for another run might choose otherwise")
+            return {}
+        chosen, note = self._tuner.algorithms(plan.program, _gpu(gm))
+        plan.report.notes += [note] if note else []
+        return chosen
+
+    def _endings(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
+        """Measures which products shall end in loops, if that is wanted. What is to be said of it comes to `notes`."""
+        config = self.config
+        if not (config.max_autotune and config.epilogue_fusion) or torch.are_deterministic_algorithms_enabled():
+            return None
+
+        def build(sources: Sequence[KernelSource]) -> Mapping[str, Path]:
+            return self._begin(Kernels(tuple(sources)), arch, cache).result().libraries
+
+        def measure(program: Program) -> Mapping[Loop, Tile]:
+            found = self._timed(request, "endings", lambda: self._tuner.endings(program, _gpu(gm), arch, build))
+            notes.extend(found[1])
+            return found[0]
+
+        return measure
+
+    def finish(self, begun: PendingGraph, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
+        """The rest: build."""
+        plan, source, building = begun.plan, begun.source, begun.building
+        lowered, program, kernels = plan.lowered, plan.program, plan.kernels
+        built = self._timed(request, "build", building.result)
+        constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
+        self._dump_code(lowered.program, kernels, source)
+        self._dump_graph(gm, program)
+        arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
+        written = frozenset().union(*(step.writes for step in program.steps))
+        mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
+        device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+        late = len(valued_symbols(program))
+        graph = CompiledGraph(
+            source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device, late
+        )
+        return Loadable(graph, built.libraries, constants), built
+
+    def _arch(self, gm: Any) -> int | None:
+        """The compute capability that this graph's kernels are for, as 90 for 9.0, if it is to have any on a GPU."""
+        gpus = _devices(gm) - {torch.device("cpu")}
+        if not gpus or self._why_aten(gm) is not None:
+            return None
+        major, minor = torch.cuda.get_device_capability(next(iter(gpus)))
+        return 10 * major + minor
+
+    def _crew(self, arch: int, cache: KernelCache) -> triton_compile.WorkerPool:
+        return self._crews.setdefault(arch, triton_compile.WorkerPool(arch, cache.directory))
+
+    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_compile.PendingBuild:
+        """Have all kernels compiled."""
+        sources = [source for source in kernels.sources if not source.launches]
+        others = [source for source in kernels.sources if source.launches]
+        if not others:
+            return triton_compile.PendingBuild(self._compiled(sources, cache), None)
+        assert arch is not None, "a graph with kernels for a GPU is on one"
+        theirs = triton_compile.TritonBuild(others, arch, self.config, cache, self._crew(arch, cache))
+        launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
+        return triton_compile.PendingBuild(self._compiled([*sources, launcher], cache), theirs)
+
+    def _compiled(self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False) -> build.Building:
+        return self._compilers.begin(sources, cache, early=early, aliases={gemm.source().name: products_key()})
+
+    def begin_products(self, cache: KernelCache) -> None:
+        """Have the kernel of matrix products compiled. Who needs it waits for it, and learns what is wrong with it."""
+        if build.workers() > 1:  # with one core, it would take as long later
+            self._compiled([gemm.source()], cache, early=True)
+
+    def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
+        return lower(
+            gm,
+            request.name,
+            request.grads,
+            aten=aten,
+            own_rows=self.config.matmul != "aten",
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            saved_from=request.results if request.kind == "forward" else None,
+        )
+
+    def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:
+        began = time.perf_counter()
+        result = run()
+        log(self.config, "passes", f"{request.name} {stage}: {(time.perf_counter() - began) * 1e3:.1f} ms")
+        return result
+
+    def _dump_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
+        if not self.config.dump:
+            return
+        dump(self.config, f"{lowered.name}/host.py", source)
+        dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
+        origins: dict[str, dict[str, None]] = {}
+        used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
+        for call in used:  # equal layers share a kernel: name all of them
+            origins.setdefault(call.name, {}).update(dict.fromkeys(call.origin))
+        for kernel in kernels.sources:
+            comment = "".join(f"// {line}\n" for line in origins[kernel.name])
+            dump(self.config, f"{lowered.name}/kernels/{kernel.name}.cpp", comment + kernel.text)
+
+    def _dump_graph(self, gm: Any, program: Program) -> None:
+        if self.config.dump:
+            dump(self.config, f"{program.name}/graph.py", gm.print_readable(print_output=False))
+        if self.config.trace_graph_diagram:
+            dump(self.config, f"{program.name}/graph_diagram.svg", draw(program))
+
+    def _own_products(self) -> bool:
+        return own_products(self.config.matmul)
+
+    def _why_aten(self, gm: Any) -> str | None:
+        """Why this graph is left to ATen altogether, if it is."""
+        if self.config.kernels == "aten":
+            return 'options={"kernels": "aten"}'
+        return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
+
+    def _schedule(
+        self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
+    ) -> Program:
+        """Run the loop passes. What is measured for epilogues is known before the list runs to its end."""
+        if measure is not None and any(row.name == EPILOGUES for row in self._passes):
+            before = itertools.takewhile(lambda row: row.name != EPILOGUES, self._passes)
+            unfused = self._run_passes(tuple(before), program, request, sizes)
+            request = replace(request, endings=tuple(measure(unfused).items()))
+        return self._run_passes(self._passes, program, request, sizes)
+
+    def _run_passes(
+        self, passes: Sequence[LoopPass], program: Program, request: Request, sizes: Mapping[str, int]
+    ) -> Program:
+        has_loops = any(isinstance(step, Loop) for step in program.steps)
+        self._inspect("00_lower", program, None, sizes)
+        for row in passes:
+            if row.needs_loops and not has_loops:
+                continue
+            began, before = time.perf_counter(), program
+            program = row.run(program, *row.given(request))
+            took_ms = (time.perf_counter() - began) * 1e3
+            steps = f"{len(before.steps)} -> {len(program.steps)}"
+            log(self.config, "passes", f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
+            self._inspect(f"{self._numbers[row.name]:02d}_{row.name}", program, before, sizes)
+        return program
+
+    def _inspect(self, name: str, program: Program, before: Program | None, sizes: Mapping[str, int]) -> None:
+        if self.config.verify:
+            verify(program, sizes, before)
+        if self.config.dump:
+            text = show(program)
+            dump(self.config, f"{program.name}/{name}.txt", text)
+            if before is not None:
+                old, new = show(before).splitlines(), text.splitlines()
+                dump(self.config, f"{program.name}/{name}.diff", "\n".join(difflib.unified_diff(old, new, lineterm="")))
+
+
+def _gpu(gm: Any) -> torch.device:
+    """The one GPU of a graph that has kernels of ours."""
+    (device,) = _devices(gm) - {torch.device("cpu")}
+    return device
+
+
+def _devices(gm: Any) -> set[torch.device]:
+    found = (_tensors(node.meta.get("val")) for node in gm.graph.nodes)
+    return {value.device for values in found for value in values}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _why_not_gpu(devices: set[torch.device]) -> str | None:
+    """Why a graph on these devices, beside the CPU, can have no kernels of ours."""
+    if not devices:
+        return None
+    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+        return f"it is on {', '.join(sorted(map(str, devices)))}; kernels are made for one CUDA GPU"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
+        return "its GPU is none of NVIDIA's from compute capability 8.0 on"
+    if triton_version() is None:
+        return "it is on a GPU, and Triton, which compiles kernels for it, is not installed"
+    return None
+
+
+def _report(program: Program, kernels: Kernels) -> ProgramReport:
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    externs = [step for step in program.steps if isinstance(step, Extern)]
+    fallbacks: dict[str, int] = {}
+    for step in externs:
+        if step.fallback:
+            fallbacks[step.op] = fallbacks.get(step.op, 0) + 1
+    return ProgramReport(
+        kernels=len(kernels.sources),
+        kernel_calls=len(loops) + len(kernels.products),
+        library_calls=sum(not step.fallback for step in externs) - len(kernels.products),
+        fallbacks=fallbacks,
+        collectives=len(program.buckets),
+        bytes_copied=copied_bytes(program),
+    )

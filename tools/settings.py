@@ -29,8 +29,8 @@ As in torch.compile, a mode stands for a set of options, so give one or the othe
 `note:` line of the receipt says so and why.
 
 - `default` and `reduce-overhead` run the same program, without and with CUDA graphs.
-- The two with `max-autotune` call cuBLASLt for large GEMMs that another of its algorithms computes faster, and a kernel of
-  dcompile's for GEMMs with epilogues where that is faster. On a CPU they are `default`.
+- The two with `max-autotune` call cuBLASLt for large GEMMs that another of its algorithms computes faster.
+  They use a kernel of dcompile's for GEMMs with epilogues where that is faster. On a CPU they are `default`.
 - `lite` leaves every kernel to ATen.
 
 | Mode | Options |

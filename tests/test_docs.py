@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dcompile.explain.receipt import Receipt
-from tests.job import ROOT, run
+from tests.job import ROOT, one_layer, run
 from tests.nursery import python
 from tools import passes, settings
 
@@ -245,17 +245,16 @@ COMMANDS = [
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page.stem}-{line}" for page, line in COMMANDS])
 def test_command_runs(page: Path, command: str, tmp_path: Path) -> None:
     """Each command of the guide, with a tiny model, few steps, and its output elsewhere."""
-    from tests.job import one_layer
-
     script = tmp_path / "your_script.py"
-    script.write_text(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)[0])
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    script.write_text(next(block for block in blocks if "dcompile.compile(" in block))
     config = one_layer(tmp_path)
     short = command.replace("your_script.py", str(script)).replace("=dump ", f"={tmp_path / 'dump'} ")
     short = re.sub(r"--config \S+", f"--config {config}", short)
     if "launch/train.py" in short:
         short = re.sub(r"--steps \d+", "--steps 2", short)
         short += f" --config {config} --seq-len 32 --data LICENSE --output-dir {tmp_path} --backend eager"
-    short = short.replace("launch/generate.py", "launch/generate.py --max-new-tokens 2 --device cpu")
+    short = short.replace("launch/generate.py", "launch/generate.py --max-new-tokens 3 --device cpu")
     short = re.sub(r"\bpython\b", python(), short)
     short = re.sub(r"\btorchrun\b", f"{python()} -m torch.distributed.run", short)
     variables = {"PYTHON_EXEC": python(), "DCOMPILE_CACHE_DIR": str(tmp_path / "cache")}

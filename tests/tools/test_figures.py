@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 
 from tools import figures
@@ -45,3 +47,32 @@ def test_ratio_is_of_one_file(tmp_path: Path) -> None:
     rows = figures.steps_table(figures.read_results(tmp_path))
     assert "| 1B | dcompile | 3 | 0.75 | - | - |" in rows
     assert "| 1B | torch.compile | 8 | 1.00 | - | - |" in rows
+
+
+def newest(benchmark: str, device: str) -> figures.Result:
+    results = figures.read_results()
+    return next(result for result in results if (result.benchmark, result.device) == (benchmark, device))
+
+
+def speed(lines: dict, peer: str) -> float:
+    """Geometric mean of a peer's speed over eager."""
+    return math.exp(statistics.mean(math.log(line["eager"]["ms"] / line[peer]["ms"]) for line in lines.values()))
+
+
+def test_numbers_of_the_readme_are_those_of_the_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    llama = newest_line("gpu_ddp_fsdp", "2 x NVIDIA H100", "1B-ddp")
+    ours, theirs = (llama[peer]["ms"] for peer in ("dcompile", "torch.compile"))
+    assert f"| 1B Llama, DDP, two H100: step | {ours:.0f} ms | {theirs:.0f} ms |" in text
+    models = newest("gpu_models", "NVIDIA H100").data["lines"]
+    assert len(models) == 14
+    means = [speed(models, peer) for peer in ("dcompile", "torch.compile")]
+    assert f"one H100: speed over eager | {means[0]:.2f} | {means[1]:.2f} |" in text
+    starts = [line["total"] for line in newest("compile_time", "Intel Xeon").data["lines"]]
+    shares = [total["cold"] / total["inductor"] for total in starts]
+    assert f"| {min(shares):.2f} to {max(shares):.2f} of torch.compile's time |" in text and len(shares) == 6
+
+
+def newest_line(benchmark: str, device: str, name: str) -> dict:
+    found = (result for result in figures.read_results() if (result.benchmark, result.device) == (benchmark, device))
+    return next(result.data["lines"][name] for result in found if name in result.data["lines"])

@@ -57,7 +57,7 @@ fuzz: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 # The whole suite on another torch, in an environment of its own: make test-torch TORCH=2.15.0. Run by hand, since its
-# wheels are large; results are in docs/versions.md.
+# wheels are large; results are in docs/lab/versions.md.
 test-torch:
 	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.11.0: which version?"; exit 2; }
 	tools/install.sh $(PYTHON) .venv-torch-$(TORCH) test $(CPU_INDEX) $(TORCH)

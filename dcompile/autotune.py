@@ -29,7 +29,7 @@ Build: TypeAlias = Callable[[Sequence[KernelSource]], Mapping[str, Path]]
 
 
 def tiles(arch: int, processors: int) -> tuple[Tile, ...]:
-    """What is tried: the first is the best one for most large products on an H200 (docs/tried.md)."""
+    """What is tried: the first is the best one for most large products on an H200 (docs/lab/tried-gpu.md)."""
     if arch < DESCRIPTORS:
         return Tile(128, 128, 32, 4, 3, parts=2), Tile(128, 128, 64, 8, 3), Tile(64, 128, 32, 4, 4)
     return (

@@ -3,8 +3,8 @@
 torch keeps Dynamo out of `_fused_adam`, `_fused_sgd` and `_fused_adagrad`, whose kernels it has ready, so that a
 compiled step of an optimizer with `fused=True` would compile nothing. Theirs is the arithmetic here, too: 16-bit
 tensors are computed in float32 and rounded once, which makes an element cheaper than the many roundings of
-`foreach=True` (`docs/measured.md`). Each function has the signature of the one that it stands for, and updates the same
-tensors in place. Imported where it is needed alone, since torch is.
+`foreach=True` (`docs/lab/gpu-training.md`). Each function has the signature of the one that it stands for, and updates
+the same tensors in place. Imported where it is needed alone, since torch is.
 """
 
 from __future__ import annotations

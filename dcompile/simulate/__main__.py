@@ -139,7 +139,7 @@ def page(result: dict[str, Any]) -> Iterable[str]:
         f"All {result['layers']} layers were traced"
         if len(traced) == 1
         else f"Traced with {traced[0]} and {traced[1]} layers; each further one counts as the difference"
-    ) + f", on CPU without data, in {result['seconds']:.0f} s; docs/overlap.md says what the model leaves out."
+    ) + f", on CPU without data, in {result['seconds']:.0f} s; docs/internals/overlap.md says what is left out."
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

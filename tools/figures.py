@@ -1,0 +1,216 @@
+"""Tables of the benchmarks' figures, from the files in `benchmarks/results/`, and which of these files are current.
+
+`python -m tools.figures` prints the page `docs/lab/figures.md`, `--superseded` the files that newer ones replace.
+A file is superseded where newer files of the same benchmark and device hold every line and peer of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One file of results."""
+
+    path: Path
+    data: Mapping[str, Any]
+
+    @property
+    def benchmark(self) -> str:
+        return str(self.data["benchmark"])
+
+    @property
+    def device(self) -> str:
+        """The GPU, with their number where there are several; the processor where there is none."""
+        name = str(self.data.get("device") or self.data["environment"]["cpu"])
+        name = name.replace("(R)", "").replace(" Processor", "")
+        name = {"NVIDIA H100 80GB HBM3": "NVIDIA H100"}.get(name, name)
+        ranks = self.data.get("ranks", 1)
+        return name if ranks == 1 else f"{ranks} x {name}"
+
+    @property
+    def date(self) -> str:
+        """Day and time, as the file's name ends with."""
+        return self.path.stem.rsplit("-", 1)[1]
+
+    @property
+    def day(self) -> str:
+        return f"{self.date[:4]}-{self.date[4:6]}-{self.date[6:8]}"
+
+    @property
+    def measured(self) -> frozenset[tuple[str, str]]:
+        """(line, peer) of each figure."""
+        return frozenset((line, peer) for line, peers in lines_of(self.data) for peer in peers)
+
+
+def lines_of(data: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Each line of a file with the names of its peers."""
+    if isinstance(data.get("settings"), Mapping):
+        yield str(data["settings"]["kind"]), list(data["peers"])
+    elif isinstance(data["lines"], Mapping):
+        for name, line in data["lines"].items():
+            yield name, list(line.get("peers", line)) if isinstance(line.get("peers", line), Mapping) else [""]
+    else:
+        for line in data["lines"]:
+            yield " ".join(str(line[key]) for key in ("name", "dtype", "threads") if key in line), [""]
+
+
+def read_results(folder: Path = RESULTS) -> list[Result]:
+    """All files, the newest first."""
+    found = [Result(path, json.loads(path.read_text())) for path in folder.glob("*.json")]
+    return sorted(found, key=lambda result: (result.date, result.path.name), reverse=True)
+
+
+def superseded(results: Iterable[Result]) -> list[Path]:
+    """Files whose every line and peer a newer file of the same benchmark and device holds."""
+    seen: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    old = []
+    for result in results:
+        known = seen.setdefault((result.benchmark, result.device), set())
+        if result.measured <= known:
+            old.append(result.path)
+        known |= result.measured
+    return old
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.1f}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def steps_table(results: Sequence[Result]) -> list[str]:
+    """Each peer of each line: its newest milliseconds, and their ratio to torch.compile's in the same file."""
+    newest: dict[str, dict[str, tuple[Mapping[str, Any], float | None]]] = {}
+    for result in results:
+        for name, line in result.data["lines"].items():
+            peers = line.get("peers", line)
+            base = next((peers[peer].get("ms") for peer in ("torch.compile", "inductor") if peer in peers), None)
+            for peer, figure in peers.items():
+                if isinstance(figure, Mapping) and "ms" in figure:
+                    newest.setdefault(name, {}).setdefault(peer, (figure, base))
+    rows = []
+    for name, peers in newest.items():
+        for peer, (figure, base) in peers.items():
+            rest = [_milliseconds(figure["ms"]), _ratio(figure["ms"] / base if base else None)]
+            memory, warm_up = figure.get("peak_mib"), figure.get("warm_up_s")
+            rest += ["-" if memory is None else f"{memory:.0f}", "-" if warm_up is None else f"{warm_up:.0f}"]
+            rows.append((name, peer, *rest))
+    return table(("line", "peer", "ms", "of torch.compile's", "peak MiB", "warm-up s"), rows)
+
+
+def speed_table(results: Sequence[Result]) -> list[str]:
+    """Lines of CPU peers: how many times as fast as each other peer."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        for line in result.data["lines"]:
+            name = " ".join(str(line[key]) for key in ("name", "dtype", "threads") if key in line)
+            newest.setdefault(name, line)
+    others = [key for key in ("over_plain", "over_inductor", "over_eager") if any(key in n for n in newest.values())]
+    head = ("line", "ms", *(f"speed {key.replace('_', ' ')}" for key in others))
+    rows = [
+        (
+            name,
+            _milliseconds(line["steps"]["dcompile"]["median"] * 1e3),
+            *(_ratio(line.get(key)) for key in others),
+        )
+        for name, line in newest.items()
+    ]
+    return table(head, rows)
+
+
+def start_table(results: Sequence[Result]) -> list[str]:
+    """Seconds to the first step: cold, warm and by other compilers."""
+    newest: dict[str, Mapping[str, float]] = {}
+    for result in results:
+        for line in result.data["lines"]:
+            newest.setdefault(line["name"], line["total"])
+    kinds = ("inductor", "cold", "warm", "aot_eager")
+    rows = [
+        (name, *(f"{total[kind]:.1f}" for kind in kinds), _ratio(total["cold"] / total["inductor"]))
+        for name, total in newest.items()
+    ]
+    return table(("line", "inductor, cold s", "cold s", "warm s", "aot_eager s", "cold of inductor's"), rows)
+
+
+def ranks_table(results: Sequence[Result]) -> list[str]:
+    """Training on CPU ranks: each peer's step, and of stock's."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        newest.setdefault(result.data["settings"]["kind"], result.data["peers"])
+    rows = [
+        (kind, peer, _milliseconds(figure["ms"]), _ratio(figure["of_stock"]), f"{figure['warm_up_s']:.1f}")
+        for kind, peers in newest.items()
+        for peer, figure in peers.items()
+    ]
+    return table(("wrapper", "peer", "ms", "of stock's", "warm-up s"), rows)
+
+
+SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Result]], list[str]]]] = {
+    "gpu_ddp_fsdp": ("DDP and FSDP2 on GPUs", steps_table),
+    "gpu_train": ("Training on one GPU", steps_table),
+    "gpu_models": ("Models on one GPU", steps_table),
+    "gpu_breadth": ("What else people compile, on one GPU", steps_table),
+    "gpu_decode": ("Decoding one token on one GPU", steps_table),
+    "gpu_kernels": ("Kernels on one GPU", steps_table),
+    "overlap_cpu": ("DDP and FSDP2 on two CPU ranks", ranks_table),
+    "cpu_models": ("Models on a CPU, forward and backward", speed_table),
+    "cpu_kernels": ("Kernels on a CPU", speed_table),
+    "first_light": ("The first benchmark on a CPU", speed_table),
+    "compile_time": ("Start-up on a CPU", start_table),
+}
+"""Benchmark -> heading and writer of its tables."""
+
+
+def page(results: Sequence[Result]) -> str:
+    """The whole page: a section for each benchmark, a table for each device."""
+    lines = [
+        "# Figures",
+        "",
+        "This page is printed by `python -m tools.figures` from the files in `benchmarks/results/`.",
+        "Each figure is the newest of its line and peer. Several dates mean that files hold different lines.",
+        "Peers of one file ran in turn in one process or job. Compare figures of one table only.",
+        "[figures-explained.md](figures-explained.md) says what the lines are, and what limits them.",
+        "",
+    ]
+    for benchmark, (heading, write) in SECTIONS.items():
+        lines += [f"## {heading}", "", f"`python -m benchmarks.{benchmark}`", ""]
+        found = [result for result in results if result.benchmark == benchmark]
+        for device in dict.fromkeys(result.device for result in found):
+            theirs = [result for result in found if result.device == device]
+            dates = ", ".join(dict.fromkeys(result.day for result in theirs))
+            torch_versions = ", ".join(dict.fromkeys(result.data["environment"]["torch"] for result in theirs))
+            lines += [f"{device}, torch {torch_versions}, {dates}", "", *write(theirs), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the page, or the names of superseded files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--superseded", action="store_true", help="print the files that newer ones replace")
+    results = read_results()
+    if parser.parse_args().superseded:
+        sys.stdout.writelines(f"{path}\n" for path in superseded(results))
+    else:
+        sys.stdout.write(page(results))
+
+
+if __name__ == "__main__":
+    main()

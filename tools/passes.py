@@ -1,0 +1,109 @@
+"""The page of passes, printed from the lists in `dcompile/pipeline.py`: `python -m tools.passes`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dcompile import pipeline
+
+INTRODUCTION = """# Passes
+
+This page is printed by `python -m tools.passes` from the lists in `dcompile/pipeline.py`.
+A pass is a pure function from a program to a program; it measures nothing and asks for no rank, clock or device.
+A list runs from top to bottom. The reason for a place in the list stands in its last column.
+
+`DCOMPILE_SKIP=name` leaves a pass out, `DCOMPILE_UNTIL=name` stops after it, and `DCOMPILE_DUMP=dir` writes the program
+and the difference that each pass makes. [one-program.md](one-program.md) shows these texts for one model.
+[../howto/pass.md](../howto/pass.md) says how to add one.
+"""
+
+
+def pass_lists() -> Iterator[tuple[str, Sequence[Any]]]:
+    """Every list of passes in the pipeline, in the order of the file: tuples of rows with a name and a function."""
+    for name, value in vars(pipeline).items():
+        if name.isupper() and isinstance(value, tuple) and value and all(map(_is_row, value)):
+            yield name, value
+
+
+def _is_row(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and _function_of(value) is not None
+
+
+def _function_of(row: Any) -> Callable[..., Any] | None:
+    values = (getattr(row, field.name) for field in dataclasses.fields(row))
+    return next((value for value in values if inspect.isfunction(value)), None)
+
+
+def implementation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The documented function behind a row: what a lambda or an undocumented helper of the pipeline calls."""
+    if function.__doc__:
+        return function
+    for name in function.__code__.co_names:
+        called = vars(sys.modules[function.__module__]).get(name)
+        if inspect.isfunction(called) and called.__module__.startswith("dcompile."):
+            return implementation(called)
+    return function
+
+
+def flags(row: Any) -> list[str]:
+    """Names of a row's facts that hold."""
+    return [field.name for field in dataclasses.fields(row) if getattr(row, field.name) is True]
+
+
+def reasons() -> dict[str, list[str]]:
+    """For each list, the comment in front of each row."""
+    source = inspect.getsource(pipeline)
+    lines = source.splitlines()
+    found = {}
+    for node in ast.parse(source).body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Tuple) and targets and isinstance(targets[0], ast.Name):
+            found[targets[0].id] = [_comment_before(lines, element.lineno) for element in value.elts]
+    return found
+
+
+def _comment_before(lines: Sequence[str], number: int) -> str:
+    words: list[str] = []
+    at = number - 2
+    while at >= 0 and lines[at].strip().startswith("#"):
+        words.insert(0, lines[at].strip().removeprefix("#").strip())
+        at -= 1
+    return " ".join(words)
+
+
+def first_line(function: Callable[..., Any]) -> str:
+    return (inspect.getdoc(function) or "").split("\n")[0].replace("|", "\\|")
+
+
+def page() -> str:
+    """The whole page: a table for each list."""
+    comments = reasons()
+    lines = [INTRODUCTION]
+    for title, rows in pass_lists():
+        lines += [f"## `{title}`", "", "| | pass | what it does | facts | why here |", "|---|---|---|---|---|"]
+        for number, row in enumerate(rows):
+            function = _function_of(row)
+            assert function is not None, "a row without a function is no pass"
+            called = implementation(function)
+            name = getattr(row, "name", "") or called.__name__
+            where = f"{called.__module__.replace('.', '/')}.py"
+            reason = comments.get(title, [""] * len(rows))[number]
+            what = f"{first_line(called)} (`{where}`)"
+            lines.append(f"| {number + 1} | `{name}` | {what} | {', '.join(flags(row))} | {reason} |")
+        lines.append("")
+    lines += [
+        "`reorders_sums`: results may differ in the order of a sum; every other pass is held to bitwise equality.",
+        "`needs_loops`: skipped where a program has no kernel of dcompile's. `required`: never skipped.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

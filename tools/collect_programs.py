@@ -2,18 +2,18 @@
 
     python -m tools.collect_programs OUT [--only PATTERN] [--source DIR] [--all]
 
-`tools/compare_programs.py` runs this file once for each revision, so it belongs to neither of them. It reaches dcompile
-through `dcompile.explain`, the `dump` option and the few internal names of `Revision`, each under every name that a
-revision may know it by. Nothing is built, and no kernel runs.
+`tools/compare_programs.py` runs this file once for each revision, so it belongs to neither. It reaches dcompile through
+`dcompile.explain`, the `dump` option and the few internal names of `DcompileRevision`. Where a name has moved, old and
+new place are both tried. Nothing is built, and no kernel runs.
 
 One capture serves two plans: one for the CPU, where the model is, and one for a GPU, for which the captured graph is
 relabelled. Passes that run on a graph before it is lowered therefore see the CPU only.
 
-    OUT/CASE/DEVICE/GRAPH/graph.py       what was captured
+    OUT/CASE/DEVICE/GRAPH/graph.py       the captured graph
     OUT/CASE/DEVICE/GRAPH/passes/*.txt   the program after each pass; order.txt lists them
     OUT/CASE/DEVICE/GRAPH/kernels.txt    source and launch of each kernel
     OUT/CASE/DEVICE/GRAPH/host.py        the host program
-    OUT/CASE/error.txt                   why there are no such folders, or not all
+    OUT/CASE/error.txt                   the error that ended planning a case
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import importlib
+import logging
 import re
 import shutil
 import sys
@@ -42,7 +43,7 @@ CAPABILITY = (9, 0)
 """Compute capability of the GPU that programs are planned for."""
 
 
-class Revision:
+class DcompileRevision:
     """The internal names of dcompile that planning without building needs."""
 
     def __init__(self, source: Path | None = None) -> None:
@@ -84,13 +85,13 @@ def _classes_with(attribute: str) -> list[Any]:
 # --- planning ---------------------------------------------------------------------------------------------------------
 
 
-class Collector:
+class ProgramCollector:
     """Plans cases, one after another, into folders below `out`."""
 
-    def __init__(self, out: Path, revision: Revision) -> None:
+    def __init__(self, out: Path, revision: DcompileRevision) -> None:
         self.out, self.revision = out, revision
         self._folder = out
-        self._clean = Normaliser(revision.modules)
+        self._clean = TextNormaliser(revision.modules)
         self._plan = revision.pipeline.plan
 
     def collect(self, name: str, run: Callable[[Callable[..., Any]], Any]) -> None:
@@ -114,10 +115,10 @@ class Collector:
         """Have every graph that dcompile plans meanwhile planned for both devices and written."""
 
         def plan(pipeline: Any, gm: Any, request: Any, *measures: Any) -> Any:
-            planned = self._planned(pipeline, gm, request, "cpu", *measures)
+            planned = self._plan_and_write(pipeline, gm, request, "cpu", *measures)
             gpu = mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
-            with relabelled(gm, torch.device("cuda:0")), gpu:
-                self._planned(pipeline, gm, request, "gpu", *measures)
+            with relabel_devices(gm, torch.device("cuda:0")), gpu:
+                self._plan_and_write(pipeline, gm, request, "gpu", *measures)
             return planned
 
         with contextlib.ExitStack() as patches:
@@ -126,8 +127,8 @@ class Collector:
                 patches.enter_context(mock.patch.object(graph, "needs_data", False))
             yield
 
-    def _planned(self, pipeline: Any, gm: Any, request: Any, device: str, *measures: Any) -> Any:
-        folder = _unused(self._folder / device / request.name)
+    def _plan_and_write(self, pipeline: Any, gm: Any, request: Any, device: str, *measures: Any) -> Any:
+        folder = _free_folder(self._folder / device / request.name)
         dumps = folder / "dump"
         config = dataclasses.replace(pipeline.config, dump=str(dumps))
         plan = self._plan(self.revision.pipeline(config), gm, request, *measures)
@@ -148,7 +149,7 @@ class Collector:
         return plan
 
 
-def _unused(folder: Path) -> Path:
+def _free_folder(folder: Path) -> Path:
     """`folder`, or one beside it: a case may compile several functions, whose graphs have the same names."""
     number, found = 1, folder
     while found.exists():
@@ -158,9 +159,9 @@ def _unused(folder: Path) -> Path:
 
 
 def _kernel_text(source: Any) -> str:
-    """A kernel's source below what else its launch depends on, which is written without the names of fields.
+    """A kernel's source, below the other fields of its record: their values alone, for fields are renamed.
 
-    Its own name is left out: one more kernel before it would change that.
+    Its own name is left out: one more kernel before it would change the number in it.
     """
     name, text, *values = dataclasses.astuple(source)
     return f"{KERNEL}// {values!r}\n{text.rstrip()}\n".replace(name, "kernel")
@@ -175,7 +176,7 @@ def _pass_texts(dumps: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def relabelled(gm: torch.fx.GraphModule, device: torch.device) -> Iterator[None]:
+def relabel_devices(gm: torch.fx.GraphModule, device: torch.device) -> Iterator[None]:
     """Meanwhile, a graph captured on the CPU says of each of its tensors that it is on `device`."""
     nodes = list(gm.graph.nodes)
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
@@ -202,33 +203,33 @@ def relabelled(gm: torch.fx.GraphModule, device: torch.device) -> Iterator[None]
 # --- normalising ------------------------------------------------------------------------------------------------------
 
 
-class Normaliser:
-    """Takes out of a text what may differ between two revisions that plan the same programs."""
+class TextNormaliser:
+    """Hides in texts where dcompile's source is and how its modules are named."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = frozenset(modules)
 
     def __call__(self, text: str, kernels: Sequence[str] = ()) -> str:
-        """The text without places in dcompile's source, addresses and serial numbers; kernels are numbered.
+        """Hide places in dcompile's source, addresses and serial numbers; number the kernels.
 
         Names of kernels are digests of their text: one changed line would change them all over the host program.
         """
         for number, kernel in enumerate(kernels):
             text = text.replace(kernel, f"kernel{number}")
-        text = re.sub(r"([\w./-]*/\w+\.py)(?::\d+|(\", line )\d+)?", self._without_file, text)
-        text = re.sub(r"(?<![\w.])dcompile(\.\w+)+", self._without_module, text)
+        text = re.sub(r"([\w./-]*/\w+\.py)(?::\d+|(\", line )\d+)?", self._hide_file, text)
+        text = re.sub(r"(?<![\w.])dcompile(\.\w+)+", self._hide_module, text)
         text = re.sub(r"\b(dcompile_[a-z]+)_[0-9a-f]{8}\b", r"\1", text)  # functions in Triton
         text = re.sub(r"\bdcompile_entry_\d+", "dcompile_entry", text)
         return re.sub(r"\bat 0x[0-9a-f]{6,}", "at 0x*", text)
 
-    def _without_file(self, found: re.Match[str]) -> str:
+    def _hide_file(self, found: re.Match[str]) -> str:
         """`dcompile/*.py`, without the line, in place of a file of dcompile, named as a whole or from its folder."""
         path = found[1].rpartition("dcompile/")[2].removesuffix(".py")
         if f"dcompile.{path.replace('/', '.')}" not in self._modules:
             return found[0]
         return f"dcompile/*.py{found[2] or ''}"
 
-    def _without_module(self, found: re.Match[str]) -> str:
+    def _hide_module(self, found: re.Match[str]) -> str:
         """`dcompile.*` in place of the longest module name that a dotted name begins with."""
         parts = found[0].split(".")
         for length in range(len(parts), 1, -1):
@@ -246,7 +247,8 @@ def main() -> int:
     parser.add_argument("--source", type=Path, help="the folder that dcompile is to come from")
     parser.add_argument("--all", action="store_true", help="all models of tests/models, not a sample")
     arguments = parser.parse_args()
-    collector = Collector(arguments.out.resolve(), Revision(arguments.source))
+    torch._logging.set_logs(all=logging.ERROR)  # of graph breaks that models are known to have
+    collector = ProgramCollector(arguments.out.resolve(), DcompileRevision(arguments.source))
     for name, run in cases(everything=arguments.all).items():
         if fnmatch.fnmatch(name, arguments.only):
             collector.collect(name, run)

@@ -2,9 +2,12 @@
 
     python tools/compare_programs.py OLD_REV [NEW_REV] [--only PATTERN] [--all] [--rename OLD=NEW] [--out DIR]
 
-NEW_REV is the working tree unless it is given. Both revisions plan the models, kernels and DDP and FSDP steps of this
-tree's tools/program_cases.py, for a CPU and for a GPU, in processes of their own and with empty caches. What they write
-down is compared: captured graphs, the program after each pass, the source of each kernel, host programs.
+NEW_REV is the working tree unless it is given. Both revisions plan the cases of this tree's tools/program_cases.py, for
+a CPU and for a GPU. Each has a process of its own and an empty cache. Four kinds of text are compared: captured graphs,
+the program after each pass, the source of each kernel, and host programs.
+
+Only the first pass that differs is shown, and each difference once. Names of kernels, places in dcompile's source and
+names of its modules do not count, nor does a word that `--rename` names.
 
 Exit status: 0 without differences, 1 with differences, 2 where nothing could be compared.
 """
@@ -32,7 +35,7 @@ KERNEL = "// ---- kernel\n"
 """Stands before each kernel in kernels.txt."""
 GRAPH, ORDER, KERNELS, HOST, ERROR = "graph.py", "passes/order.txt", "kernels.txt", "host.py", "error.txt"
 LOCAL = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DCOMPILE_DUMP")
-"""Variables of a job around this one, which planning must not see."""
+"""Variables of a surrounding job, which planning must not see."""
 
 
 class NothingComparedError(Exception):
@@ -89,15 +92,15 @@ def collect(revisions: Mapping[Path, str | None], options: Sequence[str]) -> Non
 
 
 @dataclass(slots=True)
-class Comparison:
-    """What comes of comparing two folders of programs."""
+class ProgramComparison:
+    """Counts and names of differences between two folders of programs."""
 
     programs: int = 0
     kernels: int = 0
     failures: int = 0
     """Cases that the new revision could not plan, or not whole."""
     differing: list[str] = field(default_factory=list)
-    """Names of programs that differ, or that only one revision has."""
+    """Programs that differ, or that only one revision has."""
     differing_kernels: int = 0
 
     def __str__(self) -> str:
@@ -106,7 +109,7 @@ class Comparison:
         return f"{self.programs} programs, {self.kernels} kernels: {found}{unplanned}"
 
 
-class Folder:
+class PlannedPrograms:
     """The programs of one revision. `rename` changes texts and names of passes before anything is compared."""
 
     def __init__(self, root: Path, rename: Callable[[str], str] = str) -> None:
@@ -132,7 +135,7 @@ class Folder:
         return path.read_text() if path.exists() else ""
 
 
-class Writer:
+class DifferenceWriter:
     """Writes each difference once: a change to a common helper shows in every kernel that uses it."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -150,9 +153,11 @@ class Writer:
             self.write("\n".join(diff))
 
 
-def compare(old: Folder, new: Folder, lines: int, write: Callable[[str], object]) -> Comparison:
+def compare(
+    old: PlannedPrograms, new: PlannedPrograms, lines: int, write: Callable[[str], object]
+) -> ProgramComparison:
     """Compare all programs, and write differences: at most `lines` lines for a file, and equal ones once."""
-    found, writer = Comparison(failures=len(new.failures)), Writer(write)
+    found, writer = ProgramComparison(failures=len(new.failures)), DifferenceWriter(write)
     for name in sorted({*old.failures, *new.failures}):
         before, after = (folder.failure(name).strip() or "planned" for folder in (old, new))
         if before != after:
@@ -164,20 +169,22 @@ def compare(old: Folder, new: Folder, lines: int, write: Callable[[str], object]
         found.programs += 1
         if others != texts:
             found.differing.append(program)
-            describe(program, others, texts, lines, writer)
+            write_program(program, others, texts, lines, writer)
     if writer.repeated:
         write(f"({writer.repeated} more files differ in the same lines as one above)")
     return found
 
 
-def count_kernels(found: Comparison, before: str, after: str) -> None:
+def count_kernels(found: ProgramComparison, before: str, after: str) -> None:
     """Add a program's kernels, and those that only one revision has, whatever their order."""
     old, new = (Counter(text.split(KERNEL)[1:]) for text in (before, after))
     found.kernels += new.total()
     found.differing_kernels += max((new - old).total(), (old - new).total())
 
 
-def describe(program: str, before: Mapping[str, str], after: Mapping[str, str], lines: int, writer: Writer) -> None:
+def write_program(
+    program: str, before: Mapping[str, str], after: Mapping[str, str], lines: int, writer: DifferenceWriter
+) -> None:
     """Write where the graph or a pass differs first, kernels and host program; other files that differ are named."""
     if not before or not after:
         writer.write(f"{program}: only in the {'new' if after else 'old'} revision")
@@ -199,8 +206,8 @@ def bounded_diff(name: str, before: str, after: str, lines: int) -> list[str]:
     return found if len(found) <= lines else [*found[:lines], f"... {len(found) - lines} more lines"]
 
 
-def renaming(pairs: Sequence[str]) -> Callable[[str], str]:
-    """What replaces whole words as `OLD=NEW` pairs say. Raises NothingComparedError for anything else."""
+def parse_renames(pairs: Sequence[str]) -> Callable[[str], str]:
+    """Replace whole words as `OLD=NEW` pairs say. Raises NothingComparedError for anything else."""
     words = dict(pair.split("=", 1) for pair in pairs if re.fullmatch(r"\w+=\w+", pair))
     if len(words) != len(pairs):
         raise NothingComparedError(f"--rename takes OLD=NEW, each a word: {' '.join(pairs)}")
@@ -235,13 +242,13 @@ def output_folder(wanted: Path | None) -> Iterator[Path]:
     yield wanted.resolve()
 
 
-def run(arguments: argparse.Namespace) -> Comparison:
+def run(arguments: argparse.Namespace) -> ProgramComparison:
     """Plan with both revisions and compare. Raises NothingComparedError."""
-    rename = renaming(arguments.rename)
+    rename = parse_renames(arguments.rename)
     options = ["--only", arguments.only, *(["--all"] if arguments.all else [])]
     with output_folder(arguments.out) as out:
         collect({out / "old": arguments.old, out / "new": arguments.new}, options)
-        old, new = Folder(out / "old", rename), Folder(out / "new")
+        old, new = PlannedPrograms(out / "old", rename), PlannedPrograms(out / "new")
         if not old.programs and not new.programs:
             raise NothingComparedError(f"no program of {arguments.only!r} was planned")
         return compare(old, new, arguments.lines, print)

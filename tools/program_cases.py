@@ -1,6 +1,6 @@
-"""What `tools/compare_programs.py` plans: models of tests/models, benchmark kernels, DDP and FSDP.
+"""Cases for `tools/compare_programs.py`: models of tests/models, benchmark kernels, DDP and FSDP.
 
-A case is a function of `explain`, which stands where a compiler would: it is called as `dcompile.explain` is.
+A case is a function of `explain`, which takes the place of compiling and is called as `dcompile.explain` is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLE = (
     "phi3", "gemma2", "qwen3-moe", "mamba", "t5", "vit", "whisper", "gru", "u-net", "bag-mean", "messages", "attention",
     "in-place", "statistics", "mixer", "losses", "fourier",
 )  # fmt: skip
-"""Of the architectures of tests/models, those that are planned unless all are asked for."""
+"""Architectures of tests/models that are planned without --all."""
 
 
 def cases(*, everything: bool = False) -> Mapping[str, Case]:
@@ -134,8 +134,8 @@ def _cpu_kernels() -> Iterator[tuple[str, Case]]:
             yield f"cpu_kernels/{dtype}/{name}", functools.partial(run, dtype=dtype, name=name)
 
 
-class _OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on a GPU."""
+class _CpuInPlaceOfGpu(TorchFunctionMode):
+    """Makes tensors on the CPU that a function makes on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -143,7 +143,7 @@ class _OnCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         return function(*args, **kwargs)
 
-    def paused(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def pause_around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` without this mode: TorchDynamo would trace it."""
 
         def alone(*args: Any) -> Any:
@@ -161,8 +161,8 @@ def _gpu_kernels() -> Iterator[tuple[str, Case]]:
     from benchmarks import gpu_kernels
 
     def run(explain: Explain, name: str) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True), _OnCpu() as mode:
-            gpu_kernels.CASES[name].make(lambda function: mode.paused(_compiled(explain, function)))()
+        with FakeTensorMode(allow_non_fake_inputs=True), _CpuInPlaceOfGpu() as mode:
+            gpu_kernels.CASES[name].make(lambda function: mode.pause_around(_compiled(explain, function)))()
 
     for name in gpu_kernels.CASES:
         if name == "adamw":  # torch refuses a capturable optimizer on the CPU; cpu_kernels has one that is not

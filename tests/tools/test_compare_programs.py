@@ -1,4 +1,4 @@
-"""tools/compare_programs.py finds what differs between two revisions, and what does not matter is no difference."""
+"""tools/compare_programs.py finds each difference between two revisions that matters, and no other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ import pytest
 import torch
 
 from tools import compare_programs
-from tools.collect_programs import Collector, Normaliser, Revision
-from tools.compare_programs import ERROR, GRAPH, HOST, KERNEL, KERNELS, ORDER, Folder, compare, main, renaming
+from tools.collect_programs import DcompileRevision, ProgramCollector, TextNormaliser
+from tools.compare_programs import (
+    ERROR,
+    GRAPH,
+    HOST,
+    KERNEL,
+    KERNELS,
+    ORDER,
+    PlannedPrograms,
+    compare,
+    main,
+    parse_renames,
+)
 
 PROGRAM = {
     GRAPH: "x = add(a, b)\n",
@@ -24,7 +35,7 @@ PROGRAM = {
 }
 
 
-def written(folder: Path, **programs: Mapping[str, str]) -> Path:
+def write_programs(folder: Path, **programs: Mapping[str, str]) -> Path:
     for program, files in programs.items():
         for name, text in files.items():
             path = folder / program / name
@@ -33,10 +44,10 @@ def written(folder: Path, **programs: Mapping[str, str]) -> Path:
     return folder
 
 
-def compared(tmp_path: Path, old, new, *renamed: str, lines: int = 40):
+def compare_texts(tmp_path: Path, old, new, *renamed: str, lines: int = 40):
     found: list[str] = []
-    old, new = written(tmp_path / "old", **old), written(tmp_path / "new", **new)
-    return compare(Folder(old, renaming(renamed)), Folder(new), lines, found.append), found
+    old, new = write_programs(tmp_path / "old", **old), write_programs(tmp_path / "new", **new)
+    return compare(PlannedPrograms(old, parse_renames(renamed)), PlannedPrograms(new), lines, found.append), found
 
 
 # --- normalising ------------------------------------------------------------------------------------------------------
@@ -59,25 +70,25 @@ def compared(tmp_path: Path, old, new, *renamed: str, lines: int = 40):
         ("float32(0x1.6a09e60000000p-1f)", "float32(0x1.6a09e60000000p-1f)"),
     ],
 )
-def test_what_depends_on_the_source_tree_is_normalised(text, expected):
-    assert Normaliser(["dcompile.runtime", "dcompile.runtime.quick"])(text) == expected
+def test_places_in_the_source_tree_are_hidden(text, expected):
+    assert TextNormaliser(["dcompile.runtime", "dcompile.runtime.quick"])(text) == expected
 
 
 def test_kernels_are_numbered_by_first_use():
-    assert Normaliser([])("call(kffff); call(kabcd)", ["kabcd", "kffff"]) == "call(kernel1); call(kernel0)"
+    assert TextNormaliser([])("call(kffff); call(kabcd)", ["kabcd", "kffff"]) == "call(kernel1); call(kernel0)"
 
 
 # --- comparing folders ------------------------------------------------------------------------------------------------
 
 
 def test_equal_programs_have_no_differences(tmp_path):
-    result, lines = compared(tmp_path, {"a": PROGRAM, "b": PROGRAM}, {"a": PROGRAM, "b": PROGRAM})
+    result, lines = compare_texts(tmp_path, {"a": PROGRAM, "b": PROGRAM}, {"a": PROGRAM, "b": PROGRAM})
     assert (result.programs, result.kernels, result.differing, lines) == (2, 4, [], [])
 
 
 def test_the_first_pass_that_differs_is_shown_and_later_ones_are_named(tmp_path):
     changed = PROGRAM | {"passes/lower.txt": "y = add(x, 2)\n", "passes/fuse.txt": "y = add(x, 2)\n"}
-    result, lines = compared(tmp_path, {"a": PROGRAM}, {"a": changed})
+    result, lines = compare_texts(tmp_path, {"a": PROGRAM}, {"a": changed})
     assert result.differing == ["a"] and result.differing_kernels == 0
     assert lines[0] == "a: passes/lower.txt, passes/fuse.txt"
     assert "-y = add(x, 1)\n+y = add(x, 2)" in lines[1] and len(lines) == 2
@@ -85,7 +96,7 @@ def test_the_first_pass_that_differs_is_shown_and_later_ones_are_named(tmp_path)
 
 def test_a_change_in_many_kernels_is_shown_once(tmp_path):
     changed = PROGRAM | {KERNELS: f"{KERNEL}int one;\n{KERNEL}int three;\n"}
-    result, lines = compared(tmp_path, dict.fromkeys("abc", PROGRAM), dict.fromkeys("abc", changed))
+    result, lines = compare_texts(tmp_path, dict.fromkeys("abc", PROGRAM), dict.fromkeys("abc", changed))
     assert result.differing == ["a", "b", "c"] and (result.kernels, result.differing_kernels) == (6, 3)
     assert sum("+int three;" in line for line in lines) == 1
     assert lines[-1] == "(2 more files differ in the same lines as one above)"
@@ -93,33 +104,33 @@ def test_a_change_in_many_kernels_is_shown_once(tmp_path):
 
 def test_another_order_of_kernels_changes_no_kernel(tmp_path):
     turned = PROGRAM | {KERNELS: f"{KERNEL}int two;\n{KERNEL}int one;\n"}
-    result, _ = compared(tmp_path, {"a": PROGRAM}, {"a": turned})
+    result, _ = compare_texts(tmp_path, {"a": PROGRAM}, {"a": turned})
     assert result.differing == ["a"] and result.differing_kernels == 0
 
 
 def test_a_long_difference_is_cut(tmp_path):
     changed = PROGRAM | {HOST: "".join(f"call({n})\n" for n in range(100))}
-    _, lines = compared(tmp_path, {"a": PROGRAM}, {"a": changed}, lines=10)
+    _, lines = compare_texts(tmp_path, {"a": PROGRAM}, {"a": changed}, lines=10)
     shown = lines[1].splitlines()
     assert len(shown) == 11 and shown[-1] == "... 94 more lines"
 
 
-def test_what_only_one_revision_plans_is_a_difference(tmp_path):
-    result, lines = compared(tmp_path, {"a": PROGRAM}, {"a": PROGRAM, "b": PROGRAM, "c": {ERROR: "KeyError: 1\n"}})
+def test_a_program_of_one_revision_alone_is_a_difference(tmp_path):
+    result, lines = compare_texts(tmp_path, {"a": PROGRAM}, {"a": PROGRAM, "b": PROGRAM, "c": {ERROR: "KeyError: 1\n"}})
     assert result.differing == [f"c/{ERROR}", "b"] and result.failures == 1
     assert lines == [f"c/{ERROR}: planned -> KeyError: 1", "b: only in the new revision"]
 
 
 def test_a_pass_that_is_gone_is_a_difference(tmp_path):
     fewer = {name: text for name, text in PROGRAM.items() if name != "passes/fuse.txt"} | {ORDER: "lower\n"}
-    result, lines = compared(tmp_path, {"a": PROGRAM}, {"a": fewer})
+    result, lines = compare_texts(tmp_path, {"a": PROGRAM}, {"a": fewer})
     assert result.differing == ["a"] and lines[0].startswith("a: passes/fuse.txt")
 
 
 def test_renamed_words_and_passes_are_no_difference(tmp_path):
     renamed = {name.replace("fuse", "merge"): text.replace("fuse", "merge") for name, text in PROGRAM.items()}
-    assert compared(tmp_path, {"a": PROGRAM}, {"a": renamed})[0].differing == ["a"]
-    assert not compared(tmp_path / "told", {"a": PROGRAM}, {"a": renamed}, "fuse=merge")[0].differing
+    assert compare_texts(tmp_path, {"a": PROGRAM}, {"a": renamed})[0].differing == ["a"]
+    assert not compare_texts(tmp_path / "told", {"a": PROGRAM}, {"a": renamed}, "fuse=merge")[0].differing
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -127,12 +138,12 @@ def test_renamed_words_and_passes_are_no_difference(tmp_path):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Folders are filled with these programs, in place of what revisions plan: revision -> its programs."""
+    """PlannedProgramss are filled with these programs, in place of what revisions plan: revision -> its programs."""
     programs: dict[str | None, Mapping[str, Mapping[str, str]]] = {}
     monkeypatch.setattr(
         compare_programs,
         "collect",
-        lambda folders, options: [written(folder, **programs[name]) for folder, name in folders.items()],
+        lambda folders, options: [write_programs(folder, **programs[name]) for folder, name in folders.items()],
     )
     return programs
 
@@ -188,15 +199,15 @@ def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return ((x - x.mean(-1, keepdim=True)) * w).relu() + torch.arange(8)
 
 
-def collected(out: Path) -> Folder:
+def collect(out: Path) -> PlannedPrograms:
     x = torch.randn(4, 8, requires_grad=True)
-    Collector(out, Revision()).collect("normed", lambda explain: explain(normed, x, torch.randn(8)))
-    return Folder(out)
+    ProgramCollector(out, DcompileRevision()).collect("normed", lambda explain: explain(normed, x, torch.randn(8)))
+    return PlannedPrograms(out)
 
 
 @pytest.mark.usefixtures("compiled_anew")
 def test_a_skipped_pass_is_a_difference_and_planning_twice_is_none(monkeypatch, tmp_path):
-    first, second = collected(tmp_path / "first"), collected(tmp_path / "second")
+    first, second = collect(tmp_path / "first"), collect(tmp_path / "second")
     devices = [f"normed/{device}/{graph}" for device in ("cpu", "gpu") for graph in ("backward0", "forward0")]
     assert first.programs == devices and not first.failures
     for device, spelling in (("cpu", 'extern "C"'), ("gpu", "@triton.jit")):
@@ -206,7 +217,7 @@ def test_a_skipped_pass_is_a_difference_and_planning_twice_is_none(monkeypatch, 
     assert same.programs == 4 and same.kernels >= 4 and not same.differing
     monkeypatch.setenv("DCOMPILE_SKIP", "fuse")
     lines: list[str] = []
-    other = compare(first, collected(tmp_path / "third"), 40, lines.append)
+    other = compare(first, collect(tmp_path / "third"), 40, lines.append)
     assert other.differing == devices and any("passes/fuse.txt" in line for line in lines)
 
 
@@ -215,5 +226,5 @@ def test_a_case_that_fails_is_written_down(tmp_path):
     def fail(explain):
         raise KeyError("no such model")
 
-    Collector(tmp_path, Revision()).collect("broken", fail)
+    ProgramCollector(tmp_path, DcompileRevision()).collect("broken", fail)
     assert (tmp_path / "broken" / ERROR).read_text() == "KeyError: 'no such model'\n"

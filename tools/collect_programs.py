@@ -12,6 +12,7 @@ relabelled. Passes that run on a graph before it is lowered therefore see the CP
     OUT/CASE/DEVICE/GRAPH/graph.py       the captured graph
     OUT/CASE/DEVICE/GRAPH/passes/*.txt   the program after each pass; order.txt lists them
     OUT/CASE/DEVICE/GRAPH/kernels.txt    source and launch of each kernel
+    OUT/CASE/DEVICE/GRAPH/library.cpp    functions that C++ kernels call
     OUT/CASE/DEVICE/GRAPH/host.py        the host program
     OUT/CASE/error.txt                   the error that ended planning a case
 """
@@ -37,7 +38,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from tools.compare_programs import ERROR, GRAPH, HOST, KERNEL, KERNELS, ORDER
+from tools.compare_programs import ERROR, GRAPH, HOST, KERNEL, KERNELS, LIBRARY, ORDER
 
 CAPABILITY = (9, 0)
 """Compute capability of the GPU that programs are planned for."""
@@ -55,6 +56,7 @@ class DcompileRevision:
         dcompile.explain(torch.neg, torch.ones(2))  # loads what a plan needs
         self.pipeline = _find("Pipeline", "dcompile.pipeline", "dcompile.driver")
         self.emit_host = _find("emit", "dcompile.codegen.emit.host.program", "dcompile.codegen.emit.host")
+        self.cpp_text = _find("text_of", "dcompile.codegen.emit.cpp.compile", "dcompile.codegen.emit.build")
         self.graphs = _classes_with("needs_data")
 
     @property
@@ -140,6 +142,7 @@ class ProgramCollector:
             GRAPH: gm.print_readable(print_output=False),
             HOST: host,
             KERNELS: "".join(map(_kernel_text, plan.kernels.sources)),
+            LIBRARY: self._library(plan.kernels.sources),
             **_pass_texts(dumps),
         }
         shutil.rmtree(dumps)
@@ -147,6 +150,14 @@ class ProgramCollector:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(self._clean(text, names))
         return plan
+
+    def _library(self, sources: Sequence[Any]) -> str:
+        """The functions that a program's C++ kernels call, which stand before them in a file."""
+        kernels = [source for source in sources if not source.launches]
+        if not kernels:
+            return ""
+        text: str = self.revision.cpp_text(kernels)
+        return text[: min(text.index(source.text) for source in kernels)]
 
 
 def _free_folder(folder: Path) -> Path:

@@ -3,8 +3,8 @@
     python tools/compare_programs.py OLD_REV [NEW_REV] [--only PATTERN] [--all] [--rename OLD=NEW] [--out DIR]
 
 NEW_REV is the working tree unless it is given. Both revisions plan the cases of this tree's tools/program_cases.py, for
-a CPU and for a GPU. Each has a process of its own and an empty cache. Four kinds of text are compared: captured graphs,
-the program after each pass, the source of each kernel, and host programs.
+a CPU and for a GPU. Each has a process of its own and an empty cache. The comparison covers captured graphs, the program
+after each pass, the source of each kernel with the library that it calls, and host programs.
 
 Only the first pass that differs is shown, and each difference once. Names of kernels, places in dcompile's source and
 names of its modules do not count, nor does a word that `--rename` names.
@@ -33,7 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = "// ---- kernel\n"
 """Stands before each kernel in kernels.txt."""
-GRAPH, ORDER, KERNELS, HOST, ERROR = "graph.py", "passes/order.txt", "kernels.txt", "host.py", "error.txt"
+GRAPH, ORDER, KERNELS, LIBRARY, HOST = "graph.py", "passes/order.txt", "kernels.txt", "library.cpp", "host.py"
+ERROR = "error.txt"
 LOCAL = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DCOMPILE_DUMP")
 """Variables of a surrounding job, which planning must not see."""
 
@@ -126,7 +127,7 @@ class PlannedPrograms:
             if path.is_file()
         }
         passes = (f"passes/{name}.txt" for name in texts.get(ORDER, "").split())
-        order = (GRAPH, *passes, ORDER, KERNELS, HOST)
+        order = (GRAPH, *passes, ORDER, KERNELS, LIBRARY, HOST)
         return {name: texts[name] for name in order if name in texts}
 
     def failure(self, name: str) -> str:
@@ -185,15 +186,16 @@ def count_kernels(found: ProgramComparison, before: str, after: str) -> None:
 def write_program(
     program: str, before: Mapping[str, str], after: Mapping[str, str], lines: int, writer: DifferenceWriter
 ) -> None:
-    """Write where the graph or a pass differs first, kernels and host program; other files that differ are named."""
+    """Write where the graph or a pass differs first, and what is emitted; name the other files that differ."""
     if not before or not after:
         writer.write(f"{program}: only in the {'new' if after else 'old'} revision")
         return
     changed = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
     writer.write(f"{program}: {', '.join(changed if len(changed) < 4 else [*changed[:3], f'{len(changed) - 3} more'])}")
-    first = next((name for name in changed if name not in (KERNELS, HOST)), None)
+    emitted = (KERNELS, LIBRARY, HOST)
+    first = next((name for name in changed if name not in emitted), None)
     for name in changed:
-        if name in (first, KERNELS, HOST):
+        if name in (first, *emitted):
             diff = bounded_diff(f"{program}/{name}", before.get(name, ""), after.get(name, ""), lines)
             writer.write_diff(diff)
 

@@ -18,6 +18,7 @@ from tools.compare_programs import (
     HOST,
     KERNEL,
     KERNELS,
+    LIBRARY,
     ORDER,
     PlannedPrograms,
     compare,
@@ -213,6 +214,7 @@ def test_a_skipped_pass_is_a_difference_and_planning_twice_is_none(monkeypatch, 
     for device, spelling in (("cpu", 'extern "C"'), ("gpu", "@triton.jit")):
         files = first.files(f"normed/{device}/forward0")
         assert spelling in files[KERNELS] and "kernel0" in files[HOST] and "fuse\n" in files[ORDER]
+        assert (spelling != "@triton.jit") == ("typedef" in files[LIBRARY] or "using" in files[LIBRARY])
     same = compare(first, second, 40, print)
     assert same.programs == 4 and same.kernels >= 4 and not same.differing
     monkeypatch.setenv("DCOMPILE_SKIP", "fuse")

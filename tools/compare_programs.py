@@ -3,8 +3,8 @@
     python tools/compare_programs.py OLD_REV [NEW_REV] [--only PATTERN] [--all] [--rename OLD=NEW] [--out DIR]
 
 NEW_REV is the working tree unless it is given. Both revisions plan the cases of this tree's tools/program_cases.py, for
-a CPU and for a GPU. Each has a process of its own and an empty cache. The comparison covers captured graphs, the program
-after each pass, the source of each kernel with the library that it calls, and host programs.
+a CPU and for a GPU. Each has a process of its own and an empty cache. The comparison covers captured graphs, the
+program after each pass, the source of each kernel with the library that it calls, and host programs.
 
 Only the first pass that differs is shown, and each difference once. Names of kernels, places in dcompile's source and
 names of its modules do not count, nor does a word that `--rename` names.

@@ -38,7 +38,7 @@ from dcompile.ir.index import (
     size_product,
     typical,
 )
-from dcompile.ir.nodes import Loop, Reduce, Scan, Store
+from dcompile.ir.nodes import ITEMSIZE, Loop, Reduce, Scan, Store, Value
 
 FLAT_ELEMENTS = 1024
 """Elements of a pointwise tile: 8 for each of 128 threads, 16 bytes of a 16-bit dtype in one access."""
@@ -56,6 +56,8 @@ PIECE_ELEMENTS = 2048
 so, 554 with twice as many elements and threads, 512 with 8192 elements and 512 threads (one H200)."""
 TRANSPOSE_SIDES = (32, 64)
 """Sides of a transposing tile."""
+BYTE_TRANSPOSE_SIDES = (64, 64)
+"""The same where all that is stored has one byte: 32 of them in a row are a quarter of what a warp can write at once."""
 OUTER_ROWS = 64
 """Rows of a tile, where their neighbours, not their elements, are contiguous."""
 COLUMN_ROWS, COLUMNS = 8, 256
@@ -158,10 +160,8 @@ def _pointwise(nest: Nest) -> TilePlan:
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
     if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):
-        y, x = (
-            TileDim("y", (other,), _side(other, TRANSPOSE_SIDES[0])),
-            TileDim("x", (best,), _side(best, TRANSPOSE_SIDES[1])),
-        )
+        sides = BYTE_TRANSPOSE_SIDES if _stores_bytes(nest) else TRANSPOSE_SIDES
+        y, x = TileDim("y", (other,), _side(other, sides[0])), TileDim("x", (best,), _side(best, sides[1]))
         batch = tuple(axis for axis in rest if axis is not other)
         return TilePlan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
     if best and rest and (block := _row_block(nest, best)):
@@ -181,7 +181,12 @@ def _pointwise(nest: Nest) -> TilePlan:
 
 def reach(of: Nest | Loop, name: str) -> int:
     """How far apart in memory neighbours along a variable lie, over all accesses."""
-    steps = [(stride(index, name), weight) for index, weight in accesses(of.body, of.stores)]
+    return distance(of.body, of.stores, name)
+
+
+def distance(body: Iterable[Value], stores: Iterable[Store], name: str) -> int:
+    """The same over the loads among some values, and some stores."""
+    steps = [(stride(index, name), weight) for index, weight in accesses(tuple(body), tuple(stores))]
     return sum(abs(_about(step)) * weight for step, weight in steps if step is not None)
 
 
@@ -190,6 +195,10 @@ def _full(axes: tuple[Axis, ...], used: list[tuple[Index, int]]) -> list[tuple[I
     names = {axis.name for axis in axes}
     most = max((len(index.variables & names) for index, _ in used), default=0)
     return [(index, weight) for index, weight in used if len(index.variables & names) == most]
+
+
+def _stores_bytes(nest: Nest) -> bool:
+    return all(ITEMSIZE[nest.body[store.value].dtype] == 1 for store in nest.stores)
 
 
 def _both_ways(nest: Nest, best: str, other: str) -> bool:

@@ -35,6 +35,21 @@ def test_neighbours_in_memory_come_one_after_another():
     assert loop.inner == (50, 4), "pixels outside, the group's channels inside"
 
 
+def scaled_both_ways(rows: int = 40, columns: int = 8) -> Program:
+    """A matrix divided by its largest element, stored by rows and by columns."""
+    body = Body()
+    x = body.load("x", var("j0") * columns + var("j1"))
+    scaled = body.op("div", x, body.reduce("max", x, "float32"))
+    stores = [Store("y", var("j0") * columns + var("j1"), scaled), Store("z", var("j1") * rows + var("j0"), scaled)]
+    shape = ("float32", (rows, columns))
+    return loops.program(body, (), (rows, columns), stores, x=shape, y=shape, z=("float32", (columns, rows)))
+
+
+def test_a_turned_store_does_not_turn_what_a_reduction_reads():
+    (loop,) = order_inner_loops(on_gpu(scaled_both_ways())).steps
+    assert loop.inner == (40, 8), "rows of the input outside, their elements inside"
+
+
 def test_the_cpu_and_what_asks_where_a_value_lies_keep_their_order():
     assert order_inner_loops(group_sums()) == group_sums()
     asking = on_gpu(group_sums("argmax"))

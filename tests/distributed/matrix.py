@@ -92,7 +92,6 @@ def _fsdp1(title: str, tolerance: float = 0, reasons: tuple[str, ...] = (), **ho
 MIXED = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 FSDP1_ROWS = (
     _fsdp1("mlp, root, no_sync", wrap="root", accumulate=True),
-    _fsdp1("mlp, torch.compile, no_sync", order="torch.compile", accumulate=True),
     _fsdp1("mlp, module.compile", order="module.compile", always=False),
     _fsdp1("mlp, SHARD_GRAD_OP, no_sync", sharding_strategy="SHARD_GRAD_OP", accumulate=True),
     _fsdp1("mlp, NO_SHARD, no_sync", sharding_strategy="NO_SHARD", accumulate=True),
@@ -101,7 +100,7 @@ FSDP1_ROWS = (
     _fsdp1("mlp, bfloat16, float32 reductions", precision=MIXED),
     _fsdp1("mlp, float16", precision={"param_dtype": "float16"}, always=False),
     _fsdp1("mlp, reduced in bfloat16", precision={"reduce_dtype": "bfloat16"}),
-    _fsdp1("uneven"),
+    _fsdp1("uneven, torch.compile, no_sync", order="torch.compile", accumulate=True),
     _fsdp1("LoRA", name="lora", wrap="root"),
     _fsdp1("BatchNorm, unused parameters", name="norm", wrap="root"),
     _fsdp1("llama", name="llama_one"),
@@ -134,7 +133,6 @@ ROOT = {"wrap": "root"}
 SHARED_LAYER = {"name": "shared", "fullgraph": False}
 TIED_BREAK = {"name": "tied_break", "fullgraph": False} | ROOT
 FSDP2_ROWS = (
-    _fsdp2("mlp, no_sync", 3, 1, 3, accumulate=True),
     _fsdp2("mlp, torch.compile, not resharded, parts saved", 3, 0, 3, order="torch.compile", saved="parts",
            reshard_after_forward=False),
     _fsdp2("mlp, not resharded, no_sync", 3, 0, 3, reshard_after_forward=False, accumulate=True, always=False),

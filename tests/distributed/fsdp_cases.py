@@ -915,15 +915,16 @@ IN_PLACE = ("in place", "locally", "optimizer", "fused optimizer", "compiled opt
 """Those that stock's backward runs behind, too, of a layer that its forward has sharded again."""
 
 
-def written(mp_policy: MixedPrecisionPolicy = MIXED, **how: Any) -> dict[str, Any]:
+def written(mp_policy: MixedPrecisionPolicy = MIXED, compiles_optimizer: bool = True, **how: Any) -> dict[str, Any]:
     """Parameters are changed in all ways between steps, and between a forward and its backward where stock can do that.
 
-    Some of these ways are counted by nothing that could tell of stale copies.
+    Some of these ways are counted by nothing that could tell of stale copies. Stock's optimizer is never compiled.
     """
 
     def steps(call: Any, module: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        writes = WRITES | {"compiled optimizer": functools.partial(_stepped_compiled, compiles=call is not module)}
+        compiles = compiles_optimizer and module._compiled_call_impl is not None
+        writes = WRITES | {"compiled optimizer": functools.partial(_stepped_compiled, compiles=compiles)}
         for number, (name, write) in enumerate(writes.items()):
             loss = loss_of(call(**inputs(module, number)))
             loss.backward()

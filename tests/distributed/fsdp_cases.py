@@ -93,9 +93,9 @@ class Halves(nn.Module):
 class Blocks(nn.Module):
     """Blocks that are run again in the backward, by hooks of theirs."""
 
-    def __init__(self, breaks: bool = False) -> None:
+    def __init__(self, layers: int = 1, breaks: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.last, self.breaks = nn.Linear(12, 4), breaks
         for layer in self.layers:
             checkpoint_by_hooks(layer)
@@ -110,12 +110,13 @@ class Blocks(nn.Module):
 
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "composable": Blocks,
-    "composable_break": lambda: Blocks(breaks=True),
+    "composable_break": lambda: Blocks(layers=2, breaks=True),
     "mlp": models.Mlp,
     "two": models.Two,
     "uneven": Uneven,
     "shared": models.SharedOverBreak,
     "tied_break": models.TiedOverBreak,
+    "layer": lambda: models.BrokenLayers(1),
     "layers": lambda: models.BrokenLayers(2),
     "layers_then_torchs": lambda: models.BrokenLayers(2, last=nn.Linear(12, 4)),
     "llama_broken": models.broken_llama,
@@ -132,7 +133,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "llama_tied": lambda: models.llama(tied=True),
     "llama_one": lambda: models.llama(layers=1),
     "llama_one_tied": lambda: models.llama(tied=True, layers=1),
-    "llama_wide": lambda: models.llama(vocabulary=8192),
+    "llama_one_wide": lambda: models.llama(vocabulary=8192, layers=1),
 }
 
 
@@ -374,18 +375,15 @@ def backward(call: Any, module: Any, step: int = 0) -> None:
 
 
 def all_gather_extensions(**how: Any) -> dict[str, Any]:
-    """Losses of three steps, stock's and ours, of a model whose weights are tensors made of others."""
+    """Losses of two steps, stock's and ours, of a model whose weights are tensors made of others."""
     losses: list[list[float]] = []
     for compiles in (False, True):
         torch.manual_seed(7)
-        module = nn.Sequential(*(Halves() for _ in range(2)))
-        for layer in module:
-            fully_shard(layer, **how)
-        fully_shard(module, **how)
+        module = fully_shard(nn.Sequential(fully_shard(Halves(), **how)), **how)
         call = compiled(module) if compiles else module
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         losses.append([])
-        for step in range(3):
+        for step in range(2):
             loss = call(inputs(models.Mlp(), step)["x"]).float().square().mean()
             loss.backward()
             optimizer.step()
@@ -626,18 +624,24 @@ def stock_by_model(name: str, **how: Any) -> dict[str, Any]:
 
 
 def between_graphs(hows: tuple[str, ...], accumulate: bool = False, **how: Any) -> dict[str, Any]:
-    """Steps with something else between two graphs, of which the last way stays; every other one may not reduce."""
+    """Steps with something else between two graphs, of which the last way stays; every other one may not reduce.
+
+    Whether all is compiled is told of each step.
+    """
+    eligible: list[bool] = []
 
     def steps(call: Any, module: Any) -> dict[str, Any]:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         torch.manual_seed(5 + dist.get_rank())
         found = {}
-        for step in range(len(hows) + 3):
+        for step in range(len(hows) + 1):
             module.how = hows[min(step, len(hows) - 1)]
             module.set_requires_gradient_sync(step % 2 == 1 or not accumulate)
             loss = loss_of(call(**inputs(module, step)))
             loss.backward()
             found[f"loss {step}"] = loss.detach()
+            if module._compiled_call_impl is not None:
+                eligible.append(dcompile.receipt(module).eligible)
             if step % 2 == 1 or not accumulate:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -645,7 +649,13 @@ def between_graphs(hows: tuple[str, ...], accumulate: bool = False, **how: Any) 
         backward(call, module, 90)
         return found | {name: buffer.clone() for name, buffer in module.named_buffers()}
 
-    return same_as_stock(steps, "between", "root", **how)
+    return same_as_stock(steps, "between", "root", **how) | {"eligible": eligible}
+
+
+def receipt_of_a_step(name: str) -> Any:
+    module = make(name)
+    backward(compiled(module), module)
+    return dcompile.receipt(module)
 
 
 def ranks_go_apart(how: str) -> dict[str, Any]:
@@ -905,15 +915,16 @@ IN_PLACE = ("in place", "locally", "optimizer", "fused optimizer", "compiled opt
 """Those that stock's backward runs behind, too, of a layer that its forward has sharded again."""
 
 
-def written(mp_policy: MixedPrecisionPolicy = MIXED, **how: Any) -> dict[str, Any]:
+def written(mp_policy: MixedPrecisionPolicy = MIXED, compiles_optimizer: bool = True, **how: Any) -> dict[str, Any]:
     """Parameters are changed in all ways between steps, and between a forward and its backward where stock can do that.
 
-    Some of these ways are counted by nothing that could tell of stale copies.
+    Some of these ways are counted by nothing that could tell of stale copies. Stock's optimizer is never compiled.
     """
 
     def steps(call: Any, module: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        writes = WRITES | {"compiled optimizer": functools.partial(_stepped_compiled, compiles=call is not module)}
+        compiles = compiles_optimizer and module._compiled_call_impl is not None
+        writes = WRITES | {"compiled optimizer": functools.partial(_stepped_compiled, compiles=compiles)}
         for number, (name, write) in enumerate(writes.items()):
             loss = loss_of(call(**inputs(module, number)))
             loss.backward()

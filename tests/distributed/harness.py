@@ -27,6 +27,8 @@ from tests import nursery
 HOST = "127.0.0.1"
 START_S = 120
 """Longest time a pair may take to start, on a busy machine."""
+STACKS_S = 1
+"""For processes to have written their stacks."""
 EXIT_S = 5
 """For a process that has closed its pipe to be gone."""
 GROUP_TIMEOUT_S = 60
@@ -159,10 +161,14 @@ class Ranks:
         return f"rank {rank}: the process died (exit code {self._processes[rank].exitcode})\n{stacks}".rstrip()
 
     def _dump_stacks(self) -> str:
-        for process in self._processes:
+        end, files = time.monotonic() + STACKS_S, []
+        for rank, process in enumerate(self._processes):
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(1)
+                files.append(Path(self._folder) / f"stacks{rank}")
+        # a thread's outermost call is written last
+        while time.monotonic() < end and not all("_serve" in path.read_text() for path in files):
+            time.sleep(0.05)
         return "\n".join(path.read_text() for path in sorted(Path(self._folder).glob("stacks*")))
 
     def stop(self, patience_s: float = 3) -> None:

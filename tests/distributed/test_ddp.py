@@ -24,6 +24,11 @@ def values(ranks, case, **keywords):
     return ranks.run(CASES + case, 150, **keywords)
 
 
+def trained(ranks, **how):
+    """Two steps before the checkpoint show what three do: DDP knows its buckets behind the first."""
+    return values(ranks, "against_stock", steps=2, **how)
+
+
 @pytest.fixture(scope="module")
 def in_turn(ranks):
     """Cases that trace the same graph, one behind the other with one pair of models; the last one leaves a note."""
@@ -34,11 +39,10 @@ def in_turn(ranks):
     return values(ranks, "in_turn", cases=cases)
 
 
-@pytest.mark.parametrize(
-    "order", ["ddp(compile)", "torch.compile(ddp)", "ddp(torch.compile)", "ddp.compile", "compile(ddp)"]
-)
+# compile(ddp) is that of all others
+@pytest.mark.parametrize("order", ["ddp(compile)", "torch.compile(ddp)", "ddp(torch.compile)", "ddp.compile"])
 def test_every_order_of_wrapping_is_taken_over(ranks, order):
-    for found in values(ranks, "against_stock", name="two", order=order, accumulate=True):
+    for found in trained(ranks, name="two", order=order, accumulate=True):
         assert found["receipt"].eligible and found["receipt"].collectives == 1
         assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
 
@@ -50,7 +54,7 @@ def test_torch_compile_with_fullgraph(ranks):
 
 
 def test_parameters_outside_the_graph_leave_reduction_to_ddp(ranks):
-    for found in values(ranks, "against_stock", name="outside"):
+    for found in trained(ranks, name="outside"):
         assert not found["receipt"].eligible
         assert found["receipt"].reasons == (
             "parameter b.bias is used outside the compiled graph",
@@ -88,11 +92,11 @@ def test_ways_to_accumulate_in_turn_equal_stock_ddp(in_turn, case):
         assert found[case]["grad"] == 0 and found[case]["ranks"] == 0 and found[case]["receipt"].eligible
 
 
-@pytest.mark.parametrize("case", ["first_step_without_sync", "hooks_and_clipping"])
-def test_ways_to_accumulate_equal_stock_ddp(ranks, case):
-    for found in values(ranks, case):
+# a first step without sync is in the matrix, and behind an evaluation above
+def test_hooks_and_clipping_equal_stock_ddp(ranks):
+    for found in values(ranks, "hooks_and_clipping"):
         assert found["grad"] == 0 and found["ranks"] == 0 and found["receipt"].eligible
-        assert found.get("fired", [(4, True)] * 2) == [(4, True)] * 2
+        assert found["fired"] == [(4, True)] * 2
 
 
 def test_mixed_precision(ranks):
@@ -104,7 +108,7 @@ def test_mixed_precision(ranks):
 @pytest.mark.parametrize(
     ("kernels", "rows", "norms"),
     # one norm where the model is traced twice, to be explained
-    [pytest.param("aten", (4, 4), 2, marks=pytest.mark.full), ("auto", (5, 2), 1), ("auto", (3, 0), 2)],
+    [pytest.param("auto", (4, 4), 2, marks=pytest.mark.full), ("aten", (5, 2), 1), ("auto", (3, 0), 2)],
 )
 def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows, norms):
     for found in values(ranks, "sync_norm", options={"kernels": kernels}, rows=rows, norms=norms):
@@ -116,7 +120,8 @@ def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows, norms):
 
 # without reentrance, a usual run has tests/models/test_models.py's
 def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks):
-    for found in values(ranks, "against_stock", name="classes_tied", accumulate=True, options={"chunked_loss": 4}):
+    options = {"kernels": "aten", "chunked_loss": 4}
+    for found in trained(ranks, name="classes_tied", accumulate=True, options=options):
         assert found["receipt"].eligible and found["receipt"].collectives == 1
         assert any("chunked_loss: 4 parts" in note for note in found["receipt"].notes)
         assert max(found["loss"], found["grad"], found["param"]) < 1e-9 and found["ranks"] == 0
@@ -230,7 +235,7 @@ def test_two_tasks_in_one_backward(ranks):
 
 
 def test_what_is_compiled_of_one_layer_serves_no_other(ranks):
-    for found in values(ranks, "against_stock", name="layers"):
+    for found in trained(ranks, name="layers"):
         assert (found["receipt"].eligible, found["receipt"].graphs) == (True, 5)
         assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
 
@@ -299,7 +304,7 @@ def test_ranks_with_other_buckets_say_so_in_time(ranks):
 
 @pytest.mark.parametrize(
     ("who", "how"),
-    [(0, "score"), (1, "score"), (0, "dry run"), (1, "dry run"), (0, "under no_sync"), (1, "gradient of an input")],
+    [(0, "score"), (1, "score"), (0, "dry run"), (0, "under no_sync"), (1, "gradient of an input")],
 )
 def test_what_one_rank_runs_alone_keeps_nobody_waiting(ranks, tmp_path, who, how):
     for found in values(ranks, "alone_first", who=who, how=how, folder=str(tmp_path)):
@@ -348,8 +353,8 @@ def test_an_exception_on_one_rank_ends_the_other(ranks):
 def test_the_harness_ends_a_hang_with_every_ranks_stacks(ranks):
     ranks.run(CASES + "nothing")  # a fresh pair still has to import the cases
     with pytest.raises(RanksFailed) as failure:
-        ranks.run(CASES + "hangs", 2)
-    assert "no answer from ranks [1] within 2 s" in str(failure.value) and "in hangs" in str(failure.value)
+        ranks.run(CASES + "hangs", 1)
+    assert "no answer from ranks [1] within 1 s" in str(failure.value) and "in hangs" in str(failure.value)
     assert not ranks._processes
 
 

@@ -40,7 +40,7 @@ def holds(found, within=0.0):
 
 
 PAIRS = [
-    pytest.param({"name": "mlp", "shape": (1, 2), "accumulate": True}, id="mlp, parallel, without sync"),
+    pytest.param({"name": "two", "shape": (1, 2), "accumulate": True}, id="two layers, parallel, without sync"),
     pytest.param({"name": "mlp", "shape": (2, 1)}, id="mlp, sharded", marks=pytest.mark.full),
     pytest.param({"name": "sequence", "shape": (1, 2), "wrap": "root"}, id="along the sequence, parallel"),
     pytest.param({"name": "sequence", "shape": (2, 1), "order": "torch.compile"}, id="sharded", marks=pytest.mark.full),

@@ -26,10 +26,13 @@ class Training:
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 
     def run(self, steps: int, first: int = 0) -> None:
-        """AdamW steps, then one more forward and backward whose gradients stay."""
+        """AdamW steps, then one more forward and backward whose gradients stay.
+
+        Every other step accumulates, if any does: what one does with kept gradients, and the next one without.
+        """
         for step in range(first, first + steps + 1):
             self.optimizer.zero_grad()
-            if self.accumulate:
+            if self.accumulate and step % 2 == 0:
                 with self.not_synced():
                     self.loss(100 + step).backward()
             loss = self.loss(step)

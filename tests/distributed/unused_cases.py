@@ -55,7 +55,7 @@ def frozen(apart: bool = False, **ddp: Any) -> dict[str, Any]:
     """
     stock, (call, wrapped) = DDP(counted(), **ddp), wrap(counted(), "compile(ddp)", None, **ddp)
     exchanged: list[int] = []
-    worst = []
+    worst, elements = [], []
 
     def noted(group: Any, tensor: torch.Tensor, label: str) -> Any:
         exchanged.append(tensor.numel())
@@ -69,8 +69,8 @@ def frozen(apart: bool = False, **ddp: Any) -> dict[str, Any]:
                 module.zero_grad()
                 beside = apart and step == 1 and torch.distributed.get_rank() == 1
                 loss_of(each(inputs(step), apart=beside)).backward()
+            elements.append(sum(exchanged))
             worst += [largest_difference(gradients(stock), gradients(wrapped)), across_ranks(gradients(wrapped))]
-    elements = sum(exchanged)
     for module in (stock.module, wrapped.module):
         module.base[1].weight.requires_grad_(True)
         module.zero_grad()
@@ -83,7 +83,7 @@ def frozen(apart: bool = False, **ddp: Any) -> dict[str, Any]:
     return {"grad": max(worst), "elements": elements, "trained": trained, "receipt": dcompile.receipt(call)}
 
 
-def synced_by_hand(name: str = "mlp", first: bool = True, plan: str = "", **ddp: Any) -> dict[str, Any]:
+def synced_by_hand(name: str = "two", first: bool = True, plan: str = "", **ddp: Any) -> dict[str, Any]:
     """Forwards under no_sync; the reducer is prepared behind the last one, as Accelerate does it, and as Lightning.
 
     `first`: whether that is the first step. `plan`: what rank 1 calls a model of several tasks with.
@@ -127,9 +127,9 @@ def wrapper_gone(steps: int) -> dict[str, Any]:
             kept.append(wrapped)
         return loss_of(call(inputs(5)))
 
-    module = make("mlp")
+    module = make("two")
     last_loss(module).backward()
-    expected = average(by_hand(make("mlp"), 5))
+    expected = average(by_hand(make("two"), 5))
     found = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {"grad": largest_difference(expected, found), "ranks": across_ranks(found)}
 
@@ -161,7 +161,10 @@ USES = {
 def unused_outputs(
     uses: str, broken: bool = False, accumulate: bool = False, by_hand: bool = False, hook: bool = False, **ddp: Any
 ) -> dict[str, Any]:
-    """Against stock DDP, or averages put together by hand, where stock takes it for an error."""
+    """Against stock DDP, or averages put together by hand, where stock takes it for an error.
+
+    `accumulate`: every other step, here and below.
+    """
 
     reference = _outputs(broken)
     stock = reference if by_hand else DDP(reference, **ddp)
@@ -177,7 +180,7 @@ def unused_outputs(
     for step, used in enumerate(USES[uses]):
         for each, each_ddp, optimizer in trainings:
             optimizer.zero_grad()
-            if accumulate:
+            if accumulate and step % 2 == 0:
                 with each_ddp.no_sync():
                     _loss_of_some(each(inputs(step + 50)), USES[uses][step - 1][rank]).backward()
             _loss_of_some(each(inputs(step)), used[rank]).backward()
@@ -220,7 +223,7 @@ def unused_outputs_fsdp(uses: str, kind: str = "fsdp2", accumulate: bool = False
     for step, used in enumerate(USES[uses]):
         for each, optimizer in trainings:
             optimizer.zero_grad()
-            if accumulate:
+            if accumulate and step % 2 == 0:
                 _syncs(each, kind, False)
                 _loss_of_some(each(inputs(step + 50)), USES[uses][step - 1][rank]).backward()
                 _syncs(each, kind, True)
@@ -287,7 +290,7 @@ def _groups_used() -> Iterator[list[tuple[str, Any]]]:
 
 def another_process_group(before: int, **ddp: Any) -> dict[str, Any]:
     """DDP is given another process group behind some steps."""
-    stock, (call, wrapped) = DDP(make("mlp"), **ddp), wrap(make("mlp"), "compile(ddp)", None, **ddp)
+    stock, (call, wrapped) = DDP(make("two"), **ddp), wrap(make("two"), "compile(ddp)", None, **ddp)
     group, worst, used = torch.distributed.new_group([0, 1]), [], set[Any]()
     for step in range(before + 2):
         for each, module in ((stock, stock), (call, wrapped)):

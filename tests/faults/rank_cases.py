@@ -24,7 +24,7 @@ from dcompile.capture.entry import find_model
 from dcompile.driver import Pipeline
 from dcompile.errors import DcompileError
 from dcompile.runtime.coordination import heartbeat, wait_policy
-from tests.distributed.models import Normed, SyncNorm
+from tests.distributed.models import NormedOnce, SyncNorm
 
 
 class Mlp(nn.Module):
@@ -181,7 +181,7 @@ def guards_miss_on_one_rank() -> Any:
 
 def slow_compile_on_one_rank(each: float, wrap: str = "ddp") -> Any:
     """Compiling takes longer than the process group's time limit, while rank 0 waits in a collective."""
-    model = model_of(seconds=2, wrap=wrap)
+    model = model_of(seconds=1.5, wrap=wrap)
     step(model)
     stock = Pipeline.begin
 
@@ -200,11 +200,11 @@ def slow_compile_on_one_rank(each: float, wrap: str = "ddp") -> Any:
 
 def stalls(wrap: str = "ddp") -> Any:
     """Longer than the group's time limit, in a backward, without compiling."""
-    model = model_of(seconds=2, wrap=wrap)
+    model = model_of(seconds=1.5, wrap=wrap)
     step(model)
     if not is_second():
         return raised(lambda: step(model))
-    raised(lambda: step(model, on_the_way=lambda _: time.sleep(3.5)))
+    raised(lambda: step(model, on_the_way=lambda _: time.sleep(2.5)))
     return "", "", 0.0
 
 
@@ -223,7 +223,8 @@ def called_after_the_group_has_ended() -> Any:
     step(model)
     dist.destroy_process_group(model.process_group)
     found = raised(lambda: step(model))
-    again = dcompile.compile(DDP(model.module, process_group=dist.new_group()), options={"receipt": False})
+    ddp = DDP(model.module, process_group=dist.new_group())
+    again = dcompile.compile(ddp, options={"receipt": False, "kernels": "aten"})
     step(again)
     return found, dcompile.receipt(again).eligible
 
@@ -235,7 +236,7 @@ def called_off_meanwhile(wrap: str = "ddp", **options: Any) -> Any:
         step(model)
     line = line_of(model)
     if is_second():
-        time.sleep(1)
+        time.sleep(0.5)
         return raised(lambda: line.call_off("dcompile: rank 1 has had enough"))
     return raised(lambda: step(model))
 
@@ -321,7 +322,7 @@ def _die(died: str) -> None:
 
 
 def killed_while_compiling() -> Any:
-    wait_policy.SILENT_S, wait_policy.STALE_S = 4.0, 2.0
+    wait_policy.SILENT_S, wait_policy.STALE_S = 2.0, 1.5
     model = model_of()
     if is_second():
         Pipeline.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
@@ -331,7 +332,7 @@ def killed_while_compiling() -> Any:
 
 def leaves_a_sync_batch_norm() -> Any:
     """Rank 1 raises before its second forward, in which rank 0 gathers statistics."""
-    ddp = DDP(Normed(SyncNorm), broadcast_buffers=False)
+    ddp = DDP(NormedOnce(SyncNorm), broadcast_buffers=False)
     model = dcompile.compile(ddp, options={"receipt": False, "kernels": "aten"})
     for number in range(2):
         if number and is_second():

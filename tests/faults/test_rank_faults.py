@@ -73,8 +73,8 @@ def test_a_guard_that_misses_on_one_rank_alone(ranks):
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_a_rank_that_compiles_is_waited_for_beyond_the_time_limit(ranks, wrap):
-    for _, took in run(ranks, "slow_compile_on_one_rank", each=1.3, wrap=wrap):
-        assert took > 2.5
+    for _, took in run(ranks, "slow_compile_on_one_rank", each=1.0, wrap=wrap):
+        assert took > 1.9
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_rank_that_compiles_is_waited_for_beyond_the_time_limit(ranks, wrap):
 )
 def test_a_stall_ends_at_the_time_limit_with_the_collectives_name(ranks, wrap, collective, number):
     (kind, message, took), _ = run(ranks, "stalls", wrap=wrap)
-    assert kind == "DcompileError" and 1.9 < took < 4.5
-    assert f"rank 0 waited 2 s for the {collective}" in message and f"number {number} of this group" in message
+    assert kind == "DcompileError" and 1.4 < took < 3.5
+    assert f"rank 0 waited 1.5 s for the {collective}" in message and f"number {number} of this group" in message
     assert "rank 1 is alive, but has stalled" in message
 
 
@@ -189,4 +189,4 @@ def test_a_collective_of_the_models_own_is_named_too(ranks):
     first, second = ranks.outcomes(CASES + "leaves_a_sync_batch_norm", 60)
     assert second.kind == "ValueError" and first.kind == "RuntimeError"
     assert "rank 0 was in the model's own collective _c10d_functional." in first.error
-    assert "(norm_a: " in first.error
+    assert "(norm: " in first.error

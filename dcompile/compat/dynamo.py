@@ -16,7 +16,7 @@ from dcompile.compat.indexed import strides_of_indices
 from dcompile.compat.optimizers import optimizers_whole
 from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
-from dcompile.compat.unread import no_unread_latencies
+from dcompile.compat.unread import no_unread_latencies, no_unread_names
 from dcompile.compat.views import views_as_asked
 
 
@@ -196,6 +196,7 @@ def tracing_settings(
         views_as_asked(),
         strides_of_indices(),
         no_unread_latencies(),
+        no_unread_names(),
         short_guard_of_hooks(told_of_hooks),
         guard_methods(),
         _writes_to_scalars_kept(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import math
-import os
 import re
 import tempfile
 import types
@@ -21,8 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from dcompile.codegen.emit import triton as emitter
 from dcompile.codegen.emit import triton_groups, triton_product
@@ -35,8 +32,7 @@ from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import OPS
 from dcompile.ir.symbols import specialise
 from tests.codegen.emit.harness import NONE, placed, read
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
+from tests.codegen.emit.interpreting import interpreter, tl
 
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
@@ -298,6 +294,11 @@ def _code(text: str):
     return compile(ast.fix_missing_locations(tree), "<a function of kernels>", "exec")
 
 
+@cache
+def _lines(file: str):
+    return Path(file).read_text().splitlines()
+
+
 _rewrite = interpreter.FunctionRewriter.rewrite_ast
 
 
@@ -305,7 +306,7 @@ def _rewrite_ast(self):
     code, names = self.fn.__code__, self.fn.__globals__
     if not code.co_filename.startswith(_folder().name):
         return _rewrite(self)
-    lines = Path(code.co_filename).read_text().splitlines()[code.co_firstlineno :]
+    lines = _lines(code.co_filename)[code.co_firstlineno :]
     first, *rest = dropwhile(lambda line: not line.startswith("def "), lines)
     names.setdefault("interpreter_semantic", interpreter.interpreter_semantic)
     found = dict(self.kwargs)

@@ -14,7 +14,7 @@ from typing import Any
 from dcompile.compat.guards import guard_methods, short_guard_of_hooks
 from dcompile.compat.optimizers import optimizers_whole
 from dcompile.compat.patches.index_strides import strides_of_indices
-from dcompile.compat.patches.quiet_dumps import no_unread_latencies
+from dcompile.compat.patches.quiet_dumps import no_unread_latencies, no_unread_names
 from dcompile.compat.patches.symbolic_views import views_as_asked
 from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
@@ -196,6 +196,7 @@ def tracing_settings(
         views_as_asked(),
         strides_of_indices(),
         no_unread_latencies(),
+        no_unread_names(),
         short_guard_of_hooks(told_of_hooks),
         guard_methods(),
         _writes_to_scalars_kept(),

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tests import nursery
 from tests.fuzz import records
 from tests.fuzz.records import Case
 
@@ -52,7 +53,7 @@ class _Worker:
     def __init__(self) -> None:
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.by_triton"],
+            [nursery.python(), "-m", "tests.fuzz.by_triton"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -23,6 +23,8 @@ def serve(pipe: Any, environment: dict[str, str]) -> None:
         os.dup2(nowhere, output)  # what operators print
     warnings.simplefilter("ignore")
     compute_exactly()
+    if device() == "cpu":  # torch's own notes its callers for each kind of device: a millisecond, thousands of times
+        torch.manual_seed = torch.default_generator.manual_seed
     with poisoned():  # fresh pages hold zeros, which would be right for much that is not written at all
         while True:
             try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import math
-import os
 import re
 import tempfile
 import types
@@ -21,8 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import kernel as emitter
@@ -35,8 +32,7 @@ from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.ir.ops import OPS
 from dcompile.ir.symbols import specialise
 from tests.codegen.emit.harness import NONE, placed, read
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before triton is imported"
+from tests.codegen.emit.interpreting import interpreter, tl
 
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
@@ -241,10 +237,29 @@ _checked, _broadcast = Semantic.binary_op_type_checking_impl, Semantic.broadcast
 
 def _alike(self, left, right, *how, **more):
     """A fifth of the time went into finding out that both sides are of one type and shape already."""
-    both = isinstance(left, tl.core.tensor) and isinstance(right, tl.core.tensor)
-    if both and left.dtype is right.dtype and left.shape is right.shape and id(left.dtype) in _PLAIN:
-        return left, right
+    is_left, is_right = isinstance(left, tl.core.tensor), isinstance(right, tl.core.tensor)
+    if is_left and is_right:
+        if left.dtype is right.dtype and left.shape is right.shape and id(left.dtype) in _PLAIN:
+            return left, right
+    elif is_left or is_right:
+        return _beside_number(self, left, right, 1 if is_left else 0, *how, **more)
     return _checked(self, left, right, *how, **more)
+
+
+_numbers = {}
+"""Tensors that stand for one number, of each type and shape."""
+
+
+def _beside_number(self, left, right, place, *how, **more):
+    """The same for a tensor and a number, another fifth: what stands for the number is made once."""
+    tensor, number = (left, right) if place else (right, left)
+    key = place, id(tensor.dtype), id(tensor.shape), type(number), repr(number), how, *more.items()
+    if key not in _numbers:
+        pair = _checked(self, left, right, *how, **more)
+        if pair[1 - place] is not tensor or id(tensor.dtype) not in _PLAIN:
+            return pair
+        _numbers[key] = pair[place]
+    return (tensor, _numbers[key]) if place else (_numbers[key], tensor)
 
 
 def _of_one_shape(self, left, right):
@@ -291,11 +306,18 @@ def _create_masked_load(builder, pointers, mask, *how, **more):
 Builder.create_masked_store, Builder.create_masked_load = _create_masked_store, _create_masked_load
 
 
+ast.expr.lineno = ast.expr.col_offset = ast.stmt.lineno = ast.stmt.col_offset = 1  # of nodes that are added
+
+
 @cache
 def _code(text: str):
     """A function as the interpreter rewrites it; many kernels bring the same ones."""
-    tree = interpreter.ASTTransformer().visit(ast.parse(text))
-    return compile(ast.fix_missing_locations(tree), "<a function of kernels>", "exec")
+    return compile(interpreter.ASTTransformer().visit(ast.parse(text)), "<a function of kernels>", "exec")
+
+
+@cache
+def _lines(file: str):
+    return Path(file).read_text().splitlines()
 
 
 _rewrite = interpreter.FunctionRewriter.rewrite_ast
@@ -305,7 +327,7 @@ def _rewrite_ast(self):
     code, names = self.fn.__code__, self.fn.__globals__
     if not code.co_filename.startswith(_folder().name):
         return _rewrite(self)
-    lines = Path(code.co_filename).read_text().splitlines()[code.co_firstlineno :]
+    lines = _lines(code.co_filename)[code.co_firstlineno :]
     first, *rest = dropwhile(lambda line: not line.startswith("def "), lines)
     names.setdefault("interpreter_semantic", interpreter.interpreter_semantic)
     found = dict(self.kwargs)

@@ -25,5 +25,5 @@ def problem(program: Program, inputs: dict[str, np.ndarray]) -> str:
 
 
 if __name__ == "__main__":
-    found = {name: problem(*case) for name, case in float8.programs().items()}
+    found = {name: problem(*case) for name, case in float8.programs(every=7).items()}
     sys.stdout.write(json.dumps(found) + "\n")

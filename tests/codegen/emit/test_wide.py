@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -38,7 +39,8 @@ def kernels_of(made: Program, again: frozenset[str] = frozenset()) -> tuple[Kern
     source = source_of(made, again)
     text = without_vectors(source.text).replace("#endif\n", "\n")
     assert "#ifdef VECTORS" in source.text and all(kind not in text for kind in ("wide", "pair", "quad"))
-    return source, replace(source, name=source.name + "p", text=text.replace(source.name, source.name + "p"))
+    name = "p" + hashlib.sha256(text.replace(source.name, "").encode()).hexdigest()[:24]  # one for vectors of any kind
+    return source, replace(source, name=name, text=text.replace(source.name, name))
 
 
 def bits(array: np.ndarray) -> np.ndarray:

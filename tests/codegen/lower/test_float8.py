@@ -34,9 +34,20 @@ def assert_same(function, *args, fallbacks=()):
     """Eager's bits in eager's layout, with no other operations left to ATen than these."""
     ours = compiled(function)
     got, want = ours(*args), function(*args)
-    for a, b in zip(*(x if isinstance(x, list) else [x] for x in (got, want)), strict=True):
-        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(raw(a), raw(b))
+    for number, (a, b) in enumerate(zip(*(x if isinstance(x, list) else [x] for x in (got, want)), strict=True)):
+        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(raw(a), raw(b)), f"result {number}"
     assert dcompile.receipt(ours).fallbacks.keys() == set(fallbacks)
+
+
+def assert_each_same(functions, x):
+    """Several functions in one graph, each of a tensor of its own, so that each has its own loop."""
+    assert_same(
+        lambda *xs: [function(x) for function, x in zip(functions, xs, strict=True)], *(x.clone() for _ in functions)
+    )
+
+
+def casts(*targets):
+    return [lambda x, target=target: x.to(target) for target in targets]
 
 
 def eights(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -44,30 +55,27 @@ def eights(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_floats_become_the_bytes_that_eager_makes(source, dtype):
+def test_floats_become_the_bytes_that_eager_makes(source):
     numbers = float8.bfloat16s() if source is torch.bfloat16 else float8.values("float32")
     x = torch.from_numpy(numbers).to(source)
-    assert_same(lambda x: x.to(dtype), x[~x.isnan()] if source is torch.bfloat16 else x)
+    assert_each_same(casts(*DTYPES), x[~x.isnan()] if source is torch.bfloat16 else x)
+
+
+@pytest.mark.parametrize("x", [torch.arange(-600, 600), torch.arange(9) % 2 == 0], ids=["integers", "truth values"])
+def test_integers_and_truth_values_become_eights(x):
+    assert_each_same(casts(*DTYPES), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_integers_and_truth_values_become_eights(dtype):
-    assert_same(lambda x: x.to(dtype), torch.arange(-600, 600))
-    assert_same(lambda x: x.to(dtype), torch.arange(9) % 2 == 0)
-
-
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_become_the_numbers_that_eager_makes(dtype, target):
+def test_bytes_become_the_numbers_that_eager_makes(dtype):
     x = eights(dtype, 16, 16)
-    assert_same(lambda x: x.to(target), x[:, :12].contiguous() if target is not torch.float32 else x)
+    assert_same(lambda x: x.to(torch.float32), x)
+    assert_each_same(casts(torch.bfloat16, torch.float64, torch.bool), x[:, :12].contiguous())
 
 
-@pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_eights_become_other_eights(dtype, target):
-    assert_same(lambda x: x.to(target), eights(dtype, 256))
+def test_eights_become_other_eights(dtype):
+    assert_each_same(casts(*DTYPES), eights(dtype, 256))
 
 
 @pytest.mark.parametrize("saturates", [False, True])
@@ -92,18 +100,17 @@ def test_what_is_clamped_is_not_bounded_again(dtype, most, bounds, monkeypatch):
     assert sum(isinstance(value, Apply) and value.op == "where" for value in loop.body) == bounds
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x.t().contiguous(),
-        lambda x: x.t().contiguous().t(), lambda x: x[3:, 2:5].clone(), lambda x: x[:0].clone(),
-        lambda x: x[:1].expand(4, 16).contiguous(), lambda x: x.view(4, 4, 16).permute(2, 0, 1).contiguous(),
-        lambda x: x.view(1, 4, 4, 16).clone(memory_format=torch.channels_last),
-    ],
-)  # fmt: skip
+COPIES = [
+    lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x.t().contiguous(),
+    lambda x: x.t().contiguous().t(), lambda x: x[3:, 2:5].clone(), lambda x: x[:0].clone(),
+    lambda x: x[:1].expand(4, 16).contiguous(), lambda x: x.view(4, 4, 16).permute(2, 0, 1).contiguous(),
+    lambda x: x.view(1, 4, 4, 16).clone(memory_format=torch.channels_last),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [*FLOAT8, *OPAQUE])
-def test_copies_keep_every_byte(dtype, copy):
-    assert_same(copy, eights(getattr(torch, dtype), 16, 16))
+def test_copies_keep_every_byte(dtype):
+    assert_each_same(COPIES, eights(getattr(torch, dtype), 16, 16))
 
 
 def test_what_loops_know_only_as_bytes_is_converted_by_the_library():

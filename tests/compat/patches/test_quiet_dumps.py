@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import output_graph, symbolic_convert
 from torch.fx import Graph, GraphModule
 
 import dcompile
@@ -54,3 +55,15 @@ def test_who_asks_for_a_backward_gets_its_text_and_may_run_it(monkeypatch: pytes
     shapes = [node.meta["val"].shape for node in backward.graph.find_nodes(op="placeholder")]
     gradients = [x for x in backward(*map(torch.ones, shapes)) if x is not None]
     assert gradients and all(torch.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_no_file_is_taken_apart_for_names_that_no_log_says(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[str] = []
+    monkeypatch.setattr(symbolic_convert, "get_funcname", lambda filename, line: files.append(filename))
+    monkeypatch.setattr(output_graph.trace_call_log, "isEnabledFor", lambda level: heard)
+    monkeypatch.setattr(output_graph.trace_call_log, "debug", lambda *text: None)
+    torch._dynamo.reset()
+    dcompile.compile(lambda x: x.sin() + 1, options={"receipt": False})(torch.ones(3))
+    assert (__file__ in files) == heard
+    assert symbolic_convert.get_funcname(__file__, 1) is None and files, "restored behind the compilation"

@@ -62,8 +62,10 @@ def test_many_matrices(small, dtype, sizes):
 
 
 def test_no_more_is_taken_than_a_few_blocks(dtype):
-    a, b = torch.ones(2048, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype)
-    out = torch.empty(2048, 2048, dtype=dtype)
+    """Of matrices that are many blocks in each of their three dimensions."""
+    side = 2 * narrow.MOST
+    a, b = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
+    out = torch.empty(side, side, dtype=dtype)
     with torch.profiler.profile(profile_memory=True) as profile:
         half_gemm.mm(a, b, out=out)
     taken = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from dcompile.ir.ops import OPS
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.cuda_launch import read_archive
 from dcompile.toolchain import triton_version
+from tests import nursery
 from tests.codegen.emit import cases, groups, loops, products
 from tests.codegen.emit.harness import store
 
@@ -70,7 +70,7 @@ def test_every_op_has_a_spelling():
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, str]:
     """What is wrong with each case, from a process in which Triton interprets."""
-    command = [sys.executable, "-m", "tests.codegen.emit.interpreted_cases"]
+    command = [nursery.python(), "-m", "tests.codegen.emit.interpreted_cases"]
     command += ["--full"] if request.config.getoption("--full") else []
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=_root())

@@ -270,7 +270,7 @@ def train(directory):
         "cached": receipt.graphs_cached, "built": receipt.built, "kernels": receipt.kernels,
         "hash": hash("a"),
         "starts": open(os.environ["STARTS"]).read() if "STARTS" in os.environ else "",
-        "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.pipeline"))),
+        "stages": sorted(name for name in sys.modules if name.startswith(("dcompile.codegen.", "dcompile.driver"))),
     }
 
 torch.set_num_threads(1)

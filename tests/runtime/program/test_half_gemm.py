@@ -63,7 +63,7 @@ def test_many_matrices(small, dtype, sizes):
 
 def test_no_more_is_taken_than_a_few_blocks(dtype):
     """Of matrices that are many blocks in each of their three dimensions."""
-    side = 2 * narrow.MOST
+    side = 2 * half_gemm.MAX_BLOCK_SIDE
     a, b = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
     out = torch.empty(side, side, dtype=dtype)
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import statistics
@@ -110,10 +111,14 @@ def _timed(call: Callable[[], object]) -> float:
 
 def _watch(log: list[str], clock: dict[str, float]) -> None:
     """Keep dcompile's log, and time AOTAutograd (which calls our compiler for the forward) and our compiler."""
-    from dcompile import artifacts, compat
+    from dcompile import compat
     from dcompile.compiler import CachingCompiler
 
-    artifacts.say = log.append
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log.append(record.getMessage())
+
+    logging.getLogger("dcompile.passes").addHandler(Lines())
 
     def timed(function: Callable[..., Any], name: str, less: str | None = None) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +138,7 @@ def stages(log: Sequence[str], clock: Mapping[str, float], step: float, run: flo
     """Seconds of each stage. What is neither logged nor AOTAutograd nor running is Dynamo."""
     found = dict.fromkeys(STAGES, 0.0)
     for line in log:
-        if match := re.search(r"\[passes\] \w+ (\w+): ([0-9.]+) ms", line):
+        if match := re.search(r"^\w+ (\w+): ([0-9.]+) ms", line):
             found[PARTS.get(match[1], "schedule")] += float(match[2]) / 1e3
     logged = sum(found.values())
     found |= {"aot": clock["aot"], "run": run, "load": clock["compile"] - logged}

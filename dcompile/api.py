@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from torch.nn import Module
 
-from dcompile import artifacts, compat
+from dcompile import artifacts, compat, logs
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.entry import compile_function, compile_module, find_model
 from dcompile.capture.services import Services
@@ -138,13 +139,13 @@ def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ..
 
 
 def print_receipt(model: CompiledModel) -> None:
-    """Say on rank 0, after the first step, what became of the model."""
+    """Report on rank 0, after the first step, what became of the model."""
     runs_eagerly = not model.graphs and not model.adapter.eager
     text = nothing_compiled(model) if runs_eagerly else str(make_receipt(model))
     artifacts.dump(model.settings.config, "receipt.txt", f"{text}\n")
-    if model.settings.config.receipt and artifacts.rank() == 0:
+    if model.settings.config.receipt and logs.rank() == 0:
         for line in text.splitlines():
-            artifacts.say(line)
+            logs.report(logging.INFO, line)
 
 
 def receipt(compiled: Any) -> Receipt:

@@ -1,65 +1,17 @@
-"""Log channels, dump directory, warnings: everything the compiler says while it works.
+"""The dump directory: programs, kernels and the receipt as files.
 
-Reporting never breaks what is reported on: streams may be absent, closed or full, and so may the disk.
+Reporting never breaks what is reported on: the disk may be full, or the directory not writable.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
+import logging
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
-from dcompile.config import CHANNELS, Config
-
-
-def rank() -> int:
-    """This process's rank as torchrun gives it (0 outside a job); needs no process group."""
-    value = os.environ.get("RANK", "0")
-    return int(value) if value.isdigit() else 0
-
-
-def write(stream: TextIO | None, text: str) -> bool:
-    """Write `text` to a stream and flush it; whether that worked. Raises nothing: a stream may raise anything.
-
-    `stream` is None in a process without a console. Characters outside its encoding are written as escapes.
-    """
-    if stream is None:
-        return False
-    try:
-        try:
-            stream.write(text)
-        except UnicodeEncodeError:
-            stream.write(text.encode("ascii", "backslashreplace").decode())
-        stream.flush()
-    except Exception:
-        return False
-    return True
-
-
-def flush_streams() -> None:
-    """Flush what was printed, before a process ends by `os._exit`; it must come to that whatever a stream raises."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-def say(text: str) -> None:
-    """Print a line to stderr, in one write so that lines of several ranks do not mix. Raises nothing."""
-    write(sys.stderr, f"dcompile: {text}\n")
-
-
-def log(config: Config, channel: str, text: str) -> None:
-    """One line on a log channel, on rank 0 unless the channel list says `all`."""
-    assert channel in CHANNELS, f"unknown log channel {channel}"
-    wanted = config.log.split(",") if config.log else []
-    if channel in wanted and (rank() == 0 or "all" in wanted):
-        prefix = f"rank {rank()}: " if "all" in wanted else ""
-        say(f"[{channel}] {prefix}{text}")
-
+from dcompile.config import Config
+from dcompile.logs import rank, report
 
 _DUMPS: Counter[str] = Counter()
 """Models that this process dumps, by directory: for folder names alone."""
@@ -89,4 +41,5 @@ def dump(config: Config, name: str, text: str) -> None:
     except OSError as error:
         if config.dump not in _UNWRITABLE:
             _UNWRITABLE.add(config.dump)
-            say(f"cannot write {path} (DCOMPILE_DUMP): {error.strerror}; going on without what cannot be written there")
+            what = f"cannot write {path} (DCOMPILE_DUMP): {error.strerror}"
+            report(logging.WARNING, f"{what}; going on without what cannot be written there")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcompile.artifacts import log
-from dcompile.collectives.contract import Executable, Foreseen, Request
-from dcompile.compat import storage_offsets
+from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
+from dcompile.compat import storage_offsets, torch_logs
 from dcompile.compat.sizes import guard_count, known_facts, reads_values
-from dcompile.config import Config
+from dcompile.config import Config, parse_log
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
+from dcompile.logs import log
 from dcompile.passes import GraphPass, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES
 from dcompile.runtime.cache.disk import KernelCache
@@ -128,8 +129,16 @@ class CachingCompiler:
             if key is not None and self._sharing is not None:
                 self._sharing.give(key, cache)
         program.report.compile_seconds = time.perf_counter() - began
-        log(self.config, "kernels", f"{request.name}: {program.report}")
+        self._log_summary(request.name, program.report)
         return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
+
+    def _log_summary(self, name: str, report: ProgramReport) -> None:
+        """Log what a graph came to, be it compiled now or loaded."""
+        log(self.config, "kernels", logging.INFO, f"{name}: {report}")
+        times = f"{report.predicted_us:.1f} us by the cost model, {report.exposed_us:.1f} us exposed"
+        found = f"{report.collectives} collectives, {times}" if report.collectives else "no collectives"
+        level = logging.INFO if report.collectives else logging.DEBUG
+        log(self.config, "overlap", level, f"{name}: {found}")
 
     def _replayed(self, program: HostProgram, gm: Any, request: Request) -> Executable:
         """The program as one that is recorded and replayed, if it runs on a GPU, the same each time."""
@@ -168,7 +177,16 @@ class CachingCompiler:
 
     def _compiles_anew(self) -> bool:
         """Whoever looks at the compiler's work, or has it verified, wants it done; and tests would fill the cache."""
-        return self.config.verify or bool(self.config.dump)
+        shows_code = torch_logs.is_artifact_enabled(*torch_logs.CODE_ARTIFACTS)
+        return self.config.verify or bool(self.config.dump) or shows_code or self._shows_plan()
+
+    def _shows_plan(self) -> bool:
+        """Whether option `log` asks for decisions, which are known only while a graph is planned.
+
+        The same on every rank: rank 0, which logs, may be sent what another rank has planned.
+        """
+        levels = parse_log(self.config.log).levels
+        return any(levels.get(channel) == logging.DEBUG for channel in ("overlap", "memory"))
 
     def _compile_for_all(
         self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
@@ -214,7 +232,10 @@ class CachingCompiler:
         executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm)), self._workspaces)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
-        log(self.config, "passes", f"{request.name}: from the cache")
+        log(self.config, "passes", logging.INFO, f"{request.name}: from the cache")
+        names = ", ".join(sorted(libraries))
+        log(self.config, "kernels", logging.DEBUG, f"{request.name}: {len(libraries)} kernels in the cache: {names}")
+        log(self.config, "memory", logging.INFO, f"{request.name}: arena {graph.arena_bytes} B, from the cache")
         return executable
 
     def _compile(

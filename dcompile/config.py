@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import logging
 import os
 import types
 import typing
@@ -15,7 +16,10 @@ from typing import Any, Literal
 from dcompile.errors import OptionError
 
 CHANNELS = ("passes", "overlap", "kernels", "memory")
-"""What `log` may name, beside `all`: every rank is to log, not only rank 0."""
+"""What `log` may name, the loggers `dcompile.passes` and so on; beside them `all`: log on every rank."""
+
+LEVELS: Mapping[str, int] = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+"""Levels of a channel in `log`."""
 
 TRACE_DIRECTORY = "dcompile_trace"
 """Where trace.enabled writes to, under the working directory."""
@@ -111,7 +115,8 @@ class Config:
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
     log: str = setting(
         "",
-        "Log channels, comma-separated: passes,overlap,kernels,memory; with all among them, on every rank.",
+        "Log channels with their levels, comma-separated: `passes=INFO,overlap`. Channels: passes, overlap, kernels, "
+        "memory. A bare name means DEBUG. With `all` among them, every rank logs, otherwise rank 0 alone.",
         in_key=False,
     )
     dump: str = setting(
@@ -337,9 +342,36 @@ def _checked(name: str, value: Any) -> Any:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of parts, at least 2, or 0 for none")
     if not isinstance(value, hint):
         raise OptionError(f"dcompile: {name}={value!r} should be {hint.__name__}, not {type(value).__name__}")
-    if name == "log" and (unknown := set(filter(None, value.split(","))) - {*CHANNELS, "all"}):
-        raise OptionError(f"dcompile: unknown log channel {min(unknown)!r}; channels: {', '.join((*CHANNELS, 'all'))}")
+    if name == "log":
+        parse_log(value)
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class LogSetting:
+    """Option `log`, parsed: the level of each channel that it names, and whether every rank logs."""
+
+    levels: Mapping[str, int]
+    every_rank: bool
+
+
+@functools.cache
+def parse_log(text: str) -> LogSetting:
+    """Parse `passes=INFO,overlap,all`. Raises OptionError, which lists the valid channels or levels."""
+    levels: dict[str, int] = {}
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        channel, has_level, level = (part.strip() for part in word.partition("="))
+        if channel not in CHANNELS and word != "all":
+            known = (*CHANNELS, "all")
+            raise OptionError(
+                f"dcompile: unknown log channel {word!r}{_nearest(channel, known)}; channels: {', '.join(known)}"
+            )
+        if has_level and level.upper() not in LEVELS:
+            raise OptionError(f"dcompile: unknown log level {level!r} in {word!r}; levels: {', '.join(LEVELS)}")
+        if word != "all":
+            levels[channel] = LEVELS[level.upper()] if has_level else logging.DEBUG
+    return LogSetting(levels, "all" in words)
 
 
 def _fraction(name: str, value: Any) -> float:

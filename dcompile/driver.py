@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from dcompile.artifacts import dump, log
+from dcompile.artifacts import dump
 from dcompile.autotune import Tuner
 from dcompile.codegen.emit import build, gemm, select_target
 from dcompile.codegen.emit.build import Built
@@ -24,6 +25,7 @@ from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import ProgramReport, Request
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
+from dcompile.compat import torch_logs
 from dcompile.config import Config
 from dcompile.ir.diagram import draw
 from dcompile.ir.gemm import Chosen
@@ -31,8 +33,10 @@ from dcompile.ir.nodes import Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
+from dcompile.logs import log, log_code
 from dcompile.passes import check_names, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes
+from dcompile.plan_log import log_build, log_plan
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
@@ -100,6 +104,7 @@ class Pipeline:
 
     def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
         """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
+        began = time.perf_counter()
         reason = self._why_aten(gm)
         lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
@@ -115,6 +120,10 @@ class Pipeline:
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         report.notes += lowered.declined
+        took_ms = (time.perf_counter() - began) * 1e3
+        steps = f"{len(lowered.program.steps)} -> {len(program.steps)} steps"
+        log(self.config, "passes", logging.INFO, f"{request.name}: planned in {took_ms:.1f} ms, {steps}")
+        log_plan(self.config, program, request)
         return ProgramPlan(lowered, program, kernels, report)
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
@@ -173,9 +182,11 @@ class Pipeline:
         """The rest: build."""
         plan, source, building = begun.plan, begun.source, begun.building
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
+        began = time.perf_counter()
         built = self._timed(request, "build", building.result)
+        log_build(self.config, request.name, built, time.perf_counter() - began)
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
-        self._dump_code(lowered.program, kernels, source)
+        self._show_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
         arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
         written = frozenset().union(*(step.writes for step in program.steps))
@@ -231,21 +242,22 @@ class Pipeline:
     def _timed(self, request: Request, stage: str, run: Callable[[], Result]) -> Result:
         began = time.perf_counter()
         result = run()
-        log(self.config, "passes", f"{request.name} {stage}: {(time.perf_counter() - began) * 1e3:.1f} ms")
+        took_ms = (time.perf_counter() - began) * 1e3
+        log(self.config, "passes", logging.DEBUG, f"{request.name} {stage}: {took_ms:.1f} ms")
         return result
 
-    def _dump_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
-        if not self.config.dump:
-            return
-        dump(self.config, f"{lowered.name}/host.py", source)
-        dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
-        origins: dict[str, dict[str, None]] = {}
-        used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
-        for call in used:  # equal layers share a kernel: name all of them
-            origins.setdefault(call.name, {}).update(dict.fromkeys(call.origin))
-        for kernel in kernels.sources:
-            comment = "".join(f"// {line}\n" for line in origins[kernel.name])
-            dump(self.config, f"{lowered.name}/kernels/{kernel.name}.cpp", comment + kernel.text)
+    def _show_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
+        """Write generated code to the dump, and to the log if torch's settings ask for it."""
+        if self.config.dump:
+            dump(self.config, f"{lowered.name}/host.py", source)
+            dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
+            for name, text in _commented_kernels(kernels):
+                dump(self.config, f"{lowered.name}/kernels/{name}.cpp", text)
+        if torch_logs.is_artifact_enabled(*torch_logs.CODE_ARTIFACTS):
+            for name, text in _commented_kernels(kernels):
+                log_code(self.config, f"{lowered.name}: kernel {name}\n{text}")
+        if torch_logs.is_artifact_enabled("output_code"):
+            log_code(self.config, f"{lowered.name}: host program\n{source}")
 
     def _dump_graph(self, gm: Any, program: Program) -> None:
         if self.config.dump:
@@ -284,7 +296,7 @@ class Pipeline:
             program = row.run(program, *row.given(request))
             took_ms = (time.perf_counter() - began) * 1e3
             steps = f"{len(before.steps)} -> {len(program.steps)}"
-            log(self.config, "passes", f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
+            log(self.config, "passes", logging.DEBUG, f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
             self._inspect(f"{self._numbers[row.name]:02d}_{row.name}", program, before, sizes)
         return program
 
@@ -297,6 +309,16 @@ class Pipeline:
             if before is not None:
                 old, new = show(before).splitlines(), text.splitlines()
                 dump(self.config, f"{program.name}/{name}.diff", "\n".join(difflib.unified_diff(old, new, lineterm="")))
+
+
+def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
+    """Name and text of each kernel, under comments that say which modules call it."""
+    origins: dict[str, dict[str, None]] = {}
+    used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
+    for call in used:  # equal layers share a kernel: name all of them
+        origins.setdefault(call.name, {}).update(dict.fromkeys(call.origin))
+    for kernel in kernels.sources:
+        yield kernel.name, "".join(f"// {line}\n" for line in origins[kernel.name]) + kernel.text
 
 
 def _gpu(gm: Any) -> torch.device:

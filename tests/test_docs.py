@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from dcompile.config import CHANNELS
 from dcompile.explain.receipt import Receipt
 from tests.job import ROOT, run
 from tests.nursery import python
 from tools import passes, settings
 
 DOCS = ROOT / "docs"
+LOGGERS = [f"dcompile.{channel}" for channel in CHANNELS]
 GENERATED = {DOCS / name for name in ("guide/settings.md", "internals/passes.md", "internals/one-program.md")}
 GENERATED |= {DOCS / "lab" / name for name in ("figures.md", "peer-suites.md")}
 FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
@@ -176,12 +178,12 @@ def resolves(name: str) -> bool:
 
 @each_written_page
 def test_symbols_exist(page: Path) -> None:
-    """Each name in backticks is importable, or a word of the tree's sources, or torch's."""
+    """Each name in backticks is importable, a logger, or a word of the tree's sources or torch's."""
     missing = []
     for text in in_backticks(page):
         name = re.sub(r"\(.*\)$", "", text)
         if re.fullmatch(r"(?:dcompile|torch)(?:\.\w+)+", name):
-            missing += [] if resolves(name) or name.endswith((".py", ".md")) else [name]
+            missing += [] if resolves(name) or name.endswith((".py", ".md")) or name in LOGGERS else [name]
         elif re.fullmatch(r"@?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", name) and re.search(r"[A-Z_.]", name):
             unknown = [word for word in re.findall(r"\w+", name) if word not in words_of_the_tree()]
             missing += [name] if unknown and not is_external(name) else []

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcompile.artifacts import dump, log
+from dcompile.artifacts import dump
 from dcompile.config import Config
+from dcompile.logs import log
 from dcompile.passes import GraphPass, PassReport
 
 
@@ -40,7 +42,8 @@ def run_passes(passes: Sequence[GraphPass], gm: Any, request: GraphRequest, stag
         began = time.perf_counter()
         report = row.run(gm, *row.given(request))
         took_ms = (time.perf_counter() - began) * 1e3
-        log(config, "passes", f"{request.name} {stage} {row.name}: {took_ms:.1f} ms, {report.changes} changes")
+        did = f"{took_ms:.1f} ms, {report.changes} changes"
+        log(config, "passes", logging.DEBUG, f"{request.name} {stage} {row.name}: {did}")
         if config.dump:
             _dump(config, f"{request.name}/{stage}_{number:02d}_{row.name}", before, _text(gm))
         notes += report.notes

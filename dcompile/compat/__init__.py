@@ -21,6 +21,7 @@ from dcompile.compat import (
     sizes,
     storage_offsets,
     tensors,
+    torch_logs,
     versions,
 )
 from dcompile.compat.patches import cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
@@ -48,5 +49,6 @@ __all__ = [
     "storage_offsets",
     "symbolic_views",
     "tensors",
+    "torch_logs",
     "versions",
 ]

@@ -5,13 +5,14 @@ import pytest
 from benchmarks import common, compile_time
 
 LOG = [
-    "[passes] forward0 lower: 100.0 ms",
-    "[passes] forward0 fuse: 250.0 ms, 60 -> 38",
-    "[passes] forward0 plan_memory: 50.0 ms, 38 -> 38",
-    "[passes] forward0 emit: 20.0 ms",
-    "[passes] forward0 host: 30.0 ms",
-    "[passes] forward0 build: 500.0 ms",
-    "[passes] backward0: from the cache",
+    "forward0 lower: 100.0 ms",
+    "forward0 fuse: 250.0 ms, 60 -> 38",
+    "forward0 plan_memory: 50.0 ms, 38 -> 38",
+    "forward0 emit: 20.0 ms",
+    "forward0 host: 30.0 ms",
+    "forward0: planned in 450.0 ms, 60 -> 38 steps",
+    "forward0 build: 500.0 ms",
+    "backward0: from the cache",
 ]
 
 

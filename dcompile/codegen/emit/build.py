@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -22,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dcompile.artifacts import say
 from dcompile.codegen.emit.needed import needed
 from dcompile.codegen.emit.prelude import PRELUDE
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
+from dcompile.logs import report
 from dcompile.toolchain import (
     COMPILERS,
     cache_bytes,
@@ -72,12 +73,26 @@ class Cache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Where each kernel is, by name; how many were compiled now and how many were there already; their keys."""
+    """Where each kernel is, by name; which were compiled now; their keys."""
 
     libraries: Mapping[str, Path]
-    built: int
-    cache_hits: int
+    compiled: frozenset[str]
     keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def built(self) -> int:
+        """How many were compiled now."""
+        return len(self.compiled)
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """Names of those that were there already."""
+        return frozenset(self.libraries) - self.compiled
+
+    @property
+    def cache_hits(self) -> int:
+        """How many were there already."""
+        return len(self.cached)
 
 
 def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Built:
@@ -171,7 +186,7 @@ class Building:
         wait(self.jobs.values())
         self.compilers.forget(self.keys[name] for name in self.jobs)
         libraries = {**self.libraries, **{name: job.result() for name, job in self.jobs.items()}}
-        return Built(libraries, len(self.built), len(libraries) - len(self.built), self.keys)
+        return Built(libraries, self.built, self.keys)
 
 
 def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSource]]:
@@ -292,7 +307,8 @@ def _compile(
             code, hung, said = run_process(command, text, timeout_s, environment)
         name = shlex.join(compiler.command)
         if not hung and CRASHED in said:
-            say(f"{name} crashed on {len(sources)} kernels; they are built again with {' '.join(SIMPLER)}")
+            what = f"{name} crashed on {len(sources)} kernels"
+            report(logging.WARNING, f"{what}; they are built again with {' '.join(SIMPLER)}")
             code, hung, said = run_process((*command, *SIMPLER), text, timeout_s, environment)
         if hung:
             raise BuildError(f"dcompile: {name} did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")

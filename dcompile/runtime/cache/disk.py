@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,9 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dcompile.artifacts import say
 from dcompile.config import Config
 from dcompile.errors import BuildError
+from dcompile.logs import report
 from dcompile.runtime.program.artifact import CompiledGraph, from_record, to_record
 
 Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
@@ -67,7 +68,8 @@ class KernelCache:
             _sweep(wanted)
             return cls(wanted)
         _refused[wanted] = _private()
-        say(f"kernel cache {wanted} is not used: {objection}; kernels are built into a temporary directory this time")
+        instead = "kernels are built into a temporary directory this time"
+        report(logging.WARNING, f"kernel cache {wanted} is not used: {objection}; {instead}")
         return cls(_refused[wanted])
 
     def find(self, key: str) -> Path | None:
@@ -95,7 +97,7 @@ class KernelCache:
         path, why = damage.args
         if path not in self._seen:
             self._seen.add(path)
-            say(f"cached {what} {path} is damaged ({why}); {doing} it again")
+            report(logging.WARNING, f"cached {what} {path} is damaged ({why}); {doing} it again")
 
     def _checked_graph(self, key: str) -> CompiledGraph | None:
         entry = self.directory / f"{key}.graph"
@@ -171,7 +173,8 @@ class KernelCache:
             entry = {"key": key, "sha256": _digest(key, record), "graph": record}
             self._write(self.directory / f"{key}.graph", json.dumps(entry))
         except OSError as error:
-            say(f"cannot keep a compiled graph in {self.directory}: {error.strerror}; it will be compiled again")
+            what = f"cannot keep a compiled graph in {self.directory}: {error.strerror}"
+            report(logging.WARNING, f"{what}; it will be compiled again")
 
     def _write(self, path: Path, text: str) -> None:
         """Write a file so that it appears whole or not at all."""

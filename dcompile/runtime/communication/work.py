@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.artifacts import flush_streams
 from dcompile.errors import DcompileError
+from dcompile.logs import flush_streams
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
 from dcompile.runtime.coordination.peer_status import BEAT_S
 from dcompile.runtime.coordination.wait_policy import PATIENCE_S, PeerWait

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -24,8 +25,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.artifacts import flush_streams, say
 from dcompile.errors import DcompileError, PlanMismatchError
+from dcompile.logs import flush_streams, report
 from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus
 from dcompile.runtime.coordination.progress_events import ProgressEvents, stay_out_of_captures
 from dcompile.runtime.coordination.watchdog import CommunicatorAbort, Watchdog
@@ -313,7 +314,7 @@ def _end_at_exit() -> None:
         _end(None)
     except PlanMismatchError as error:
         # an exit status of 0 would say that this rank has trained as it should have
-        say(str(error).removeprefix("dcompile: "))
+        report(logging.ERROR, str(error).removeprefix("dcompile: "))
         flush_streams()
         os._exit(1)
     if any(line.aborting for line in _LINES.values()):

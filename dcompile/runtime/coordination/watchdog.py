@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -18,8 +19,8 @@ from math import inf
 from typing import Any
 
 from dcompile import compat
-from dcompile.artifacts import flush_streams, say
 from dcompile.errors import PlanMismatchError
+from dcompile.logs import flush_streams, report
 from dcompile.runtime.coordination.peer_status import PeerView
 from dcompile.runtime.coordination.wait_policy import SILENT_S, PeerWait
 
@@ -89,7 +90,8 @@ class CommunicatorAbort:
         peers.told.wait(GRACE_S)
         in_use = peers.stuck_in() is not None
         if in_use and not peers.told.is_set():
-            say(peers.aborted.removeprefix("dcompile: "))  # first: torch may end the process over what comes now
+            # first: torch may end the process over what comes now
+            report(logging.ERROR, peers.aborted.removeprefix("dcompile: "))
             _raise_in(peers.caller, peers)
         threading.Thread(target=self._abort, name="dcompile communicators", daemon=True).start()
         compat.groups.let_go()  # communicators end only behind the CUDA graphs that hold collectives of theirs

@@ -80,7 +80,7 @@ class TritonBuild:
             ) from error
         for name, file in files.items():  # another program may have had the same one compiled, and kept it
             self._archives[name] = self._cache.find(self._keys[name]) or self._cache.put([self._keys[name]], file)
-        return Built(self._archives, len(files), len(self._keys) - len(files), self._keys)
+        return Built(self._archives, frozenset(files), self._keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class PendingBuild:
             return cpu
         gpu = self.gpu.result()
         libraries, keys = {**cpu.libraries, **gpu.libraries}, {**cpu.keys, **gpu.keys}
-        return Built(libraries, cpu.built + gpu.built, cpu.cache_hits + gpu.cache_hits, keys)
+        return Built(libraries, cpu.compiled | gpu.compiled, keys)
 
 
 class WorkerPool:

@@ -37,7 +37,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     `saves`: results are held while another program runs, a forward's while its backward does.
     Relies on: nothing changes the order of steps afterwards.
     """
-    behind = _held_by_results(program)
+    behind = held_by_results(program)
     lives = live_ranges(program, behind)
     kept = _escaping_names(program, behind)
     storages = _storages(program, kept)
@@ -132,7 +132,7 @@ def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[
     return lives
 
 
-def _held_by_results(program: Program) -> dict[str, frozenset[str]]:
+def held_by_results(program: Program) -> dict[str, frozenset[str]]:
     """What must live as long as each result of a library allocation: arguments that it may be a view of.
 
     That is so for fallbacks, about which nothing is known, and for calls with effects: a functional collective goes on
@@ -148,7 +148,7 @@ def _held_by_results(program: Program) -> dict[str, frozenset[str]]:
 
 def escaping_buffers(program: Program) -> frozenset[str]:
     """Buffers whose memory results show, or may show."""
-    return _escaping_names(program, _held_by_results(program))
+    return _escaping_names(program, held_by_results(program))
 
 
 def _escaping_names(program: Program, behind: Mapping[str, frozenset[str]]) -> frozenset[str]:

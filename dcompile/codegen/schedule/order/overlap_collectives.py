@@ -48,7 +48,7 @@ def overlap_collectives(
     """
     if not any(isinstance(step, Collective) for step in program.steps):
         return program
-    given = _OverlapProblem(program, durations(program, figures, groups), groups)
+    given = OverlapProblem(program, durations(program, figures, groups), groups)
     incoming, outgoing = given.one_each_way() if early_bytes is None else (early_bytes, 0)
     order = start_order(given, incoming)
     budget = given.peak(given.places()) + incoming + outgoing
@@ -76,11 +76,11 @@ def predict_schedule(
     rows = []
     for span in found.spans:
         start, duration, held_up = (round(1e6 * time, 3) for time in (span.start, span.duration, span.held_up))
-        rows.append((_label(program.steps[span.step]), span.resource, start, duration, held_up))
+        rows.append((step_label(program.steps[span.step]), span.resource, start, duration, held_up))
     return rows, round(1e6 * found.total, 3), round(1e6 * found.exposed, 3)
 
 
-def _label(step: Step) -> str:
+def step_label(step: Step) -> str:
     match step:
         case Collective(bucket=name):
             return name
@@ -91,7 +91,7 @@ def _label(step: Step) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _CollectiveTask:
+class CollectiveTask:
     """One collective with its wait: their steps, what may come before and must come behind, and what it holds."""
 
     number: int
@@ -120,7 +120,7 @@ class CollectivePlaces:
     waits: Mapping[int, int]
 
 
-class _OverlapProblem:
+class OverlapProblem:
     """The program, taken apart."""
 
     def __init__(self, program: Program, seconds: Sequence[float], groups: Mapping[str, GroupSize]) -> None:
@@ -141,7 +141,7 @@ class _OverlapProblem:
         gathers = (e.nbytes for e in self.exchanges if e.is_gather)
         return max(gathers, default=0), max((e.nbytes for e in self.exchanges if not e.is_gather), default=0)
 
-    def _exchanges(self) -> Iterator[_CollectiveTask]:
+    def _exchanges(self) -> Iterator[CollectiveTask]:
         """In the order of the program."""
         steps = self.program.steps
         firsts = edges(steps, ordered_starts=False)
@@ -159,7 +159,7 @@ class _OverlapProblem:
             nbytes = sum(self.sizes.get(name, 0) for name in roots)
             if start.kind == "all_gather":
                 nbytes = min(nbytes, collective_bytes(start, table))
-            yield _CollectiveTask(
+            yield CollectiveTask(
                 numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])
             )
 
@@ -215,7 +215,7 @@ class _OverlapProblem:
             change[last[name] + 1] -= self.sizes.get(name, 0)
         return np.cumsum(change)
 
-    def flight(self, exchange: _CollectiveTask, start: int, wait: int) -> slice:
+    def flight(self, exchange: CollectiveTask, start: int, wait: int) -> slice:
         """The computing steps during which an exchange holds memory that they do not hold themselves."""
         return slice(start, exchange.high) if exchange.is_gather else slice(exchange.low, wait)
 
@@ -246,11 +246,11 @@ class _OverlapProblem:
                 place += 1
         return CollectivePlaces(starts, waits)
 
-    def sequence(self, order: Sequence[_CollectiveTask], places: CollectivePlaces) -> Iterator[Step]:
+    def sequence(self, order: Sequence[CollectiveTask], places: CollectivePlaces) -> Iterator[Step]:
         """The steps with starts and waits at their places; there, what is waited for comes first, and gives memory."""
         steps = self.program.steps
-        starting: dict[int, list[_CollectiveTask]] = {}
-        ending: dict[int, list[_CollectiveTask]] = {}
+        starting: dict[int, list[CollectiveTask]] = {}
+        ending: dict[int, list[CollectiveTask]] = {}
         for e in order:
             starting.setdefault(places.starts[e.number], []).append(e)
             ending.setdefault(places.waits[e.number], []).append(e)
@@ -288,14 +288,14 @@ def _waited_for(steps: Sequence[Step], firsts: Sequence[Iterable[int]], waits: M
     return found
 
 
-def start_order(given: _OverlapProblem, allowed: int) -> list[_CollectiveTask]:
+def start_order(given: OverlapProblem, allowed: int) -> list[CollectiveTask]:
     """The order in which collectives start: that of the program, but gathers may overtake reductions.
 
     A gather that waited for the reductions of the unit before would arrive when that unit's computing is long over; so
     as many gathers go first as are together no larger than `allowed`.
     """
     gathers = [e for e in given.exchanges if e.is_gather]
-    order: list[_CollectiveTask] = []
+    order: list[CollectiveTask] = []
     done: set[int] = set()
     for exchange in given.exchanges:
         if exchange.number in done:
@@ -318,7 +318,7 @@ def start_order(given: _OverlapProblem, allowed: int) -> list[_CollectiveTask]:
 
 
 def _place(
-    given: _OverlapProblem, order: Sequence[_CollectiveTask], budget: int, tight: bool = False
+    given: OverlapProblem, order: Sequence[CollectiveTask], budget: int, tight: bool = False
 ) -> CollectivePlaces:
     """Starts as early and waits as late as they help, within the budget; in `order`, one after the other.
 
@@ -358,7 +358,7 @@ def _place(
     return CollectivePlaces(starts, waits)
 
 
-def _latest_starts(given: _OverlapProblem, order: Sequence[_CollectiveTask]) -> dict[int, float]:
+def _latest_starts(given: OverlapProblem, order: Sequence[CollectiveTask]) -> dict[int, float]:
     """When each collective must start for nothing behind it to be late, were computing never held up."""
     latest: dict[int, float] = {}
     following = dict[str, float]()
@@ -369,7 +369,7 @@ def _latest_starts(given: _OverlapProblem, order: Sequence[_CollectiveTask]) -> 
     return latest
 
 
-def _caps(order: Sequence[_CollectiveTask]) -> list[int]:
+def _caps(order: Sequence[CollectiveTask]) -> list[int]:
     """The last place for each start: before what it, or one that has to start after it, is needed for."""
     caps: list[int] = []
     for exchange in reversed(order):
@@ -377,14 +377,14 @@ def _caps(order: Sequence[_CollectiveTask]) -> list[int]:
     return caps[::-1]
 
 
-def _first_fit(load: np.ndarray, exchange: _CollectiveTask, budget: int) -> int:
+def _first_fit(load: np.ndarray, exchange: CollectiveTask, budget: int) -> int:
     """The first place from which on a gather's memory fits in until it is needed anyway."""
     over = np.flatnonzero(load[: exchange.high] + exchange.nbytes > budget)
     return int(over[-1]) + 1 if len(over) else 0
 
 
 def _last_fit(
-    load: np.ndarray, times: np.ndarray, exchange: _CollectiveTask, start: int, limit: int, through: float, budget: int
+    load: np.ndarray, times: np.ndarray, exchange: CollectiveTask, start: int, limit: int, through: float, budget: int
 ) -> int:
     """The place of a reduction's wait: when it is surely through, or where its memory is needed."""
     if not exchange.nbytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.artifacts import say
 from dcompile.collectives.contract import ShardGroup, ShardUnit
+from dcompile.logs import report
 from dcompile.machine_model import LEAST_COPIED
 from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.peer_memory.copy_streams import CopyStreams
@@ -148,9 +149,10 @@ class PeerShardGroup:
                 held.copy_(unit.data())
                 if not self._moved:
                     self._moved = True
-                    say(
+                    report(
+                        logging.WARNING,
                         f"rank {self.rank}: {unit.name} lies elsewhere than when the model was compiled; from now on "
-                        "it is copied to its old place for each program that gathers it (compile anew to avoid that)"
+                        "it is copied to its old place for each program that gathers it (compile anew to avoid that)",
                     )
 
 

@@ -1,0 +1,160 @@
+"""What a planned program holds in memory: its arena, its peak and what is held there, and what is placed in what.
+
+Bytes of symbolic sizes are those of typical values. Inputs that stay the caller's are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dcompile.codegen.schedule.memory.plan import escaping_buffers, held_by_results, live_ranges
+from dcompile.codegen.schedule.memory.reuse_external import workspaces
+from dcompile.ir.diagram import bytes_text
+from dcompile.ir.index import typical
+from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step
+
+MAX_HOLDERS = 8
+"""Holders of the peak that are listed by name, the largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Memory that is held at the peak: a buffer, the arena, or what a library call allocates for itself."""
+
+    name: str
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBuffer:
+    """A buffer in another one's memory."""
+
+    name: str
+    donor: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySummary:
+    """The memory plan of one program, in bytes."""
+
+    arena_bytes: int
+    in_arena: int
+    """How many buffers share the arena."""
+    peak_bytes: int
+    peak_step: int
+    holders: tuple[Holder, ...]
+    """What is held at the peak, the largest first."""
+    placed: tuple[PlacedBuffer, ...]
+    separate: tuple[str, ...]
+    """Temporaries with an allocation of their own."""
+    donated: tuple[str, ...]
+    """Inputs whose memory the program may use once it has read them."""
+
+
+def summarize_memory(planned: Program) -> MemorySummary:
+    """Sizes, peak and places of a program after memory planning."""
+    kinds = _kinds(planned)
+    spans = _spans(planned, kinds)
+    table, steps = planned.table, len(planned.steps)
+    change = np.zeros(steps + 1, np.int64)
+    for name, (first, last) in spans.items():
+        change[first] += _nbytes(table[name])
+        change[last + 1] -= _nbytes(table[name])
+    own = np.cumsum(workspaces(planned)[:-1])
+    held = np.cumsum(change[:-1]) + own
+    at = int(held.argmax()) if steps else 0
+    arena = typical(planned.arena_bytes)
+    holders = [Holder(name, kinds[name], _nbytes(table[name])) for name, (a, b) in spans.items() if a <= at <= b]
+    holders.append(Holder("arena", "temporaries", arena))
+    holders += [Holder(_step_name(planned.steps[at]), "workspace of a library call", int(own[at]))] if steps else []
+    return MemorySummary(
+        arena,
+        sum(buffer.storage == "arena" for buffer in planned.buffers),
+        arena + int(held.max(initial=0)),
+        at,
+        tuple(sorted((holder for holder in holders if holder.nbytes), key=lambda h: (-h.nbytes, h.name))),
+        tuple(
+            PlacedBuffer(buffer.name, (buffer.storage or "").removeprefix(IN_DONOR), _nbytes(buffer))
+            for buffer in planned.buffers
+            if (buffer.storage or "").startswith(IN_DONOR)
+        ),
+        tuple(name for name, kind in kinds.items() if kind == "separate allocation"),
+        planned.donated,
+    )
+
+
+def _kinds(planned: Program) -> dict[str, str]:
+    """What each buffer with memory of its own, outside the arena, is to a reader."""
+    kept, found = escaping_buffers(planned), dict[str, str]()
+    for buffer in planned.buffers:
+        storage = buffer.storage or ""
+        if buffer.name in planned.donated:
+            found[buffer.name] = "donated input"
+        elif storage.startswith("bucket:"):
+            found[buffer.name] = "gradient bucket"
+        elif storage == "library":
+            found[buffer.name] = "result of the library"
+        elif storage == "out":
+            found[buffer.name] = "result" if buffer.name in kept else "separate allocation"
+    return {name: kind for name, kind in found.items() if planned.table[name].is_tensor}
+
+
+def _spans(planned: Program, kinds: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """First and last step that holds each of these buffers, for itself or for one that is placed in it."""
+    lives, end = live_ranges(planned, held_by_results(planned)), len(planned.steps) - 1
+    kept = escaping_buffers(planned)
+    for buffer in planned.buffers:
+        donor = (buffer.storage or "").removeprefix(IN_DONOR)
+        if donor in kinds and buffer.name in lives:
+            first, last = lives[buffer.name]
+            begin, until = lives.get(donor, (first, last))
+            lives[donor] = min(first, begin), max(last, until)
+    spans = {}
+    for name in kinds.keys() & lives.keys():
+        first, last = lives[name]
+        stays = name in kept or kinds[name] == "gradient bucket"
+        spans[name] = 0 if kinds[name] == "donated input" else first, end if stays else last
+    return spans
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
+
+
+def _step_name(step: Step) -> str:
+    match step:
+        case Extern(op=name) | Loop(name=name) | Collective(bucket=name):
+            return name
+        case _:
+            return f"wait for {step.bucket}"
+
+
+def memory_headline(planned: Program) -> str:
+    """The memory plan in one line."""
+    found = summarize_memory(planned)
+    at = f" at step {found.peak_step} ({_step_name(planned.steps[found.peak_step])})" if planned.steps else ""
+    return (
+        f"arena {bytes_text(found.arena_bytes)} with {found.in_arena} buffers, "
+        f"peak {bytes_text(found.peak_bytes)}{at}, {len(found.placed)} buffers placed in donors, "
+        f"{len(found.separate)} allocated separately, {len(found.donated)} donated inputs"
+    )
+
+
+def memory_lines(planned: Program) -> Iterator[str]:
+    """A line for each holder of the peak, each buffer in a donor, and the donated inputs."""
+    found = summarize_memory(planned)
+    for holder in found.holders[:MAX_HOLDERS]:
+        yield f"at the peak: {bytes_text(holder.nbytes)} of {holder.name} ({holder.kind})"
+    if more := found.holders[MAX_HOLDERS:]:
+        yield f"at the peak: {bytes_text(sum(holder.nbytes for holder in more))} of {len(more)} more"
+    for placed in found.placed:
+        yield f"{placed.name} ({bytes_text(placed.nbytes)}) is placed in {placed.donor}"
+    if found.separate:
+        yield f"allocated separately: {', '.join(found.separate)}"
+    if found.donated:
+        yield f"donated inputs: {', '.join(found.donated)}"

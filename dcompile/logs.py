@@ -1,0 +1,107 @@
+"""The loggers `dcompile` and `dcompile.<channel>`: everything that the compiler writes for people goes through them.
+
+Records go to the user's handlers, those of these loggers or of the root logger. Where there are none, they are written
+as plain lines to the stderr of that moment, much as `logging.lastResort` would. Nothing is attached to any logger.
+
+Reporting never breaks what is reported on: handlers may raise, and streams may be absent, closed or full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from typing import TextIO
+
+from dcompile.config import CHANNELS, Config, parse_log
+
+DEFAULT_LEVEL = logging.INFO
+"""Of the logger `dcompile`, unless its level was set: the receipt is to be seen."""
+
+
+def rank() -> int:
+    """This process's rank as torchrun gives it (0 outside a job); needs no process group."""
+    value = os.environ.get("RANK", "0")
+    return int(value) if value.isdigit() else 0
+
+
+def write(stream: TextIO | None, text: str) -> bool:
+    """Write `text` to a stream and flush it; whether that worked. Raises nothing: a stream may raise anything.
+
+    `stream` is None in a process without a console. Characters outside its encoding are written as escapes.
+    """
+    if stream is None:
+        return False
+    try:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            stream.write(text.encode("ascii", "backslashreplace").decode())
+        stream.flush()
+    except Exception:
+        return False
+    return True
+
+
+def flush_streams() -> None:
+    """Flush what was printed, before a process ends by `os._exit`; it must come to that whatever a stream raises."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def report(level: int, text: str) -> None:
+    """Log a line on the logger `dcompile`, on any rank: the receipt, warnings, errors. Raises nothing."""
+    logger = logging.getLogger("dcompile")
+    threshold = logger.level or DEFAULT_LEVEL  # not the root logger's: it warns only, unless the user says otherwise
+    if logger.manager.disable < level and level >= threshold:
+        _emit(logger, level, text)
+
+
+def is_logged(config: Config, channel: str, level: int) -> bool:
+    """Whether a line of this level would be logged on a channel: ask before making a line that costs time.
+
+    Either option `log` or the logger's own level lets it through; on rank 0, or on each if `log` names `all`.
+    """
+    assert channel in CHANNELS, f"unknown log channel {channel}"
+    setting = parse_log(config.log)
+    logger = logging.getLogger(f"dcompile.{channel}")
+    if logger.manager.disable >= level or not (rank() == 0 or setting.every_rank):
+        return False
+    return level >= setting.levels.get(channel, sys.maxsize) or logger.isEnabledFor(level)
+
+
+def log(config: Config, channel: str, level: int, text: str) -> None:
+    """Log a line on a channel, if `is_logged` says so. Raises nothing."""
+    if is_logged(config, channel, level):
+        _log(config, channel, level, text)
+
+
+def log_code(config: Config, text: str) -> None:
+    """Log generated code on the channel `kernels`, whatever its level: torch's own settings ask for it."""
+    if rank() == 0 or parse_log(config.log).every_rank:
+        _log(config, "kernels", logging.DEBUG, text)
+
+
+def _log(config: Config, channel: str, level: int, text: str) -> None:
+    prefix = f"rank {rank()}: " if parse_log(config.log).every_rank else ""
+    _emit(logging.getLogger(f"dcompile.{channel}"), level, f"{prefix}{text}")
+
+
+def _emit(logger: logging.Logger, level: int, text: str) -> None:
+    """Hand a record to the user's handlers, or write a plain line if there are none.
+
+    The level was compared before: option `log` of one model lets through what the logger's level may not.
+    """
+    with contextlib.suppress(Exception):
+        frame = sys._getframe()
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+            frame = frame.f_back
+        code = frame.f_code
+        record = logger.makeRecord(logger.name, level, code.co_filename, frame.f_lineno, text, (), None, code.co_name)
+        if logger.hasHandlers():
+            logger.handle(record)
+        elif not logger.disabled and logger.filter(record):
+            channel = logger.name.removeprefix("dcompile").removeprefix(".")
+            write(sys.stderr, f"dcompile: [{channel}] {text}\n" if channel else f"dcompile: {text}\n")

@@ -1,0 +1,426 @@
+"""Every logger is used, levels and handlers are the user's, and reporting never breaks what is reported on."""
+
+import ast
+import contextlib
+import errno
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dcompile
+from dcompile import logs
+from dcompile.config import CHANNELS, Config, LogSetting, parse_log
+from dcompile.errors import OptionError
+from dcompile.runtime.communication import work
+from dcompile.runtime.coordination import heartbeat
+from tests.subject import ROOT
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")
+
+SOURCES = Path(logs.__file__).parent
+MAY_PRINT = {"logs.py", "calibrate.py", "simulate/__main__.py", "codegen/emit/triton/worker.py"}
+"""The one safe place; two commands, whose output is what they are for; a script that runs without the package."""
+NAMES = ("stdout", "stderr", "__stderr__")
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class NoFlush:
+    """What some hosts put in the place of a stream."""
+
+    def write(self, text):
+        raise KeyError(text)
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+STREAMS = {"none": lambda: None, "closed": closed, "full": Full, "other": NoFlush}
+
+
+@contextlib.contextmanager
+def unusable(stream, monkeypatch, names=("stderr", "stdout")):
+    """Both streams are of no use, and the receipt is on. No fixture: pytest sets them anew before the test itself."""
+    monkeypatch.setenv("DCOMPILE_RECEIPT", "1")
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(sys, name, STREAMS[stream]())
+        yield
+
+
+class Collector(logging.Handler):
+    """Keeps records."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+
+@contextlib.contextmanager
+def collected(name):
+    """The records that arrive at a logger's handlers."""
+    handler, logger = Collector(), logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield handler.records
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.fixture
+def level():
+    """Sets levels of loggers for one test."""
+    before = {}
+
+    def set_level(name, value):
+        logger = logging.getLogger(name)
+        before.setdefault(logger, logger.level)
+        logger.setLevel(value)
+
+    yield set_level
+    for logger, value in before.items():
+        logger.setLevel(value)
+
+
+def step(model=None, **options):
+    """One training step of a small model."""
+    model = model or nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    dcompile.compile(model, options={"receipt": False, **options})
+    model(torch.ones(32, 16)).square().mean().backward()
+
+
+def lines(records, level=None):
+    return [record.getMessage() for record in records if level is None or record.levelno == level]
+
+
+# --- channels ---------------------------------------------------------------------------------------------------------
+
+
+def test_passes_are_logged_with_time_and_steps():
+    with collected("dcompile.passes") as records:
+        step(log="passes")
+    for name in ("forward0", "backward0"):
+        found = [line for line in lines(records, logging.DEBUG) if line.startswith(f"{name} ")]
+        assert any(re.fullmatch(rf"{name} fuse: [0-9.]+ ms, \d+ -> \d+", line) for line in found)
+        assert any(re.fullmatch(rf"{name} (build|emit): [0-9.]+ ms", line) for line in found)
+        (whole,) = [line for line in lines(records, logging.INFO) if line.startswith(f"{name}: ")]
+        assert re.fullmatch(rf"{name}: planned in [0-9.]+ ms, \d+ -> \d+ steps", whole)
+
+
+def test_kernels_are_logged_as_built_and_then_as_cached(tmp_path):
+    with collected("dcompile.kernels") as records:
+        step(log="kernels", cache_dir=str(tmp_path))
+        first = lines(records)
+        records.clear()
+        step(log="kernels", cache_dir=str(tmp_path))
+        again = lines(records)
+    (built,) = [line for line in first if "backward0: built" in line]
+    names = set(built.rpartition(": ")[2].split(", "))
+    assert names and re.search(r"backward0: built \d+ kernels, waited [0-9.]+ s for compilers: ", built)
+    (cached,) = [line for line in again if line.startswith("backward0: ") and "in the cache: " in line]
+    assert set(cached.rpartition(": ")[2].split(", ")) >= names and not any("built" in line for line in again)
+
+
+def test_memory_is_logged_with_its_peak_and_who_holds_it():
+    with collected("dcompile.memory") as records:
+        step(log="memory")
+    (whole,) = [line for line in lines(records, logging.INFO) if line.startswith("backward0: ")]
+    assert re.search(r"arena [0-9.]+ K?i?B with \d+ buffers, peak [0-9.]+ KiB at step \d+ \(", whole)
+    found = [line.removeprefix("backward0: ") for line in lines(records, logging.DEBUG) if "backward0: " in line]
+    assert any(line.startswith("at the peak: ") and line.endswith("(donated input)") for line in found)
+    assert any(line.startswith("donated inputs: ") for line in found)
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_overlap_is_logged_for_each_collective():
+    with collected("dcompile.overlap") as records:
+        step(DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))), log="overlap")
+    assert lines(records, logging.INFO)[0].startswith("backward0: 1 collectives, ")
+    (line,) = [line for line in lines(records, logging.DEBUG) if "all_reduce" in line]
+    for part in ("may start", ", starts ", "is waited for", "is needed", " us exposed, hidden behind "):
+        assert part in line
+    assert "forward0: no collectives" in lines(records)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_graph_from_the_cache_is_logged_on_every_channel(monkeypatch, tmp_path):
+    monkeypatch.delenv("DCOMPILE_VERIFY")
+    torch.manual_seed(0)
+    found = {}
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            found = {channel: stack.enter_context(collected(f"dcompile.{channel}")) for channel in CHANNELS}
+            channels = "passes,overlap=INFO,kernels,memory=INFO"
+            step(DistributedDataParallel(nn.Linear(16, 8)), log=channels, cache_dir=str(tmp_path))
+    assert "backward0: from the cache" in lines(found["passes"])
+    assert any("loaded from the cache" in line for line in lines(found["kernels"]))
+    assert any(line.startswith("backward0: 1 collectives, ") for line in lines(found["overlap"]))
+    assert any("backward0: arena " in line for line in lines(found["memory"]))
+
+
+@pytest.mark.parametrize("channel", ["overlap", "memory"])
+def test_decisions_are_planned_again_to_be_logged(channel, monkeypatch, tmp_path):
+    monkeypatch.delenv("DCOMPILE_VERIFY")
+    for _ in range(2):
+        with collected(f"dcompile.{channel}") as records:
+            step(log=channel, cache_dir=str(tmp_path))
+    assert lines(records, logging.DEBUG) and not any("from the cache" in line for line in lines(records))
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "levels", "every_rank"),
+    [
+        ("", {}, False),
+        ("passes", {"passes": logging.DEBUG}, False),
+        ("passes=DEBUG, overlap=info,kernels,all", {"passes": 10, "overlap": 20, "kernels": 10}, True),
+        ("all", {}, True),
+        ("memory=CRITICAL,", {"memory": logging.CRITICAL}, False),
+    ],
+)
+def test_levels_are_parsed(text, levels, every_rank):
+    assert parse_log(text) == LogSetting(levels, every_rank)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kernel", "unknown log channel 'kernel', did you mean 'kernels'?; channels: passes, overlap, kernels, memory"),
+        ("passes,all=INFO", "unknown log channel 'all=INFO'"),
+        ("dcompile.passes", "unknown log channel"),
+        ("passes=LOUD", "unknown log level 'LOUD' in 'passes=LOUD'; levels: DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+        ("passes=", "unknown log level ''"),
+        ("passes=10", "unknown log level '10'"),
+    ],
+)
+def test_a_bad_channel_or_level_is_an_error_that_lists_the_valid_ones(text, message, monkeypatch):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        Config.make(options={"log": text})
+    monkeypatch.setenv("DCOMPILE_LOG", text)
+    with pytest.raises(OptionError, match=re.escape(message)):
+        Config.make()
+
+
+def test_a_level_leaves_out_what_is_below_it():
+    with collected("dcompile") as records:
+        step(log="passes=INFO,kernels=ERROR")
+    assert {(record.name, record.levelno) for record in records} == {("dcompile.passes", logging.INFO)}
+
+
+def test_a_level_of_the_logger_does_what_the_option_does(level):
+    level("dcompile", logging.DEBUG)
+    with collected("dcompile") as records:
+        step()
+    assert {record.name for record in records} == {f"dcompile.{channel}" for channel in CHANNELS}
+    records.clear()
+    level("dcompile.passes", logging.WARNING)
+    with collected("dcompile") as records:
+        step(receipt=True)
+    assert {record.name for record in records} == {
+        "dcompile",
+        "dcompile.kernels",
+        "dcompile.memory",
+        "dcompile.overlap",
+    }
+
+
+@pytest.mark.parametrize(
+    ("log", "rank", "logged"),
+    [
+        ("passes", 0, ["line"]),
+        ("passes", 1, []),
+        ("passes,all", 1, ["rank 1: line"]),
+        ("passes,all", 0, ["rank 0: line"]),
+    ],
+)
+def test_ranks_beside_the_first_log_if_all_is_asked_for(log, rank, logged, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    with collected("dcompile.passes") as records:
+        logs.log(Config(log=log), "passes", logging.DEBUG, "line")
+    assert lines(records) == logged
+
+
+# --- the user's own logging -------------------------------------------------------------------------------------------
+
+
+def test_without_handlers_plain_lines_go_to_the_stderr_of_the_moment(monkeypatch):
+    for number in range(2):
+        now = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", now)
+        logs.log(Config(log="passes"), "passes", logging.DEBUG, f"line {number}, 100 %s")
+        logs.report(logging.WARNING, "careful")
+        assert now.getvalue() == f"dcompile: [passes] line {number}, 100 %s\ndcompile: careful\n"
+
+
+def test_records_reach_the_root_loggers_handlers_and_only_those(capsys):
+    with collected("") as records:
+        step(log="passes,memory=INFO", receipt=True)
+    ours = [record for record in records if record.name.startswith("dcompile")]
+    assert {record.name for record in ours} == {"dcompile", "dcompile.passes", "dcompile.memory"}
+    (receipt,) = [record for record in ours if record.name == "dcompile"]
+    assert receipt.levelno == logging.INFO and receipt.getMessage().startswith("adapter=plain ")
+    assert Path(receipt.pathname).name == "api.py", "the caller, not the function that logs"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_loggers_level_silences_the_receipt_and_not_warnings(level):
+    level("dcompile", logging.WARNING)
+    with collected("dcompile") as records:
+        step(receipt=True)
+        logs.report(logging.WARNING, "careful")
+    assert lines(records) == ["careful"]
+
+
+def test_disabled_logging_is_silent():
+    logging.disable(logging.CRITICAL)
+    try:
+        with collected("dcompile") as records:
+            logs.report(logging.ERROR, "line")
+            logs.log(Config(log="passes"), "passes", logging.DEBUG, "line")
+    finally:
+        logging.disable(logging.NOTSET)
+    assert records == []
+
+
+def test_nothing_is_attached_to_our_loggers():
+    step(log=",".join(CHANNELS), receipt=True)
+    names = ["dcompile", *(f"dcompile.{channel}" for channel in CHANNELS)]
+    assert not any(logging.getLogger(name).handlers or logging.getLogger(name).level for name in names)
+
+
+@pytest.mark.parametrize("stream", ["closed", "full", "other"])
+def test_a_handler_that_cannot_write_breaks_nothing(stream, monkeypatch):
+    handler, root = logging.StreamHandler(STREAMS[stream]()), logging.getLogger()
+    root.addHandler(handler)
+    try:
+        with unusable(stream, monkeypatch, ("stderr",)):
+            step(log=",".join(CHANNELS), receipt=True)
+    finally:
+        root.removeHandler(handler)
+
+
+# --- torch's settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("artifact", "host"), [("output_code", True), ("kernel_code", False)])
+def test_torchs_artifacts_show_our_code(artifact, host):
+    torch._logging.set_logs(**{artifact: True})
+    try:
+        with collected("dcompile.kernels") as records:
+            step()
+    finally:
+        torch._logging.set_logs()
+    found = lines(records, logging.DEBUG)
+    assert any(line.startswith("backward0: kernel k") and 'extern "C"' in line for line in found)
+    assert any(line.startswith("backward0: host program\n") and "def call(" in line for line in found) == host
+    with collected("dcompile.kernels") as records:
+        step()
+    assert not records, "no longer"
+
+
+def test_torch_logs_names_our_loggers():
+    """In a process of its own: torch reads TORCH_LOGS when it is imported."""
+    script = "import torch, dcompile; dcompile.compile(lambda x: x.exp() + 1)(torch.ones(4))"
+    environment = {**os.environ, "TORCH_LOGS": "+dcompile", "PYTHONPATH": str(ROOT), "DCOMPILE_RECEIPT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^V\S+ \S+ \d+ dcompile/\S+\] .*inference0 fuse: ", done.stderr, re.MULTILINE)
+    assert re.search(r"^I.* dcompile/api\.py:\d+\] adapter=plain ", done.stderr, re.MULTILINE)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_steps_run_where_nobody_can_be_told(stream, monkeypatch):
+    """Each door has two of the streams: it decides what is said, and `logs.write` alone meets the stream."""
+    doors = dcompile.compile, lambda target: torch.compile(target, backend="dcompile")
+    door = doors[list(STREAMS).index(stream) % 2]
+    monkeypatch.setenv("DCOMPILE_LOG", "passes,overlap,kernels,memory")
+    names = ("stderr",) if stream == "closed" else ("stderr", "stdout")  # of a closed stdout, torch itself raises
+    with unusable(stream, monkeypatch, names):
+        model = door(nn.Sequential(nn.Linear(8, 20), nn.GELU(), nn.Linear(20, 2)))
+        for rows in (2, 5):
+            model(torch.ones(rows, 8)).sum().backward()
+        score = door(lambda x: (x * 3).relu().sum())
+        assert score(torch.ones(3)).item() == 9
+        skipped = door(torch._dynamo.disable(lambda x: x + 1))
+        assert skipped(torch.ones(1)).item() == 2
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_process_ends_where_streams_cannot_be_flushed(stream, monkeypatch):
+    class Stuck:
+        def is_completed(self):
+            return False
+
+    def differ(group):
+        raise dcompile.errors.PlanMismatchError("dcompile: ranks differ")
+
+    ended = []
+    monkeypatch.setattr(work.os, "_exit", ended.append)
+    monkeypatch.setattr(work, "_STUCK", [Stuck()])
+    monkeypatch.setattr(heartbeat, "_end", differ)
+    with unusable(stream, monkeypatch):
+        work._leave()
+        assert ended == [1]
+        heartbeat._end_at_exit()
+    assert ended[:2] == [1, 1]
+
+
+def test_a_character_that_a_stream_cannot_encode_is_written_as_an_escape():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    assert logs.write(stream, "größer\n")
+    assert raw.getvalue() == b"gr\\xf6\\xdfer\n"
+
+
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+def test_write_says_whether_it_worked(stream):
+    assert not logs.write(stream(), "line\n")
+    usable = io.StringIO()
+    assert logs.write(usable, "line\n") and usable.getvalue() == "line\n"
+
+
+def test_streams_are_written_in_one_place():
+    """Whoever writes to a stream by itself has to think of all that the tests above are about."""
+    for path in sorted(SOURCES.rglob("*.py")):
+        text = path.read_text()
+        if path.relative_to(SOURCES).as_posix() in MAY_PRINT or not any(name in text for name in NAMES):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            stream = isinstance(node, ast.Attribute) and node.attr in NAMES
+            own = stream and isinstance(node.value, ast.Name) and node.value.id == "sys"
+            assert not own, f"{path}:{node.lineno}: report through dcompile.logs"

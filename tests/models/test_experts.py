@@ -85,7 +85,8 @@ def assert_same(wanted: list[Any], found: list[Any], **tolerance: float) -> None
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_experts_are_grouped_matmuls_in_one_graph(name):
-    receipt, wanted, found = both(name, one_layer)
+    """DeepSeek's with its own kind of attention, which no other test runs; the others' tells experts nothing."""
+    receipt, wanted, found = both(name, one_layer if name == "deepseek-v3" else Mixture)
     assert receipt.graphs == 1 and receipt.graph_breaks == 0 and not receipt.fallbacks
     assert any("grouped matmuls of experts" in note for note in receipt.notes)
     assert_same(wanted, found, rtol=1e-4, atol=1e-5)

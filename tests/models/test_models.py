@@ -123,7 +123,7 @@ def test_dropout_draws_what_eager_draws(name):
 @cases("mlp", "resnet", "llama")
 def test_evaluation_without_gradients(name):
     case = CASES[name]
-    model, theirs = twins(case.make, 0.3)
+    model, theirs = twins(small(name), 0.3)
     batch = case.batch(4, 12)
     call = compiled(model.eval(), fullgraph=case.fullgraph)
     for mode in (torch.no_grad, torch.inference_mode):

@@ -19,7 +19,8 @@ OPTIMIZERS = {
 
 def trained(name, schedule, dtype, compiles):
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((5,), (4, 3))]
+    shapes = ((5,), (4, 3)) if "foreach" in OPTIMIZERS[name] else ((4, 3),)  # else each is traced by itself
+    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
     optimizer = getattr(torch.optim, name)(parameters, **OPTIMIZERS[name])
     scheduler = schedule(optimizer)
     step = dcompile.compile(optimizer.step, options={"receipt": False}) if compiles else optimizer.step

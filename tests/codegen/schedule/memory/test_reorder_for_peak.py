@@ -88,8 +88,8 @@ def test_random_programs_keep_their_values(monkeypatch):
     for module, name in (
         (reuse_external, "SMALLEST_HOST"),
         (reuse_external, "SMALLEST_GUEST"),
-        (reuse_external, "WORTH"),
-        (reorder_for_peak, "WORTH"),
+        (reuse_external, "MIN_SAVED_BYTES"),
+        (reorder_for_peak, "MIN_SAVED_BYTES"),
     ):
         monkeypatch.setattr(module, name, 1)
     better = 0

@@ -42,7 +42,7 @@ LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 SUB_LEVELS = {
     "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
     "dcompile.capture": (
-        ("graph_pass", "services"), ("agreement", "aliasing"), ("passes", "adapters"),
+        ("graph_pass", "services"), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
         ("batched_backward", "compiled_model", "graph_boundary", "joint_graph"), ("graph_runner",), ("dynamo_backend",),
         ("entry",),
     ),
@@ -220,6 +220,29 @@ def test_imports_inside_a_package_point_down() -> None:
     assert upward_arrows_inside("from dcompile.codegen.emit import target", "dcompile.codegen.lower.rules.views")
     assert upward_arrows_inside("from dcompile.capture.entry import Entry", "dcompile.capture.services")
     assert not upward_arrows_inside("from dcompile.codegen.nest import loop_nest", "dcompile.codegen.emit.target")
+
+
+def adapter_checks(source: str, module: str) -> list[str]:
+    """Places that ask which kind of adapter they have, outside the package that knows."""
+    calls = [node for node in nodes_of(source) if isinstance(node, ast.Call) and len(node.args) == 2]
+    kinds = [call for call in calls if path_of(call.func) == "isinstance"]
+    return [
+        f"{module}:{call.lineno} asks for the kind of an adapter; adapters/gradient_sync.py has the strategies"
+        for call in kinds
+        if any(path_of(node).endswith("Adapter") for node in ast.walk(call.args[1]))
+    ]
+
+
+def test_only_adapters_know_their_kinds() -> None:
+    wrong = [
+        w
+        for path, name in modules()
+        if not name.startswith("dcompile.capture.adapters")
+        for w in adapter_checks(path.read_text(), name)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert adapter_checks("isinstance(adapter, DdpAdapter | ShardedAdapter)", "dcompile.api")
+    assert adapter_checks("assert isinstance(model.adapter, (fsdp2.Fsdp2Adapter,))", "dcompile.api")
 
 
 def test_no_modules_import_each_other() -> None:

@@ -9,9 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from dcompile import compat
-from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.fsdp_common import ShardedAdapter
-from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.capture_digest import captured_calls
 from dcompile.capture.aliasing.output_views import results_without_gradients, view_without_gradients
 from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
@@ -49,7 +46,7 @@ class DynamoGraph(GraphPrograms):
         except LayersDiffer as reason:
             self.notes.append(f"layers that repeat are traced each by itself: {reason}")
             compiled = self._trace(gm, None, example_inputs)
-        compiled = self._leaving_absent(self._checked(compiled))
+        compiled = self._leaving_absent(self.sync.watch_parameters(compiled, self.params))
         seen = results_without_gradients(gm, self._learning)
         return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
 
@@ -135,7 +132,7 @@ class DynamoGraph(GraphPrograms):
         Gathered parameters are gone after a program: this takes FSDP's own.
         """
         used = compat.aot.not_only_read() & self.params.keys()
-        if not isinstance(self.adapter, ShardedAdapter) or not used:
+        if self.sync.sharded is None or not used:
             return False
         self._refuse_uses([self.params[position] for position in used])
         return True
@@ -146,7 +143,7 @@ class DynamoGraph(GraphPrograms):
 
     def _find_shards(self, module: Any) -> list[Any]:
         """Placeholders of sharded parameters; forward and backward will call them by the same names."""
-        if not isinstance(self.adapter, ShardedAdapter):
+        if self.sync.sharded is None:
             return []
         inputs = [(node, compat.aot.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
@@ -157,22 +154,6 @@ class DynamoGraph(GraphPrograms):
         if returned := returned_views(module, found, results):
             self._refuse_uses(found[node] for node in returned)
         return list(found)
-
-    def _checked(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, noticing when a parameter object was replaced (load_state_dict(assign=True))."""
-        adapter = self.adapter
-        if not isinstance(adapter, DdpAdapter) or not self.params:
-            return compiled
-        slots = [(position, number) for position, number in self.params.items()]
-        refs = adapter.refs
-
-        def checked(*args: Any) -> Any:
-            for position, number in slots:
-                if refs[number]() is not args[position]:
-                    adapter.rebind(number, args[position])
-            return compiled(*args)
-
-        return checked
 
     def _leaving_absent(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, whose backward gets None for gradients that there are none of, if its program can do without."""
@@ -254,7 +235,7 @@ class Backend:
             graph.fallbacks[COPIES_IN] = len(relabelled.copies)
         compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
         watched = watched_inputs(captured, flat_inputs, graph.changed)
-        exchanges = type(model.adapter) is not PlainAdapter
+        exchanges = model.adapter.synchronizes
         compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
         return compiled if model.between is None else model.between.around(compiled, example_inputs)
 

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.ddp_sync import DdpSync
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
-from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
 from dcompile.capture.services import Services
@@ -132,7 +133,7 @@ class Entry:
     def has_taken_over(self) -> bool:
         """Whether parameters are kept in step by the compiled graphs, and by nothing else any more."""
         adapter = self.model.adapter
-        return type(adapter) is not PlainAdapter and adapter.eligible
+        return adapter.synchronizes and adapter.eligible
 
     def entrance(self, traced: Callable[..., Any]) -> Callable[..., Any]:
         """What the user is to call. As part of a larger compiled function, `traced` runs in its place."""
@@ -169,23 +170,22 @@ class Entry:
 
     def _take_over_shards(self) -> None:
         """Before anything is traced: take over sharded parameters, if the module has some."""
-        known = self.model.adapter
-        root = self.root
-        if root is None or (isinstance(known, ShardedAdapter) and not known.eligible):
+        known, root = self.model.sync.sharded, self.root
+        if root is None or (known is not None and not known.eligible):
             return
         stock = self.model.settings.config.distributed == "stock"
         with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
             if states := compat.fsdp2.states_in(root):
                 # a replay keeps nothing for the next call: with CUDA graphs, backwards gather from all
                 parts = not self.model.settings.config.triton_cudagraphs
-                self.model.adopt(Fsdp2Adapter(states, stock, parts=parts))
+                self.model.adopt(ShardedSync(Fsdp2Adapter(states, stock, parts=parts)))
             elif instances := compat.fsdp1.instances_in(root):
-                self.model.adopt(Fsdp1Adapter(root, instances, stock))
+                self.model.adopt(ShardedSync(Fsdp1Adapter(root, instances, stock)))
 
     def _call_sharded(self, args: Any, kwargs: Any) -> Any:
         """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""
-        adapter = self.model.adapter
-        assert isinstance(adapter, ShardedAdapter), "only FSDP shards parameters"
+        adapter = self.model.sync.sharded
+        assert adapter is not None, "only FSDP shards parameters"
         if reason := adapter.wants_stock():
             return self._call_given_back(adapter, reason, args, kwargs)
         if adapter.outdated():
@@ -231,7 +231,7 @@ class Entry:
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
         replicated = self.root if compat.ddp.is_of_replicate(ddp, self.root) else None
-        self.model.adopt(DdpAdapter(ddp, stock, module=replicated))
+        self.model.adopt(DdpSync(DdpAdapter(ddp, stock, module=replicated)))
         self._compiled = None
 
     def _compile(self) -> Callable[..., Any]:
@@ -248,7 +248,7 @@ class Entry:
         model, own, made = self.model, function.__code__, self._made
         made.codes.append(own)
         made.backends.append(backend)
-        self._frames.begin(function if type(model.adapter) is PlainAdapter else None)
+        self._frames.begin(None if model.adapter.synchronizes else function)
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
         spec = compat.shapes.for_entry(settings.limits, self.target)
 

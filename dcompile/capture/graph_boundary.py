@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
+from dcompile.capture.adapters.fsdp_common import FallBackToStock
 from dcompile.capture.adapters.plain import PlainAdapter
 
 Compiled = Callable[..., Any]
@@ -184,7 +184,7 @@ def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple
     found: dict[int, tuple[torch.nn.Parameter, Convert]] = {}
     for position, value in enumerate(inputs):
         number = adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
-        if number is not None and isinstance(adapter, ShardedAdapter):
+        if number is not None:
             make = adapter.made_of(number)
             if make is not None:
                 found[position] = adapter.virtual(number), make

@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.capture import batched_backward
-from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.fsdp_common import ShardedAdapter
-from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.output_views import (
@@ -46,7 +43,7 @@ from dcompile.capture.passes.joint.absent_gradients import (
     zeros_of,
 )
 from dcompile.capture.services import GradientBuckets, Line
-from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Phase, Request
+from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.machine_model import GroupSize
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -65,7 +62,7 @@ class GraphPrograms:
         self.training = False
         self.executables: dict[str, Executable] = {}
         self.buckets: GradientBuckets | None = None
-        self.adapter = model.adapter
+        self.adapter, self.sync = model.adapter, model.sync
         self.shards = model.shards
         """What its sharded parameters are exchanged through, also after they were given back: for backwards to come."""
         # Dynamo hands over the parameters themselves
@@ -109,7 +106,7 @@ class GraphPrograms:
         """Positions of the gradients that the backward's program does without, once it is compiled."""
         self._follows: dict[frozenset[int], tuple[int, ...]] = {}
         """Absent gradients -> positions of the backward's results that are absent, too."""
-        self._unsure: tuple[int, ...] = ()
+        self.unsure: tuple[int, ...] = ()
         """Parameters that a backward may have no gradient of."""
         self._numbers: tuple[int, ...] = ()
         """Positions of the forward's inputs that are numbers."""
@@ -170,25 +167,16 @@ class GraphPrograms:
 
     def _gathering(self, run: Executable) -> Boxed:
         """A forward or inference program, with what it gathers through."""
-        adapter, shards = self.adapter, self.shards
-        kind = "inference" if not self.training else "forward"
-        if isinstance(adapter, DdpAdapter) and self._own[kind]:
+        return self.sync.wrap_forward(self, run, "forward" if self.training else "inference")
 
-            def agreeing(args: list[Any]) -> list[Any]:
-                self._agree(kind)
-                return run(args)
+    @property
+    def gathers(self) -> bool:
+        """Whether programs gather sharded parameters."""
+        return bool(self._sharded)
 
-            return agreeing
-        if not self._sharded or not run.buckets:
-            return run
-        assert isinstance(adapter, ShardedAdapter) and shards is not None, "only sharded parameters are gathered"
-        phase: Phase = "forward" if self.training else "inference"
-
-        def gathering(args: list[Any]) -> list[Any]:
-            self._agree(kind)
-            return run(args, buckets=shards.source(run.buckets, phase))
-
-        return gathering
+    def has_own_collectives(self, kind: str) -> bool:
+        """Whether a program has collectives that the model itself calls."""
+        return bool(self._own[kind])
 
     def _machine(self) -> dict[str, Any]:
         """What the cost model is told."""
@@ -226,7 +214,7 @@ class GraphPrograms:
         def inference(args: list[Any]) -> list[Any]:
             newest = model.newest
             if model.calls or newest is None or newest.graphs != alone:  # else that is what would be noted: 2 us less
-                model.ran(self)
+                model.record_forward(self)
             results = gathering(args)
             if pairs:
                 separate_results(results, pairs)
@@ -256,7 +244,7 @@ class GraphPrograms:
         def forward(args: list[Any]) -> list[Any]:
             newest = model.newest
             if position is not None or model.calls or newest is None or newest.graphs != alone:
-                token = model.ran(self)
+                token = model.record_forward(self)
             results = list(gathering(args))
             if views:
                 return_views(results, views)
@@ -282,8 +270,8 @@ class GraphPrograms:
         given = tangents(gm)
         places = given if self._may_lack else ()
         numbers = dict(self.grads)
-        self._unsure = tuple(sorted({numbers[place] for place in unsure(gm, numbers)}))
-        alone = position is None and not places and type(self.adapter) is PlainAdapter
+        self.unsure = tuple(sorted({numbers[place] for place in unsure(gm, numbers)}))
+        alone = position is None and not places and not self.adapter.synchronizes
         settled: Boxed | None = None
         is_batch, apart = compat.aot.batch_test(), UnshareGradients()
 
@@ -342,7 +330,7 @@ class GraphPrograms:
         hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
         if not hooked and not self.grads:
             return follows, ()
-        expected, gone, zeros = self._expected(), list[int](), list[int]()
+        expected, gone, zeros = self.sync.awaited(self.grads, self.unsure), list[int](), list[int]()
         for place in follows:
             # eager calls no hook where there is no gradient; the edge is there now, and a hook would get None
             stays = hooked and place - sum(number < place for number in self._numbers) in hooked
@@ -351,18 +339,6 @@ class GraphPrograms:
             elif not stays and place not in expected:
                 gone.append(place)
         return gone, zeros
-
-    def _expected(self) -> frozenset[int]:
-        """Positions of the backward's results that somebody waits for, whatever it lacks.
-
-        DDP's own reducer, unless told otherwise, waits for all of them. Where programs exchange gradients, ranks can
-        say of some alone that they have none.
-        """
-        adapter = self.adapter
-        if isinstance(adapter, DdpAdapter) and (adapter.every or (adapter.uneven and not adapter.eligible)):
-            return frozenset()
-        waits = isinstance(adapter, DdpAdapter) and not adapter.eligible
-        return frozenset(place for place, number in self.grads if waits or number not in self._unsure)
 
     def _nothing(self, gm: Any, absent: frozenset[int]) -> list[Any]:
         """The results of a backward that no gradient has come to: none either."""
@@ -383,7 +359,7 @@ class GraphPrograms:
         The first backward's absent ones are left out of its program, and most models never see others. Where one of
         them is there after all, a program that takes all serves this and every such call.
         """
-        if self.buckets is not None and isinstance(self.adapter, DdpAdapter) and self._every != self.adapter.every:
+        if self.buckets is not None and self._every != self.adapter.every:
             self._lacks = self.buckets = None  # compiled for a backward that reduced nothing, before ranks had decided
             self.executables.pop(WHOLE_BACKWARD, None)
         if self._lacks is None:
@@ -405,9 +381,7 @@ class GraphPrograms:
         adapter = self.adapter
         executable = self._build(gm, "backward", **self._reduces())
         if self.grads and adapter.bucket_rule() is not None:
-            assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-            model, self._every = self.model, adapter.every
-            self.buckets = model.toolbox.make_buckets(executable.buckets, adapter.refs, adapter.group, model.pool)
+            self._every, self.buckets = adapter.every, self.sync.make_buckets(executable.buckets)
         self.model.compile_seconds += time.perf_counter() - began
 
     def _build_whole_backward(self, gm: Any) -> None:
@@ -423,66 +397,32 @@ class GraphPrograms:
         rule = self.adapter.bucket_rule() if self.grads else None
         if rule is None:
             return {}
-        assert isinstance(self.adapter, DdpAdapter), "only DDP has buckets"
         params = self.adapter.exchanged({number for _, number in self.grads})
-        rule = dataclasses.replace(rule, unsure=self._unsure)
+        rule = dataclasses.replace(rule, unsure=self.unsure)
         return {"grads": self.grads, "params": params, "rule": rule}
 
     def _run_backward(self, kind: str, args: list[Any], sync: bool, gone: Collection[int]) -> list[Any]:
         """`gone`: positions of results that there are none of in this call."""
-        run, buckets, adapter = self.executables[kind], self.buckets, self.adapter
-        if isinstance(adapter, ShardedAdapter) and run.buckets:
-            return self._run_sharded_backward(run, adapter, args, gone)
-        if buckets is None:
-            return run(args)
-        assert isinstance(adapter, DdpAdapter), "only DDP has buckets"
-        accumulates = self.accumulates()
-        sync = sync and adapter.eligible and accumulates
-        if sync:
-            self._agree("backward")
-            absent = frozenset(number for place, number in self.grads if place in gone)
-            sync = self.model.begin_sync(buckets, adapter, self.grads, absent)
-        elif accumulates:
-            adapter.unreduced.update(number for place, number in self.grads if place not in gone)
-        return run(args, buckets=buckets, sync=sync)
-
-    def _run_sharded_backward(
-        self, run: Executable, adapter: ShardedAdapter, args: list[Any], gone: Collection[int]
-    ) -> list[Any]:
-        shards = self.shards
-        assert shards is not None, "only sharded parameters are reduced to shards"
-        accumulates = self.accumulates()
-        self._agree("backward")
-        if accumulates:
-            self.model.flush_after_backward(shards)
-            shards.may_lack(self._units_of(self._unsure))
-        absent = set[int]()
-        if gone:
-            absent = self.units() - self._units_of(number for place, number in self.grads if place not in gone)
-        return run(args, buckets=shards.source(run.buckets, "backward", accumulates, self.later, absent))
+        return self.sync.run_backward(self, self.executables[kind], self.buckets, args, sync, gone)
 
     def accumulates(self) -> bool:
         """Inside its backward: whether that adds to any parameter's .grad, which torch.autograd.grad does not."""
-        adapter, numbers = self.adapter, (number for _, number in self.grads)
-        if isinstance(adapter, DdpAdapter):
-            return adapter.accumulates(numbers)
-        assert isinstance(adapter, ShardedAdapter), "of others, nobody asks"
-        return any(compat.tensors.will_accumulate(adapter.virtual(number)) for number in numbers)
+        return self.sync.accumulates(number for _, number in self.grads)
 
     def units(self) -> set[int]:
         """Of sharded parameters: those that a backward has gradients of."""
-        return self._units_of(number for _, number in self.grads)
+        return self.units_of(number for _, number in self.grads)
 
-    def _units_of(self, numbers: Iterable[int]) -> set[int]:
+    def units_of(self, numbers: Iterable[int]) -> set[int]:
         infos = self.adapter.param_infos()
         return {shard.unit for number in numbers if (shard := infos[number].shard) is not None}
 
-    def _agree(self, kind: str) -> None:
+    def agree(self, kind: str) -> None:
         """Before a program's first collective: see that every rank is about to run the same ones."""
         if kind in self._agreed:
             return
         self._agreed.add(kind)
-        if self.captured and isinstance(self.adapter, ShardedAdapter):  # DDP's are compared before a backward
+        if self.captured and self.adapter.compares_in_forward:  # DDP's are compared before a backward
             self.model.compare_captures([self])
         self.model.agree_on(self.plan(kind))
 

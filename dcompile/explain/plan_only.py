@@ -17,9 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dcompile import compat
 from dcompile.autotune import forecast_notes
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.ddp_sync import DdpSync
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter
+from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry, find_model, original_function, unwrap_module
@@ -57,11 +61,12 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_record_guards(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, toolbox, _PlannedGraph)
-    adapter = _adapter(module, ddp, settings.config)
-    if adapter is not None and not adapter.eager:
-        entry.model.adopt(adapter)
+    sync = _sync(module, ddp, settings.config)
+    adapter = None if sync is None else sync.adapter
+    if sync is not None and adapter is not None and not adapter.eager:
+        entry.model.adopt(sync)
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
-        planner.adapter = adapter
+        planner.adapter = sync.sharded
     before = len(compat.dynamo.graph_breaks())
     alone = _alone(entry.model, adapter)
     with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.ddp.hooks_of_replicate_resting(module):
@@ -85,7 +90,7 @@ def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.Abs
 
     FSDP1 that stays stock does exchange: it keeps what it has gathered, and must not keep what one rank made up.
     """
-    if isinstance(adapter, Fsdp1Adapter) and not adapter.eligible:
+    if adapter is not None and adapter.keeps_gathered and not adapter.eligible:
         return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
@@ -107,17 +112,17 @@ def _settings(model: Any) -> Settings:
     return replace(settings, config=quiet)
 
 
-def _adapter(module: Module | None, ddp: Any, config: Config) -> DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None:
+def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | None:
     """What compiling would take over."""
     stock = config.distributed == "stock"
     if ddp is not None:
-        return _PlannedDdp(ddp, stock, module=module if compat.ddp.is_of_replicate(ddp, module) else None)
+        return DdpSync(_PlannedDdp(ddp, stock, module=module if compat.ddp.is_of_replicate(ddp, module) else None))
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):
-        return Fsdp2Adapter(states, stock, parts=not config.triton_cudagraphs)
+        return ShardedSync(Fsdp2Adapter(states, stock, parts=not config.triton_cudagraphs))
     instances = compat.fsdp1.instances_in(module)
-    return Fsdp1Adapter(module, instances, stock) if instances else None
+    return ShardedSync(Fsdp1Adapter(module, instances, stock)) if instances else None
 
 
 def _left_out(adapter: Any, module: Any) -> Iterator[str]:
@@ -178,7 +183,7 @@ class _Planner(CachingCompiler):
         super().__init__(config)
         self.graphs: dict[str, GraphReport] = {}
         self.parameters: dict[int, str] = {}
-        self.adapter: DdpAdapter | Fsdp1Adapter | Fsdp2Adapter | None = None
+        self.adapter: ShardedAdapter | None = None
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> _Eager:
         del foreseen
@@ -213,7 +218,7 @@ class _Planner(CachingCompiler):
     def _whole(self, number: int) -> torch.Tensor:
         """A sharded parameter with as many elements as it has, all of them this rank's: nobody is asked for others."""
         adapter = self.adapter
-        assert isinstance(adapter, Fsdp1Adapter | Fsdp2Adapter), "only sharded parameters are gathered"
+        assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
         return compat.alone.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))

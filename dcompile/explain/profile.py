@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dcompile import compat
-from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.entry import find_model
 from dcompile.errors import NotCompiledError
@@ -206,10 +204,6 @@ def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
     """Process groups that a model's programs communicate over, each with the names that plans have for it."""
     adapter = model.adapter
     if not adapter.eligible:
-        return []
-    if isinstance(adapter, DdpAdapter):
-        return [(adapter.group, frozenset({"ddp"}))]
-    if not isinstance(adapter, ShardedAdapter):
         return []
     found: dict[int, tuple[Any, set[str]]] = {}
     for name, group in adapter.communicators().items():  # gathered and reduced over the same ranks

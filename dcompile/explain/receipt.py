@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dcompile.capture.compiled_model import CompiledModel, Variant
+from dcompile.capture.call_state import Variant
+from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames

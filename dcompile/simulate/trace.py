@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
+from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.compiled_model import Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
@@ -92,7 +93,7 @@ def trace(
         toolbox = Services(planner, _return_nothing, _return_nothing, _return_nothing, _return_nothing, _return_nothing)
         entry = Entry(model._call_impl, None, Settings(planner.config), toolbox, _SimulatedGraph)
         adapter = _SimulatedAdapter(model, spread)
-        entry.model.adopt(adapter)
+        entry.model.adopt(GradientSync(adapter))
         with compat.aot.backward_at_once():
             entry(input_ids=tokens, labels=tokens)
     names = sorted(planner.programs)
@@ -116,6 +117,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 class _SimulatedAdapter(PlainAdapter):
     """Parameters spread as DDP or fully_shard would: numbered, in groups of layers, padded to whole shards."""
+
+    synchronizes = True
 
     def __init__(self, model: torch.nn.Module, spread: ParallelLayout) -> None:
         self.spread = spread
@@ -171,8 +174,9 @@ class _SimulatedGraph(DynamoGraph):
 
     @property
     def _spread(self) -> ParallelLayout:
-        assert isinstance(self.adapter, _SimulatedAdapter), "simulated graphs have simulated parameters"
-        return self.adapter.spread
+        adapter: Any = self.adapter  # simulated graphs have simulated parameters
+        spread: ParallelLayout = adapter.spread
+        return spread
 
     def _build(self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any) -> Any:
         del whole, foreseen

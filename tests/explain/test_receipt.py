@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.compiled_model import Settings, Variant
+from dcompile.capture.call_state import Variant
+from dcompile.capture.compiled_model import Settings
 from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError

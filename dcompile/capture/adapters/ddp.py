@@ -32,6 +32,7 @@ class DdpAdapter(PlainAdapter):
         "DistributedDataParallel, or options={'distributed': 'stock'}."
     )
     carries_sync = True
+    synchronizes = True
 
     def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
         """`module`: what the DDP keeps in step, if that is not what it wraps (`replicate`)."""
@@ -117,7 +118,7 @@ class DdpAdapter(PlainAdapter):
         wanted = self._trainable.union(used) if self.every else used
         return tuple(info for info in self._infos if info.number in wanted)
 
-    def outdated(self) -> bool:
+    def has_new_parameters(self) -> bool:
         """Whether parameters have become trainable that earlier programs have no places for: they know them now.
 
         Others that are frozen keep their places, as DDP's reducer keeps them in its buckets.

@@ -120,6 +120,7 @@ class Fsdp1Adapter(ShardedAdapter):
     """
 
     name = "fsdp1"
+    keeps_gathered = True
 
     def __init__(self, root: Any, instances: list[Any], stock: bool) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.contract import ParamInfo, ShardGroup, ShardUnit
 from dcompile.errors import DcompileError
@@ -68,6 +69,8 @@ class VirtualParameter(Protocol):
 class ShardedAdapter(PlainAdapter):
     """State of the takeover of one compiled module's sharded parameters."""
 
+    synchronizes = True
+    compares_in_forward = True
     way_to_differ = "A model that is meant to differ by its rank needs options={'distributed': 'stock'}."
 
     def __init__(self) -> None:
@@ -146,6 +149,14 @@ class ShardedAdapter(PlainAdapter):
         note = f"some calls run eagerly, with FSDP's own hooks: {reason}"
         if note not in self.notes:
             self.notes = (*self.notes, note)
+
+    def refuse_in_result(self, result: Any) -> None:
+        """Raises FallBackToStock if a parameter itself is among a model's results."""
+        if not self.eligible:
+            return
+        numbers = (self.number_of(leaf) for leaf in compat.tensors.leaves(result))
+        if names := sorted(self._infos[number].fqn for number in numbers if number is not None):
+            raise FallBackToStock(f"the model returns or changes a parameter in its forward: {', '.join(names)}")
 
     def restore(self, reason: str) -> None:
         """Leave everything to FSDP from now on."""

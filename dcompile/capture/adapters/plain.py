@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
@@ -37,6 +38,14 @@ class PlainAdapter:
     """How many reductions of sharded gradients may be in flight at once."""
     prepared = False
     """Whether the next backward is to reduce gradients whatever its forward has carried over."""
+    synchronizes = False
+    """Whether parameters are kept in step with other ranks."""
+    compares_in_forward = False
+    """Whether ranks compare a graph before its first program, and not before a backward that reduces."""
+    keeps_gathered = False
+    """Whether what runs eagerly keeps what it has gathered."""
+    every = False
+    """Whether each graph reduces all trainable parameters."""
 
     def number_of(self, parameter: Any) -> int | None:
         """This parameter's number in the plan, or None if it is not kept in step."""
@@ -46,6 +55,40 @@ class PlainAdapter:
     def param_infos(self) -> tuple[ParamInfo, ...]:
         """Every parameter that is kept in step, by number."""
         return ()
+
+    def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
+        """Parameters with a place in the buckets of a program that has gradients of those `used`."""
+        del used
+        return ()
+
+    def has_moved(self) -> bool:
+        """Whether gradients are to be reduced over other ranks from now on."""
+        return False
+
+    def leave(self, reason: str) -> None:
+        """Give everything back, for another adapter to start anew."""
+
+    def has_new_parameters(self) -> bool:
+        """Whether parameters have become trainable that earlier programs have no places for."""
+        return False
+
+    def made_of(self, number: int) -> Callable[[Any], Any] | None:
+        """What makes the parameter that modules show out of a virtual one; None where that is itself."""
+        del number
+        return None
+
+    def virtual(self, number: int) -> Any:
+        """What stands for a sharded parameter while it is traced."""
+        raise AssertionError(f"parameter {number} is not sharded")
+
+    def subject_of(self, plan: tuple[str, ...]) -> str | None:
+        """See `new_subject`."""
+        del plan
+        return None
+
+    def process_groups(self) -> list[Any]:
+        """All process groups that programs communicate over, each once."""
+        return []
 
     def communicators(self) -> dict[str, Any]:
         """The process group behind each group of the plan."""

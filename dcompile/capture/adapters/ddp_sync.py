@@ -1,0 +1,324 @@
+"""DDP's gradients: reduced in the backward programs, behind the backward, or by DDP's own reducer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.gradient_sync import GradientSync
+from dcompile.capture.agreement.capture_digest import compare_surroundings
+from dcompile.capture.agreement.collective_plan import plan_of
+from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
+from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
+from dcompile.capture.services import GradientBuckets
+from dcompile.collectives.contract import Executable
+from dcompile.ir.nodes import Bucket
+
+GRADIENTS = "gradients of a model"
+"""What ranks disagree on if some leave reducing to DDP."""
+
+
+@dataclass(eq=False)
+class SynchronizedBackward:
+    """One backward that reduces gradients."""
+
+    behind: bool
+    """Whether it does so when it is through, not in its programs."""
+    buckets: list[GradientBuckets] = field(default_factory=list)
+    """Of each program, in the order in which they ran."""
+    numbers: list[frozenset[int]] = field(default_factory=list)
+    """If `behind`: the parameters that each of them has a gradient of."""
+
+
+class DdpSync(GradientSync):
+    """Ranks decide in the first backward that reduces; each forward tells its backward whether to reduce."""
+
+    def __init__(self, adapter: DdpAdapter) -> None:
+        super().__init__(adapter)
+        self._adapter = adapter
+        self._tokens = make_token(reduces=False), make_token(reduces=True)
+        self._synced: dict[int, SynchronizedBackward] = {}
+        self._all_idle: GradientBuckets | None = None
+        """What calls beside the compiled graphs reduce through."""
+        self._behind: set[int] = set()
+        """Backwards whose gradients are reduced at their end."""
+        self._compared = False
+        """Whether ranks have compared what they captured, and who reduces gradients."""
+
+    def renewed(self) -> DdpSync:
+        """The same for the same adapter, as at first."""
+        return type(self)(self._adapter)
+
+    # --- forward ---
+
+    def begin_call(self, call: Invocation) -> None:
+        """Note what no_sync says; where ranks may differ, the call has a token of its own."""
+        if not call.inside_ddp:
+            return
+        adapter = self._adapter
+        adapter.before_forward()
+        call.sync = adapter.wants_sync()
+        if adapter.uneven:  # it may turn out that another way is taken
+            call.token = make_token(call.sync)
+        elif call.sync:
+            call.token = self._tokens[1]
+
+    def token(self, call: Invocation | None) -> torch.Tensor | None:
+        """The call's own, or that its backward is not to reduce."""
+        return self._tokens[0] if call is None or call.token is None else call.token
+
+    def compares_captures(self) -> bool:
+        """A rank may call the model as often as it likes, alone, before the first backward that reduces."""
+        return not (self._compared or self._adapter.uneven)
+
+    def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Callable[[list[Any]], list[Any]]:
+        """A program that has collectives of the model's own: ranks agree before the first."""
+        if not graph.has_own_collectives(kind):
+            return run
+
+        def agreeing(args: list[Any]) -> list[Any]:
+            graph.agree(kind)
+            return run(args)
+
+        return agreeing
+
+    # --- after a call ---
+
+    def objections_to(self, key: tuple[int, ...], result: Any) -> tuple[str, ...]:
+        """Parameters in results, and unused ones where the model is in several graphs."""
+        adapter = self._adapter
+        found = outside_use(result, adapter.name_of)
+        if adapter.ddp.find_unused_parameters and len(key) > 1:
+            found.append("find_unused_parameters=True, and the model was captured in several graphs")
+        return tuple(found)
+
+    def after_call(self, variant: Variant, call: Invocation, result: Any) -> None:
+        """Fall back to DDP if the call has used parameters outside the graphs."""
+        adapter = self._adapter
+        if adapter.eligible and torch.is_grad_enabled():
+            reasons = (*variant.objections, *(adapter.hooked() if adapter.uneven else ()))
+            if reasons:
+                self._fall_back_to_ddp(call, result, reasons)
+
+    def no_graph_ran(self, call: Invocation, result: Any) -> None:
+        """Fall back to DDP, or let it queue what it has held back."""
+        if not call.inside_ddp or not torch.is_grad_enabled():
+            return
+        if self._adapter.eligible:
+            self._fall_back_to_ddp(call, result, ("a forward ran without any compiled graph",))
+        else:
+            self._adapter.let_go_of_static_graph()
+
+    def _fall_back_to_ddp(self, call: Invocation, result: Any, reasons: tuple[str, ...]) -> None:
+        """A call uses parameters beside the compiled graphs, which do not know when all gradients are there.
+
+        DDP reduces from here on. Where ranks may use different parameters, another one may well go on with compiled
+        graphs: then this backward reduces what these would, behind its end.
+        """
+        adapter = self._adapter
+        tensors = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        if not adapter.uneven or adapter.ddp.static_graph or not tensors:
+            adapter.restore("; ".join(reasons), call.inside_ddp)
+            return
+        adapter.watch(reasons)
+        if call.token is not None:
+            call.token.data.fill_(-1)  # .data: the graphs have saved it, and nothing is to notice
+        for tensor in tensors:
+            compat.tensors.on_gradient(tensor, functools.partial(self._reduce_behind, call.sync))
+
+    def _reduce_behind(self, sync: bool) -> None:
+        """Inside a backward: when it is through, reduce every gradient."""
+        if not sync and not self._adapter.prepared:
+            return
+        task = compat.tensors.backward_task()
+        if task not in self._behind:
+            self._behind.add(task)
+            compat.tensors.at_end_of_backward(lambda: self._reduce_all(task))
+
+    def _reduce_all(self, task: int) -> None:
+        self._behind.discard(task)
+        adapter = self._adapter
+        if not adapter.eligible:
+            return
+        adapter.has_synced()
+        if not adapter.unreduced:
+            return
+        if self._all_idle is None:
+            infos, rule = adapter.exchanged(()), adapter.bucket_rule()
+            assert rule is not None, "what was taken over has buckets"
+            buckets = self.model.toolbox.all_idle(infos, rule)
+            self._all_idle = self.make_buckets(buckets)
+            self.model.agree_on(plan_of(buckets, infos))
+        self._all_idle.begin(adapter.unreduced)
+        self._all_idle.reduce_all()
+        self._finish_sync([self._all_idle])
+
+    # --- backward ---
+
+    def before_backward(self, graph: CapturedGraph, sync: bool) -> bool:
+        """`sync`: whether every rank runs this backward, if it adds to gradients. Others may be one rank's alone."""
+        adapter = self._adapter
+        reduces = sync and (adapter.state == "undecided" or not self._compared) and graph.accumulates()
+        # where ranks decide together, one may run backwards that reduce nothing alone
+        if adapter.state == "undecided" and (reduces or not (adapter.uneven and self._asks_others())):
+            self._decide()
+        if reduces and not self._compared:
+            self._compare_before_reducing(graph)
+        return adapter.state != "undecided"
+
+    def _decide(self) -> None:
+        adapter, objections = self._adapter, self.model.objections()
+        if not self._asks_others() or not adapter.uneven:
+            adapter.decide(objections)
+            return
+        self._compared = True  # ranks may have run other graphs: if one leaves it to DDP, all do
+        compare_surroundings(self.model)
+        objections += adapter.hooked()
+        mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
+        said = self.model.toolbox.said_by_any(adapter.group, GRADIENTS, mine)
+        several = any(len(variant.graphs) > 1 for variant in self.model.variants.values())
+        adapter.decide(objections if mine or not said else [said], several)
+
+    def _asks_others(self) -> bool:
+        return self.model.settings.config.distributed != "stock" and not self._adapter.may_be_alone
+
+    def _compare_before_reducing(self, graph: CapturedGraph) -> None:
+        """The first backward that every rank runs: see that all have captured the same, and do the same with gradients.
+
+        Ranks that leave it to DDP would wait in other collectives than those that do not.
+        """
+        self._compared = True
+        adapter = self._adapter
+        if self._asks_others():
+            self.model.compare_captures(self.model.graphs_of_call(graph))
+            who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
+            self.model.toolbox.agree(adapter.group, GRADIENTS, [who])
+        for other in self.model.graphs:
+            other.captured = []
+
+    def run_backward(
+        self,
+        graph: CapturedGraph,
+        run: Executable,
+        buckets: GradientBuckets | None,
+        args: list[Any],
+        sync: bool,
+        gone: Collection[int],
+    ) -> list[Any]:
+        """Reduce in the program, behind the backward, or not at all."""
+        adapter = self._adapter
+        if buckets is None:
+            return run(args)
+        accumulates = graph.accumulates()
+        sync = sync and adapter.eligible and accumulates
+        if sync:
+            graph.agree("backward")
+            absent = frozenset(number for place, number in graph.grads if place in gone)
+            sync = self._begin_sync(buckets, graph.grads, absent)
+        elif accumulates:
+            adapter.unreduced.update(number for place, number in graph.grads if place not in gone)
+        return run(args, buckets=buckets, sync=sync)
+
+    def _begin_sync(self, buckets: GradientBuckets, grads: Iterable[tuple[int, int]], absent: Collection[int]) -> bool:
+        """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through.
+
+        Returns whether its program is to do it. If a parameter has a hook, that is to get the gradient of this rank:
+        then all buckets, of this graph with the gradients `grads`, are reduced behind the backward, in the order in
+        which other ranks, which may have no hooks, reduce them in their programs. `absent`: parameters that it has no
+        gradient of in this call.
+        """
+        adapter, task = self._adapter, compat.tensors.backward_task()
+        first = task not in self._synced
+        if first:
+            hooked = [] if adapter.uneven else adapter.hooked()
+            self._synced[task] = SynchronizedBackward(behind=bool(hooked))
+            if hooked:
+                adapter.note_behind(hooked)
+            compat.tensors.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
+        synced = self._synced[task]
+        buckets.begin(adapter.unreduced if first and adapter.every else (), task, first, absent)
+        synced.buckets.append(buckets)
+        if synced.behind:
+            synced.numbers.append(adapter.accumulating(number for _, number in grads if number not in absent))
+        return not synced.behind
+
+    def _end_sync(self, synced: SynchronizedBackward) -> None:
+        self._adapter.has_synced()
+        if synced.behind:
+            done: set[int] = set()
+            for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):
+                buckets.reduce_behind(numbers, done)
+                done |= numbers
+        self._finish_sync(synced.buckets)
+
+    def _finish_sync(self, reduced: list[GradientBuckets]) -> None:
+        adapter = self._adapter
+        if not adapter.eligible:
+            return
+        for buckets in reduced:
+            others = (other.reduced() for other in reduced if other is not buckets)
+            buckets.settle_idle(frozenset().union(*others))
+        sources: dict[int, GradientBuckets | None] = {}
+        addresses: dict[int, int] = {}
+        for buckets in reduced:
+            found = buckets.reduced()
+            # a parameter of several graphs: autograd has added their reduced gradients up, nothing is missing
+            sources |= {number: None if number in sources else buckets for number in found}
+            addresses |= found
+        elsewhere = {
+            number: source.reduced_gradient(number)
+            for number, source in sources.items()
+            if source is not None and adapter.differs(number, addresses[number])
+        }
+        adapter.reduce_rest(elsewhere, sources.keys(), self.model.toolbox.average)
+        for buckets in reduced:
+            buckets.forget()
+
+    def accumulates(self, numbers: Iterable[int]) -> bool:
+        """Whether this backward adds to .grad at all; torch.autograd.grad does not, and then DDP reduces nothing."""
+        return self._adapter.accumulates(numbers)
+
+    def awaited(self, grads: Iterable[tuple[int, int]], unsure: Collection[int]) -> frozenset[int]:
+        """DDP's own reducer, unless told otherwise, waits for all; ranks can say of some that they have none."""
+        adapter = self._adapter
+        if adapter.every or (adapter.uneven and not adapter.eligible):
+            return frozenset()
+        return frozenset(place for place, number in grads if not adapter.eligible or number not in unsure)
+
+    # --- parameters ---
+
+    def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
+        """Bucket memory that all graphs of the model share."""
+        adapter = self._adapter
+        return self.model.toolbox.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
+
+    def forget_buckets(self) -> None:
+        """What calls beside the compiled graphs reduce through is laid out anew."""
+        self._all_idle = None
+
+    def watch_parameters(self, compiled: Callable[..., Any], params: Mapping[int, int]) -> Callable[..., Any]:
+        """Gradients go to the parameter that the module has now."""
+        adapter = self._adapter
+        if not params:
+            return compiled
+        slots, refs = list(params.items()), adapter.refs
+
+        def checked(*args: Any) -> Any:
+            for position, number in slots:
+                if refs[number]() is not args[position]:
+                    adapter.rebind(number, args[position])
+            return compiled(*args)
+
+        return checked
+
+
+def make_token(reduces: bool) -> torch.Tensor:
+    """Whether a backward is to reduce, for forwards to save: the call that it is made in may run in inference mode."""
+    with torch.inference_mode(False):
+        return torch.tensor(int(reduces), device="cpu")

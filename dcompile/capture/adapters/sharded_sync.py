@@ -1,0 +1,112 @@
+"""Sharded parameters (FSDP1, FSDP2): gathered in programs, and their gradients reduced to shards in backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from dcompile import compat
+from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter
+from dcompile.capture.adapters.gradient_sync import GradientSync
+from dcompile.capture.call_state import CapturedGraph, Invocation
+from dcompile.capture.services import GradientBuckets, ShardedParameters
+from dcompile.collectives.contract import Executable, Phase
+
+
+class ShardedSync(GradientSync):
+    """Every call is one of all ranks; what two graphs have gradients of, the later backward reduces."""
+
+    def __init__(self, adapter: ShardedAdapter) -> None:
+        super().__init__(adapter)
+        self._adapter = adapter
+        self._flushing: set[tuple[int, int]] = set()
+
+    def renewed(self) -> ShardedSync:
+        """The same for the same adapter, as at first."""
+        return type(self)(self._adapter)
+
+    @property
+    def sharded(self) -> ShardedAdapter:
+        """The adapter."""
+        return self._adapter
+
+    def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
+        """Shards, and a monitor of eager code; nothing where all is left to FSDP."""
+        adapter = self._adapter
+        if not adapter.eligible:
+            return None, None
+        return self.model.toolbox.make_shards(adapter.units, adapter.groups), EagerRegionMonitor(adapter)
+
+    def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
+        """Note which units a graph has gradients of: the first graph's backward, which comes last, reduces them all.
+
+        That follows from the graphs of calls so far, and their plans are the same on every rank.
+        """
+        shards = self.model.shards
+        if shards is None or not graph.training:
+            return
+        if not call.units:
+            shards.forget_parts()
+        units = graph.units()
+        graph.later |= units & call.units
+        call.units |= units
+
+    def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Callable[[list[Any]], list[Any]]:
+        """A program with the source that it gathers through."""
+        shards = graph.shards
+        if not graph.gathers or not run.buckets:
+            return run
+        assert shards is not None, "only sharded parameters are gathered"
+        phase: Phase = "forward" if kind == "forward" else "inference"
+
+        def gathering(args: list[Any]) -> list[Any]:
+            graph.agree(kind)
+            return run(args, buckets=shards.source(run.buckets, phase))
+
+        return gathering
+
+    def check_result(self, result: Any) -> None:
+        """Raises FallBackToStock if a parameter itself is returned: Dynamo passes such a thing on past the graph."""
+        self._adapter.refuse_in_result(result)
+
+    def run_backward(
+        self,
+        graph: CapturedGraph,
+        run: Executable,
+        buckets: GradientBuckets | None,
+        args: list[Any],
+        sync: bool,
+        gone: Collection[int],
+    ) -> list[Any]:
+        """Reduce to shards, and after the backward what earlier ones left."""
+        del buckets, sync
+        shards = graph.shards
+        if not run.buckets:
+            return run(args)
+        assert shards is not None, "only sharded parameters are reduced to shards"
+        accumulates = graph.accumulates()
+        graph.agree("backward")
+        if accumulates:
+            self._flush_after_backward(shards)
+            shards.may_lack(graph.units_of(graph.unsure))
+        absent = set[int]()
+        if gone:
+            absent = graph.units() - graph.units_of(number for place, number in graph.grads if place not in gone)
+        return run(args, buckets=shards.source(run.buckets, "backward", accumulates, graph.later, absent))
+
+    def _flush_after_backward(self, shards: Any) -> None:
+        """A backward adds to gradients of sharded parameters: when it is through, reduce what earlier ones left."""
+        task = compat.tensors.backward_task(), id(shards)
+        if task not in self._flushing:
+            self._flushing.add(task)
+
+            def flush() -> None:
+                self._flushing.discard(task)
+                shards.flush()
+
+            compat.tensors.at_end_of_backward(flush)
+
+    def accumulates(self, numbers: Iterable[int]) -> bool:
+        """Whether this backward adds to the gradient of any of these parameters' stand-ins."""
+        return any(compat.tensors.will_accumulate(self._adapter.virtual(number)) for number in numbers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,8 @@ from dcompile.config import Config, parse_log
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
 from dcompile.logs import log
-from dcompile.passes import GraphPass, select_rows
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES
+from dcompile.passes import GraphPasses, select_rows
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.cache.key import (
     NotCacheable,
@@ -96,10 +95,10 @@ class CachingCompiler:
 
         return fusible_ops.table()
 
-    def graph_passes(self) -> tuple[Sequence[GraphPass], Sequence[GraphPass]]:
-        """The rows of `pipeline.DYNAMO_PASSES` and `pipeline.JOINT_PASSES` that the options skip and until leave."""
+    def graph_passes(self) -> GraphPasses:
+        """The rows of `pipeline.py` for FX graphs and results, as the options skip and until leave them."""
         joint = select_rows(self.config, JOINT_PASSES, earlier=(DYNAMO_PASSES,))
-        return select_rows(self.config, DYNAMO_PASSES), joint
+        return GraphPasses(select_rows(self.config, DYNAMO_PASSES), joint, OUTPUT_STEPS)
 
     def expect_products(self) -> None:
         """Have the kernel of matrix products built, if there are to be some and it is not there.

@@ -63,6 +63,35 @@ class GraphPass:
         return self.run.__name__
 
 
+@dataclass(frozen=True, slots=True)
+class OutputStep:
+    """What is done to the results of a program, call after call: `run(results, plan)`, in place.
+
+    `plan(gm, request)` is made once, when the program is compiled. Where it is empty, there is nothing to do. `request`
+    is a `capture.output_steps.OutputRequest`. `stages`: "forward" of a training graph, or "inference".
+    """
+
+    run: Callable[[list[Any], Any], None]
+    plan: Callable[[Any, Any], Any]
+    stages: tuple[str, ...]
+    rewrites: bool = False
+    """Whether planning changes what the graph returns: it comes behind all others then."""
+
+    @property
+    def name(self) -> str:
+        """The name in the printed list."""
+        return self.run.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPasses:
+    """The rows that capturing needs, as the settings leave them."""
+
+    dynamo: Sequence[GraphPass]
+    joint: Sequence[GraphPass]
+    outputs: Sequence[OutputStep]
+
+
 class Row(Protocol):
     """A pass of any list, as selecting sees it."""
 

@@ -13,6 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dcompile import compat
+from dcompile.capture.aliasing.output_views import (
+    constant_results_to_separate,
+    detach_results,
+    detach_saved_views,
+    remove_dtype_views,
+    repeat_results,
+    repeated_results,
+    results_to_detach,
+    results_to_separate,
+    return_views,
+    saved_in_same_memory,
+    saved_input_views,
+    separate_results,
+    view_as_dtypes,
+)
 from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
 from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import chunk_losses
@@ -36,7 +51,7 @@ from dcompile.capture.passes.joint.saved_values import (
     save_as_strided_views,
     save_random_values,
 )
-from dcompile.passes import GraphPass, nothing, with_own_kernels
+from dcompile.passes import GraphPass, OutputStep, nothing, with_own_kernels
 
 if TYPE_CHECKING:
     from dcompile.collectives.contract import Request
@@ -84,6 +99,37 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(recompute_views, lambda request: (request.sharded_parameters,), stages=("joint",), required=True),
 )
 """Rewrites of a joint graph before it is cut into forward and backward, and of an inference graph."""
+
+
+OUTPUT_STEPS: tuple[OutputStep, ...] = (
+    OutputStep(
+        return_views,
+        lambda gm, request: saved_in_same_memory(gm, request.views, request.count),
+        stages=("forward",),
+    ),
+    # before views as other dtypes: those are made of tensors that are told apart
+    OutputStep(separate_results, lambda gm, _: results_to_separate(gm), stages=("inference",)),
+    OutputStep(
+        view_as_dtypes,
+        lambda gm, request: remove_dtype_views(gm, request.count),
+        stages=("forward", "inference"),
+        rewrites=True,
+    ),
+    OutputStep(detach_saved_views, lambda gm, request: saved_input_views(gm, request.count), stages=("forward",)),
+    OutputStep(
+        separate_results,
+        lambda gm, request: constant_results_to_separate(gm, request.constant),
+        stages=("forward",),
+    ),
+    # last: what has no gradient is detached whatever it is a view of
+    OutputStep(
+        detach_results,
+        lambda gm, request: results_to_detach(gm, request.constant, request.count),
+        stages=("forward",),
+    ),
+    OutputStep(repeat_results, lambda gm, _: repeated_results(gm), stages=("inference",)),
+)
+"""What runs on the results of a program, and what each of them has to do with a graph."""
 
 
 @dataclass(frozen=True, slots=True)

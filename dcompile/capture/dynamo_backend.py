@@ -38,8 +38,7 @@ class DynamoGraph(GraphPrograms):
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
         self._examine(gm)
-        dynamo_passes, _ = self.model.toolbox.compiler.graph_passes()
-        self._run_passes(dynamo_passes, gm, "dynamo")
+        self._run_passes(self.model.toolbox.compiler.graph_passes().dynamo, gm, "dynamo")
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
         try:
             compiled = self._trace(gm, layers, example_inputs)
@@ -86,7 +85,7 @@ class DynamoGraph(GraphPrograms):
         self._cut = PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs)
         self.grads = tuple((out, self.params[index]) for out, index in self._cut.gradients if index in self.params)
         self._may_lack = can_be_absent(joint, alone=not self._goes_on)
-        self._run_passes(compiler.graph_passes()[1], joint, "joint")
+        self._run_passes(compiler.graph_passes().joint, joint, "joint")
         forward, backward = partition_joint(
             joint,
             joint_inputs,
@@ -122,7 +121,7 @@ class DynamoGraph(GraphPrograms):
         self.changed = compat.aot.changed_inputs(inputs)
         if self._needs_parameters():
             return mark_boxed(_never)
-        self._run_passes(self.model.toolbox.compiler.graph_passes()[1], module, "inference")
+        self._run_passes(self.model.toolbox.compiler.graph_passes().joint, module, "inference")
         self._learning = compat.aot.learning_results()
         return mark_boxed(self._inference(module))
 

@@ -15,22 +15,11 @@ from dcompile import compat
 from dcompile.capture import batched_backward
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
-from dcompile.capture.aliasing.output_views import (
-    constant_results_to_separate,
-    remove_dtype_views,
-    repeated_results,
-    results_to_detach,
-    results_to_separate,
-    return_views,
-    saved_in_same_memory,
-    saved_input_views,
-    separate_results,
-    view_as_dtypes,
-)
 from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_sync_token
+from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.capture.passes.joint.absent_gradients import (
     absent_results,
     fixed_size_tangents,
@@ -45,6 +34,7 @@ from dcompile.capture.passes.joint.absent_gradients import (
 from dcompile.capture.services import GradientBuckets, Line
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.machine_model import GroupSize
+from dcompile.passes import OutputStep
 
 Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
@@ -206,8 +196,7 @@ class GraphPrograms:
 
     def _inference(self, gm: Any) -> Boxed:
         return_input_views(gm, compat.aot.looks_at_inputs())
-        pairs, again = results_to_separate(gm), repeated_results(gm)
-        retyped = remove_dtype_views(gm, len(gm.graph.output_node().args[0]))
+        steps = plan_outputs(self._output_steps, gm, OutputRequest(len(gm.graph.output_node().args[0])), "inference")
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
 
@@ -216,27 +205,24 @@ class GraphPrograms:
             if model.calls or newest is None or newest.graphs != alone:  # else that is what would be noted: 2 us less
                 model.record_forward(self)
             results = gathering(args)
-            if pairs:
-                separate_results(results, pairs)
-            if retyped:
-                view_as_dtypes(results, retyped)
-            for place, earlier in again:
-                results[place] = results[earlier]
+            for step, plan in steps:
+                step(results, plan)
             return results
 
-        asks = gathering is not run or pairs or retyped or again
+        asks = gathering is not run or steps
         return compat.lean_wrappers.marked_direct(inference, None if asks else getattr(run, "direct", None))
+
+    @property
+    def _output_steps(self) -> Sequence[OutputStep]:
+        return self.model.toolbox.compiler.graph_passes().outputs
 
     def _forward(self, gm: Any) -> Boxed:
         position = take_sync_token(gm)
         return_input_views(gm, compat.aot.looks_at_inputs())
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
-        views = saved_in_same_memory(gm, compat.aot.take_views(), self._cut.results)
-        constant = compat.aot.constant_results()
-        pairs, detached = constant_results_to_separate(gm, constant), results_to_detach(gm, constant, self._cut.results)
-        looks = saved_input_views(gm, self._cut.results)
-        retyped = remove_dtype_views(gm, self._cut.results)
+        request = OutputRequest(self._cut.results, compat.aot.take_views(), compat.aot.constant_results())
+        steps = plan_outputs(self._output_steps, gm, request, "forward")
         run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
         model = self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
@@ -246,18 +232,8 @@ class GraphPrograms:
             if position is not None or model.calls or newest is None or newest.graphs != alone:
                 token = model.record_forward(self)
             results = list(gathering(args))
-            if views:
-                return_views(results, views)
-            if retyped:
-                view_as_dtypes(results, retyped)
-            for place in looks:
-                results[place] = results[place].detach()
-            if pairs:
-                separate_results(results, pairs)
-            for place, *others in detached:
-                results[place] = results[place].detach()
-                for other in others:
-                    results[other] = results[place]
+            for step, plan in steps:
+                step(results, plan)
             if position is not None:
                 results.insert(position, token)
             return results

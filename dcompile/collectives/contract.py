@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from dcompile.ir.nodes import Bucket, Loop, Tile
 from dcompile.machine_model import CPU, Figures, GroupSize
-from dcompile.passes import GraphPass
+from dcompile.passes import GraphPasses
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +327,8 @@ class Compiler(Protocol):
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """(ops that become part of a loop, those of them that may be computed again), beside what torch knows."""
 
-    def graph_passes(self) -> tuple[Sequence[GraphPass], Sequence[GraphPass]]:
-        """The passes over a Dynamo graph, and those over joint and inference graphs, as the settings leave them."""
+    def graph_passes(self) -> GraphPasses:
+        """The passes over FX graphs and the steps on results, as the settings leave them."""
 
     def expect_products(self) -> None:
         """A graph that multiplies matrices on the CPU is about to be traced."""

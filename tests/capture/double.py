@@ -11,6 +11,7 @@ from dcompile import pipeline
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketSource, Foreseen, ProgramReport, Request
 from dcompile.ir.nodes import Bucket
+from dcompile.passes import GraphPasses
 from dcompile.runtime.coordination.heartbeat import SingleProcess, peers_of
 
 
@@ -73,8 +74,8 @@ class InterpreterCompiler:
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         return frozenset(), frozenset()
 
-    def graph_passes(self) -> tuple[Any, Any]:
-        return pipeline.DYNAMO_PASSES, pipeline.JOINT_PASSES
+    def graph_passes(self) -> GraphPasses:
+        return GraphPasses(pipeline.DYNAMO_PASSES, pipeline.JOINT_PASSES, pipeline.OUTPUT_STEPS)
 
     def expect_products(self) -> None:
         pass

@@ -190,3 +190,23 @@ def return_views(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> No
         for other in saved:
             x = outputs[other]
             outputs[other] = torch.as_strided(own.detach(), x.shape, x.stride(), x.storage_offset())
+
+
+def detach_saved_views(outputs: list[Any], places: Sequence[int]) -> None:
+    """See `saved_input_views`."""
+    for place in places:
+        outputs[place] = outputs[place].detach()
+
+
+def detach_results(outputs: list[Any], places: Sequence[Sequence[int]]) -> None:
+    """See `results_to_detach`."""
+    for place, *others in places:
+        outputs[place] = outputs[place].detach()
+        for other in others:
+            outputs[other] = outputs[place]
+
+
+def repeat_results(outputs: list[Any], places: Sequence[tuple[int, int]]) -> None:
+    """See `repeated_results`."""
+    for place, earlier in places:
+        outputs[place] = outputs[earlier]

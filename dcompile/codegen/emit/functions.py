@@ -247,13 +247,10 @@ INLINE wide mod_of(wide a, wide b) {
 #endif
 VECTOR_FUNCTION_2(fmod) VECTOR_FUNCTION_2(mod)
 #endif
-#define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
-#define LIBM1(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
 #if !defined __FMA__ && !defined VECTORS
 LIBM1(sin, sin) LIBM1(cos, cos)
 INLINE float pow_(float a, float b) { return __builtin_powf(a, b); }
 #endif
-LIBM(lgamma, lgamma)
 /* the neighbour of a towards b: numbers of one sign follow each other as their bits do */
 #define NEXTAFTER(F, whole, sign) \
   INLINE F nextafter_(F a, F b) { \

@@ -44,9 +44,9 @@ def _digamma(body: Body, x: Ref) -> Ref:
     n = Numbers(body, body.dtype(x))
     negative = n("lt", x, 0.0)
     part = n("sub", x, n("trunc", x))
-    double = body.cast(part, "float64")  # as eager: the tangent near a pole
-    wide = Numbers(body, "float64")
-    tangent = wide("div", math.pi, wide("tan", wide("mul", math.pi, double)))
+    wide = Numbers(body, "float64")  # as eager: the tangent near a pole
+    angle = wide("mul", math.pi, body.cast(part, "float64"))
+    tangent = wide("div", wide("mul", math.pi, wide("cos", angle)), wide("sin", angle))  # pi over it
     at = n("where", negative, n("sub", 1.0, x), x)
     total = n.ref(0.0)
     for _ in range(10):

@@ -130,7 +130,7 @@ class Config:
     )
     trace_graph_diagram: bool = setting(
         False,
-        "Add a picture of each graph after fusion, graph_diagram.svg, to the dump.",
+        "Add a picture of each graph after fusion to the dump: graph_diagram.dot, and .svg if Graphviz is installed.",
         in_key=False,
         option="trace.graph_diagram",
     )

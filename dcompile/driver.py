@@ -27,7 +27,7 @@ from dcompile.collectives.contract import ProgramReport, Request
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
 from dcompile.config import Config
-from dcompile.ir.diagram import draw
+from dcompile.ir.diagram import dot, render
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.nodes import Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
@@ -263,7 +263,9 @@ class Pipeline:
         if self.config.dump:
             dump(self.config, f"{program.name}/graph.py", gm.print_readable(print_output=False))
         if self.config.trace_graph_diagram:
-            dump(self.config, f"{program.name}/graph_diagram.svg", draw(program))
+            dump(self.config, f"{program.name}/graph_diagram.dot", text := dot(program))
+            if (picture := render(text)) is not None:
+                dump(self.config, f"{program.name}/graph_diagram.svg", picture)
 
     def _own_products(self) -> bool:
         return own_products(self.config.matmul)

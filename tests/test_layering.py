@@ -33,6 +33,7 @@ LEVELS = (
     ("pipeline",),
     ("driver",),
     ("compiler",),
+    ("dry_run",),
     ("api", "backend", "calibrate", "explain", "simulate", "__init__"),
     ("integrations",),
 )

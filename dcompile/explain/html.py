@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: tables, and a picture of each graph."""
+"""A report as one HTML page that needs nothing else: tables, and each graph as a picture or as DOT text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dcompile.explain.report_data import (
     size_text,
     summary,
 )
-from dcompile.ir.diagram import draw
+from dcompile.ir.diagram import dot, render
 from dcompile.ir.text import show
 
 
@@ -47,8 +47,16 @@ def _graph(graph: GraphReport) -> Iterator[str]:
     yield _calls("Fallbacks: no kernel of ours yet", graph.fallbacks, fallback=True)
     yield _list("Collectives", ["; ".join(map(str.strip, exchange_lines(found))) for found in graph.exchanges])
     yield _list("Notes", graph.notes)
-    yield f'<details><summary>Picture</summary><div class="picture">{draw(graph.program)}</div></details>'
+    yield f"<details><summary>Picture</summary>{_picture(graph)}</details>"
     yield f"<details><summary>Program</summary><pre>{escape(show(graph.program))}</pre></details>"
+
+
+def _picture(graph: GraphReport) -> str:
+    text = dot(graph.program)
+    if (picture := render(text)) is not None:
+        return f'<div class="picture">{picture}</div>'
+    note = "Graphviz draws this DOT text: dot -Tsvg. With its command dot on PATH, the picture is drawn here."
+    return f"<p>{note}</p><pre>{escape(text)}</pre>"
 
 
 def _calls(title: str, calls: Iterable[StepReport], fallback: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
-from dcompile.autotune import forecast_notes
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.ddp_sync import DdpSync
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
@@ -27,20 +26,17 @@ from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry, find_model, original_function, unwrap_module
-from dcompile.capture.services import Services
 from dcompile.codegen.lower.provenance import origin_of
-from dcompile.collectives.contract import AnySource, Foreseen, Request
-from dcompile.collectives.contract import ProgramReport as Counts
-from dcompile.compiler import CachingCompiler
+from dcompile.collectives.contract import Request
 from dcompile.config import Config
-from dcompile.driver import Pipeline
+from dcompile.driver import ProgramPlan
+from dcompile.dry_run import PlanningCompiler
 from dcompile.errors import NotCompiledError
 from dcompile.explain.profile import newest_timeline
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.explain.report import Report
 from dcompile.explain.report_data import GraphBreak, GraphReport, describe_program
 from dcompile.explain.sources import SourceLine, source_of, source_of_frames
-from dcompile.ir.nodes import Loop, Program, Tile
 
 
 def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
@@ -56,11 +52,10 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     settings, receipt, timeline = _settings(model), _receipt(model), newest_timeline(model)
     module, ddp = _module_of(model)
     target = module._call_impl if module is not None else original_function(model)
-    planner = _Planner(settings.config)
-    toolbox = Services(planner, _no_buckets, _nothing, _nothing, _nothing, _NoExchange)
+    planner = _ExplainingCompiler(settings.config)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_record_guards(guards, settings.guard_filter_fn))
-    entry = Entry(target, None, settings, toolbox, _PlannedGraph)
+    entry = Entry(target, None, settings, planner.services(), _PlannedGraph)
     sync = _sync(module, ddp, settings.config)
     adapter = None if sync is None else sync.adapter
     if sync is not None and adapter is not None and not adapter.eager:
@@ -176,8 +171,8 @@ def _record_guards(found: dict[str, None], also: Callable[..., Any] | None) -> C
 # --- in place of compiling --------------------------------------------------------------------------------------------
 
 
-class _Planner(CachingCompiler):
-    """The compiler, but that it only plans each graph, notes what came of it, and lets torch run it."""
+class _ExplainingCompiler(PlanningCompiler):
+    """Describes each graph that it plans."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -185,17 +180,7 @@ class _Planner(CachingCompiler):
         self.parameters: dict[int, str] = {}
         self.adapter: ShardedAdapter | None = None
 
-    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> _Eager:
-        del foreseen
-        notes: list[str] = []
-
-        def foresee(program: Program) -> dict[Loop, Tile]:
-            """Nothing is measured here."""
-            notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
-            return {}
-
-        plan = Pipeline(self.config).plan(gm, request, foresee)
-        plan.report.notes += notes
+    def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         sources: dict[str, SourceLine] = {}
         for node in nodes:
@@ -213,41 +198,14 @@ class _Planner(CachingCompiler):
             parameters=self.parameters,
             counts=plan.report,
         )
-        return _Eager(gm, plan.program, request.gathers, self._whole)
 
-    def _whole(self, number: int) -> torch.Tensor:
+    def gathered(self, number: int) -> torch.Tensor:
         """A sharded parameter with as many elements as it has, all of them this rank's: nobody is asked for others."""
         adapter = self.adapter
         assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
         return compat.alone.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
-
-
-class _Eager:
-    """Implements `collectives.params.Executable` by torch's own operators."""
-
-    source = ""
-
-    def __init__(
-        self,
-        gm: Any,
-        program: Program,
-        gathers: Sequence[tuple[int, int]],
-        whole: Callable[[int], torch.Tensor],
-    ) -> None:
-        self.gm, self._gathers, self._whole = gm, gathers, whole
-        self.report = Counts()
-        self.buckets = program.buckets
-
-    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
-        del buckets, sync
-        values = list(args)
-        args.clear()
-        for position, number in self._gathers:
-            values[position] = self._whole(number)
-        with torch.no_grad():
-            return list(compat.alone.run_alone(self.gm, values))
 
 
 class _PlannedGraph(DynamoGraph):
@@ -268,37 +226,6 @@ class _PlannedDdp(DdpAdapter):
         super().__init__(ddp, stock, module=module)
         self.reasons = tuple(self.standing_objections())
         self.state = "stock" if self.reasons else "taken"
-
-
-class _NoExchange:
-    """Implements `capture.toolbox.ShardedParameters` where nothing is exchanged."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()) -> Any:
-        del buckets, phase, accumulates, later, absent
-
-    def may_lack(self, units: Any) -> None: ...
-
-    def save_memory(self, reason: str) -> None: ...
-
-    def forget_parts(self) -> None: ...
-
-    def give_back(self) -> None: ...
-
-    def copied(self, group: str) -> tuple[bool, str]:
-        del group
-        return False, ""
-
-    def flush(self) -> None: ...
-
-
-def _no_buckets(*_: Any) -> Any:
-    return None
-
-
-def _nothing(*_: Any) -> None:
-    return None
 
 
 # --- leaving things as they were --------------------------------------------------------------------------------------

@@ -69,41 +69,6 @@ def _lgamma_of(x: float) -> float:
         return math.inf
 
 
-def _zeta(x: Any, q: Any) -> Any:
-    with np.errstate(all="ignore"):
-        return np.vectorize(_zeta_of, otypes=[np.asarray(x).dtype])(x, q)
-
-
-def _zeta_of(given: float, start: float) -> np.float64:
-    """By the formula of Euler and Maclaurin, after as many terms as bring q beyond 9."""
-    x, q = np.float64(given), np.float64(start)
-    if x == 1 or (not x < 1 and q <= 0 and q == np.floor(q)):
-        return np.float64(np.inf)
-    if x < 1 or (q <= 0 and x != np.floor(x)):
-        return np.float64(np.nan)
-    total, count, w, least = q**-x, 0, q, np.float64(2.0**-53)
-    while count < 9 or w <= 9:
-        count, w = count + 1, w + 1
-        term = w**-x
-        total += term
-        if -least * total < term < least * total:
-            return total
-    total += term * w / (x - 1) - term / 2
-    factor = np.float64(1)
-    for number, divisor in enumerate(_ZETA):
-        factor, term = factor * (x + 2 * number), term / w
-        total += factor * term / divisor
-        factor, term = factor * (x + 2 * number + 1), term / w
-    return total
-
-
-_ZETA = (
-    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10, -2.950130727918164224e12,
-    1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17, -7.1661652561756670113e18,
-)  # fmt: skip
-"""(2k)! over the Bernoulli number 2k."""
-
-
 def _trunc_div(a: Any, b: Any) -> Any:
     quotient = np.floor_divide(a, b)
     return quotient + ((np.remainder(a, b) != 0) & ((a < 0) != (b < 0)))
@@ -187,7 +152,6 @@ OPS: Mapping[str, Op] = {
         Op("asinh", 1, "same", _FLOAT, np.arcsinh, 20),
         Op("acosh", 1, "same", _FLOAT, np.arccosh, 20),
         Op("atanh", 1, "same", _FLOAT, np.arctanh, 20),
-        Op("zeta", 2, "same", _FLOAT, _zeta, 200),  # Hurwitz: the sum of (q + k) ** -x
         Op("gcd", 2, "same", frozenset(("int",)), _gcd, 40),
         Op("hypot", 2, "same", _FLOAT, np.hypot, 10),
         Op("logaddexp", 2, "same", _FLOAT, np.logaddexp, 30),  # log(exp(a) + exp(b))

@@ -7,7 +7,7 @@ they ran on the machine that is asked about. Attention is therefore the CPU's op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,11 +22,10 @@ from dcompile.capture.compiled_model import Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry
 from dcompile.capture.passes.joint.absent_gradients import tangents, without
-from dcompile.capture.services import Services
-from dcompile.collectives.contract import BucketRule, BucketSource, Foreseen, ParamInfo, ProgramReport, Request, Shard
-from dcompile.compiler import CachingCompiler
+from dcompile.collectives.contract import BucketRule, Foreseen, ParamInfo, Request, Shard
 from dcompile.config import Config
-from dcompile.driver import Pipeline
+from dcompile.driver import ProgramPlan
+from dcompile.dry_run import PlanningCompiler
 from dcompile.errors import OptionError
 from dcompile.ir.nodes import Program
 from dcompile.machine_model import GroupSize
@@ -86,13 +85,13 @@ def trace(
 
     models: Any = transformers.AutoModelForCausalLM
     options = {"receipt": False, "skip": "overlap_collectives", "matmul": "aten", "recompute": recompute}
-    planner = _SimulatedPlanner(Config.make(options=options))
+    planner = _SimulatingCompiler(Config.make(options=options))
     with compat.tensors.fake_mode(), _default_dtype(getattr(torch, dtype)):
         model = models.from_config(config).train()
         tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
-        toolbox = Services(planner, _return_nothing, _return_nothing, _return_nothing, _return_nothing, _return_nothing)
-        entry = Entry(model._call_impl, None, Settings(planner.config), toolbox, _SimulatedGraph)
+        entry = Entry(model._call_impl, None, Settings(planner.config), planner.services(), _SimulatedGraph)
         adapter = _SimulatedAdapter(model, spread)
+        planner.parameters = adapter.parameters
         entry.model.adopt(GradientSync(adapter))
         with compat.aot.backward_at_once():
             entry(input_ids=tokens, labels=tokens)
@@ -125,7 +124,7 @@ class _SimulatedAdapter(PlainAdapter):
         named = list(model.named_parameters())
         groups = _groups(model)
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
-        self._kept = [parameter for _, parameter in named]  # so that no id is given out anew
+        self.parameters = [parameter for _, parameter in named]  # kept, so that no id is given out anew
         self.infos = tuple(self._info(n, name, p, groups.get(id(p), 0)) for n, (name, p) in enumerate(named))
 
     def _info(self, number: int, name: str, parameter: Any, together: int) -> ParamInfo:
@@ -201,17 +200,21 @@ class _SimulatedGraph(DynamoGraph):
         return self._build(without(gm, absent, self._exchanged), "backward")
 
 
-class _SimulatedPlanner(CachingCompiler):
-    """Plans each graph, and lets torch's fake tensors run it."""
+class _SimulatingCompiler(PlanningCompiler):
+    """Keeps the program of each graph that it plans; fake tensors run it by shapes alone."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.programs: dict[str, Program] = {}
+        self.parameters: Sequence[torch.Tensor] = ()
 
-    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Any:
-        del foreseen
-        self.programs[request.name] = _without_placement(Pipeline(self.config).plan(gm, request).program)
-        return _ShapeOnlyExecutable(gm)
+    def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
+        del gm
+        self.programs[request.name] = _without_placement(plan.program)
+
+    def gathered(self, number: int) -> torch.Tensor:
+        """The parameter itself: made-up ranks have no shards."""
+        return self.parameters[number]
 
 
 def _without_placement(program: Program) -> Program:
@@ -221,23 +224,3 @@ def _without_placement(program: Program) -> Program:
         replace(buffer, storage=None, offset=0) if buffer.storage in planned else buffer for buffer in program.buffers
     )
     return replace(program, buffers=buffers, arena_bytes=0)
-
-
-class _ShapeOnlyExecutable:
-    """Implements `collectives.params.Executable` by shapes alone."""
-
-    source, buckets = "", ()
-
-    def __init__(self, gm: Any) -> None:
-        self.gm, self.report = gm, ProgramReport()
-
-    def __call__(self, args: list[Any], *, buckets: BucketSource | None = None, sync: bool = False) -> list[Any]:
-        del buckets, sync
-        values = list(args)
-        args.clear()
-        with torch.no_grad():
-            return list(self.gm(*values))
-
-
-def _return_nothing(*_: Any) -> Any:
-    return None

@@ -216,10 +216,20 @@ def test_saved_as_one_page_or_as_text(report, tmp_path):
     page = report.save(tmp_path / "report.html").read_text()
     parser = Links()
     parser.feed(page)
-    assert not parser.open and {"svg", "table"} <= parser.found
+    assert not parser.open and "table" in parser.found
     assert not any("://" in found for found in parser.found)  # nothing is loaded from elsewhere
     assert "return double(x).sum()" in page and "layers.0" in page and "program forward0" in page
     assert report.save(tmp_path / "report.txt").read_text() == f"{report}\n"
+
+
+@pytest.mark.parametrize("picture", [None, "<svg><title>forward0</title></svg>"])
+def test_a_page_shows_each_graph_as_a_picture_or_as_text_for_graphviz(report, tmp_path, monkeypatch, picture):
+    monkeypatch.setattr("dcompile.explain.html.render", lambda text: picture)
+    page = report.save(tmp_path / "report.html").read_text()
+    parser = Links()
+    parser.feed(page)
+    assert not parser.open and ("svg" in parser.found) is (picture is not None)
+    assert ("digraph {" in page and "Graphviz draws" in page) is (picture is None)
 
 
 def test_the_name_is_the_function_whatever_was_imported_first():

@@ -145,7 +145,14 @@ def planned_for_gpu(program: Program) -> Program:
 
 def shared_on_gpu(program: Program) -> Program:
     """The same with small loops shared among programs (the GPU's), or taken apart, as large ones are."""
-    with patch.multiple(split_reductions, LONG=8, PART=3, PROGRAMS=4, UNKNOWN_ROWS=3, PERSISTENT=8):
+    with patch.multiple(
+        split_reductions,
+        MIN_SPLIT_ROW_ELEMENTS=8,
+        PART_ELEMENTS=3,
+        PROGRAMS=4,
+        UNKNOWN_ROWS=3,
+        MAX_PERSISTENT_ELEMENTS=8,
+    ):
         return planned_for_gpu(program)
 
 

@@ -1,100 +1,77 @@
-"""Pictures of programs: every step is a box, every flow a line, lines lead down, boxes do not overlap."""
+"""Programs in DOT: every step is a box, every flow a line; Graphviz's command draws them where there is one."""
 
 import re
+import shutil
 from xml.etree import ElementTree
 
 import pytest
 
-from dcompile.ir.diagram import buffer_bytes, bytes_text, draw, flows, kind_of
+from dcompile.ir import diagram
+from dcompile.ir.diagram import COLOURS, buffer_bytes, bytes_text, dot, flows, kind_of, render
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Buffer, Collective, Extern, Program, View, Wait
 from tests.ir.fuzz import random_program
 
-SVG = "{http://www.w3.org/2000/svg}"
+SVG = "http://www.w3.org/2000/svg"
+STRING = r'"(?:[^"\\]|\\["\\n])*"'
+STATEMENT = re.compile(
+    rf"  (?:[\w ]+(?: -> \w+)? \[\w+=(?:\w+|{STRING})(?:, \w+=(?:\w+|{STRING}))*\]|subgraph legend .*)"
+)
 
 
-def boxes_of(picture):
-    kinds = ("kernel", "library", "fallback", "collective", "wait")
-    return [group for kind in kinds for group in picture.iter(f"{SVG}g") if group.get("class") == kind]
+def planted(folder, monkeypatch, script):
+    """A command `dot` that is this script."""
+    command = folder / "dot"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs(seed):
     program, _ = random_program(seed, size=12)
-    picture = ElementTree.fromstring(draw(program))
-    boxes = boxes_of(picture)
-    assert len(boxes) == len(program.steps)
-    lines = [group for group in picture.iter(f"{SVG}g") if group.get("class") == "flow"]
-    assert len(lines) == len(flows(program.steps))
-    for line in lines:
-        points = [float(number) for number in re.findall(r"-?[0-9.]+", line.find(f"{SVG}path").get("d"))]
-        assert points[-1] > points[1]  # downwards
-    seen = []
-    for box in boxes:
-        rect = {name: float(box.find(f"{SVG}rect").get(name)) for name in ("x", "y", "width", "height")}
-        left, right, top = rect["x"], rect["x"] + rect["width"], rect["y"]
-        assert left >= 0 and right <= float(picture.get("width"))
-        assert not any(top == other and left < end and start < right for start, end, other in seen)
-        seen.append((left, right, top))
+    first, *lines, last, end = dot(program).split("\n")
+    assert (first, last, end) == ("digraph {", "}", "")
+    assert all(map(STATEMENT.fullmatch, lines)), lines
+    assert len([line for line in lines if re.match(r"  s\d+ \[", line)]) == len(program.steps)
+    assert len([line for line in lines if re.match(r"  s\d+ -> s\d+ \[", line)]) == len(flows(program.steps))
 
 
-def size_of(text):
-    """Left, right, top and bottom of a text, by the width that characters have here."""
-    small = text.get("font-size") == "8"
-    left, base = float(text.get("x")), float(text.get("y"))
-    return left, left + len(text.text) * (5 if small else 6.2), base - (7 if small else 9), base + 2
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_words_beside_lines_are_whole_and_apart_and_off_the_boxes(seed):
-    picture = ElementTree.fromstring(draw(random_program(seed, size=12)[0]))
-    labels = [size_of(text) for text in picture.iter(f"{SVG}text") if text.get("class") == "label"]
-    assert len(labels) == len([group for group in picture.iter(f"{SVG}g") if group.get("class") == "flow"])
-    rects = [
-        {name: float(value) for name, value in box.find(f"{SVG}rect").items() if name in ("x", "y", "width", "height")}
-        for box in boxes_of(picture)
-    ]
-    others = [(r["x"], r["x"] + r["width"], r["y"], r["y"] + r["height"]) for r in rects]
-    for number, (left, right, top, bottom) in enumerate(labels):
-        assert left >= 0 and right <= float(picture.get("width"))
-        for start, end, upper, lower in [*labels[:number], *others]:
-            assert right <= start or end <= left or bottom <= upper or lower <= top
-
-
-def test_title_and_legend_are_whole_however_small_the_picture_is():
-    for name in ("none", "a" * 90):
-        picture = ElementTree.fromstring(draw(Program(name, (), (), (), ())))
-        texts = {text.text: size_of(text) for text in picture.findall(f"{SVG}text")}
-        assert [*texts] == [
-            f"{name}: 0 steps, 0 inputs, 0 outputs",
-            "kernel",
-            "library",
-            "fallback",
-            "collective",
-            "wait",
-        ]
-        assert all(right <= float(picture.get("width")) for _, right, _, _ in texts.values())
-
-
-def test_kinds_sizes_and_names_are_shown_and_escaped():
+def test_kinds_sizes_and_names_are_shown_and_quoted():
     buffers = tuple(Buffer(name, "float32", (256, 4), (4, 1)) for name in "xyz")
-    call = Extern(
-        "aten.<mm>", (View("x", (256, 4), (4, 1)),), (), ("y",), "alloc", origin=("layers.0: aten.mm (a.py:3)",)
-    )
+    origin = ('layers.0: aten.mm (a"b.py:3)',)
+    call = Extern("aten.mm", (View("x", (256, 4), (4, 1)),), (), ("y",), "alloc", origin=origin)
     steps = (call, Collective("all_reduce", "b0", "ddp", ("y",)), Wait("b0", ("y",)))
     program = Program("graph", ("x",), (View("y", (256, 4), (4, 1)),), buffers, steps)
     assert [kind_of(step) for step in steps] == ["library", "collective", "wait"]
     assert flows(steps) == {(0, 1): ["y"], (1, 2): ["y"]}
-    text = draw(program)
-    ElementTree.fromstring(text)
-    assert "aten.&lt;mm&gt;" in text and "layers.0" in text and "a.py:3" in text
-    assert (
-        "in 4.0 KiB, out 4.0 KiB" in text
-        and "1 input, 1 output" in text
-        and "1 inputs" not in text
-        and "3 steps, 1 input, 1 output" in text
-        and "y 4.0 KiB" in text
-    )
+    text = dot(program)
+    assert 'label="graph: 3 steps, 1 input, 1 output"' in text
+    assert r'label="aten.mm\nlayers.0\nin 4.0 KiB, out 4.0 KiB\n1 input, 1 output"' in text
+    assert r"(a\"b.py:3)\nreads x" in text and 's0 -> s1 [label="y 4.0 KiB"' in text
+    assert [text.count(colour) for colour in COLOURS.values()] == [1, 2, 1, 2, 2]  # once in the legend
+
+
+def test_graphviz_draws_what_it_is_given(tmp_path, monkeypatch):
+    planted(tmp_path, monkeypatch, f"""echo '<!DOCTYPE svg>'; echo '<svg xmlns="{SVG}">'; cat; echo '</svg>'""")
+    picture = ElementTree.fromstring(render("digraph {}"))
+    assert picture.tag == f"{{{SVG}}}svg" and picture.text == "\ndigraph {}"
+
+
+def test_without_graphviz_there_is_no_picture(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda command: None)
+    assert render("digraph {}") is None
+
+
+def test_a_graph_that_takes_too_long_has_no_picture(tmp_path, monkeypatch):
+    planted(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr(diagram, "RENDER_TIMEOUT_S", 0.2)
+    assert render("digraph {}") is None
+
+
+def test_what_graphviz_refuses_has_no_picture(tmp_path, monkeypatch):
+    planted(tmp_path, monkeypatch, "echo '<svg>'; exit 1")
+    assert render("digraph {}") is None
 
 
 @pytest.mark.parametrize(

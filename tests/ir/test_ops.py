@@ -23,7 +23,6 @@ TORCH = {
     "not": torch.bitwise_not,
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
-    "zeta": torch.special.zeta,
     "mantissa": lambda x: x.frexp().mantissa,
     "exponent": lambda x: x.frexp().exponent,
     "one_plus_erf": lambda x: 1 + x.erf(),

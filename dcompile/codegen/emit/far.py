@@ -46,14 +46,12 @@ template <class V> INLINE V size_of(V x) { return x < 0. ? -x : x; }
 /* beyond that, quarter turns are too many to be taken off in three steps */
 template <class V> INLINE auto is_far_sin(V x, V) { return size_of(x) > 1e9; }
 template <class V> INLINE auto is_far_cos(V x, V) { return size_of(x) > 1e9; }
-template <class V> INLINE auto is_far_tan(V x, V) { return size_of(x) > 1e9; }
 /* a quotient beyond that is not exact, nor is it by what is infinite */
 template <class V> INLINE auto is_far_fmod(V a, V b) {
   return (size_of(a) >= 0x1p52 * size_of(b)) | (size_of(b) == __builtin_inf());
 }
 static double by_far_sin(double x, double) { return __builtin_sin(x); }
 static double by_far_cos(double x, double) { return __builtin_cos(x); }
-static double by_far_tan(double x, double) { return __builtin_tan(x); }
 static double by_far_fmod(double a, double b) { return __builtin_fmod(a, b); }
-FAR(far_sin) FAR(far_cos) FAR(far_tan) FAR(far_fmod)
+FAR(far_sin) FAR(far_cos) FAR(far_fmod)
 """

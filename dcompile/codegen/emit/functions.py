@@ -247,13 +247,10 @@ INLINE wide mod_of(wide a, wide b) {
 #endif
 VECTOR_FUNCTION_2(fmod) VECTOR_FUNCTION_2(mod)
 #endif
-#define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
-#define LIBM1(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
 #if !defined __FMA__ && !defined VECTORS
 LIBM1(sin, sin) LIBM1(cos, cos)
 INLINE float pow_(float a, float b) { return __builtin_powf(a, b); }
 #endif
-LIBM(lgamma, lgamma)
 /* the neighbour of a towards b: numbers of one sign follow each other as their bits do */
 #define NEXTAFTER(F, whole, sign) \
   INLINE F nextafter_(F a, F b) { \
@@ -280,33 +277,4 @@ template <class F> INLINE F logaddexp_(F a, F b) {
 }
 INLINE bool signbit_(float x) { return bits(x) >> 31; }
 INLINE bool signbit_(double x) { return bits(x) >> 63; }
-static float64 zeta_of(float64 x, float64 q) { /* Cephes, as eager: also for float32 */
-  const float64 divisors[] = {12., -720., 30240., -1209600., 47900160., -1.8924375803183791606e9, 7.47242496e10,
-    -2.950130727918164224e12, 1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17,
-    -7.1661652561756670113e18};
-  if (x == 1.) return __builtin_inf();
-  if (x < 1. || (q <= 0. && q != floor_(q) && x != floor_(x))) return __builtin_nan("");
-  if (q <= 0. && q == floor_(q)) return __builtin_inf();
-  float64 sum = __builtin_pow(q, -x), term = 0., w = q;
-  for (int i = 0; i < 9 || w <= 9.; i++) {
-    w += 1.;
-    term = __builtin_pow(w, -x);
-    sum += term;
-    if (-1.11022302462515654042e-16 * sum < term && term < 1.11022302462515654042e-16 * sum) return sum;
-  }
-  sum += term * w / (x - 1.) - 0.5 * term;
-  float64 factor = 1.;
-  for (int i = 0; i < 12; i++) {
-    factor *= x + 2 * i;
-    term /= w;
-    const float64 more = factor * term / divisors[i];
-    sum += more;
-    if (abs_(more / sum) < 1.11022302462515654042e-16) return sum;
-    factor *= x + 2 * i + 1;
-    term /= w;
-  }
-  return sum;
-}
-INLINE double zeta_(double x, double q) { return zeta_of(x, q); }
-INLINE float zeta_(float x, float q) { return (float)zeta_of(x, q); }
 """

@@ -4,8 +4,8 @@ A file has as much of it as its kernels need (`needed.py`). No header is include
 compiler time, against seconds with the standard library's.
 The float functions are branch-free polynomials rather than libm's or libmvec's: g++ calls libmvec in the vectorised
 part of a loop and libm in the remainder, so an element's value would depend on where in a loop it falls, and fusing two
-loops could change bits. Here scalar and vector code run the same operations. What float64 has no polynomials for
-(`doubles.py`, `double_arcs.py`) is libm's, one element at a time.
+loops could change bits. Here scalar and vector code run the same operations. float64 functions without polynomials
+(`doubles.py`) are libm's, one element at a time.
 
 bfloat16 and float16 live in registers as the float of the same value: `to_bfloat16` rounds, `store_bfloat16` packs.
 """
@@ -13,7 +13,6 @@ bfloat16 and float16 live in registers as the float of the same value: `to_bfloa
 from __future__ import annotations
 
 from dcompile.codegen.emit.arcs import ARCS
-from dcompile.codegen.emit.double_arcs import DOUBLE_ARCS
 from dcompile.codegen.emit.doubles import DOUBLES
 from dcompile.codegen.emit.float8 import FLOAT8_PRELUDE
 from dcompile.codegen.emit.functions import FUNCTIONS
@@ -325,6 +324,9 @@ INLINE float sqrt_(float x) { return __builtin_sqrtf(x); }
 INLINE double sqrt_(double x) { return __builtin_sqrt(x); }
 INLINE bool isinf_(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 INLINE bool isinf_(double x) { return __builtin_fabs(x) == __builtin_inf(); }
+/* functions of the library's */
+#define LIBM(name, builtin) INLINE double name##_(double x) { return __builtin_##builtin(x); }
+#define LIBM1(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); }
 """
 
-PRELUDE = _BASE + FLOAT8_PRELUDE + WIDE + RANDOM + DOUBLES + FUNCTIONS + ARCS + DOUBLE_ARCS
+PRELUDE = _BASE + FLOAT8_PRELUDE + WIDE + RANDOM + DOUBLES + FUNCTIONS + ARCS

@@ -22,7 +22,7 @@ SPELLING: Mapping[str, str] = {
     "floor": "floor_({0})", "ceil": "ceil_({0})", "trunc": "trunc_({0})", "round": "round_({0})",
     "erfc": "erfc_({0})", "lgamma": "lgamma_({0})", "asin": "asin_({0})", "acos": "acos_({0})", "sinh": "sinh_({0})",
     "cosh": "cosh_({0})", "asinh": "asinh_({0})", "acosh": "acosh_({0})", "atanh": "atanh_({0})",
-    "gcd": "gcd_({0}, {1})", "zeta": "zeta_({0}, {1})", "hypot": "hypot_({0}, {1})",
+    "gcd": "gcd_({0}, {1})", "hypot": "hypot_({0}, {1})",
     "nextafter": "nextafter_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "signbit": "signbit_({0})",
     "mantissa": "mantissa_({0})", "exponent": "exponent_({0})",
     "isnan": "{0} != {0}", "isinf": "isinf_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}",

@@ -235,7 +235,7 @@ class _Walk:
         if (put := put_in_place(self.low, node, args)) is not None:
             return put
         rule = None if _looks_behind_a_slice(node) else RULES.get(str(node.target))
-        if rule is not None and fits_a_loop(node.target, value, args):
+        if rule is not None and fits_a_loop(node.target, value, args, self.low.device):
             try:
                 self._require_known(value, args)
                 result = rule.lower(self.low, value, *self._small([self._brought(arg) for arg in args]), **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.rules import (
     avg_pool,
-    bessel,
     concat,
     creation,
     embedding_backward,
@@ -38,7 +37,6 @@ RULES: dict[str, Rule] = {
     **gemv.RULES,
     **max_pool.RULES,
     **special.RULES,
-    **bessel.RULES,
     **creation.RULES,
     **random.RULES,
 }

@@ -30,7 +30,7 @@ EAGER: Mapping[str, Callable[..., torch.Tensor]] = {
     "truncdiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     "mod": torch.remainder, "fmod": torch.fmod, "min": torch.minimum, "max": torch.maximum,
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.bitwise_not,
-    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "zeta": torch.special.zeta,
+    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
     "mantissa": lambda x: torch.frexp(x)[0], "exponent": lambda x: torch.frexp(x)[1],
 }  # fmt: skip
 """Of operations that torch calls by another name."""

@@ -26,29 +26,6 @@ and the kernel starts in its turn. Such a kernel lets its successor come only on
 others only with their end: so whoever has come knows that all kernels but the one before it have ended.
 """
 
-_ZETA = (
-    12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1.8924375803183791606e9, 7.47242496e10, -2.950130727918164224e12,
-    1.1646782814350067249e14, -4.5979787224074726105e15, 1.8152105401943546773e17, -7.1661652561756670113e18,
-)  # fmt: skip
-"""Divisors in the formula of Euler and Maclaurin."""
-
-
-def _zeta_terms() -> str:
-    """That formula's terms, one after another."""
-    lines = []
-    for place, divisor in enumerate(_ZETA):
-        lines += [
-            f"factor = factor * (x + {2.0 * place})",
-            "term = term / w",
-            f"more = factor * term / {divisor!r}",
-            "total = tl.where(done, total, total + more)",
-            "done = done | (tl.abs(more / total) < least)",
-            f"factor = factor * (x + {2.0 * place + 1})",
-            "term = term / w",
-        ]
-    return "\n".join(f"    {line}" for line in lines)
-
-
 _FUNCTIONS = """
 @triton.jit
 def div_(a, b):
@@ -167,31 +144,6 @@ def online_(s, m, h, e):
     # is off by 6e-8 of itself for each unit that it lies below the largest
     low = tl.where(h == float("-inf"), 0.0, h)  # nothing so far: nothing to add
     return s * tl.exp(m - low) + tl.sum(tl.exp(e - low[:, None]), 1)
-
-
-@triton.jit
-def zeta_(given, start):
-    # Cephes, as eager: also for float32
-    x, q = tl.broadcast(given.to(tl.float64), start.to(tl.float64))
-    pole = (x == 1) | ((q <= 0) & (q == libdevice.floor(q)) & ((x >= 1) | (x != x)))
-    nowhere = (x < 1) | ((q <= 0) & (q != libdevice.floor(q)) & (x != libdevice.floor(x))) | (x != x) | (q != q)
-    least = 1.11022302462515654042e-16
-    total, w, count = libdevice.pow(q, -x), q, 0
-    term = tl.full(total.shape, 0.0, tl.float64)
-    done = pole | nowhere
-    active = (done == 0) & (q == q)
-    while tl.max(active.to(tl.int32) + tl.zeros([1], tl.int32)) != 0:
-        w = tl.where(active, w + 1.0, w)
-        term = tl.where(active, libdevice.pow(w, -x), term)
-        total = tl.where(active, total + term, total)
-        done = done | (active & (-least * total < term) & (term < least * total))
-        count += 1
-        active = (done == 0) & ((w <= 9) | (count < 9))
-    total = tl.where(done, total, total + term * w / (x - 1.0) - 0.5 * term)
-    factor = tl.full(total.shape, 1.0, tl.float64)
-ZETA
-    result = tl.where(pole, float("inf"), tl.where(nowhere, float("nan"), total))
-    return result.to(given.dtype)
 
 
 @triton.jit
@@ -388,7 +340,7 @@ def to_float16(a):
 @lru_cache(maxsize=1)
 def functions() -> Mapping[str, str]:
     """Name -> text of each function that kernels may use."""
-    whole = _FUNCTIONS.replace("ZETA", _zeta_terms()) + FLOAT8_FUNCTIONS
+    whole = _FUNCTIONS + FLOAT8_FUNCTIONS
     texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 

@@ -31,7 +31,7 @@ SPELLING: Mapping[str, str] = {
     "signbit": "signbit_({0})", "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}",
     "gt": "{0} > {1}", "ge": "{0} >= {1}", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}",
     "not": "not_({0})", "shl": "shl_({0}, {1})", "shr": "shr_({0}, {1})", "where": "tl.where({0}, {1}, {2})",
-    "gcd": "gcd_({0}, {1})", "zeta": "zeta_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "cast": "to_{dtype}({0})",
+    "gcd": "gcd_({0}, {1})", "logaddexp": "logaddexp_({0}, {1})", "cast": "to_{dtype}({0})",
     "philox": "philox_({0}, {1}, {2})", "within": "within_({0}, {1}, {2})",
 }  # fmt: skip
 

@@ -28,14 +28,6 @@ class Numbers:
             result = self("add", self("mul", result, x), coefficient)
         return result
 
-    def chebyshev(self, x: Ref, coefficients: Sequence[float]) -> Ref:
-        """The highest order comes first; the last coefficient is halved."""
-        last, before, current = self.ref(0.0), self.ref(0.0), self.ref(coefficients[0])
-        for coefficient in coefficients[1:]:
-            last, before = before, current
-            current = self("add", self("sub", self("mul", x, before), last), coefficient)
-        return self("mul", 0.5, self("sub", current, last))
-
     def signed(self, magnitude: Ref, like: Ref) -> Ref:
         """The magnitude with the sign of another number."""
         return self("where", self("signbit", like), self("neg", magnitude), magnitude)

@@ -1,0 +1,98 @@
+"""Plan graphs as compiling would, build nothing, and let torch's own operators run them: for explain and simulate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.autotune import forecast_notes
+from dcompile.capture.services import Services
+from dcompile.collectives.contract import AnySource, Foreseen, ProgramReport, Request
+from dcompile.compiler import CachingCompiler
+from dcompile.driver import Pipeline, ProgramPlan
+from dcompile.ir.nodes import Bucket, Loop, Program, Tile
+
+
+class PlanningCompiler(CachingCompiler):
+    """The compiler, but that it only plans each graph, and has torch run it by this rank alone."""
+
+    def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
+        """Take note of what was planned for a graph."""
+        raise NotImplementedError
+
+    def gathered(self, number: int) -> torch.Tensor:
+        """A sharded parameter, whole, as a graph that gathers it computes with it."""
+        raise NotImplementedError
+
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> DryRunExecutable:
+        del foreseen
+        notes: list[str] = []
+
+        def forecast(program: Program) -> dict[Loop, Tile]:
+            """Nothing is measured here."""
+            notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
+            return {}
+
+        plan = Pipeline(self.config).plan(gm, request, forecast)
+        plan.report.notes += notes
+        self.record(gm, request, plan)
+        return DryRunExecutable(self, gm, plan.program.buckets, request.gathers)
+
+    def services(self) -> Services:
+        """What capture/ is handed: this compiler, and nobody to exchange anything with."""
+        return Services(self, _no_buckets, _do_nothing, _do_nothing, _do_nothing, NoExchange)
+
+
+class DryRunExecutable:
+    """Implements `collectives.contract.Executable` by torch's own operators."""
+
+    source = ""
+
+    def __init__(
+        self, compiler: PlanningCompiler, gm: Any, buckets: tuple[Bucket, ...], gathers: Sequence[tuple[int, int]]
+    ) -> None:
+        self.gm, self.buckets, self.report = gm, buckets, ProgramReport()
+        self._compiler, self._gathers = compiler, gathers
+
+    def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        del buckets, sync
+        values = list(args)
+        args.clear()
+        for position, number in self._gathers:
+            values[position] = self._compiler.gathered(number)
+        with torch.no_grad():
+            return list(compat.alone.run_alone(self.gm, values))
+
+
+class NoExchange:
+    """Implements `capture.services.ShardedParameters` where nothing is exchanged."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()) -> Any:
+        del buckets, phase, accumulates, later, absent
+
+    def may_lack(self, units: Iterable[int]) -> None: ...
+
+    def save_memory(self, reason: str) -> None: ...
+
+    def forget_parts(self) -> None: ...
+
+    def give_back(self) -> None: ...
+
+    def copied(self, group: str) -> tuple[bool, str]:
+        del group
+        return False, ""
+
+    def flush(self) -> None: ...
+
+
+def _no_buckets(*_: Any) -> Any:
+    return None
+
+
+def _do_nothing(*_: Any) -> None:
+    return None

@@ -1,0 +1,42 @@
+"""Functions of float64 that CPU kernels would take from libm are ATen's; on GPUs, and in float32, they are loops."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dcompile
+from dcompile.codegen.lower.lower import lower
+from dcompile.ir.nodes import Extern
+from tests.codegen.lower.test_ops import check
+
+
+def rare(x: torch.Tensor) -> torch.Tensor:
+    return torch.tan(x) + torch.asin(x) + torch.atan(x) + torch.log10(x)
+
+
+def test_rare_functions_of_float64_are_left_to_aten() -> None:
+    x = torch.linspace(0.1, 0.9, 50)
+    check(rare, x)
+    check(rare, x.double(), library=4)
+
+
+def test_rare_functions_of_float64_are_counted_as_fallbacks() -> None:
+    compiled = dcompile.compile(rare)
+    x = torch.linspace(0.1, 0.9, 50, dtype=torch.float64)
+    torch.testing.assert_close(compiled(x), rare(x))
+    assert dcompile.receipt(compiled).fallbacks == {f"aten.{n}.default": 1 for n in ("tan", "asin", "atan", "log10")}
+
+
+def test_rare_functions_of_float64_are_loops_on_gpus() -> None:
+    with FakeTensorMode() as mode:
+        gm = make_fx(rare)(torch.empty(50, dtype=torch.float64, device="cuda"))
+    with mode:
+        program = lower(gm, "graph").program
+    assert not any(isinstance(step, Extern) for step in program.steps)
+
+
+def test_usual_functions_of_float64_are_loops() -> None:
+    names = ("exp", "log", "sqrt", "tanh", "sigmoid", "sin", "cos", "erf", "erfc", "lgamma")
+    check(lambda x: sum(getattr(torch, name)(x) for name in names) + x**1.5, torch.linspace(0.1, 3, 50).double())

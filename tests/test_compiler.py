@@ -324,7 +324,7 @@ def started(tmp_path_factory):
 def test_a_second_process_loads_no_compiler_stage_and_starts_no_compiler(started):
     """Also when started as another rank."""
     _, cold, warm, _ = started
-    assert cold["cached"] == 0 and cold["built"] == cold["kernels"] > 0 and "dcompile.pipeline" in cold["stages"]
+    assert cold["cached"] == 0 and cold["built"] == cold["kernels"] > 0 and "dcompile.driver" in cold["stages"]
     assert warm["cached"] == 2 and warm["built"] == 0
     assert warm["stages"] == TABLE
     assert warm["results"] == cold["results"]

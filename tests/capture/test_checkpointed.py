@@ -94,15 +94,15 @@ WAYS = {
 def attentions(monkeypatch):
     """(mask, is_causal) of each attention of the joint graphs that are compiled."""
     found = []
-    original = DynamoGraph._prepare
+    original = DynamoGraph.partition
 
-    def prepare(self, joint):
+    def partition(self, joint, *args, **keywords):
         names = {node: str(node.target) for node in joint.graph.nodes}
         calls = [n for n, name in names.items() if "scaled_dot_product" in name and "backward" not in name]
         found.extend((node.kwargs.get("attn_mask"), node.args[4]) for node in calls)
-        original(self, joint)
+        return original(self, joint, *args, **keywords)
 
-    monkeypatch.setattr(DynamoGraph, "_prepare", prepare)
+    monkeypatch.setattr(DynamoGraph, "partition", partition)
     return found
 
 

@@ -82,7 +82,7 @@ def test_it_is_built_once_and_found_without_the_compilers_stages(begun, monkeypa
     monkeypatch.setattr(build, "workers", lambda: 2)
     compiler = CachingCompiler(Config(matmul="own", cache_dir=str(tmp_path / "cache")))
     compiler.expect_products()
-    compiler._pipeline()._compilers.begin([dcompile.pipeline.gemm.source()], None).result()
+    compiler._pipeline()._compilers.begin([dcompile.driver.gemm.source()], None).result()
     assert len(built) == 1
     monkeypatch.setattr(CachingCompiler, "_pipeline", lambda self: pytest.fail("it is there"))
     CachingCompiler(compiler.config).expect_products()

@@ -8,6 +8,8 @@ BACKEND ?= dcompile
 STEPS ?=
 ARGS ?=
 TESTS ?=
+QUICK ?= tests/ir tests/collectives tests/codegen/nest tests/codegen/schedule tests/codegen/test_golden.py \
+	tests/capture/adapters tests/capture/test_joint_graph.py tests/test_layering.py tests/test_vocabulary.py
 SECONDS ?= 600
 # A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file. One worker more
 # than CI's machine has cores: a fifth of the time, each waits, for a rank's time limit, a compiler, or a process to end.
@@ -17,7 +19,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test test-torch test-full models dist-matrix ops-sweep fuzz lint format clean
+.PHONY: train test quick test-torch test-full models dist-matrix ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -25,10 +27,14 @@ train: $(if $(VENV),$(VENV)/.has-train)
 		launch/train.py --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 # Bytecode is kept whatever the shell says: pytest rewrites nearly 300 files, in each worker, and processes share ours.
-test test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
+test quick test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
 
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+
+# What an edit of the compiler breaks first, in about a minute: IR, loops, schedules, text of kernels, adapters, style of names.
+quick: $(if $(VENV),$(VENV)/.has-test)
+	$(py) -m pytest -n $(WORKERS) --dist loadfile $(QUICK)
 
 # The same with all that a usual run has a sample of: what `models` and `dist-matrix` run, each a part, and the rest.
 test-full: $(if $(VENV),$(VENV)/.has-test)

@@ -1,6 +1,7 @@
 """dcompile: a compiler for distributed training in PyTorch. The public face, loaded when first used."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.versions import check_torch as _check_torch
@@ -25,6 +26,8 @@ def __getattr__(name: str) -> Any:
     """Load the compiler's doors late: `import dcompile.ir` and the option table need no torch."""
     if name == "explain":
         return importlib.import_module("dcompile.explain")  # a package that can be called
+    if name == "__version__":
+        return importlib.metadata.version("dcompile")
     if name == "profile":
         return importlib.import_module("dcompile.explain.profile").profile
     if name in __all__:

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import importlib.metadata
 import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,11 @@ from dcompile.config import Config
 from dcompile.errors import NotCompiledError, UnsupportedTorchError
 
 TORCH_ARGUMENTS = inspect.signature(torch.compile).parameters
+
+
+def test_the_version_is_the_packages_and_its_types_are_shipped():
+    assert dcompile.__version__ == importlib.metadata.version("dcompile")
+    assert Path(dcompile.__file__).with_name("py.typed").exists()
 
 
 def test_mode_and_options_together_raise_as_in_torch():

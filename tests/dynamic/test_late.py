@@ -9,12 +9,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dcompile.toolchain import triton_version
+from tests import nursery
 from tests.dynamic import late_cases
 
 needs_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -26,7 +26,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
     """What is wrong with each case, and its host programs, from a process in which Triton interprets."""
     names = [*late_cases.FUNCTIONS]
     names += [f"{name} dynamic" for name in names] if request.config.getoption("--full") else []
-    command = [sys.executable, "-m", "tests.dynamic.late_cases", *names]
+    command = [nursery.python(), "-m", "tests.dynamic.late_cases", *names]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parents[2]

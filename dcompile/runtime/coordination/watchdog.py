@@ -21,8 +21,9 @@ from typing import Any
 from dcompile import compat
 from dcompile.errors import PlanMismatchError
 from dcompile.logs import flush_streams, report
+from dcompile.runtime.coordination import wait_policy
 from dcompile.runtime.coordination.peer_status import PeerView
-from dcompile.runtime.coordination.wait_policy import SILENT_S, PeerWait
+from dcompile.runtime.coordination.wait_policy import PeerWait
 
 STUCK_S = 0.8
 """A collective that the GPU is not through with for so long is looked into."""
@@ -64,7 +65,7 @@ class Watchdog:
                     f"dcompile: rank {other} has ended after {said.started} collectives, but rank {rank} has started "
                     f"the {label}, number {number} of this group: every rank must run the same steps"
                 )
-            if said is not None and not said.ended and others.silent_s(other) > SILENT_S:
+            if said is not None and not said.ended and others.silent_s(other) > wait_policy.SILENT_S:
                 return (
                     f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; "
                     f"{others.describe([other])}"

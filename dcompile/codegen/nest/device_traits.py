@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from dcompile.ir.nodes import Buffer, Loop
 
+MAX_INT32_ELEMENTS = 2**31 - 2**20
+"""Elements that GPU kernels count in 32 bits: a tile may reach a little beyond its loop."""
+
 ATOMIC: Mapping[str, frozenset[str]] = {
     "sum": frozenset(("int32", "int64", "float32", "float64")),
     "max": frozenset(("int32", "int64", "float32")),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
+from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
 from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, TileDim, TilePlan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.ir.analysis import operands, runtime_refs
@@ -26,8 +27,6 @@ from dcompile.ir.index import (
 from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
 from dcompile.ir.ops import REDUCTIONS, SCANS
 
-MAX_INT32_ELEMENTS = 2**31 - 2**20
-"""Elements from which positions are computed in 64 bits; a tile may reach a little beyond its loop."""
 CHECK = "tl.device_assert"
 """Ends the kernel, and with it the process's work on the GPU, as the library's own checks of positions do."""
 MAX_COLUMN_WARPS = 2 * MULTIPROCESSORS * 64

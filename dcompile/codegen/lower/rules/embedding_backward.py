@@ -17,6 +17,7 @@ from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter import collect, collected_by_rows, few_rows, meets, needs_order
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
+from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.index import Index, Size, as_index, as_size, size_product
 from dcompile.ir.nodes import Ref, View
 
@@ -26,9 +27,6 @@ CHUNK_ROWS = 8
 """Rows that a program adds up; for each so many there is room for two parts of sums."""
 MAX_COMPARED_ROWS = 1 << 15
 """Rows that are compared with one another, all with all: some 0.15 ms of a GPU, as long as a sort takes."""
-
-MAX_INT32_ELEMENTS = 2**31 - 2**20
-"""Rows of a table, and elements of what is added to it: positions have 32 bits."""
 
 
 def _embedding_backward(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
+from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
 from dcompile.codegen.nest.loop_nest import stride
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
@@ -37,8 +38,6 @@ from dcompile.ir.symbols import used_symbols
 
 MIN_EPILOGUE_FLOPS = 1 << 30
 """Multiplications and additions of a product below which there is nothing to gain: it takes two microseconds."""
-MAX_INT32_ELEMENTS = 2**31 - 2**20
-"""Elements of a matrix that are counted in 32 bits."""
 ANY = Tile(0, 0, 0, 0, 0)
 """In place of a tile that is not chosen yet."""
 

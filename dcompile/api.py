@@ -104,14 +104,14 @@ def compile(
         limits = compat.shapes.with_attached(target, settings.limits)
         own = replace(settings, config=artifacts.own_dump(settings.config), limits=limits)
         if isinstance(target, Module):
-            compile_module(target, own, make_toolbox(own.config))
+            compile_module(target, own, make_services(own.config))
             return target
-        return compile_function(target, own, make_toolbox(own.config))
+        return compile_function(target, own, make_services(own.config))
 
     return apply if model is None else apply(model)
 
 
-def make_toolbox(config: Config) -> Services:
+def make_services(config: Config) -> Services:
     """Everything that capture needs of the other stages."""
     compiler = CachingCompiler(config)
     saves_memory = "option recompute is memory" if config.recompute == "memory" else ""

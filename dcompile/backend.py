@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module
 
 from dcompile import compat
-from dcompile.api import make_toolbox
+from dcompile.api import make_services
 from dcompile.artifacts import own_dump
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
@@ -28,7 +28,7 @@ def dcompile_backend(
 ) -> Callable[..., Any]:
     """Compile one graph on its own, as any TorchDynamo backend: for callers that go past the interception."""
     config = own_dump(Config.make(mode, options))
-    model = CompiledModel(Settings(config), make_toolbox(config))
+    model = CompiledModel(Settings(config), make_services(config))
     return DynamoGraph(model, example_inputs).compile(gm, example_inputs)
 
 
@@ -49,8 +49,8 @@ def handle_compile(context: Any, fn: Any) -> Any:
         limits = dict(compat.shapes.with_attached(module, limits))
     settings = Settings(config, *compat.dynamo.context_settings(context), limits)
     if module is not None:
-        return compiled_call(module, settings, make_toolbox(config))
-    return compile_function(fn, settings, make_toolbox(config))
+        return compiled_call(module, settings, make_services(config))
+    return compile_function(fn, settings, make_services(config))
 
 
 def _module_of(fn: Any) -> Module | None:

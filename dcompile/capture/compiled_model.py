@@ -41,13 +41,13 @@ class Settings:
 class CompiledModel:
     """One compile call's state. It holds neither the module nor its parameters: cached code may outlive them."""
 
-    def __init__(self, settings: Settings, toolbox: Services) -> None:
+    def __init__(self, settings: Settings, services: Services) -> None:
         self.settings = settings
-        self.toolbox = toolbox
+        self.services = services
         self.adapter: PlainAdapter = PlainAdapter()
         self.sync = GradientSync(self.adapter)
         self.sync.model = self
-        self.peers: Peers = toolbox.meet(None)
+        self.peers: Peers = services.meet(None)
         self.graphs: list[CapturedGraph] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
@@ -75,7 +75,7 @@ class CompiledModel:
     def adopt(self, sync: GradientSync) -> None:
         """Start over under another adapter, that of `sync`: graphs captured so far carry no sync flag for it."""
         self.adapter, self.sync, sync.model = sync.adapter, sync, self
-        self.peers = self.toolbox.meet(self.adapter.group)
+        self.peers = self.services.meet(self.adapter.group)
         self.graphs, self.variants, self.newest = [], {}, None
         self._refusal, self.pool = None, {}
         self.shards, self.between = sync.take_over()
@@ -208,7 +208,7 @@ class CompiledModel:
         """FSDP's own hooks gather and reduce from here on: on every rank, or all raise."""
         for number, group in enumerate(adapter.process_groups()):
             subject = f"use of FSDP's own hooks, group {number}"
-            self.toolbox.agree(group, subject, ["parameters and gradients are given back to FSDP"])
+            self.services.agree(group, subject, ["parameters and gradients are given back to FSDP"])
         if self.shards is not None:
             self.shards.give_back()
         adapter.restore(reason)
@@ -237,7 +237,7 @@ class CompiledModel:
             self._report(training=False)
         if self._owes_report:
             self._owes_report = False
-            self.toolbox.first_step(self)
+            self.services.first_step(self)
 
     def _examine(self, key: tuple[int, ...], result: Any) -> Variant:
         training = torch.is_grad_enabled() and any(self.graphs[number].training for number in key)
@@ -248,7 +248,7 @@ class CompiledModel:
         self.sync.no_graph_ran(call, result)
         if (self.breaks or self._left_alone) and not self.graphs and None not in self._reported:
             self._reported.add(None)
-            self.toolbox.first_step(self)
+            self.services.first_step(self)
 
     def agree_on(self, plan: list[str]) -> None:
         """Before the first collective of a program: see that every rank is about to run the same ones.
@@ -259,7 +259,7 @@ class CompiledModel:
         subject = adapter.subject_of(tuple(plan))
         if subject is not None:
             for number, group in enumerate(adapter.process_groups()):
-                self.toolbox.agree(group, f"{subject}.{number}" if number else subject, plan)
+                self.services.agree(group, f"{subject}.{number}" if number else subject, plan)
 
     # --- backward ---
 
@@ -281,7 +281,7 @@ class CompiledModel:
         if self.newest is None or self.is_running():  # none: the engine's threads do not see the caller's calls
             self._owes_report = True
         else:
-            self.toolbox.first_step(self)
+            self.services.first_step(self)
 
     def graphs_of_call(self, graph: CapturedGraph) -> list[CapturedGraph]:
         """Those that ran in the call that a graph's backward is of: one in progress, or the newest."""
@@ -298,4 +298,4 @@ class CompiledModel:
 
     def _report(self, training: bool) -> None:
         self._reported.add(training)
-        self.toolbox.first_step(self)
+        self.services.first_step(self)

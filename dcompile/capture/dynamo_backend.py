@@ -38,7 +38,7 @@ class DynamoGraph(GraphPrograms):
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
         self._examine(gm)
-        self._run_passes(self.model.toolbox.compiler.graph_passes().dynamo, gm, "dynamo")
+        self._run_passes(self.model.services.compiler.graph_passes().dynamo, gm, "dynamo")
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
         try:
             compiled = self._trace(gm, layers, example_inputs)
@@ -52,7 +52,7 @@ class DynamoGraph(GraphPrograms):
     def _examine(self, gm: Any) -> None:
         """Note what follows from the graph as it was captured, before anything is rewritten."""
         if multiplies(gm):
-            self.model.toolbox.compiler.expect_products()
+            self.model.services.compiler.expect_products()
         if self.model.shards is not None and is_checkpointed(gm):
             self.model.shards.save_memory("activations are checkpointed")
         self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
@@ -74,13 +74,13 @@ class DynamoGraph(GraphPrograms):
             backward=callbacks.backward,
             inference=callbacks.inference,
             partition=callbacks.partition,
-            decompositions=self.model.toolbox.compiler.decompositions(),
+            decompositions=self.model.services.compiler.decompositions(),
         )
         return compiled
 
     def partition(self, joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         """Rewrite a joint graph and cut it into forward and backward."""
-        config, compiler = self.model.settings.config, self.model.toolbox.compiler
+        config, compiler = self.model.settings.config, self.model.services.compiler
         self.training = True
         self._cut = PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs)
         self.grads = tuple((out, self.params[index]) for out, index in self._cut.gradients if index in self.params)
@@ -121,7 +121,7 @@ class DynamoGraph(GraphPrograms):
         self.changed = compat.aot.changed_inputs(inputs)
         if self._needs_parameters():
             return mark_boxed(_never)
-        self._run_passes(self.model.toolbox.compiler.graph_passes().joint, module, "inference")
+        self._run_passes(self.model.services.compiler.graph_passes().joint, module, "inference")
         self._learning = compat.aot.learning_results()
         return mark_boxed(self._inference(module))
 

@@ -63,7 +63,7 @@ class Entry:
         target: Callable[..., Any],
         root: Module | None,
         settings: Settings,
-        toolbox: Services,
+        services: Services,
         graph: type[DynamoGraph] = DynamoGraph,
         *,
         in_place: bool = False,
@@ -73,7 +73,7 @@ class Entry:
         self._graph = graph
         self._hooks = None if root is None else compat.hooks.Hooks(root)
         self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
-        self.model = CompiledModel(settings, toolbox)
+        self.model = CompiledModel(settings, services)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._compiled: Callable[..., Any] | None = None
         self._frames = compat.skip_frame_eval.Frames()
@@ -316,9 +316,9 @@ def unwrap_module(module: Any) -> Any:
     return module
 
 
-def module_call(root: Module, settings: Settings, toolbox: Services, *, in_place: bool = False) -> Callable[..., Any]:
+def module_call(root: Module, settings: Settings, services: Services, *, in_place: bool = False) -> Callable[..., Any]:
     """A compiled stand-in for `root._call_impl`. `in_place`: it will belong to the module, and does not keep it."""
-    entry = Entry(root._call_impl, root, settings, toolbox, in_place=in_place)
+    entry = Entry(root._call_impl, root, settings, services, in_place=in_place)
     module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
@@ -329,20 +329,20 @@ def module_call(root: Module, settings: Settings, toolbox: Services, *, in_place
     return entry.entrance(traced)
 
 
-def compile_module(module: Module, settings: Settings, toolbox: Services) -> None:
+def compile_module(module: Module, settings: Settings, services: Services) -> None:
     """Compile `module` in place; of a DDP module, what it wraps: DDP's own forward stays as it is around it."""
     root = unwrap_module(module)
     if isinstance(root, DistributedDataParallel):
         root = unwrap_module(root.module)
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
     # of a traced TorchScript module sets attributes of another object, which nobody calls
-    vars(root)["_compiled_call_impl"] = module_call(root, settings, toolbox, in_place=True)
+    vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
 
 
-def compiled_call(module: Module, settings: Settings, toolbox: Services) -> Callable[..., Any]:
+def compiled_call(module: Module, settings: Settings, services: Services) -> Callable[..., Any]:
     """What torch.compile is to call for `module`, which itself stays as it is unless it is DDP."""
     if isinstance(module, DistributedDataParallel):
-        compile_module(module, settings, toolbox)
+        compile_module(module, settings, services)
 
         eager: Callable[..., Any] = module._call_impl
 
@@ -350,13 +350,13 @@ def compiled_call(module: Module, settings: Settings, toolbox: Services) -> Call
             return eager(*args, **kwargs)
 
         return call_ddp
-    return module_call(module, settings, toolbox)
+    return module_call(module, settings, services)
 
 
-def compile_function(function: Callable[..., Any], settings: Settings, toolbox: Services) -> Any:
+def compile_function(function: Callable[..., Any], settings: Settings, services: Services) -> Any:
     """A compiled stand-in for a function; the function itself stays as it is."""
     function = original_function(function)
-    inner = Entry(function, None, settings, toolbox).entrance(function)
+    inner = Entry(function, None, settings, services).entrance(function)
     # another object than what `__func__` calls: a circle would keep all of it until garbage is collected
     call: Any = _twin(inner)
     # torch.compile and torch._dynamo.disable look through these two to the function itself

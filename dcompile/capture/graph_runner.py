@@ -112,7 +112,7 @@ class GraphPrograms:
     ) -> Executable:
         self._own[WHOLE_BACKWARD if whole else kind] = list(own_collectives(gm))
         request = self._request(gm, kind, whole, **more)
-        executable = self.model.toolbox.compiler.compile_graph(gm, request, foreseen)
+        executable = self.model.services.compiler.compile_graph(gm, request, foreseen)
         self.executables[WHOLE_BACKWARD if whole else kind] = executable
         return executable
 
@@ -177,7 +177,7 @@ class GraphPrograms:
         copied = self._copied(found)
         config = self.model.settings.config
         return {
-            "figures": self.model.toolbox.figures(self.device, next(iter(found.values()), None)),
+            "figures": self.model.services.figures(self.device, next(iter(found.values()), None)),
             "groups": tuple(
                 (name, GroupSize(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
                 for name, group in found.items()
@@ -214,7 +214,7 @@ class GraphPrograms:
 
     @property
     def _output_steps(self) -> Sequence[OutputStep]:
-        return self.model.toolbox.compiler.graph_passes().outputs
+        return self.model.services.compiler.graph_passes().outputs
 
     def _forward(self, gm: Any) -> Boxed:
         position = take_sync_token(gm)

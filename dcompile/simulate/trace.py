@@ -184,7 +184,7 @@ class _SimulatedGraph(DynamoGraph):
             more |= self._shards(gm, kind)
         elif self._spread.kind == "ddp" and kind == "backward":
             more |= {"grads": self.grads, "params": self.adapter.param_infos(), "rule": DDP_RULE}
-        compiler = self.model.toolbox.compiler
+        compiler = self.model.services.compiler
         return compiler.compile_graph(gm, Request(name=f"{kind}{self.number}", kind=kind, **more))
 
     def _gathering(self, run: Any) -> Any:

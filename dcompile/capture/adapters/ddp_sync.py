@@ -148,7 +148,7 @@ class DdpSync(GradientSync):
         if self._all_idle is None:
             infos, rule = adapter.exchanged(()), adapter.bucket_rule()
             assert rule is not None, "what was taken over has buckets"
-            buckets = self.model.toolbox.all_idle(infos, rule)
+            buckets = self.model.services.all_idle(infos, rule)
             self._all_idle = self.make_buckets(buckets)
             self.model.agree_on(plan_of(buckets, infos))
         self._all_idle.begin(adapter.unreduced)
@@ -177,7 +177,7 @@ class DdpSync(GradientSync):
         compare_surroundings(self.model)
         objections += adapter.hooked()
         mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
-        said = self.model.toolbox.said_by_any(adapter.group, GRADIENTS, mine)
+        said = self.model.services.said_by_any(adapter.group, GRADIENTS, mine)
         several = any(len(variant.graphs) > 1 for variant in self.model.variants.values())
         adapter.decide(objections if mine or not said else [said], several)
 
@@ -194,7 +194,7 @@ class DdpSync(GradientSync):
         if self._asks_others():
             self.model.compare_captures(self.model.graphs_of_call(graph))
             who = "dcompile reduces them" if adapter.state == "taken" else f"DDP does: {'; '.join(adapter.reasons)}"
-            self.model.toolbox.agree(adapter.group, GRADIENTS, [who])
+            self.model.services.agree(adapter.group, GRADIENTS, [who])
         for other in self.model.graphs:
             other.captured = []
 
@@ -272,7 +272,7 @@ class DdpSync(GradientSync):
             for number, source in sources.items()
             if source is not None and adapter.differs(number, addresses[number])
         }
-        adapter.reduce_rest(elsewhere, sources.keys(), self.model.toolbox.average)
+        adapter.reduce_rest(elsewhere, sources.keys(), self.model.services.average)
         for buckets in reduced:
             buckets.forget()
 
@@ -292,7 +292,7 @@ class DdpSync(GradientSync):
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
         """Bucket memory that all graphs of the model share."""
         adapter = self._adapter
-        return self.model.toolbox.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
+        return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
 
     def forget_buckets(self) -> None:
         """What calls beside the compiled graphs reduce through is laid out anew."""

@@ -26,7 +26,7 @@ class SynchronizedModel(Protocol):
     """A compiled model (`compiled_model.CompiledModel`), as a strategy sees it."""
 
     settings: Any
-    toolbox: Services
+    services: Services
     adapter: Any
     variants: dict[tuple[int, ...], Variant]
     shards: ShardedParameters | None

@@ -32,7 +32,7 @@ class ShardedSync(GradientSync):
         adapter = self._adapter
         if not adapter.eligible:
             return None, None
-        return self.model.toolbox.make_shards(adapter.units, adapter.groups), EagerRegionMonitor(adapter)
+        return self.model.services.make_shards(adapter.units, adapter.groups), EagerRegionMonitor(adapter)
 
     def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
         """Note which units a graph has gradients of: the first graph's backward, which comes last, reduces them all.

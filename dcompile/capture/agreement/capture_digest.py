@@ -27,7 +27,7 @@ class ComparedModel(Protocol):
 
     settings: Any
     adapter: Any
-    toolbox: Any
+    services: Any
 
 
 def captured_calls(model: ComparedModel, gm: Any, params: Mapping[int, int]) -> list[Line]:
@@ -42,12 +42,12 @@ def compare_captures(model: ComparedModel, captures: Sequence[Sequence[Line]]) -
     """
     graphs = [line for n, calls in enumerate(captures) for line in ((f"graph {n} of the call", ""), *calls)]
     lines = [*_surroundings(model), *graphs]
-    model.toolbox.agree(model.adapter.group, CAPTURES, lines, model.adapter.way_to_differ)
+    model.services.agree(model.adapter.group, CAPTURES, lines, model.adapter.way_to_differ)
 
 
 def compare_surroundings(model: ComparedModel) -> None:
     """The same where ranks may run other graphs: compare all but these."""
-    model.toolbox.agree(model.adapter.group, "settings", [*_surroundings(model)])
+    model.services.agree(model.adapter.group, "settings", [*_surroundings(model)])
 
 
 def _surroundings(model: ComparedModel) -> Iterator[Line]:

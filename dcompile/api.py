@@ -128,6 +128,7 @@ def make_services(config: Config) -> Services:
         compiler.meet,
         figures_for(config),
         any_rank_objection,
+        functools.partial(make_services, config),
         _all_idle,
     )
 
@@ -140,7 +141,7 @@ def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ..
 
 def print_receipt(model: CompiledModel) -> None:
     """Report on rank 0, after the first step, what became of the model."""
-    runs_eagerly = not model.graphs and not model.adapter.eager
+    runs_eagerly = not model.graphs and not model.adapter.eager and not model.inside
     text = nothing_compiled(model) if runs_eagerly else str(make_receipt(model))
     artifacts.dump(model.settings.config, "receipt.txt", f"{text}\n")
     if model.settings.config.receipt and logs.rank() == 0:

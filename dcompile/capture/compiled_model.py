@@ -65,6 +65,8 @@ class CompiledModel:
         self.compile_seconds = 0.0
         self.calls: dict[int, list[Invocation]] = {}
         """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
+        self.inside: list[CompiledModel] = []
+        """Modules that a call reaches and DDP or FSDP keeps in step: each is compiled by itself."""
         self.pool: dict[Any, Any] = {}
         """Memory of gradient buckets, which the graphs share."""
         self._refusal: str | None = None
@@ -237,7 +239,7 @@ class CompiledModel:
             self._report(training=False)
         if self._owes_report:
             self._owes_report = False
-            self.services.first_step(self)
+            self.report()
 
     def _examine(self, key: tuple[int, ...], result: Any) -> Variant:
         training = torch.is_grad_enabled() and any(self.graphs[number].training for number in key)
@@ -246,7 +248,8 @@ class CompiledModel:
     def _no_graph_ran(self, call: Invocation, result: Any) -> None:
         self.eager_calls += 1
         self.sync.no_graph_ran(call, result)
-        if (self.breaks or self._left_alone) and not self.graphs and None not in self._reported:
+        nothing = not self.graphs and not self.inside
+        if (self.breaks or self._left_alone) and nothing and None not in self._reported:
             self._reported.add(None)
             self.services.first_step(self)
 
@@ -281,7 +284,7 @@ class CompiledModel:
         if self.newest is None or self.is_running():  # none: the engine's threads do not see the caller's calls
             self._owes_report = True
         else:
-            self.services.first_step(self)
+            self.report()
 
     def graphs_of_call(self, graph: CapturedGraph) -> list[CapturedGraph]:
         """Those that ran in the call that a graph's backward is of: one in progress, or the newest."""
@@ -298,4 +301,9 @@ class CompiledModel:
 
     def _report(self, training: bool) -> None:
         self._reported.add(training)
-        self.services.first_step(self)
+        self.report()
+
+    def report(self) -> None:
+        """Tell of a first step. With modules inside, the last of them to be through with theirs tells of all."""
+        if not self.inside:
+            self.services.first_step(self)

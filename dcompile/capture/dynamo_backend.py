@@ -37,7 +37,7 @@ class DynamoGraph(GraphPrograms):
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
-        self._examine(gm)
+        self._examine(gm, example_inputs)
         self._run_passes(self.model.services.compiler.graph_passes().dynamo, gm, "dynamo")
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
         try:
@@ -49,8 +49,13 @@ class DynamoGraph(GraphPrograms):
         seen = results_without_gradients(gm, self._learning)
         return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
 
-    def _examine(self, gm: Any) -> None:
+    def _examine(self, gm: Any, example_inputs: Sequence[Any]) -> None:
         """Note what follows from the graph as it was captured, before anything is rewritten."""
+        if not self.adapter.synchronizes and compat.ddp.reduces_any(example_inputs):
+            self.adapter.leave_to_others(
+                "this is a part of a DistributedDataParallel module, whose own reducer averages gradients; "
+                "compile the whole of it: dcompile.compile(ddp_module)"
+            )
         if multiplies(gm):
             self.model.services.compiler.expect_products()
         if self.model.shards is not None and is_checkpointed(gm):

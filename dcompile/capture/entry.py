@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
+from dcompile.capture.callables import fresh_function, original_function, twin_of, unwrap_module, with_owner
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
 from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError
 
-_SERIAL = itertools.count()
 _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKeyDictionary()
 """Module -> its newest entry, which holds the module: so both references are weak."""
 
@@ -234,6 +233,52 @@ class Entry:
         self.model.adopt(DdpSync(DdpAdapter(ddp, stock, module=replicated)))
         self._compiled = None
 
+    def _leaves_to_eager(self, owner: Any) -> bool:
+        """Whether a frame of `owner` runs eagerly this time. A module inside that is kept in step is taken over.
+
+        Such a frame of fully_shard's is in a call already: that one is FSDP's own, the next one is compiled.
+        """
+        if not isinstance(owner, Module) or self.model.adapter.synchronizes:
+            return False
+        if isinstance(owner, DistributedDataParallel):
+            self._compile_inside(owner)
+            return False
+        outermost = compat.fsdp2.outermost_in_forward(owner)
+        if outermost is None or outermost is self.root:
+            return False
+        self._compile_inside(outermost)
+        return bool(self.model.inside)
+
+    def _compile_inside(self, wrapper: Module) -> None:
+        """Compile a module that DDP or FSDP keeps in step, and that a call has come to, by itself, if it is not yet."""
+        model, module = self.model, unwrap_module(wrapper)
+        if isinstance(module, DistributedDataParallel):
+            module = unwrap_module(module.module)
+        name = type(wrapper).__name__
+        if model.settings.config.distributed == "stock":
+            model.adapter.leave_to_others("option distributed='stock'")
+        elif (entry := _entry_of(module)) is not None:
+            if all(known is not entry.model for known in model.inside):
+                model.inside.append(entry.model)
+        elif vars(module).get("_compiled_call_impl") is not None or self.root is module:
+            model.adapter.leave_to_others(
+                f"a {name} inside is compiled by another backend; leave that out, or give it backend='dcompile'"
+            )
+        else:
+            compile_module(wrapper, _settings_inside(model.settings), self._services_inside())
+            self._compile_inside(wrapper)
+
+    def _services_inside(self) -> Services:
+        """Services of a module inside, which reports on this model."""
+        services, outer = self.model.services, weakref.ref(self.model)
+        assert services.renew is not None, "programs that only plan leave modules inside alone"
+
+        def report(_inner: CompiledModel) -> None:
+            if (model := outer()) is not None:
+                model.services.first_step(model)
+
+        return replace(services.renew(), first_step=report)
+
     def _compile(self) -> Callable[..., Any]:
         """A new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
         settings = self.model.settings
@@ -244,7 +289,7 @@ class Entry:
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )
-        function = _fresh_function(self._is_module)
+        function = fresh_function(self._is_module)
         model, own, made = self.model, function.__code__, self._made
         made.codes.append(own)
         made.backends.append(backend)
@@ -267,7 +312,13 @@ class Entry:
         config = model.settings.config
         # what a CUDA graph records has one size
         late_sizes = config.late_sizes and not config.triton_cudagraphs
-        compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes=late_sizes)
+        entry = weakref.ref(self)
+
+        def left_to_eager(owner: Any) -> bool:
+            known = entry()
+            return known is not None and model.services.renew is not None and known._leaves_to_eager(owner)
+
+        compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes, left_to_eager)
         compiled: Callable[..., Any] = context(function)
         return compiled
 
@@ -282,38 +333,6 @@ def _dynamo_settings(model: CompiledModel, code: Any, own: Any, spec: Any, late_
 def _belongs_to(root: Module, entry: Entry) -> bool:
     """Whether it is by this entry that the module itself is called."""
     return getattr(vars(root).get("_compiled_call_impl"), "_dcompile_entry", None) is entry
-
-
-def _fresh_function(of_module: bool) -> types.FunctionType:
-    """A function with a code object of its own that calls what it is given; `hooked` says which hooks there are.
-
-    Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
-    function is traced whole, with the module's hooks; a bound `_call_impl`, which Module.compile() uses, is not, and
-    for bare torch.nn classes would not be traced at all.
-    """
-
-    # a guard on `hooked`: of hooks, Dynamo guards on each that it has traced, and never on there being none
-
-    def call_module(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if hooked:
-            return target._call_impl(*args, **kwargs)
-        return target._call_impl(*args, **kwargs)
-
-    def call(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if hooked:
-            return target(*args, **kwargs)
-        return target(*args, **kwargs)
-
-    entry = call_module if of_module else call
-    name = f"dcompile_entry_{next(_SERIAL)}"
-    return types.FunctionType(entry.__code__.replace(co_name=name), entry.__globals__, name)
-
-
-def unwrap_module(module: Any) -> Any:
-    """The module inside what torch.compile returned."""
-    while compat.dynamo.is_optimized_module(module):
-        module = module._orig_mod
-    return module
 
 
 def module_call(root: Module, settings: Settings, services: Services, *, in_place: bool = False) -> Callable[..., Any]:
@@ -358,58 +377,26 @@ def compile_function(function: Callable[..., Any], settings: Settings, services:
     function = original_function(function)
     inner = Entry(function, None, settings, services).entrance(function)
     # another object than what `__func__` calls: a circle would keep all of it until garbage is collected
-    call: Any = _twin(inner)
+    call: Any = twin_of(inner)
     # torch.compile and torch._dynamo.disable look through these two to the function itself
     call._torchdynamo_orig_callable = function
     call._torchdynamo_wrapper_id = id(call)
     if isinstance(function, types.MethodType):
         # a learning rate scheduler calls an optimizer's `step.__func__`, also of a compiled one put in its place
-        call.__self__, call.__func__ = function.__self__, _with_owner(inner)
+        call.__self__, call.__func__ = function.__self__, with_owner(inner)
     compiled: Callable[..., Any] = call
     return compiled
 
 
-def _with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled bound method as the function that it is of."""
-
-    def method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return functools.update_wrapper(method, call, updated=())
+def _entry_of(module: Module) -> Entry | None:
+    found = _NEWEST.get(module)
+    return found() if found is not None else None
 
 
-def _twin(function: Any) -> Any:
-    """The same function as another object."""
-    twin: Any = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, None, function.__closure__
-    )
-    functools.update_wrapper(twin, function)
-    twin.__dict__["__wrapped__"] = function.__wrapped__
-    return twin
-
-
-def original_function(function: Any) -> Any:
-    """The function that a wrapper of ours stands for."""
-    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function) and hasattr(function, "_dcompile_entry"):
-        function = function.__wrapped__
-    return _without_wrapper_marks(function)
-
-
-def _without_wrapper_marks(function: Any) -> Any:
-    """`function` itself; a copy, if `functools.wraps` has given it the marks of a wrapper of ours that it calls.
-
-    Dynamo would trace what the marks say in place of the function.
-    """
-    if not isinstance(function, types.FunctionType) or "_dcompile_entry" not in function.__dict__:
-        return function
-    clean = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    clean.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(clean, function)
-    for mark in ("_dcompile_entry", "_torchdynamo_inline", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"):
-        clean.__dict__.pop(mark, None)
-    return clean
+def _settings_inside(settings: Settings) -> Settings:
+    """Of a module inside: what was said of the arguments' shapes is not about its own."""
+    shapes = compat.shapes.NAMES
+    return replace(settings, limits={name: value for name, value in settings.limits.items() if name not in shapes})
 
 
 def find_model(thing: Any) -> CompiledModel | None:
@@ -418,8 +405,7 @@ def find_model(thing: Any) -> CompiledModel | None:
         root = unwrap_module(thing)
         if isinstance(root, DistributedDataParallel):
             root = unwrap_module(root.module)
-        found = _NEWEST.get(root)
-        entry = found() if found is not None else None
+        entry = _entry_of(root)
     else:
         entry = getattr(thing, "_dcompile_entry", None)
     return entry.model if entry is not None else None

@@ -163,5 +163,7 @@ class Services:
     """(device, process group or None) -> what the machine can do; the same on every rank of the group."""
     said_by_any: Callable[[Any, str, str], str] = _said_by_nobody
     """(process group, what it is about, what this rank says or ""): all ranks come, and hear what one of them says."""
+    renew: Callable[[], Services] | None = None
+    """The same services once more, for a module inside that is compiled by itself."""
     all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout
     """(parameters, rule) -> the buckets of a program that has no gradient of any."""

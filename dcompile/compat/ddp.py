@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.tensors import at_end_of_backward
@@ -20,6 +20,15 @@ def active_ddp() -> DistributedDataParallel | None:
 
     module = sys.modules.get("torch.nn.parallel.distributed")
     return module.DistributedDataParallel._active_ddp_module if module else None
+
+
+def reduces_any(tensors: Iterable[Any]) -> bool:
+    """Whether a DDP module's forward is running whose reducer waits for the gradient of one of these tensors."""
+    ddp = active_ddp()
+    if ddp is None:
+        return False
+    parameters = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad}
+    return any(id(tensor) in parameters for tensor in tensors)
 
 
 def missing_names(ddp: Any) -> list[str]:

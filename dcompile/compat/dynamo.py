@@ -91,6 +91,7 @@ def wrap_frame_callback(
     around: Callable[[Any, bool], contextlib.AbstractContextManager[Any]],
     compiled: Callable[[Any, Any], None] = lambda code, guarded: None,
     late_sizes: bool = False,
+    left_to_eager: Callable[[Any], bool] = lambda owner: False,
 ) -> None:
     """Enter `around(code, late)` whenever this context compiles a frame; cached frames do not come by here.
 
@@ -99,12 +100,16 @@ def wrap_frame_callback(
 
     `compiled` is then given the code, with its guards, if it is there for all of the frame: it has no graph break, and
     is not left to eager; otherwise None. It may raise: the frame does not run then.
+
+    `left_to_eager(owner)` says whether a frame, whose `self` is `owner`, runs eagerly this time.
     """
     inner = getattr(context, "callback", None)
     if not callable(inner) or isinstance(inner, bool):
         return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled, and the context has no callback
 
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if left_to_eager(frame.f_locals.get("self")):
+            return _eager_once()
         breaks = graph_break_count()
         try:
             with around(frame.f_code, late_sizes):
@@ -121,6 +126,13 @@ def wrap_frame_callback(
     # Dynamo finds the backend of a cached frame through this attribute
     callback._torchdynamo_orig_backend = getattr(inner, "_torchdynamo_orig_backend", inner)  # type: ignore[attr-defined]
     context.callback = callback
+
+
+def _eager_once() -> Any:
+    """What a frame callback returns for a frame that runs as it is, and comes by again next time."""
+    from torch._dynamo.types import ConvertFrameReturn
+
+    return ConvertFrameReturn(apply_to_code=False)
 
 
 def _is_about_late_sizes(error: BaseException | None) -> bool:

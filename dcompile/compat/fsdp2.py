@@ -25,12 +25,24 @@ _PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sh
 
 def states_in(module: torch.nn.Module) -> list[Any]:
     """The state of each `fully_shard` call on `module` or modules inside it, each once, outer ones first."""
+    found = {id(state): state for m in module.modules() if (state := state_of(m)) is not None}
+    return list(found.values())
+
+
+def state_of(module: torch.nn.Module) -> Any:
+    """The state of `fully_shard` on `module` itself, if there is one."""
     if "torch.distributed.fsdp" not in sys.modules:
-        return []
+        return None
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-    found = {id(state): state for m in module.modules() if (state := _get_module_fsdp_state(m)) is not None}
-    return list(found.values())
+    return _get_module_fsdp_state(module)
+
+
+def outermost_in_forward(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The outermost `fully_shard` module around one of its like, or itself, while a forward of it runs."""
+    state = state_of(module)
+    root = None if state is None else getattr(state._state_ctx, "iter_forward_root", None)
+    return None if root is None else next(iter(root._modules), None)
 
 
 def initialize(states: list[Any]) -> None:

@@ -23,9 +23,10 @@ from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
+from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
-from dcompile.capture.entry import Entry, find_model, original_function, unwrap_module
+from dcompile.capture.entry import Entry, find_model
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.collectives.contract import Request
 from dcompile.config import Config

@@ -202,12 +202,11 @@ def _gpu_of(model: CompiledModel) -> torch.device | None:
 
 def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
     """Process groups that a model's programs communicate over, each with the names that plans have for it."""
-    adapter = model.adapter
-    if not adapter.eligible:
-        return []
+    adapters = [part.adapter for part in (model, *model.inside) if part.adapter.eligible]
     found: dict[int, tuple[Any, set[str]]] = {}
-    for name, group in adapter.communicators().items():  # gathered and reduced over the same ranks
-        found.setdefault(id(group), (group, set()))[1].add(name)
+    for adapter in adapters:
+        for name, group in adapter.communicators().items():  # gathered and reduced over the same ranks
+            found.setdefault(id(group), (group, set()))[1].add(name)
     return [(group, frozenset(names)) for group, names in found.values()]
 
 
@@ -239,7 +238,8 @@ def _foreseen(
 
 def _programs_of(model: CompiledModel) -> list[Measurable]:
     programs = [program for graph in model.graphs for program in graph.executables.values()]
-    return [program for program in programs if isinstance(program, Measurable)]
+    inside = [program for part in model.inside for program in _programs_of(part)]
+    return [*(program for program in programs if isinstance(program, Measurable)), *inside]
 
 
 def _name_of(model: Any) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
@@ -80,11 +82,36 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
             "dcompile: this was not compiled by dcompile; pass what dcompile.compile or "
             "torch.compile(..., backend='dcompile') returned, the module inside it, or its DDP wrapper"
         )
-    variant = model.newest
-    reports = _reports(model, variant) if variant is not None else []
-    runs_eagerly = variant is not None and not variant.graphs and not model.adapter.eager
-    if variant is None or not (reports or runs_eagerly or model.adapter.eager):
+    inside = [make_receipt(part) for part in model.inside if _has_run(part)]
+    if not _has_run(model) and not inside:
         raise NotCompiledError("dcompile: no compiled step has run yet; run one step first, then ask for the receipt")
+    return functools.reduce(_joined, inside, _receipt_of(model, bool(inside)))
+
+
+def _has_run(model: CompiledModel) -> bool:
+    variant = model.newest
+    return variant is not None and (not variant.graphs or model.adapter.eager or bool(_reports(model, variant)))
+
+
+def _joined(whole: Receipt, part: Receipt) -> Receipt:
+    """The receipt of a model and of a module inside it, which is kept in step and was compiled by itself."""
+    values: dict[str, Any] = {}
+    for name in (f.name for f in fields(Receipt)):
+        mine, other = getattr(whole, name), getattr(part, name)
+        values[name] = tuple(dict.fromkeys(mine + other)) if name in ("reasons", "notes") else mine
+        if isinstance(mine, int | float) or name == "variants":
+            values[name] = mine + other
+    names = [name for name in (whole.adapter, part.adapter) if name != PlainAdapter.name]
+    values["adapter"] = "+".join(dict.fromkeys(names)) or whole.adapter
+    values["eligible"] = whole.eligible and part.eligible
+    values["fallbacks"] = dict(Counter(whole.fallbacks) + Counter(part.fallbacks))
+    return Receipt(**values)
+
+
+def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
+    variant = model.newest or Variant((), training=False)
+    reports = _reports(model, variant)
+    runs_eagerly = not variant.graphs and not model.adapter.eager and not has_parts
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
     return Receipt(
         adapter=model.adapter.name,
@@ -148,7 +175,7 @@ def _fallbacks(model: CompiledModel, variant: Variant, reports: list[ProgramRepo
     total: Counter[str] = Counter()
     for number in set(variant.graphs):
         total.update(model.graphs[number].fallbacks)
-    if not variant.graphs:
+    if not variant.graphs and model.eager_calls:
         total["call of the model, run eagerly"] = model.eager_calls
     for report in reports:
         total.update(report.fallbacks)

@@ -47,6 +47,11 @@ class PlainAdapter:
     every = False
     """Whether each graph reduces all trainable parameters."""
 
+    def leave_to_others(self, reason: str) -> None:
+        """Others keep the parameters in step, around graphs of this model: say so, and why."""
+        self.eligible = False
+        self.reasons = tuple(dict.fromkeys((*self.reasons, reason)))
+
     def number_of(self, parameter: Any) -> int | None:
         """This parameter's number in the plan, or None if it is not kept in step."""
         del parameter

@@ -1,0 +1,88 @@
+"""Functions that stand for a user's module or function, and what stands behind those of others."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from dcompile import compat
+
+_SERIAL = itertools.count()
+
+
+def fresh_function(of_module: bool) -> types.FunctionType:
+    """A function with a code object of its own that calls what it is given; `hooked` says which hooks there are.
+
+    Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
+    function is traced whole, with the module's hooks; a bound `_call_impl`, which Module.compile() uses, is not, and
+    for bare torch.nn classes would not be traced at all.
+    """
+
+    # a guard on `hooked`: of hooks, Dynamo guards on each that it has traced, and never on there being none
+
+    def call_module(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if hooked:
+            return target._call_impl(*args, **kwargs)
+        return target._call_impl(*args, **kwargs)
+
+    def call(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if hooked:
+            return target(*args, **kwargs)
+        return target(*args, **kwargs)
+
+    entry = call_module if of_module else call
+    name = f"dcompile_entry_{next(_SERIAL)}"
+    return types.FunctionType(entry.__code__.replace(co_name=name), entry.__globals__, name)
+
+
+def unwrap_module(module: Any) -> Any:
+    """The module inside what torch.compile returned."""
+    while compat.dynamo.is_optimized_module(module):
+        module = module._orig_mod
+    return module
+
+
+def with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled bound method as the function that it is of."""
+
+    def method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return functools.update_wrapper(method, call, updated=())
+
+
+def twin_of(function: Any) -> Any:
+    """The same function as another object."""
+    twin: Any = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, function.__closure__
+    )
+    functools.update_wrapper(twin, function)
+    twin.__dict__["__wrapped__"] = function.__wrapped__
+    return twin
+
+
+def original_function(function: Any) -> Any:
+    """The function that a wrapper of ours stands for."""
+    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function) and hasattr(function, "_dcompile_entry"):
+        function = function.__wrapped__
+    return _without_wrapper_marks(function)
+
+
+def _without_wrapper_marks(function: Any) -> Any:
+    """`function` itself; a copy, if `functools.wraps` has given it the marks of a wrapper of ours that it calls.
+
+    Dynamo would trace what the marks say in place of the function.
+    """
+    if not isinstance(function, types.FunctionType) or "_dcompile_entry" not in function.__dict__:
+        return function
+    clean = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    clean.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(clean, function)
+    for mark in ("_dcompile_entry", "_torchdynamo_inline", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id"):
+        clean.__dict__.pop(mark, None)
+    return clean

@@ -1,0 +1,52 @@
+"""Modules under DDP and FSDP one level inside what is compiled: taken over, or the receipt says why not."""
+
+import pytest
+
+from tests.distributed.harness import Ranks
+
+CASES = "tests.distributed.inside_cases:"
+TAKEN = ("ddp in_function", "ddp as_argument", "ddp in_module", "fsdp2 in_function", "fsdp2 in_module")
+REASONS = {
+    "ddp left_stock": "option distributed='stock'",
+    "ddp of_another_backend": "compiled by another backend",
+    "ddp parts": "dcompile.compile(ddp_module)",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+@pytest.fixture(scope="module")
+def found(ranks):
+    return ranks.run(CASES + "all_ways", 150)
+
+
+@pytest.mark.parametrize("way", TAKEN)
+def test_a_module_inside_is_taken_over(found, way):
+    for each in found:
+        receipt = each[way]["receipt"]
+        assert each[way]["equal"]
+        assert receipt.eligible and receipt.adapter == way.partition(" ")[0] and receipt.collectives > 0
+
+
+@pytest.mark.parametrize("way", REASONS)
+def test_what_is_left_to_the_wrapper_has_a_reason(found, way):
+    for each in found:
+        receipt = each[way]["receipt"]
+        assert each[way]["equal"]
+        assert not receipt.eligible and receipt.collectives == 0
+        assert any(REASONS[way] in reason for reason in receipt.reasons)
+
+
+def test_one_receipt_tells_of_all(found):
+    for way in TAKEN:
+        (printed,) = found[0][way]["printed"]
+        assert printed.startswith(f"adapter={way.partition(' ')[0]} eligible=True")
+
+
+def test_profile_measures_what_is_inside(ranks):
+    assert ranks.run(CASES + "profiled", 150)[0] == ["all_reduce"]

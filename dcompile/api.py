@@ -142,11 +142,14 @@ def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ..
 def print_receipt(model: CompiledModel) -> None:
     """Report on rank 0, after the first step, what became of the model."""
     runs_eagerly = not model.graphs and not model.adapter.eager and not model.inside
-    text = nothing_compiled(model) if runs_eagerly else str(make_receipt(model))
-    artifacts.dump(model.settings.config, "receipt.txt", f"{text}\n")
+    made = None if runs_eagerly else make_receipt(model)
+    text, details = (nothing_compiled(model), "") if made is None else (str(made), made.details())
+    artifacts.dump(model.settings.config, "receipt.txt", "".join(f"{line}\n" for line in (text, details) if line))
     if model.settings.config.receipt and logs.rank() == 0:
         for line in text.splitlines():
             logs.report(logging.INFO, line)
+        if details:
+            logs.report(logging.DEBUG, details)
 
 
 def receipt(compiled: Any) -> Receipt:

@@ -138,6 +138,11 @@ class Config:
     skip: str = setting("", "Passes to leave out, comma-separated.")
     until: str = setting("", "Stop after this pass.")
     cache_dir: str = setting("", "Kernel cache; default: dcompile under XDG_CACHE_HOME or ~/.cache.", in_key=False)
+    cache_size_gib: int = setting(
+        20,
+        "Size in GiB above which the kernel cache gives up what was used longest ago, once a day. 0: no limit.",
+        in_key=False,
+    )
     share_artifacts: bool = setting(
         True,
         "The first rank to come to a graph compiles it and sends the code to the others of its process group through "
@@ -342,6 +347,8 @@ def _checked(name: str, value: Any) -> Any:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of parts, at least 2, or 0 for none")
     if not isinstance(value, hint):
         raise OptionError(f"dcompile: {name}={value!r} should be {hint.__name__}, not {type(value).__name__}")
+    if name == "cache_size_gib" and value < 0:
+        raise OptionError(f"dcompile: {name}={value!r} should be a number of GiB, or 0 for no limit")
     if name == "log":
         parse_log(value)
     return value

@@ -35,13 +35,23 @@ def write(stream: TextIO | None, text: str) -> bool:
         return False
     try:
         try:
-            stream.write(text)
+            with _above_progress_bars(stream):
+                stream.write(text)
         except UnicodeEncodeError:
             stream.write(text.encode("ascii", "backslashreplace").decode())
         stream.flush()
     except Exception:
         return False
     return True
+
+
+def _above_progress_bars(stream: TextIO) -> contextlib.AbstractContextManager[None]:
+    """Take tqdm's bars off the terminal while a line is written there, and draw them again below it."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if bars is None or not stream.isatty():
+        return contextlib.nullcontext()
+    cleared: contextlib.AbstractContextManager[None] = bars.external_write_mode(file=stream)
+    return cleared
 
 
 def flush_streams() -> None:

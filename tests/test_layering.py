@@ -34,7 +34,7 @@ LEVELS = (
     ("driver",),
     ("compiler",),
     ("dry_run",),
-    ("api", "backend", "calibrate", "explain", "simulate", "__init__"),
+    ("api", "backend", "calibrate", "doctor", "explain", "simulate", "__init__", "__main__"),
     ("integrations",),
 )
 """Top-level parts of dcompile, lowest first."""
@@ -44,7 +44,8 @@ SUB_LEVELS = {
     "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
     "dcompile.capture": (
         ("graph_pass", "services"), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
-        ("batched_backward", "compiled_model", "graph_boundary", "joint_graph", "output_steps"), ("graph_runner",),
+        ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph", "output_steps"),
+        ("graph_runner",),
         ("dynamo_backend",),
         ("entry",),
     ),

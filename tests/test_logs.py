@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 import dcompile
 from dcompile import logs
@@ -28,8 +29,8 @@ from tests.subject import ROOT
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 SOURCES = Path(logs.__file__).parent
-MAY_PRINT = {"logs.py", "calibrate.py", "simulate/__main__.py", "codegen/emit/triton/worker.py"}
-"""The one safe place; two commands, whose output is what they are for; a script that runs without the package."""
+MAY_PRINT = {"logs.py", "calibrate.py", "doctor.py", "simulate/__main__.py", "codegen/emit/triton/worker.py"}
+"""The one safe place; three commands, whose output is what they are for; a script that runs without the package."""
 NAMES = ("stdout", "stderr", "__stderr__")
 
 
@@ -287,9 +288,10 @@ def test_records_reach_the_root_loggers_handlers_and_only_those(capsys):
         step(log="passes,memory=INFO", receipt=True)
     ours = [record for record in records if record.name.startswith("dcompile")]
     assert {record.name for record in ours} == {"dcompile", "dcompile.passes", "dcompile.memory"}
-    (receipt,) = [record for record in ours if record.name == "dcompile"]
-    assert receipt.levelno == logging.INFO and receipt.getMessage().startswith("adapter=plain ")
-    assert Path(receipt.pathname).name == "api.py", "the caller, not the function that logs"
+    receipt = [record for record in ours if record.name == "dcompile"]
+    assert {record.levelno for record in receipt} == {logging.INFO}
+    assert receipt[0].getMessage() == "1 graph, no graph break"
+    assert Path(receipt[0].pathname).name == "api.py", "the caller, not the function that logs"
     assert capsys.readouterr().err == ""
 
 
@@ -427,3 +429,19 @@ def test_streams_are_written_in_one_place():
             stream = isinstance(node, ast.Attribute) and node.attr in NAMES
             own = stream and isinstance(node.value, ast.Name) and node.value.id == "sys"
             assert not own, f"{path}:{node.lineno}: report through dcompile.logs"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_line_does_not_end_up_in_a_progress_bar(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with tqdm(total=3, file=terminal, mininterval=0) as bar:
+        bar.update()
+        logs.report(logging.INFO, "1 graph")
+        shown = terminal.getvalue()
+    before, _, after = shown.partition("dcompile: 1 graph\n")
+    assert before.endswith("\r") and "1/3" in after, "the bar is cleared before the line, and drawn again below it"

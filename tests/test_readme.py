@@ -103,6 +103,6 @@ def test_example(number: int, tmp_path: Path) -> None:
     python = sys.executable if number else fork()  # the second, with DDP, starts from nothing
     status, output = run([python, str(script)], tmp_path)
     assert status == 0, output
-    assert "adapter=" in output, "the receipt is printed"
+    assert "no graph break" in output, "the receipt is printed"
     if "dcompile.profile" in script.read_text():
         assert "all_reduce bucket0" in output and (tmp_path / "timeline.svg").read_text().startswith("<svg")

@@ -89,7 +89,7 @@ def dump_block(folder: Path) -> str:
         options = {"dump": str(folder), "matmul": "aten", "receipt": False, "cache_dir": str(folder / "cache")}
         dcompile.compile(model, options=options)
         model(torch.randn(32, 64)).square().mean().backward()
-        return str(dcompile.receipt(model))
+        return dcompile.receipt(model).details()
     finally:
         dist.destroy_process_group()
 

@@ -13,17 +13,22 @@ if TYPE_CHECKING:
 
 
 FIRST_TORCH, END_TORCH = (2, 11), (2, 16)
+SUPPORTED = "2.11 to 2.15"
+
+
+def torch_version() -> str:
+    """The installed torch; read from package metadata where there is some, so torch is not loaded."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        import torch  # built from source without metadata
+
+        return str(torch.__version__)
 
 
 def check_torch(version: str | None = None) -> None:
     """Raise UnsupportedTorchError unless torch is 2.11 to 2.15; reads package metadata, so torch is not loaded."""
-    if version is None:
-        try:
-            version = importlib.metadata.version("torch")
-        except importlib.metadata.PackageNotFoundError:
-            import torch  # built from source without metadata
-
-            version = str(torch.__version__)
+    version = torch_version() if version is None else version
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not FIRST_TORCH <= (int(found[1]), int(found[2])) < END_TORCH:
         raise UnsupportedTorchError(

@@ -59,17 +59,58 @@ class Receipt:
     variants: tuple[VariantReceipt, ...] = ()
 
     def __str__(self) -> str:
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        single = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
-        lines = [" ".join(f"{name}={_text(value)}" for name, value in single.items())]
+        """Three lines for people, and below them reasons, fallbacks and notes."""
+        lines = [_graphs_line(self), _collectives_line(self), _kernels_line(self)]
         lines += [f"not eligible: {reason}" for reason in self.reasons]
         lines += [f"fallback: {op} x{count}" for op, count in sorted(self.fallbacks.items())]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
+    def details(self) -> str:
+        """Every field that is a name or a number, on one line, as `name=value`."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        single = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
+        return " ".join(f"{name}={_text(value)}" for name, value in single.items())
+
 
 def _text(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _graphs_line(receipt: Receipt) -> str:
+    if not receipt.graph_breaks:
+        return f"{_counted(receipt.graphs, 'graph')}, no graph break"
+    breaks = _counted(receipt.graph_breaks, "graph break")
+    return f"{_counted(receipt.graphs, 'graph')}, {breaks} (dcompile.explain(model, *inputs) lists them)"
+
+
+def _collectives_line(receipt: Receipt) -> str:
+    """Who reduces gradients or gathers parameters, and what is exposed of that."""
+    by = receipt.adapter.upper().replace("+", " and ")
+    if receipt.adapter != PlainAdapter.name and not receipt.eligible:
+        return f"{by} communicates by itself, outside the graphs"
+    if not receipt.eligible:
+        return "no collectives in the graphs: others communicate around them"
+    if not receipt.collectives:
+        return "no collectives" if receipt.adapter == PlainAdapter.name else f"{by}: no collectives in these graphs"
+    whose = "the model's own" if receipt.adapter == PlainAdapter.name else f"{by}'s"
+    exposed = f"{receipt.predicted_exposed_us / 1e3:.2f} ms of a step exposed by the cost model"
+    return f"{_counted(receipt.collectives, 'collective')} in the graphs, {whose}; {exposed}"
+
+
+def _kernels_line(receipt: Receipt) -> str:
+    found = receipt.cache_hits + receipt.kernels_received
+    parts = [
+        f"{_counted(receipt.kernels, 'kernel')} in {_counted(receipt.kernel_calls, 'call')}",
+        f"{_counted(receipt.library_calls, 'library call')}; {receipt.built} built",
+        f"{found} from the cache",
+        f"{receipt.compile_seconds:.1f} s",
+    ]
+    return ", ".join(parts)
 
 
 def make_receipt(model: CompiledModel | None) -> Receipt:

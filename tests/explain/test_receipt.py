@@ -1,6 +1,7 @@
 """The receipt: what is counted of which graphs, and how it prints."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ def model(newest, *graphs, adapter=None):
     variants = {newest.graphs: newest, (9,): Variant((9,), False)}
     return SimpleNamespace(
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
-        breaks=[], compile_seconds=1.5, eager_calls=2, settings=Settings(Config()),
+        breaks=[], compile_seconds=1.5, eager_calls=2, inside=[], settings=Settings(Config()),
     )  # fmt: skip
 
 
@@ -68,13 +69,34 @@ def test_print():
     adapter = PlainAdapter()
     adapter.reasons, adapter.notes = ("because",), ("by the way",)
     report = ProgramReport(kernels=1, kernel_calls=1, fallbacks={"aten.sort": 2}, notes=["given up"])
-    first, *rest = str(make_receipt(model(Variant((0,), False), graph(0, inference=report), adapter=adapter))).split(
-        "\n"
-    )
-    pairs = dict(pair.split("=") for pair in first.split())
+    made = make_receipt(model(Variant((0,), False), graph(0, inference=report), adapter=adapter))
+    assert str(made).split("\n") == [
+        "1 graph, 3 graph breaks (dcompile.explain(model, *inputs) lists them)",
+        "no collectives",
+        "1 kernel in 1 call, 0 library calls; 0 built, 0 from the cache, 1.5 s",
+        "not eligible: because", "fallback: aten.sort x2", "note: by the way", "note: given up",
+    ]  # fmt: skip
+    pairs = dict(pair.split("=") for pair in made.details().split())
     assert pairs["adapter"] == "plain" and pairs["graphs"] == "1" and pairs["compile_seconds"] == "1.50"
     assert set(pairs) >= {"eligible", "graph_breaks", "kernels", "library_calls", "collectives", "buckets", "built"}
-    assert rest == ["not eligible: because", "fallback: aten.sort x2", "note: by the way", "note: given up"]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "eligible", "collectives", "line"),
+    [
+        ("plain", True, 0, "no collectives"),
+        ("plain", True, 1, "1 collective in the graphs, the model's own; 1.50 ms of a step exposed by the cost model"),
+        ("ddp", True, 3, "3 collectives in the graphs, DDP's; 1.50 ms of a step exposed by the cost model"),
+        ("fsdp2", False, 0, "FSDP2 communicates by itself, outside the graphs"),
+        ("plain", False, 0, "no collectives in the graphs: others communicate around them"),
+    ],
+)
+def test_who_communicates(adapter, eligible, collectives, line):
+    made = make_receipt(model(Variant((0,), False), graph(0, inference=ProgramReport())))
+    made = replace(
+        made, adapter=adapter, eligible=eligible, collectives=collectives, graph_breaks=0, predicted_exposed_us=1500.0
+    )
+    assert str(made).split("\n")[:2] == ["1 graph, no graph break", line]
 
 
 def test_nothing_to_tell():

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.logs import report
+from dcompile.runtime.cache.eviction import limit_size, mark_used
 from dcompile.runtime.program.artifact import CompiledGraph, from_record, to_record
 
 Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
@@ -66,6 +67,7 @@ class KernelCache:
         objection = _prepare(wanted)
         if objection is None:
             _sweep(wanted)
+            _limit(wanted, config.cache_size_gib * 2**30)
             return cls(wanted)
         _refused[wanted] = _private()
         instead = "kernels are built into a temporary directory this time"
@@ -106,6 +108,7 @@ class KernelCache:
             return None
         if record["sha256"] != _digest(key, record.get("graph")):
             raise _Damaged(entry, "its content does not match its checksum")
+        mark_used(entry)
         return from_record(record["graph"])
 
     def _checked_library(self, key: str) -> Path | None:
@@ -134,6 +137,7 @@ class KernelCache:
                 library.unlink()
             raise _Damaged(library, "its content does not match its checksum")
         self._checked.add(library)
+        mark_used(library)
 
     def put(self, keys: Sequence[str], built: Path) -> Path:
         """Publish a library, then one entry per kernel that it holds. Returns its place; raises BuildError."""
@@ -253,6 +257,12 @@ def _private() -> Path:
 
     atexit.register(remove)
     return directory
+
+
+@functools.cache
+def _limit(directory: Path, limit_bytes: int) -> None:
+    """See that the cache keeps to its size. Once in a process."""
+    limit_size(directory, limit_bytes)
 
 
 @functools.cache

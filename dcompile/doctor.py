@@ -1,0 +1,103 @@
+"""What dcompile finds on this machine, and its cache: `python -m dcompile`."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dcompile import compat
+from dcompile.config import Config
+from dcompile.runtime.cache.disk import cache_directory
+from dcompile.runtime.cache.eviction import clear, files_in
+from dcompile.toolchain import compilers, cpu_features, own_version, triton_version
+
+PEERS = ("transformers", "accelerate", "deepspeed", "lightning", "trl", "peft", "torchao")
+"""Packages that dcompile works with: their versions belong into a report of a fault."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the report, or clear the cache; 1 if something is missing that a compilation needs."""
+    parser = argparse.ArgumentParser(prog="python -m dcompile", description=__doc__)
+    parser.add_argument("--clear-cache", action="store_true", help="remove compiled kernels and graphs")
+    chosen = parser.parse_args(arguments)
+    if chosen.clear_cache:
+        directory = cache_directory(Config.make())
+        sys.stdout.write(f"{clear(directory) / 1e6:.1f} MB removed from {directory}\n")
+        return 0
+    problems: list[str] = []
+    sys.stdout.writelines(f"{line}\n" for line in describe_machine(problems))
+    sys.stdout.writelines(f"problem: {problem}\n" for problem in problems)
+    return 1 if problems else 0
+
+
+def describe_machine(problems: list[str]) -> Iterator[str]:
+    """The report's lines. What a compilation lacks is added to `problems`."""
+    yield f"dcompile {own_version()}, torch {compat.versions.torch_version()} ({compat.versions.SUPPORTED} supported)"
+    yield f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield _compiler_line(problems)
+    yield f"vectors: {_vectors() or 'neither AVX2 nor AVX-512'}"
+    yield from _gpu_lines(problems)
+    if peers := [f"{name} {found}" for name in PEERS if (found := _version(name))]:
+        yield f"installed beside: {', '.join(peers)}"
+    yield from _cache_lines()
+
+
+def _compiler_line(problems: list[str]) -> str:
+    for command in compilers():
+        if shutil.which(command[0]):
+            run = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False)
+            first = (run.stdout or run.stderr).splitlines()[:1]
+            return f"C++ compiler: {shlex.join(command)}: {''.join(first)}"
+    problems.append("no C++ compiler; install g++ or clang++, or set CXX: kernels for CPUs cannot be built without")
+    return "C++ compiler: none"
+
+
+def _vectors() -> str:
+    features = cpu_features().split()
+    known = {"avx2": "AVX2", "avx512f": "AVX-512", "amx_bf16": "AMX", "asimd": "NEON"}
+    return ", ".join(name for feature, name in known.items() if feature in features)
+
+
+def _gpu_lines(problems: list[str]) -> Iterator[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield "GPUs: none that torch can use"
+        return
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield f"GPU {number}: {found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+    yield f"Triton: {triton_version() or 'none'}; CUDA {torch.version.cuda}"
+    if triton_version() is None:
+        problems.append("no Triton; pip install triton: kernels for GPUs cannot be built without")
+
+
+def _cache_lines() -> Iterator[str]:
+    config = Config.make()
+    directory = cache_directory(config)
+    files = files_in(directory) if directory.is_dir() else []
+    kernels = sum(file.path.suffix == ".json" for file in files)
+    graphs = sum(file.path.suffix == ".graph" for file in files)
+    size = sum(file.size for file in files) / 1e6
+    limit = f"of at most {config.cache_size_gib} GiB" if config.cache_size_gib else "without a limit"
+    yield f"cache: {directory}, {size:.1f} MB {limit}, {kernels} kernels, {graphs} graphs"
+    free = shutil.disk_usage(_existing(directory)).free / 1e9
+    yield f"  {free:.1f} GB free there; python -m dcompile --clear-cache empties it, DCOMPILE_CACHE_DIR moves it"
+
+
+def _existing(directory: Path) -> Path:
+    return next(path for path in (directory, *directory.parents) if path.exists())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

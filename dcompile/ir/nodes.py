@@ -200,6 +200,7 @@ class Extern:
     `effect` is true for what touches more than its results (random numbers, collectives, checks that may raise,
     in-place operations): such calls keep their order among one another and are never dropped. `aliases` is true where
     results may be views of arguments. `tells` are size symbols that have a value from here on, which the results tell.
+    `cost_us`, where it is not 0, is what the call takes: for calls that the cost model cannot look into.
     """
 
     op: str
@@ -212,6 +213,7 @@ class Extern:
     effect: bool = False
     aliases: bool = False
     tells: tuple[str, ...] = ()
+    cost_us: float = 0.0
 
     @property
     def holds(self) -> bool:

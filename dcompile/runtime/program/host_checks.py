@@ -82,6 +82,7 @@ def lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 _OWN: Mapping[str, Callable[..., Any]] = {
     "dcompile.check_bounds": check_bounds,
     "dcompile.call": call,
+    "dcompile.region": call,
     "dcompile.check_number": check_number,
     "dcompile.lay_out": lay_out,
     "dcompile.set_data": set_data,

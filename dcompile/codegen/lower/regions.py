@@ -4,6 +4,10 @@ A region is as large as collectives allow. In one region are operations that wai
 the same library calls that stay outside (the model's own collectives, random numbers, what changes inputs), and lead to
 the same reduction of gradients. Each of the three only grows along an edge of the graph, so regions in their order
 depend on earlier ones alone. Views are no operations: each region has its own of what it reads.
+
+An operation comes as soon as it can, for collectives are hidden behind what comes early. There are two exceptions. What
+waits for nothing comes with its first user: a backward would recompute all that it reads at its start otherwise. What
+serves one reduction alone comes with the last gradient of that: the region is larger, and nothing starts later.
 """
 
 from __future__ import annotations
@@ -115,6 +119,13 @@ class RegionPlan:
             node = node.all_input_nodes[0]
         return node
 
+    def _views(self, node: Node) -> Iterator[Node]:
+        """All views of a value."""
+        for user in node.users:
+            if self.kind[user] == "view" and user.all_input_nodes[0] is node:
+                yield user
+                yield from self._views(user)
+
     def _users(self, node: Node) -> Iterator[Node]:
         """Who uses a value, through views."""
         for user in node.users:
@@ -127,28 +138,77 @@ class RegionPlan:
 
     def _orders(self, cuts: Cuts) -> dict[Node, Order]:
         """Of each node: what it waits for, and what it leads to."""
-        gathers, reductions = cuts
-        gathered = dict(zip(self.inputs, map(lambda p: gathers.get(p, 0), range(len(self.inputs))), strict=True))
-        waits: dict[Node, int] = {}
-        behind: dict[Node, int] = {}
-        ordering = self._ordering()
-        for node in self.nodes:
-            before = [*node.all_input_nodes, *ordering.get(node, ())]
-            waits[node] = max([gathered.get(node, 0), *(waits[n] for n in before)])
-            if self.kind[node] == "single":
-                behind[node] = max((behind[n] + self._is_computed(n) for n in before), default=0)
-            else:
-                behind[node] = max((behind[n] for n in before), default=0)
-        leads: dict[Node, float] = {}
-        for at, node in enumerate(self.returned):
-            if isinstance(node, Node):
-                leads[node] = min(leads.get(node, inf), reductions.get(at, inf))
+        before = self._before()
+        after: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        for node, earlier in before.items():
+            for other in earlier:
+                after[other].append(node)
+        leads, serves = self._leads(cuts[1], after, min), self._leads(cuts[1], after, max)
+        waits, behind = self._soonest(cuts[0], before)
+        last = self._last(cuts[1], waits)
         for node in reversed(self.nodes):
-            leads[node] = min([leads.get(node, inf), *(leads[user] for user in node.users if user.op != "output")])
+            if self.kind[node] != "compute" and (self.kind[node] != "single" or has_effect(node)):
+                continue
+            users = [user for n in (node, *self._views(node)) for user in after[n] if self.kind[user] != "view"]
+            serves_one = serves[node] == leads[node] < inf
+            if serves_one or not waits[node]:
+                waits[node] = min([*(waits[user] for user in users), *last.get(node, ())], default=waits[node])
+            if serves_one or not behind[node]:
+                behind[node] = min((behind[user] - self._is_step(node, user) for user in users), default=behind[node])
+        found = {node: (waits[node], behind[node], leads[node]) for node in self.nodes}
         for node in self.nodes:  # several results are made at once
             if node.target is operator.getitem and self.kind[node] == "compute":
-                leads[node] = leads[node.all_input_nodes[0]]
-        return {node: (waits[node], behind[node], leads[node]) for node in self.nodes}
+                found[node] = found[node.all_input_nodes[0]]
+        return found
+
+    def _before(self) -> dict[Node, list[Node]]:
+        """What has to come before each call: what it uses, and what `_ordering` says."""
+        ordering = self._ordering()
+        calls = [node for node in self.nodes if node.op == "call_function"]
+        return {node: [*node.all_input_nodes, *ordering.get(node, ())] for node in calls}
+
+    def _soonest(
+        self, gathers: Mapping[int, int], before: Mapping[Node, Sequence[Node]]
+    ) -> tuple[dict[Node, int], dict[Node, int]]:
+        """The last all-gather that each node waits for, and how many calls outside stand before it, one by one."""
+        waits = {node: gathers.get(position, 0) for position, node in enumerate(self.inputs)}
+        behind: dict[Node, int] = {}
+        for node in self.nodes:
+            earlier = before.get(node, ())
+            waits[node] = max((waits[n] for n in earlier), default=waits.get(node, 0))
+            behind[node] = max((behind[n] + self._is_step(n, node) for n in earlier), default=0)
+        return waits, behind
+
+    def _is_step(self, node: Node, user: Node) -> bool:
+        """Whether a call outside uses what a region makes."""
+        return self.kind[user] == "single" and self._is_computed(node)
+
+    def _leads(
+        self,
+        reductions: Mapping[int, int],
+        after: Mapping[Node, Sequence[Node]],
+        which: Callable[[Sequence[float]], float],
+    ) -> dict[Node, float]:
+        """The first (`min`) or last (`max`) reduction that each node is needed for; infinity for other results."""
+        found: dict[Node, list[float]] = {node: [] for node in self.nodes}
+        for at, node in enumerate(self.returned):
+            if isinstance(node, Node):
+                found[node].append(reductions.get(at, inf))
+        leads: dict[Node, float] = {}
+        for node in reversed(self.nodes):
+            leads[node] = which([*found[node], *(leads[user] for user in after[node])] or [inf])
+        return leads
+
+    def _last(self, reductions: Mapping[int, int], waits: Mapping[Node, int]) -> dict[Node, list[int]]:
+        """What the last gradient waits for that is reduced together with each gradient."""
+        roots = [(number, self.root(self.returned[at])) for at, number in reductions.items()]
+        last: dict[int, int] = {}
+        for number, node in roots:
+            last[number] = max(waits[node], last.get(number, 0))
+        found: dict[Node, list[int]] = {}
+        for number, node in roots:
+            found.setdefault(node, []).append(last[number])
+        return found
 
     def _is_computed(self, node: Node) -> bool:
         """Whether a value comes from an operation that may be in a region."""
@@ -285,15 +345,22 @@ def with_calls(plan: RegionPlan, regions: Sequence[Region], calls: Mapping[int, 
 
 
 def _units(plan: RegionPlan, regions: Sequence[Region]) -> list[Region | Node]:
-    """Regions and calls outside, in an order in which each comes behind all that it needs."""
-    keyed: list[tuple[tuple[float, float, float, int], Region | Node]] = []
+    """Regions and calls outside, in an order in which each comes behind all that it needs.
+
+    A call outside comes right before the first region that may need it.
+    """
+    keyed: list[tuple[tuple[float, ...], Region | Node]] = []
+    of_wait: dict[tuple[float, float], list[tuple[float, int]]] = {}
     for region in regions:
         waits, behind, _ = plan.order[region.nodes[0]]
-        keyed.append(((waits, behind, 0, region.number), region))
+        last = max(plan.order[node][2] for node in region.nodes)
+        of_wait.setdefault((waits, behind), []).append((last, region.number))
+        keyed.append(((waits, behind, region.number, 1), region))
     for node in plan.nodes:
         if plan.kind[node] == "single":
-            waits, behind, _ = plan.order[node]
-            keyed.append(((waits, behind, -1, plan.place[node]), node))
+            waits, behind, leads = plan.order[node]
+            later = [number for last, number in of_wait.get((waits, behind), ()) if last >= leads]
+            keyed.append(((waits, behind, min(later, default=len(regions)), 0, plan.place[node]), node))
     keyed.sort(key=lambda entry: entry[0])
     return [unit for _, unit in keyed]
 

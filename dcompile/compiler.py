@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
 from dcompile import compat
+from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
 from dcompile.compat import storage_offsets, torch_logs
 from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config, parse_log
@@ -168,6 +168,8 @@ class CachingCompiler:
             why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
         elif storage_offsets.gives_data(gm):
             why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
+        elif program.report.regions and self.config.backend is not None and not self.config.backend.row.records:
+            why = f"{self.config.backend.name} runs parts of it, which cannot be recorded"
         elif any(storage_offsets.resizes(node.target) for node in gm.graph.nodes):
             why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
         if why is not None:
@@ -266,12 +268,14 @@ class CachingCompiler:
     def _compile(
         self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
     ) -> HostProgram:
-        guards, pipeline = guard_count(gm), self._pipeline()
+        guards, pipeline, regions = guard_count(gm), self._pipeline(), self._region_compiler()
+        known = 0 if regions is None else regions.guards
         with without_collecting():
             begun = self._begun.pop((request.name, key), None) or pipeline.begin(gm, request, cache)
             if begun.waits and foreseen is not None and not self._compiles_anew():
                 self._begin(cache, foreseen())
             made, built = pipeline.finish(begun, gm, request, cache)
+        guards += 0 if regions is None else regions.guards - known
         if key is not None and guard_count(gm) != guards:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)

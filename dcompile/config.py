@@ -47,11 +47,11 @@ def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", i
 class Config:
     """All settings. Each is an option of `dcompile.compile` and an environment variable, `DCOMPILE_` and its name."""
 
-    kernels: str | KernelBackend = setting(
+    kernels: str | KernelBackend = setting(  # noqa: RUF009  a frozen value, as all others
         "auto",
         "Who makes the kernels between collectives. auto: dcompile; aten: ATen, for debugging communication; "
-        "cudagraphs: ATen, replayed as CUDA graphs; inductor, onnxruntime, openvino, tensorrt, tvm, ipex, openxla: that "
-        "compiler; or a callable with torch's contract for backends, `fn(gm, example_inputs)`.",
+        "cudagraphs: ATen, replayed as CUDA graphs; inductor, onnxruntime, openvino, tensorrt, tvm, ipex, openxla: "
+        "that compiler; or a callable with torch's contract for backends, `fn(gm, example_inputs)`.",
     )
     matmul: Literal["auto", "aten", "own"] = setting(
         "auto",

@@ -19,7 +19,6 @@ from dcompile.codegen.emit.build import Built
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
-from dcompile.codegen.lower.library_calls import REGION
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
@@ -30,7 +29,7 @@ from dcompile.compute_regions import RegionCompiler, RegionResult
 from dcompile.config import Config
 from dcompile.ir.diagram import dot, render
 from dcompile.ir.gemm import Chosen
-from dcompile.ir.nodes import Extern, Loop, Program, Tile
+from dcompile.ir.nodes import REGION, Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify

@@ -128,7 +128,8 @@ def compile_region(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[.
 
     gm = _recursive_joint_graph_passes(gm)
     output = gm.graph.output_node()
-    output.meta["user_visible_output_idxs"] = [*range(len(output.args[0]))]
+    returned: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [*range(len(returned))]
     compiled: Any = compile_fx_inner(gm, list(example_inputs), cudagraphs=False, is_inference=True)  # type: ignore[arg-type, call-arg, unused-ignore]
 
     def call(values: list[Any]) -> Any:

@@ -183,6 +183,8 @@ class Verbatim:
 SCALE = Verbatim("_scale")
 """The factor that averages gradients over ranks, by its name in the host program, which asks its `BucketSource` for it:
 plans know neither how many ranks there are nor whether a backward is going to reduce."""
+REGION = "dcompile.region"
+"""Op of a call of what another compiler has made of a part of the graph: region(made, *inputs)."""
 SCALED = (("beta", 0), ("alpha", SCALE))
 """Keywords of an `addmm` that is a product times this factor: nothing is added."""
 

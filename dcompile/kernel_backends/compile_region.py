@@ -11,8 +11,8 @@ import torch
 from dcompile import compat
 from dcompile.kernel_backends.names import KernelBackend
 
-Compiled = Callable[..., Any]
-"""A region as a function of its inputs that returns a tensor, or a sequence of tensors."""
+Compiled = Callable[[list[Any]], Any]
+"""A region as a function of a list of its inputs, which it empties: a tensor, or a sequence of tensors."""
 
 
 def refusal(backend: KernelBackend, gm: Any, trains: bool) -> str | None:
@@ -42,7 +42,7 @@ def compile_region(backend: KernelBackend, gm: Any, trains: bool) -> Compiled | 
         return found
     try:
         with compat.inductor.outside_tracing(), compat.tensors.real_tensors():
-            return _plain(_contract(backend)(gm, _inputs(gm)), gm)
+            return _boxed(_contract(backend)(gm, _inputs(gm)))
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return text if len(text) <= 200 else f"{text[:200]}..."
@@ -66,16 +66,16 @@ def _contract(backend: KernelBackend) -> Callable[[Any, Sequence[Any]], Any]:
     return compat.dynamo.registered_backend(backend.name)
 
 
-def _plain(compiled: Any, gm: Any) -> Compiled:
-    """What a compiler returned as a function of separate inputs; what is boxed takes one list."""
+def _boxed(compiled: Any) -> Compiled:
+    """What a compiler returned as a function of one list, which it empties."""
     if not callable(compiled):
         raise TypeError(f"the compiler returned a {type(compiled).__name__}, not a callable")
-    if compiled is gm or compiled == gm.forward:
-        return gm.forward  # type: ignore[no-any-return]
-    if not getattr(compiled, "_boxed_call", False):
+    if getattr(compiled, "_boxed_call", False):
         return compiled  # type: ignore[no-any-return]
 
-    def call(*values: Any) -> Any:
-        return compiled([*values])
+    def call(values: list[Any]) -> Any:
+        found = compiled(*values)
+        values.clear()
+        return found
 
     return call

@@ -37,6 +37,8 @@ class NamedBackend:
     """Whether it takes operators that are registered by others than torch."""
     dtypes: tuple[str, ...] = ()
     """Dtypes that it takes; all, where empty."""
+    records: bool = False
+    """Whether what it makes may be recorded in a CUDA graph."""
     registers: str = ""
     """Module that registers it with torch when imported, for `torch._dynamo`'s table of backends."""
 
@@ -44,7 +46,7 @@ class NamedBackend:
 _NUMERIC = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 NAMED: Mapping[str, NamedBackend] = {
-    "inductor": NamedBackend(("torch",), "pip install torch", symbolic=True, custom_ops=True),
+    "inductor": NamedBackend(("torch",), "pip install torch", symbolic=True, custom_ops=True, records=True),
     "onnxruntime": NamedBackend(
         ("onnxruntime", "onnxscript"), "pip install onnxruntime onnxscript", trains=False, dtypes=_NUMERIC
     ),

@@ -13,35 +13,57 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """(shape, strides, dtype) of a result."""
 
 
+def region_name(number: int) -> str:
+    """What a region's call is named in graphs and programs."""
+    return f"dcompile_region{number}"
+
+
 class RegionCall:
-    """One region, called with its inputs as tensors and numbers: a tensor, or a tuple of several.
+    """One region, called with a list of its inputs, tensors and numbers: a tensor, or a tuple of several.
 
     Results are memory of their own, with the strides that tracing gave them. Raises DcompileError where the other
     compiler returns another shape or dtype, in the first call.
     """
 
     def __init__(
-        self, number: int, backend: str, function: Callable[..., Any], layouts: Sequence[Layout | None], what: str
+        self,
+        number: int,
+        backend: str,
+        function: Callable[[list[Any]], Any],
+        layouts: Sequence[Layout | None],
+        what: str,
+        cost_us: float = 0.0,
     ) -> None:
         self.number, self.backend, self.function, self.what = number, backend, function, what
         self.layouts = layouts
         """Of each result; None where sizes are symbols."""
-        self.cost_us = 0.0
+        self.cost_us = cost_us
         """What a call takes by estimate, in microseconds."""
         self._checked = False
-        self.__name__ = f"dcompile_region{number}"
+        self.__name__ = region_name(number)
 
-    def __call__(self, *values: Any) -> Any:
-        found = self.function(*values)
-        results = [found] if isinstance(found, torch.Tensor) else [*found]
+    def __call__(self, values: list[Any]) -> Any:
+        """Run; `values` is emptied, so that inputs which nobody else holds are freed on the way."""
         if not self._checked:
-            self._check(results)
+            return self._first(values)
+        return self._returned([*self.function(values)])
+
+    def _first(self, values: list[Any]) -> Any:
+        """The first call: check what the other compiler returns, and have copied what must not share memory."""
+        inputs = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
+        found = self.function(values)
+        if isinstance(found, torch.Tensor):
+            self.function, found = _in_list(self.function), [found]
+        results = [*found]
+        self._check(results)
+        self._separate(results, inputs)
+        self._checked = True
+        return self._returned(results)
+
+    def _returned(self, results: list[Any]) -> Any:
         for place, layout in enumerate(self.layouts):
             if layout is not None and results[place].stride() != layout[1]:
                 results[place] = _laid_out(results[place], layout)
-        if not self._checked:
-            self._separate(results, values)
-            self._checked = True
         return results[0] if len(results) == 1 else tuple(results)
 
     def _check(self, results: Sequence[Any]) -> None:
@@ -61,9 +83,9 @@ class RegionCall:
             'options={"kernels": "auto"} runs it on kernels of dcompile'
         )
 
-    def _separate(self, results: list[Any], values: Sequence[Any]) -> None:
+    def _separate(self, results: list[Any], inputs: set[int]) -> None:
         """From the first call on, copy results that share memory with an input or with each other."""
-        seen = {_memory(value) for value in values if isinstance(value, torch.Tensor)} - {0}
+        seen = inputs - {0}
         shared: list[int] = []
         for place, result in enumerate(results):
             if _memory(result) in seen:
@@ -88,12 +110,20 @@ def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return made.expand(shape) if once != shape else made
 
 
-def _copying(function: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+def _in_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], list[Any]]:
+    """A function that returns its one result as others return several."""
+
+    def call(values: list[Any]) -> list[Any]:
+        return [function(values)]
+
+    return call
+
+
+def _copying(function: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
     """The function with these results copied."""
 
-    def call(*values: Any) -> list[Any]:
-        found = function(*values)
-        results = [found] if isinstance(found, torch.Tensor) else [*found]
+    def call(values: list[Any]) -> list[Any]:
+        results = [*function(values)]
         for place in places:
             results[place] = results[place].clone()
         return results

@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 from dcompile.codegen.lower.context import dtype_name, literal_text
 from dcompile.codegen.lower.library_calls import (
     CALL,
-    REGION,
     GraphAttribute,
     as_function,
     has_effect,
@@ -25,7 +24,7 @@ from dcompile.codegen.lower.library_calls import (
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import NUMBER, OBJECT, Arg, Buffer, Extern, Program, Verbatim, View
+from dcompile.ir.nodes import NUMBER, OBJECT, REGION, Arg, Buffer, Extern, Program, Verbatim, View
 
 
 def lower(

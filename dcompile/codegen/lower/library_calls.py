@@ -15,8 +15,8 @@ from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strid
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
+from dcompile.ir.nodes import OBJECT, REGION, Extern, View
 from dcompile.kernel_backends.region_call import RegionCall
-from dcompile.ir.nodes import OBJECT, Extern, View
 
 PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 """Calls that write where we say (mode `out`)."""
@@ -72,9 +72,6 @@ CALL = "dcompile.call"
 
 The function returns a tensor, or a tuple of several: without a schema, nothing tells a tuple of one from what is in it.
 """
-
-REGION = "dcompile.region"
-"""region(call, *inputs): a region of the graph that another compiler was handed, a `RegionCall`."""
 
 SET_DATA = "dcompile.set_data"
 """set_data(tensor, source, copies): one of these, of a source that may lie in memory which the program uses again."""

@@ -22,7 +22,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
-from dcompile.codegen.lower.library_calls import has_effect, is_in_place, op_text, returns_alias, written_arguments
+from dcompile.codegen.lower.handed_over import is_view
+from dcompile.codegen.lower.library_calls import has_effect, is_in_place, written_arguments
 
 Kind = Literal["input", "view", "compute", "single", "output"]
 
@@ -155,7 +156,7 @@ class RegionPlan:
                 waits[node] = min([*(waits[user] for user in users), *last.get(node, ())], default=waits[node])
             if serves_one or not behind[node]:
                 behind[node] = min((behind[user] - self._is_step(node, user) for user in users), default=behind[node])
-        found = {node: (waits[node], behind[node], leads[node]) for node in self.nodes}
+        found: dict[Node, Order] = {node: (waits[node], behind[node], leads[node]) for node in self.nodes}
         for node in self.nodes:  # several results are made at once
             if node.target is operator.getitem and self.kind[node] == "compute":
                 found[node] = found[node.all_input_nodes[0]]
@@ -377,51 +378,3 @@ def _call(graph: Graph, region: Region, call: Any, made: dict[Node, Node]) -> No
         part = graph.create_node("call_function", operator.getitem, (node, place), name=output.name)
         part.meta["val"] = values[place]
         made[output] = part
-
-
-# --- which operations can be handed over ------------------------------------------------------------------------------
-
-
-def is_view(node: Node) -> bool:
-    """Whether an operation only looks at its argument: its results are tensors in the argument's memory."""
-    value = node.meta.get("val")
-    tensors = value if isinstance(value, (tuple, list)) else (value,)
-    return (
-        node.op == "call_function"
-        and returns_alias(node.target)
-        and not is_in_place(node.target)
-        and str(node.target) not in compat.storage_offsets.FROM_STORAGE
-        and all(isinstance(item, torch.Tensor) for item in tensors)
-    )
-
-
-_OUR_OWN = "dcompile"
-_KEPT = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-
-
-def can_hand_over(node: Node, custom_ops: bool) -> bool:
-    """Whether an operation is a plain function of tensors: no effect, nothing of ours, sizes known beforehand.
-
-    `custom_ops`: also operators that are registered by others than torch.
-    """
-    target: Any = node.target
-    value = node.meta.get("val")
-    tensors = [item for item in (value if isinstance(value, (tuple, list)) else (value,)) if item is not None]
-    if not hasattr(target, "_schema") or not tensors or (has_effect(node) and not _drops_nothing(node)):
-        return False
-    namespace = op_text(target).partition(".")[0]
-    if namespace.startswith(_OUR_OWN) or not (custom_ops or namespace in ("aten", "prims")):
-        return False
-    if any(tag in target.tags for tag in _KEPT) or str(target) in compat.storage_offsets.FROM_STORAGE:
-        return False
-    return all(isinstance(item, torch.Tensor) and item.layout == torch.strided for item in tensors)
-
-
-def _drops_nothing(node: Node) -> bool:
-    """Whether an operation is attention that would draw random numbers for dropout, of which it has none."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    if "dropout_p" not in names or is_in_place(node.target):
-        return False
-    place = names.index("dropout_p")
-    given = node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p", 0.0)
-    return given == 0.0

@@ -26,12 +26,22 @@ class _Positional(torch.nn.Module):
 
 def export_region(gm: Any, example_inputs: Sequence[Any]) -> Any:
     """An ExportedProgram of a graph of ATen operations. Its inputs and outputs keep their order."""
+    _reshape_views(gm)
     with compat.tensors.real_tensors(), torch.no_grad(), converting():
         # with their strides, which say what a view of them is
         zeros = tuple(
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_() for x in example_inputs
         )
         return torch.export.export(_Positional(gm), zeros, strict=False)
+
+
+def _reshape_views(gm: Any) -> None:
+    """Let views copy where they have to: converters take operations apart, and the parts have other strides."""
+    aten = torch.ops.aten
+    for node in gm.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+    gm.recompile()
 
 
 @contextlib.contextmanager

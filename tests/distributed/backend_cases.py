@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile.capture.entry import find_model
+from tests.kernel_backends.fakes import eager, installed
+from tests.kernel_backends.matrix import CALLABLE, outcome
 
 STEPS = 2
 
@@ -29,9 +31,21 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x)), approximate="tanh"))
 
 
-def make(layers: int = 2) -> nn.Sequential:
+class Products(nn.Module):
+    """As little as has a kernel of its own, between products that a library computes."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def make(layer: str = "products") -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(*(Layer() for _ in range(layers)))
+    kind = {"products": Products, "block": Layer}[layer]
+    return nn.Sequential(*(kind() for _ in range(2)))
 
 
 def batch(step: int) -> torch.Tensor:
@@ -56,14 +70,17 @@ def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def found_of(call: Any, same: bool, measure: Callable[[], Any]) -> dict[str, Any]:
+def found_of(
+    call: Any, got: list[torch.Tensor], expected: list[torch.Tensor], measure: Callable[[], Any]
+) -> dict[str, Any]:
     """What a case came to: whether values are stock's, the receipt, and when collectives ran beside regions."""
     with dcompile.profile(call) as measured:
         for _ in range(2):
             measure()
     sources = {e.report.regions: e.source for g in find_model(call).graphs for e in g.executables.values()}
     return {
-        "same": same,
+        "same": same_bits(got, expected),
+        "near": all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, expected, strict=True)),
         "receipt": dcompile.receipt(call),
         "overlaps": overlapped(measured.timeline),
         "kinds": [(c.kind, c.program) for c in measured.timeline.collectives],
@@ -83,41 +100,52 @@ def overlapped(timeline: Any) -> list[tuple[str, str]]:
     ]
 
 
-def ddp(kernels: Any = "inductor", door: str = "dcompile", stock: str = "inductor") -> dict[str, Any]:
+def compiler_of(name: str) -> Any:
+    """What option `kernels` is given: a name, or the callable above."""
+    return eager if name in ("callable", CALLABLE) else name
+
+
+def ddp(
+    kernels: str = "inductor", stock: str = "inductor", layer: str = "products", door: str = "dcompile"
+) -> dict[str, Any]:
     """DDP with small buckets, beside stock DDP over torch.compile of the whole model."""
-    settings = {"bucket_cap_mb": 0.01}
-    model = make()
-    expected = None
-    if stock:
-        twin = DDP(copy.deepcopy(model), **settings)
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            expected = train(torch.compile(twin, backend=stock), twin)
-        torch._dynamo.reset()
+    settings = {"bucket_cap_mb": 0.004}
+    model = make(layer)
+    twin = DDP(copy.deepcopy(model), **settings)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        expected = train(torch.compile(twin, backend=stock), twin)
+    torch._dynamo.reset()
     ours = DDP(model, **settings)
-    options = {"kernels": kernels}
+    options = {"kernels": compiler_of(kernels)}
     if door == "dcompile":
         call = dcompile.compile(ours, options=options)
     else:
         call = torch.compile(ours, backend="dcompile", options=options)
     got = train(call, ours)
-    return found_of(
-        call, expected is None or same_bits(got, expected), lambda: call(batch(0)).square().mean().backward()
-    )
+    return found_of(call, got, expected, lambda: call(batch(0)).square().mean().backward())
 
 
-def fsdp2(kernels: Any = "inductor", stock: str = "inductor") -> dict[str, Any]:
+def fsdp2(kernels: str = "inductor", stock: str = "inductor", layer: str = "products") -> dict[str, Any]:
     """FSDP2 layer by layer, beside stock FSDP2 with each layer compiled by itself."""
-    model = make()
+    model = make(layer)
     twin = copy.deepcopy(model)
-    if stock:
-        for place, layer in enumerate(twin):
-            twin[place] = torch.compile(layer, backend=stock)
+    for place, part in enumerate(twin):
+        twin[place] = torch.compile(part, backend=stock)
     for each in (twin, model):
-        for layer in each:
-            fully_shard(layer)
+        for part in each:
+            fully_shard(part)
         fully_shard(each)
     expected = train(twin, twin)
     torch._dynamo.reset()
-    call = dcompile.compile(model, options={"kernels": kernels})
+    call = dcompile.compile(model, options={"kernels": compiler_of(kernels)})
     got = train(call, model)
-    return found_of(call, same_bits(got, expected), lambda: call(batch(0)).square().mean().backward())
+    return found_of(call, got, expected, lambda: call(batch(0)).square().mean().backward())
+
+
+def cell(name: str, case: str) -> str:
+    """A cell of the table: what became of the regions. Values are compared with eager's, for kernels may differ."""
+    with installed(name):
+        found = {"ddp": ddp, "fsdp2": fsdp2}[case](name, stock="aot_eager")
+    receipt = found["receipt"]
+    assert receipt.eligible and receipt.graphs == 1 and found["near"]
+    return outcome(receipt)

@@ -108,7 +108,7 @@ class _AtenWalk:
     def _region(self, node: Node, outs: list[str | None], result: Any) -> Any:
         """A region that another compiler was handed: no fallback, whatever becomes of the calls around it."""
         call: Any = node.target
-        function = self._constant(node.name, call)
+        function = self._constant(call.__name__, call)
         args = (function, *(self._argument(value) for value in node.args))
         origin, cost_us = (call.what,), call.cost_us
         self.steps.append(Extern(REGION, args, (), tuple(outs), "alloc", False, origin, cost_us=cost_us))

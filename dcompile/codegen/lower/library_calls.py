@@ -117,8 +117,9 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
 def call_region(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
     """A region as one opaque step: it reads its inputs and makes its results, in memory of their own."""
     call: Any = node.target
+    function = low.buffer((), OBJECT, name=call.__name__)
+    assert function.buffer == call.__name__, "a program from the cache finds the call by its name"
     outs, result = name_results(low, node.meta["val"], node)
-    function = low.buffer((), OBJECT, name=node.name)
     low.constants[function.buffer] = call
     low.inputs[function.buffer] = None
     low.origin = (call.what,)

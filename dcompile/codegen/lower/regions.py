@@ -368,7 +368,8 @@ def _units(plan: RegionPlan, regions: Sequence[Region]) -> list[Region | Node]:
 
 def _call(graph: Graph, region: Region, call: Any, made: dict[Node, Node]) -> None:
     values = tuple(node.meta["val"] for node in region.outputs)
-    node = graph.create_node("call_function", call, tuple(made[n] for n in region.inputs), name=call.__name__)
+    name = region.outputs[0].name if len(values) == 1 else f"{call.__name__}_results"
+    node = graph.create_node("call_function", call, tuple(made[n] for n in region.inputs), name=name)
     if len(values) == 1:
         node.meta["val"] = values[0]
         made[region.outputs[0]] = node

@@ -19,7 +19,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test quick test-torch test-full models dist-matrix ops-sweep fuzz lint format clean
+.PHONY: train test quick test-torch test-backends test-full models dist-matrix ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -27,7 +27,7 @@ train: $(if $(VENV),$(VENV)/.has-train)
 		launch/train.py --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 # Bytecode is kept whatever the shell says: pytest rewrites nearly 300 files, in each worker, and processes share ours.
-test quick test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
+test quick test-backends test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
 
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
@@ -69,6 +69,11 @@ test-torch:
 	tools/install.sh $(PYTHON) .venv-torch-$(TORCH) test $(CPU_INDEX) $(TORCH)
 	$(MAKE) test VENV= PYTHON=.venv-torch-$(TORCH)/bin/python
 
+# Other compilers under our collectives (option `kernels`): those of the package index, and fakes of the others. The
+# table in docs/guide/backends.md is what it finds; ARGS=--update-golden records that.
+test-backends: $(if $(VENV),$(VENV)/.has-backends)
+	$(py) -m pytest -n 1 --dist loadfile --backends tests/kernel_backends tests/distributed/test_backends.py $(ARGS)
+
 lint: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff check .
 	$(py) -m ruff format --check .
@@ -91,4 +96,8 @@ $(VENV)/.has-train: pyproject.toml constraints.txt tools/install.sh
 $(VENV)/.has-test: pyproject.toml constraints.txt tools/install.sh
 	tools/install.sh $(PYTHON) $(VENV) test $(CPU_INDEX)
 	@touch $@ $(VENV)/.has-train
+
+$(VENV)/.has-backends: $(VENV)/.has-test
+	tools/install.sh $(PYTHON) $(VENV) backends $(CPU_INDEX)
+	@touch $@
 endif

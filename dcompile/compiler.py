@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dcompile import compat
 from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
 from dcompile.compat import storage_offsets, torch_logs
 from dcompile.compat.sizes import guard_count, known_facts, reads_values
@@ -35,12 +36,13 @@ from dcompile.runtime.cache.key import (
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
 from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
-from dcompile.runtime.program.artifact import Loadable
+from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.runtime.program.workspace import Workspaces
 from dcompile.toolchain import own_products, products_key
 
 if TYPE_CHECKING:
+    from dcompile.compute_regions import RegionCompiler
     from dcompile.driver import PendingGraph, Pipeline
 
 
@@ -59,6 +61,7 @@ class CachingCompiler:
         """Key of the kernel of matrix products, where another rank has begun it."""
         self._workspaces = Workspaces()
         self._made: Pipeline | None = None
+        self._regions: RegionCompiler | None = None
         self._begun: dict[tuple[str, str | None], PendingGraph] = {}
         """(name, key) -> a graph that was foreseen, and is planned."""
         if config.skip or config.until:
@@ -68,8 +71,16 @@ class CachingCompiler:
         from dcompile.driver import Pipeline  # late: a warm start needs no compiler stage, and saves their import
 
         if self._made is None:
-            self._made = Pipeline(self.config)
+            self._made = Pipeline(self.config, self._region_compiler())
         return self._made
+
+    def _region_compiler(self) -> RegionCompiler | None:
+        """Who hands regions to another compiler, if option `kernels` names one."""
+        if self._regions is None and self.config.backend is not None:
+            from dcompile.compute_regions import RegionCompiler
+
+            self._regions = RegionCompiler(self.config, self.config.backend)
+        return self._regions
 
     def meet(self, group: Any) -> SingleProcess:
         """The line to the other ranks of a process group, with which graphs are shared from now on."""
@@ -79,17 +90,21 @@ class CachingCompiler:
         self._sharing = ArtifactSharing(peers, self.config.compile_timeout_s) if peers is not None and shares else None
         return self._peers
 
-    def decompositions(self) -> dict[Any, Any]:
+    def decompositions(self, trains: bool = True) -> dict[Any, Any]:
         """The table AOTAutograd decomposes with; empty when ATen runs everything, so that eager's own kernels run."""
         if self.config.kernels == "aten":
             return {}
         from dcompile.codegen.lower.decompositions import table
 
-        return table.table(fallback_random=self.config.fallback_random)
+        backend = self.config.backend
+        if backend is None or (trains and not backend.row.trains):
+            return table.table(fallback_random=self.config.fallback_random)
+        whole = compat.inductor.decompositions() if backend.name == "inductor" else {}
+        return table.with_random(whole, fallback_random=self.config.fallback_random)
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """What the partitioner may count on; nothing where ATen runs everything."""
-        if self.config.kernels == "aten":
+        if not self.config.own_kernels:
             return frozenset(), frozenset()
         from dcompile.codegen.lower import fusible_ops
 
@@ -105,7 +120,7 @@ class CachingCompiler:
 
         It takes g++ 0.7 s with AVX-512, once a machine: as long as a small model is traced, which is when this runs.
         """
-        if self.config.kernels == "aten" or not own_products(self.config.matmul):
+        if not self.config.own_kernels or not own_products(self.config.matmul):
             return
         cache, key = KernelCache.open(self.config), products_key()
         if cache.find(key) is not None:
@@ -153,6 +168,8 @@ class CachingCompiler:
             why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
         elif storage_offsets.gives_data(gm):
             why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
+        elif program.report.regions and self.config.backend is not None and not self.config.backend.row.records:
+            why = f"{self.config.backend.name} runs parts of it, which cannot be recorded"
         elif any(storage_offsets.resizes(node.target) for node in gm.graph.nodes):
             why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
         if why is not None:
@@ -226,9 +243,12 @@ class CachingCompiler:
         if found is None:
             return None
         graph, libraries = found
+        calls = self._loaded_regions(graph, gm, request)
+        if calls is None:
+            return None
         source = with_groups(with_numbers(graph.source, device_numbers(gm)), group_names(gm))
         graph = replace(graph, source=source)
-        executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm)), self._workspaces)
+        executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm) | calls), self._workspaces)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
         log(self.config, "passes", logging.INFO, f"{request.name}: from the cache")
@@ -237,15 +257,25 @@ class CachingCompiler:
         log(self.config, "memory", logging.INFO, f"{request.name}: arena {graph.arena_bytes} B, from the cache")
         return executable
 
+    def _loaded_regions(self, graph: CompiledGraph, gm: Any, request: Request) -> dict[str, Any] | None:
+        """What another compiler has made of this graph's regions, made anew; None where it refuses one of them now."""
+        regions = self._region_compiler()
+        if not graph.regions or regions is None:
+            return {}
+        with without_collecting():
+            return regions.load(gm, request, graph.regions)  # type: ignore[return-value, unused-ignore]
+
     def _compile(
         self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
     ) -> HostProgram:
-        guards, pipeline = guard_count(gm), self._pipeline()
+        guards, pipeline, regions = guard_count(gm), self._pipeline(), self._region_compiler()
+        known = 0 if regions is None else regions.guards
         with without_collecting():
             begun = self._begun.pop((request.name, key), None) or pipeline.begin(gm, request, cache)
             if begun.waits and foreseen is not None and not self._compiles_anew():
                 self._begin(cache, foreseen())
             made, built = pipeline.finish(begun, gm, request, cache)
+        guards += 0 if regions is None else regions.guards - known
         if key is not None and guard_count(gm) != guards:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)

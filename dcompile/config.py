@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dcompile.errors import OptionError
+from dcompile.kernel_backends.names import REPLAYED, KernelBackend, find_backend
 
 CHANNELS = ("passes", "overlap", "kernels", "memory")
 """What `log` may name, the loggers `dcompile.passes` and so on; beside them `all`: log on every rank."""
@@ -46,7 +47,12 @@ def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", i
 class Config:
     """All settings. Each is an option of `dcompile.compile` and an environment variable, `DCOMPILE_` and its name."""
 
-    kernels: Literal["auto", "aten"] = setting("auto", "aten leaves every kernel to ATen: for debugging communication.")
+    kernels: str | KernelBackend = setting(  # noqa: RUF009  a frozen value, as all others
+        "auto",
+        "Who makes the kernels between collectives. auto: dcompile; aten: ATen, for debugging communication; "
+        "cudagraphs: ATen, replayed as CUDA graphs; inductor, onnxruntime, openvino, tensorrt, tvm, ipex, openxla: "
+        "that compiler; or a callable with torch's contract for backends, `fn(gm, example_inputs)`.",
+    )
     matmul: Literal["auto", "aten", "own"] = setting(
         "auto",
         "Who multiplies float32 matrices on CPU, where auto is own if ATen's library leaves AVX-512 idle (AMD), and "
@@ -260,9 +266,21 @@ class Config:
         config = cls(**{name: _checked(name, value) for name, value in values.items()})
         if config.fallback_by_default and "kernels" not in chosen:
             config = dataclasses.replace(config, kernels="aten")
+        if config.kernels == REPLAYED:
+            config = dataclasses.replace(config, kernels="aten", triton_cudagraphs=True)
         if (config.trace_enabled or config.trace_graph_diagram) and not config.dump:
             return dataclasses.replace(config, dump=TRACE_DIRECTORY)
         return config
+
+    @property
+    def own_kernels(self) -> bool:
+        """Whether kernels are dcompile's own, where it can make them."""
+        return self.kernels == "auto"
+
+    @property
+    def backend(self) -> KernelBackend | None:
+        """The other compiler that regions are handed to, if there is one."""
+        return self.kernels if isinstance(self.kernels, KernelBackend) else None
 
     def idle(self) -> tuple[str, ...]:
         """A line for each option that was changed and has no effect, with the reason; and for misspelt variables."""
@@ -329,6 +347,8 @@ def _from_environment() -> dict[str, str]:
 
 def _checked(name: str, value: Any) -> Any:
     """`value` as the type that the field declares; strings are read as the environment writes them."""
+    if name == "kernels":
+        return find_backend(value)
     hint = _types()[name]
     if typing.get_origin(hint) in (Literal, types.UnionType):
         if value not in typing.get_args(hint):

@@ -25,10 +25,11 @@ from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import ProgramReport, Request
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
+from dcompile.compute_regions import RegionCompiler, RegionResult
 from dcompile.config import Config
 from dcompile.ir.diagram import dot, render
 from dcompile.ir.gemm import Chosen
-from dcompile.ir.nodes import Extern, Loop, Program, Tile
+from dcompile.ir.nodes import REGION, Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
@@ -71,6 +72,8 @@ class ProgramPlan:
     program: Program
     kernels: Kernels
     report: ProgramReport
+    handed: RegionResult | None = None
+    """What another compiler has made of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,11 @@ class PendingGraph:
 class Pipeline:
     """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, regions: RegionCompiler | None = None) -> None:
         self.config = config
+        if regions is None and config.backend is not None:
+            regions = RegionCompiler(config, config.backend)
+        self._regions = regions
         check_names(config, (DYNAMO_PASSES, JOINT_PASSES, loop_passes()))
         self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
         self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
@@ -105,7 +111,9 @@ class Pipeline:
         """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
         began = time.perf_counter()
         reason = self._why_aten(gm)
-        lowered = self._timed(request, "lower", lambda: self._lower(gm, request, aten=reason is not None))
+        handed = self._handed_over(gm, request)
+        graph = gm if handed is None else handed.gm
+        lowered = self._timed(request, "lower", lambda: self._lower(graph, request, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
@@ -113,6 +121,9 @@ class Pipeline:
             request, "emit", lambda: select_target.emit_all(program, request.kind, self._own_products())
         )
         report = _report(program, kernels)
+        if handed is not None:
+            report.fallbacks |= self._refused(handed)
+            report.notes += handed.notes
         if program.buckets:
             foreseen = predict_schedule(program, request.figures, dict(request.groups))
             report.schedule, report.predicted_us, report.exposed_us = foreseen
@@ -123,7 +134,17 @@ class Pipeline:
         steps = f"{len(lowered.program.steps)} -> {len(program.steps)} steps"
         log(self.config, "passes", logging.INFO, f"{request.name}: planned in {took_ms:.1f} ms, {steps}")
         log_plan(self.config, program, request)
-        return ProgramPlan(lowered, program, kernels, report)
+        return ProgramPlan(lowered, program, kernels, report, handed)
+
+    def _handed_over(self, gm: Any, request: Request) -> RegionResult | None:
+        """The graph with its regions handed to another compiler, if option `kernels` names one."""
+        regions = self._regions
+        return None if regions is None else self._timed(request, "regions", lambda: regions.compile(gm, request))
+
+    def _refused(self, handed: RegionResult) -> dict[str, int]:
+        """Lines of the receipt for regions that run on kernels of ours instead."""
+        name = "" if self.config.backend is None else self.config.backend.name
+        return {f"region left by {name}: {reason}": count for reason, count in handed.refused.items()}
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
@@ -193,7 +214,16 @@ class Pipeline:
         device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
         late = len(valued_symbols(program))
         graph = CompiledGraph(
-            source, tuple(constants), program.buckets, arena_bytes, built.keys, plan.report, mutated, device, late
+            source,
+            tuple(constants),
+            program.buckets,
+            arena_bytes,
+            built.keys,
+            plan.report,
+            mutated,
+            device,
+            late,
+            () if plan.handed is None else tuple(name for name in plan.handed.names if name in constants),
         )
         return Loadable(graph, built.libraries, constants), built
 
@@ -355,6 +385,7 @@ def _why_not_gpu(devices: set[torch.device]) -> str | None:
 def _report(program: Program, kernels: Kernels) -> ProgramReport:
     loops = [step for step in program.steps if isinstance(step, Loop)]
     externs = [step for step in program.steps if isinstance(step, Extern)]
+    regions = sum(step.op == REGION for step in externs)
     fallbacks: dict[str, int] = {}
     for step in externs:
         if step.fallback:
@@ -362,8 +393,9 @@ def _report(program: Program, kernels: Kernels) -> ProgramReport:
     return ProgramReport(
         kernels=len(kernels.sources),
         kernel_calls=len(loops) + len(kernels.products),
-        library_calls=sum(not step.fallback for step in externs) - len(kernels.products),
+        library_calls=sum(not step.fallback for step in externs) - len(kernels.products) - regions,
         fallbacks=fallbacks,
+        regions=regions,
         collectives=len(program.buckets),
         bytes_copied=copied_bytes(program),
     )

@@ -36,7 +36,7 @@ class PlanningCompiler(CachingCompiler):
             notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
             return {}
 
-        plan = Pipeline(self.config).plan(gm, request, forecast)
+        plan = Pipeline(self.config, self._region_compiler()).plan(gm, request, forecast)
         plan.report.notes += notes
         self.record(gm, request, plan)
         return DryRunExecutable(self, gm, plan.program.buckets, request.gathers)

@@ -33,7 +33,7 @@ def always(config: Config) -> bool:
 
 def with_own_kernels(config: Config) -> bool:
     """The condition of a pass that serves kernels of ours."""
-    return config.kernels != "aten"
+    return config.own_kernels
 
 
 def nothing(request: Any) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
     )
+    parser.addoption("--backends", action="store_true", help="also tests of other compilers: make test-backends")
     parser.addoption("--poison", action="store_true", help="fill memory that no result may depend on (tests/poison.py)")
     parser.addoption(
         "--matmul", choices=("own", "aten"), help="float32 products on CPU as on other processors than this one"
@@ -35,10 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `make test-full` is for; the longest files first."""
     durations.sort_longest_first(items, durations.recorded())
-    if config.getoption("--all-models"):
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    left_out = [
+        name for name, option in (("full", "--all-models"), ("backends", "--backends")) if not config.getoption(option)
+    ]
+    for name in left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
+        items[:] = [item for item in items if not item.get_closest_marker(name)]
 
 
 def pytest_collection_finish() -> None:

@@ -111,7 +111,7 @@ class CompiledModel:
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         known = len(compat.dynamo.graph_breaks())
         try:
-            grouping = None if self.settings.config.kernels == "aten" else group_loop
+            grouping = group_loop if self.settings.config.own_kernels else None
             settings = compat.dynamo.tracing_settings(
                 self.settings.dynamic, sync_batch_norm, code is entry, grouping, late_sizes
             )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from dcompile import compat
 from dcompile.capture.agreement.capture_digest import captured_calls
 from dcompile.capture.aliasing.output_views import results_without_gradients, view_without_gradients
@@ -72,6 +74,7 @@ class DynamoGraph(GraphPrograms):
 
     def _trace(self, gm: Any, layers: RepeatedLayers | None, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         callbacks = _TracingCallbacks(self, gm, layers, len(example_inputs))
+        trains = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs)
         compiled: Callable[..., Any] = compat.aot.aot_compile(
             gm if layers is None else shorten(gm, layers),
             example_inputs=example_inputs,
@@ -79,7 +82,7 @@ class DynamoGraph(GraphPrograms):
             backward=callbacks.backward,
             inference=callbacks.inference,
             partition=callbacks.partition,
-            decompositions=self.model.services.compiler.decompositions(),
+            decompositions=self.model.services.compiler.decompositions(trains),
         )
         return compiled
 

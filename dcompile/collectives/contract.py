@@ -121,6 +121,8 @@ class ProgramReport:
     library_calls: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     collectives: int = 0
+    regions: int = 0
+    """Calls of what another compiler made of the graph, by option `kernels`."""
     bytes_copied: int = 0
     """Bytes that a call copies only to bring gradients to where they are reduced."""
     built: int = 0
@@ -158,6 +160,7 @@ class ProgramReport:
             origin,
             f"{self.kernel_calls} kernel calls of {self.kernels} kernels{f' ({came})' if came else ''}",
             f"{self.library_calls} library calls",
+            f"{self.regions} regions" if self.regions else "",
             f"fallbacks: {left}" if left else "",
             f"{self.collectives} collectives" if self.collectives else "",
             f"{self.compile_seconds:.2f} s",
@@ -321,8 +324,8 @@ Foreseen: TypeAlias = Callable[[], "tuple[Any, Request] | None"]
 class Compiler(Protocol):
     """The compiler as capture/ sees it; `compiler` implements it, so that capture/ need not import upwards."""
 
-    def decompositions(self) -> dict[Any, Any]:
-        """The table AOTAutograd is to decompose with."""
+    def decompositions(self, trains: bool = True) -> dict[Any, Any]:
+        """The table AOTAutograd is to decompose with; `trains` where the graph may need gradients."""
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
         """(ops that become part of a loop, those of them that may be computed again), beside what torch knows."""

@@ -471,6 +471,13 @@ def innermost_backend(context: Any) -> Any:
     return innermost(context.callback) if callable(context.callback) else None
 
 
+def registered_backend(name: str) -> Callable[..., Any]:
+    """A backend by the name under which it is registered with torch. Raises torch's error for a name that is not."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
 def context_settings(context: Any) -> tuple[bool, bool | None, Callable[..., Any] | None]:
     """fullgraph, dynamic and guard_filter_fn of a torch.compile call."""
     hooks = getattr(context, "_hooks", None)

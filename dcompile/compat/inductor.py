@@ -1,12 +1,14 @@
-"""Single calls of a graph that TorchInductor compiles: FlexAttention, whose kernels are templates of its own.
+"""What TorchInductor compiles of a graph: regions that are handed to it, and single calls of FlexAttention.
 
-`dcompile` has no rule for it yet, and its eager form computes all scores, masked ones as well.
+FlexAttention's kernels are templates of TorchInductor's own. `dcompile` has no rule for it yet, and its eager form
+computes all scores, masked ones as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -95,4 +97,43 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     def call(*values: Any) -> Any:
         return boxed([*values])
 
+    return call
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+
+def decompositions() -> dict[Any, Any]:
+    """TorchInductor's own table: what its lowering expects to be taken apart."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Without the context of the graph around a part of it: whose strides and guards are none of the part's."""
+    from torch._guards import tracing
+
+    with tracing(None):
+        yield
+
+
+def compile_region(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph of operations that are taken apart by `decompositions`: a function that takes its inputs as a list.
+
+    Runs the passes that torch.compile runs over an inference graph first. Results keep their strides.
+    """
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+
+    gm = _recursive_joint_graph_passes(gm)
+    output = gm.graph.output_node()
+    returned: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [*range(len(returned))]
+    compiled: Any = compile_fx_inner(gm, list(example_inputs), cudagraphs=False, is_inference=True)  # type: ignore[arg-type, call-arg, unused-ignore]
+
+    def call(values: list[Any]) -> Any:
+        return compiled(values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -7,7 +7,7 @@ import functools
 import importlib
 import operator
 import unittest.mock
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +190,19 @@ def size_symbols(gm: Any) -> dict[Any, Any]:
             for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
                 if isinstance(size, torch.SymInt):
                     found |= dict.fromkeys(size.node.expr.free_symbols, size.node.shape_env)
+    return found
+
+
+def symbols_of(values: Iterable[Any]) -> set[Any]:
+    """Size symbols in tensors, numbers, and tuples of them."""
+    import torch
+
+    found: set[Any] = set()
+    for value in values:
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
+                if isinstance(size, torch.SymInt):
+                    found |= size.node.expr.free_symbols
     return found
 
 

@@ -49,6 +49,8 @@ class Receipt:
     recordings: int = 0
     """CUDA graphs that were recorded, and how many calls were replays."""
     replays: int = 0
+    regions: int = 0
+    """Calls, in a step, of what another compiler has made of it."""
     bytes_copied: int = 0
     """What a step copies only to bring gradients to where they are reduced."""
     predicted_exposed_us: float = 0.0
@@ -173,6 +175,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),
+        regions=sum(report.regions for report in reports),
         bytes_copied=sum(report.bytes_copied for report in reports),
         predicted_exposed_us=sum(report.exposed_us for report in reports),
         reasons=(*model.adapter.reasons, *((nothing_compiled(model),) if runs_eagerly else ())),

@@ -34,7 +34,7 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
     backend: str = BACKEND
     fullgraph: bool = False
     use_regional_compilation: bool = False
-    kernels: Literal["auto", "aten"] | None = field(default=None, metadata={"help": "Option `kernels`."})
+    kernels: Any = field(default=None, metadata={"help": "Option `kernels`: a name, or a callable."})
     matmul: Literal["auto", "aten", "own"] | None = field(default=None, metadata={"help": "Option `matmul`."})
     activation_memory_budget: float | None = field(
         default=None, metadata={"help": "Option `activation_memory_budget`."}

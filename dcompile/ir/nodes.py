@@ -183,6 +183,8 @@ class Verbatim:
 SCALE = Verbatim("_scale")
 """The factor that averages gradients over ranks, by its name in the host program, which asks its `BucketSource` for it:
 plans know neither how many ranks there are nor whether a backward is going to reduce."""
+REGION = "dcompile.region"
+"""Op of a call of what another compiler has made of a part of the graph: region(made, *inputs)."""
 SCALED = (("beta", 0), ("alpha", SCALE))
 """Keywords of an `addmm` that is a product times this factor: nothing is added."""
 
@@ -200,6 +202,7 @@ class Extern:
     `effect` is true for what touches more than its results (random numbers, collectives, checks that may raise,
     in-place operations): such calls keep their order among one another and are never dropped. `aliases` is true where
     results may be views of arguments. `tells` are size symbols that have a value from here on, which the results tell.
+    `cost_us`, where it is not 0, is what the call takes: for calls that the cost model cannot look into.
     """
 
     op: str
@@ -212,6 +215,7 @@ class Extern:
     effect: bool = False
     aliases: bool = False
     tells: tuple[str, ...] = ()
+    cost_us: float = 0.0
 
     @property
     def holds(self) -> bool:

@@ -68,7 +68,7 @@ class InterpreterCompiler:
         peers = peers_of(group)
         return SingleProcess() if peers is None else peers
 
-    def decompositions(self) -> dict[Any, Any]:
+    def decompositions(self, trains: bool = True) -> dict[Any, Any]:
         return {}
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:

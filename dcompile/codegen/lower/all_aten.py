@@ -15,6 +15,7 @@ from dcompile.codegen.lower.library_calls import (
     as_function,
     has_effect,
     has_no_text,
+    is_region,
     op_text,
     returns_alias,
     returns_one_in_a_tuple,
@@ -23,7 +24,7 @@ from dcompile.codegen.lower.library_calls import (
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import NUMBER, OBJECT, Arg, Buffer, Extern, Program, Verbatim, View
+from dcompile.ir.nodes import NUMBER, OBJECT, REGION, Arg, Buffer, Extern, Program, Verbatim, View
 
 
 def lower(
@@ -95,11 +96,22 @@ class _AtenWalk:
             outs, result = [view.buffer for view in views], views[0] if len(views) == 1 else tuple(views)
         else:
             outs, result = self._results(node)
+        if is_region(node):
+            return self._region(node, outs, result)
         op, args, kwargs = self._spelled(node)
         origin = (*origin_of(node), *(() if self.because is None else (self.because,)))
         effect, aliases = has_effect(node) or op == CALL, returns_alias(node.target)
         call = Extern(op, args, kwargs, tuple(outs), mode, self.because is not None, origin, effect, aliases)
         self.steps.append(call)
+        return result
+
+    def _region(self, node: Node, outs: list[str | None], result: Any) -> Any:
+        """A region that another compiler was handed: no fallback, whatever becomes of the calls around it."""
+        call: Any = node.target
+        function = self._constant(call.__name__, call)
+        args = (function, *(self._argument(value) for value in node.args))
+        origin, cost_us = (call.what,), call.cost_us
+        self.steps.append(Extern(REGION, args, (), tuple(outs), "alloc", False, origin, cost_us=cost_us))
         return result
 
     def _results(self, node: Node) -> tuple[list[str | None], Any]:

@@ -237,6 +237,7 @@ class Lowering:
         fallback: bool = False,
         effect: bool = False,
         tells: tuple[str, ...] = (),
+        cost_us: float = 0.0,
     ) -> None:
         converted = tuple(self.argument(arg) for arg in args)
         named = tuple((key, self.argument(value)) for key, value in (kwargs or {}).items())
@@ -248,7 +249,8 @@ class Lowering:
         self.told |= frozenset(tells)
         if follows((*args, *(kwargs or {}).values()), self.known | self.followed):
             self.followed |= frozenset(tells)
-        self.steps.append(Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect, tells=tells))
+        call = Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect, tells=tells)
+        self.steps.append(replace(call, cost_us=cost_us) if cost_us else call)
 
     def _told_by(self, outs: Sequence[str | None]) -> tuple[str, ...]:
         """Symbols that are a size of what a call returns, and that nothing has told before."""

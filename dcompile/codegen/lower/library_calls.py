@@ -15,7 +15,8 @@ from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strid
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
-from dcompile.ir.nodes import OBJECT, Extern, View
+from dcompile.ir.nodes import OBJECT, REGION, Extern, View
+from dcompile.kernel_backends.region_call import RegionCall
 
 PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 """Calls that write where we say (mode `out`)."""
@@ -111,6 +112,24 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
         return result
     low.extern(op, args, outs, kwargs=kwargs, fallback=fallback, effect=has_effect(node))
     return _own_memory(low, outs, result) if aliasing else result
+
+
+def call_region(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
+    """A region as one opaque step: it reads its inputs and makes its results, in memory of their own."""
+    call: Any = node.target
+    function = low.buffer((), OBJECT, name=call.__name__)
+    assert function.buffer == call.__name__, "a program from the cache finds the call by its name"
+    outs, result = name_results(low, node.meta["val"], node)
+    low.constants[function.buffer] = call
+    low.inputs[function.buffer] = None
+    low.origin = (call.what,)
+    low.extern(REGION, [function, *args], outs, cost_us=call.cost_us)
+    return result
+
+
+def is_region(node: Node) -> bool:
+    """Whether a node stands for a region that another compiler was handed."""
+    return isinstance(node.target, RegionCall)
 
 
 def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:

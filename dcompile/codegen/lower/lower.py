@@ -15,7 +15,7 @@ from dcompile.codegen.lower import all_aten
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.dtypes import fits_a_loop
 from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view, is_cheap_to_repeat
-from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library
+from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library, call_region, is_region
 from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.registry import RULES
@@ -221,6 +221,8 @@ class _Walk:
             if not isinstance(args[0], (tuple, list)):
                 raise Unsupported(f"dcompile: {node.args[0]} has no parts that tracing knows")
             return args[0][args[1]]
+        if is_region(node):
+            return call_region(self.low, node, args)
         args = _in_order(node.target, args, kwargs)
         value: Any = node.meta.get("val")
         if value is None and node.users:  # what saves and restores the generator's state around a checkpointed layer

@@ -46,8 +46,15 @@ class NotCacheable(Exception):
 
 def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
     """The name of a graph's cache entry. Raises NotCacheable."""
+    if config.backend is not None and not config.backend.is_stable:
+        raise NotCacheable(f"its kernels come from {config.backend.name}, and nothing tells that from another by name")
     lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_symbols(gm), *_nodes(gm), *_storages(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def graph_text(gm: GraphModule) -> list[str]:
+    """A graph's nodes alone, as the key has them. Raises NotCacheable."""
+    return [*_symbols(gm), *_nodes(gm)]
 
 
 def constants_of(gm: GraphModule) -> dict[str, Any]:

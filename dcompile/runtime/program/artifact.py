@@ -32,6 +32,8 @@ class CompiledGraph:
     """The type of the devices that it runs on: where its arena lies, and what its kernels are launched by."""
     late_sizes: int = 0
     """How many sizes depend on elements of tensors. A recording would hold those of one call for ever."""
+    regions: tuple[str, ...] = ()
+    """Those of `constants` that are calls of what another compiler made: each process makes these anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ def from_record(record: Mapping[str, Any]) -> CompiledGraph:
         mutated=tuple(record["mutated"]),
         device=record["device"],
         late_sizes=record["late_sizes"],
+        regions=tuple(record["regions"]),
     )
 
 

@@ -43,6 +43,11 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def region(made: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+    """Call what another compiler has made of a part of the graph; `values` is emptied on the way."""
+    return made(values)
+
+
 def set_data(tensor: torch.Tensor, source: torch.Tensor, copies: bool) -> None:
     """`tensor.data = source`. With `copies`, of a copy: `source` lies in memory that the program uses again."""
     tensor.set_(source.clone() if copies else source)  # type: ignore[call-overload, unused-ignore]
@@ -82,6 +87,7 @@ def lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 _OWN: Mapping[str, Callable[..., Any]] = {
     "dcompile.check_bounds": check_bounds,
     "dcompile.call": call,
+    "dcompile.region": region,
     "dcompile.check_number": check_number,
     "dcompile.lay_out": lay_out,
     "dcompile.set_data": set_data,

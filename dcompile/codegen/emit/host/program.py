@@ -11,6 +11,7 @@ addresses, and GPU kernels how many programs they have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -30,7 +31,7 @@ from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Index, Size, as_index, var
-from dcompile.ir.nodes import SCALE, SCALED, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import REGION, SCALE, SCALED, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.symbols import SymbolSource, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
@@ -171,6 +172,8 @@ class _HostProgramWriter(LaunchBatch):
                 self._launch()
             if position in self.products:
                 self._product(step, self.products[position])
+            elif isinstance(step, Extern) and step.op == REGION:
+                dying[position] = self._region(step, dying.get(position, []))
             else:
                 self._step(step, calls)
             if self.waiting:
@@ -380,7 +383,11 @@ class _HostProgramWriter(LaunchBatch):
         call = f"{self.once(found, 'op')}({', '.join(arguments)})"
         if step.mode == "mutate" or not any(step.outs):
             self.lines.append(call)
-            return
+        else:
+            self._take_results(step, call)
+
+    def _take_results(self, step: Extern, call: str) -> None:
+        """Name what a call allocates, and see that it is as tracing has said."""
         targets = [self.name(out) if out is not None else "_" for out in step.outs]
         single = len(targets) == 1 and returns_one_tensor(step.op)
         self.lines.append(f"{targets[0] if single else '(' + ', '.join(targets) + ',)'} = {call}")
@@ -393,6 +400,20 @@ class _HostProgramWriter(LaunchBatch):
             self._fit(out, copied="_copy." in step.op)  # aten.split_with_sizes_copy.default
             if out not in self.last:
                 self._drop([out])
+
+    def _region(self, step: Extern, dying: Sequence[str]) -> list[str]:
+        """A region by another compiler. It alone holds inputs that nobody needs later, and frees them on its way.
+
+        Returns what is still to be dropped behind it.
+        """
+        made, *inputs = step.args
+        assert isinstance(made, View), "a region is called by its name among the constants"
+        self.lines.append(f"_given = [{', '.join(map(self._argument, inputs))}]")
+        handed = {name for name in step.reads if name != made.buffer}
+        self._drop([name for name in dying if name in handed])
+        self.lines += [f"# {', '.join(step.origin)}"] if step.origin else []
+        self._take_results(step, f"{self.once(f'run.function({step.op!r})', 'op')}({self._argument(made)}, _given)")
+        return [name for name in dying if name not in handed]
 
     def _is_narrow(self, name: str) -> bool:
         """Whether a product's result has 16 bits, and is computed on a CPU, which may have no instructions for it."""

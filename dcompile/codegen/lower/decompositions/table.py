@@ -94,6 +94,16 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
     return found | {op: _unless_empty(found[op]) for packet in dividing if (op := packet.default) in found}
 
 
+def with_random(found: dict[Any, Any], *, fallback_random: bool = False) -> dict[Any, Any]:
+    """Another compiler's table, with random numbers of ours: they stay outside of what that compiler is handed.
+
+    With `fallback_random` they are drawn by ATen, as eager draws them.
+    """
+    own = random.table()
+    left = {op: rule for op, rule in found.items() if op not in own}
+    return left if fallback_random else left | own
+
+
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     """As eager computes it: the power of two in the default dtype, so that it may overflow."""
     return x * torch.pow(2.0, exponent)

@@ -154,6 +154,8 @@ def loop_operations(loop: Loop) -> int:
 
 def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, on_gpu: bool = False) -> float:
     """Seconds of a library call: by its operations where they are known, by what it reads and writes otherwise."""
+    if step.cost_us:
+        return step.cost_us * 1e-6
     views = list(_arguments(step))
     moved = sum(_view_bytes(view, table) for view in views)
     moved += sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in step.writes if name in table)
@@ -165,6 +167,20 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     dtype = next((table[view.buffer].dtype for view in views if view.buffer in table), "float32")
     rate = figures.rate(dtype) * (figures.attention if "attention" in step.op else 1.0)
     return max(flops / rate, moved / (figures.memory_gbs * 1e9)) + figures.library_us * 1e-6
+
+
+def fused_seconds(program: Program, figures: Figures) -> float:
+    """Seconds of a program of library calls if a compiler fused all that is no arithmetic of a library.
+
+    What it reads and writes as a whole, and its products, convolutions and attention, each with its own bytes.
+    """
+    table = program.table
+    on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
+    calls = [step for step in program.steps if isinstance(step, Extern)]
+    heavy = sum(extern_seconds(call, table, figures, on_gpu) for call in calls if extern_flops(call, table))
+    outside = {view.buffer for view in program.outputs if isinstance(view, View)} | {*program.inputs} & table.keys()
+    moved = sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in outside)
+    return heavy + moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
 
 
 def extern_flops(step: Extern, table: Mapping[str, Buffer], *, padded: bool = False) -> int:

@@ -1,0 +1,381 @@
+"""Cut a graph's compute into regions at collectives, for another compiler, and put calls in their place.
+
+A region is as large as collectives allow. In one region are operations that wait for the same all-gathers, stand behind
+the same library calls that stay outside (the model's own collectives, random numbers, what changes inputs), and lead to
+the same reduction of gradients. Each of the three only grows along an edge of the graph, so regions in their order
+depend on earlier ones alone. Views are no operations: each region has its own of what it reads.
+
+An operation comes as soon as it can, for collectives are hidden behind what comes early. There are two exceptions. What
+waits for nothing comes with its first user: a backward would recompute all that it reads at its start otherwise. What
+serves one reduction alone comes with the last gradient of that: the region is larger, and nothing starts later.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from dcompile import compat
+from dcompile.codegen.lower.handed_over import is_view
+from dcompile.codegen.lower.library_calls import has_effect, is_in_place, written_arguments
+
+Kind = Literal["input", "view", "compute", "single", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Operations that are handed over together, as a graph of their own."""
+
+    number: int
+    nodes: tuple[Node, ...]
+    """Its operations, in graph order."""
+    inputs: tuple[Node, ...]
+    """Values of the whole graph that it takes."""
+    outputs: tuple[Node, ...]
+    """Its values that are used outside."""
+    graph: GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where inputs are first used and outputs made, as places in the graph: what `region_cuts` is told."""
+
+    first_use: Mapping[int, int]
+    ready: Mapping[int, int]
+
+
+Order = tuple[float, float, float]
+"""(all-gathers waited for, calls outside that stand before, reduction that it leads to)."""
+Cuts = tuple[Mapping[int, int], Mapping[int, int]]
+"""`region_cuts.RegionCuts`: all-gather of an input, by position, and reduction of an output."""
+
+
+class RegionPlan:
+    """A graph with its operations sorted into regions. `takes`: which operations may be handed over at all."""
+
+    def __init__(self, gm: GraphModule, takes: Callable[[Node], bool]) -> None:
+        self.gm = gm
+        self.nodes: list[Node] = list(gm.graph.nodes)
+        self.place = {node: place for place, node in enumerate(self.nodes)}
+        self.kind: dict[Node, Kind] = {}
+        for node in self.nodes:
+            self.kind[node] = self._kind(node, takes)
+        self.inputs = gm.graph.find_nodes(op="placeholder")
+        returned: Any = gm.graph.output_node().args[0]
+        self.returned: list[Any] = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        self.order: dict[Node, Order] = {}
+        """Of each node, once `regions` was asked for them."""
+
+    def places(self) -> Places:
+        """Where inputs are first used by an operation, through views, and where outputs are made."""
+        first: dict[int, int] = {}
+        for position, node in enumerate(self.inputs):
+            users = [self.place[user] for user in self._users(node) if self.kind[user] in ("compute", "single")]
+            if users:
+                first[position] = min(users)
+        made = {at: self.root(node) for at, node in enumerate(self.returned) if isinstance(node, Node)}
+        return Places(first, {at: self.place[node] if self.kind[node] != "input" else -1 for at, node in made.items()})
+
+    def regions(self, cuts: Cuts) -> list[Region]:
+        """The regions, in an order in which they can run."""
+        self.order = orders = self._orders(cuts)
+        computing = [node for node in self.nodes if self.kind[node] == "compute"]
+        ends = self._ends(cuts[1], orders)
+        number: dict[Order, int] = {}
+        count = 0
+        found = sorted({orders[node] for node in computing})
+        for order, following in zip(found, [*found[1:], None], strict=True):
+            number[order] = count
+            if following is None or following[:2] != order[:2] or order in ends:
+                count += 1
+        members: list[list[Node]] = [[] for _ in range(count)]
+        for node in computing:
+            members[number[orders[node]]].append(node)
+        return [self._region(n, nodes) for n, nodes in enumerate(members)]
+
+    # --- what a node is ---
+
+    def _kind(self, node: Node, takes: Callable[[Node], bool]) -> Kind:
+        match node.op:
+            case "placeholder" | "get_attr":
+                return "input"
+            case "output":
+                return "output"
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            of = self.kind[node.args[0]]
+            return "single" if of == "input" else of  # a part is what the whole is
+        if is_view(node):
+            return "view"
+        return "compute" if takes(node) else "single"
+
+    def root(self, node: Node) -> Node:
+        """What a view, or a part of one, is a view of."""
+        while self.kind[node] == "view":
+            node = node.all_input_nodes[0]
+        return node
+
+    def _views(self, node: Node) -> Iterator[Node]:
+        """All views of a value."""
+        for user in node.users:
+            if self.kind[user] == "view" and user.all_input_nodes[0] is node:
+                yield user
+                yield from self._views(user)
+
+    def _users(self, node: Node) -> Iterator[Node]:
+        """Who uses a value, through views."""
+        for user in node.users:
+            if self.kind[user] == "view" and user.all_input_nodes[0] is node:
+                yield from self._users(user)
+            else:
+                yield user
+
+    # --- the order of operations ---
+
+    def _orders(self, cuts: Cuts) -> dict[Node, Order]:
+        """Of each node: what it waits for, and what it leads to."""
+        before = self._before()
+        after: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        for node, earlier in before.items():
+            for other in earlier:
+                after[other].append(node)
+        leads, serves = self._leads(cuts[1], after, min), self._leads(cuts[1], after, max)
+        waits, behind = self._soonest(cuts[0], before)
+        last = self._last(cuts[1], waits)
+        for node in reversed(self.nodes):
+            if self.kind[node] != "compute" and (self.kind[node] != "single" or has_effect(node)):
+                continue
+            users = [user for n in (node, *self._views(node)) for user in after[n] if self.kind[user] != "view"]
+            serves_one = serves[node] == leads[node] < inf
+            if serves_one or not waits[node]:
+                waits[node] = min([*(waits[user] for user in users), *last.get(node, ())], default=waits[node])
+            if serves_one or not behind[node]:
+                behind[node] = min((behind[user] - self._is_step(node, user) for user in users), default=behind[node])
+        found: dict[Node, Order] = {node: (waits[node], behind[node], leads[node]) for node in self.nodes}
+        for node in self.nodes:  # several results are made at once
+            if node.target is operator.getitem and self.kind[node] == "compute":
+                found[node] = found[node.all_input_nodes[0]]
+        return found
+
+    def _before(self) -> dict[Node, list[Node]]:
+        """What has to come before each call: what it uses, and what `_ordering` says."""
+        ordering = self._ordering()
+        calls = [node for node in self.nodes if node.op == "call_function"]
+        return {node: [*node.all_input_nodes, *ordering.get(node, ())] for node in calls}
+
+    def _soonest(
+        self, gathers: Mapping[int, int], before: Mapping[Node, Sequence[Node]]
+    ) -> tuple[dict[Node, int], dict[Node, int]]:
+        """The last all-gather that each node waits for, and how many calls outside stand before it, one by one."""
+        waits = {node: gathers.get(position, 0) for position, node in enumerate(self.inputs)}
+        behind: dict[Node, int] = {}
+        for node in self.nodes:
+            earlier = before.get(node, ())
+            waits[node] = max((waits[n] for n in earlier), default=waits.get(node, 0))
+            behind[node] = max((behind[n] + self._is_step(n, node) for n in earlier), default=0)
+        return waits, behind
+
+    def _is_step(self, node: Node, user: Node) -> bool:
+        """Whether a call outside uses what a region makes."""
+        return self.kind[user] == "single" and self._is_computed(node)
+
+    def _leads(
+        self,
+        reductions: Mapping[int, int],
+        after: Mapping[Node, Sequence[Node]],
+        which: Callable[[Sequence[float]], float],
+    ) -> dict[Node, float]:
+        """The first (`min`) or last (`max`) reduction that each node is needed for; infinity for other results."""
+        found: dict[Node, list[float]] = {node: [] for node in self.nodes}
+        for at, node in enumerate(self.returned):
+            if isinstance(node, Node):
+                found[node].append(reductions.get(at, inf))
+        leads: dict[Node, float] = {}
+        for node in reversed(self.nodes):
+            leads[node] = which([*found[node], *(leads[user] for user in after[node])] or [inf])
+        return leads
+
+    def _last(self, reductions: Mapping[int, int], waits: Mapping[Node, int]) -> dict[Node, list[int]]:
+        """What the last gradient waits for that is reduced together with each gradient."""
+        roots = [(number, self.root(self.returned[at])) for at, number in reductions.items()]
+        last: dict[int, int] = {}
+        for number, node in roots:
+            last[number] = max(waits[node], last.get(number, 0))
+        found: dict[Node, list[int]] = {}
+        for number, node in roots:
+            found.setdefault(node, []).append(last[number])
+        return found
+
+    def _is_computed(self, node: Node) -> bool:
+        """Whether a value comes from an operation that may be in a region."""
+        return self.kind[self.root(node)] == "compute"
+
+    def _ordering(self) -> dict[Node, list[Node]]:
+        """Nodes that have to come before another one though it does not use them: effects keep their order, and what
+        reads an input keeps its side of what changes it."""
+        found: dict[Node, list[Node]] = {}
+        readers: dict[Node, list[Node]] = {}
+        changed: dict[Node, Node] = {}
+        last: Node | None = None
+        for node in self.nodes:
+            if self.kind[node] not in ("compute", "single") or node.target is operator.getitem:
+                continue
+            before: list[Node] = []
+            read = {self.root(n) for n in node.all_input_nodes}
+            before += [changed[n] for n in read if n in changed]
+            if self.kind[node] == "single" and has_effect(node):
+                before += [last] if last is not None else []
+                last = node
+                written = {self.root(n) for n in written_arguments(node) or node.all_input_nodes}
+                for value in written if is_in_place(node.target) else ():
+                    before += readers.get(value, ())
+                    changed[value] = node
+            for value in read:
+                readers.setdefault(value, []).append(node)
+            found[node] = before
+        return found
+
+    def _ends(self, reductions: Mapping[int, int], orders: Mapping[Node, Order]) -> set[Order]:
+        """Behind which operations a reduction has all its gradients."""
+        last: dict[int, Order] = {}
+        for at, number in reductions.items():
+            node = self.root(self.returned[at])
+            if self.kind[node] == "compute":
+                last[number] = max(orders[node], last.get(number, orders[node]))
+        return set(last.values())
+
+    # --- a region's graph ---
+
+    def _region(self, number: int, nodes: Sequence[Node]) -> Region:
+        own = set(nodes)
+        inputs: dict[Node, None] = {}
+        for node in nodes:
+            inputs |= dict.fromkeys(n for n in self._reads(node) if n not in own)
+        sizes = self._sizes(nodes, inputs)
+        outputs = [node for node in nodes if self._is_used_outside(node, own)]
+        graph = _graph_of(self, nodes, (*inputs, *sizes), outputs)
+        return Region(number, tuple(nodes), (*inputs, *sizes), tuple(outputs), graph)
+
+    def _reads(self, node: Node) -> Iterator[Node]:
+        """What an operation reads, views taken away: their bases, and sizes that they are made with."""
+        for value in node.all_input_nodes:
+            if self.kind[value] == "view":
+                yield from self._reads(value)
+            else:
+                yield value
+
+    def _is_used_outside(self, node: Node, own: set[Node]) -> bool:
+        users = [user for user in self._users(node) if user not in own]
+        return isinstance(node.meta.get("val"), torch.Tensor) and bool(users)
+
+    def _sizes(self, nodes: Sequence[Node], inputs: Mapping[Node, None]) -> list[Node]:
+        """Further inputs of the graph that are sizes which the region's tensors are made of."""
+        symbols = compat.sizes.symbols_of(n.meta.get("val") for n in (*nodes, *inputs))
+        if not symbols:
+            return []
+        given = compat.sizes.symbols_of(n.meta["val"] for n in inputs if isinstance(n.meta.get("val"), torch.SymInt))
+        return [
+            node
+            for node in self.inputs
+            if node not in inputs
+            and isinstance(node.meta.get("val"), torch.SymInt)
+            and compat.sizes.symbols_of([node.meta["val"]]) & (symbols - given)
+        ]
+
+
+def _graph_of(plan: RegionPlan, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+    """The operations as a graph of their own, with names that do not depend on where in the whole graph they stand."""
+    graph, made = Graph(), dict[Node, Node]()
+    for place, node in enumerate(inputs):
+        made[node] = graph.placeholder(f"input{place}")
+        made[node].meta = {"val": node.meta.get("val")}
+
+    def taken(node: Node) -> Node:
+        if node not in made:  # a view: made here, of what is here
+            made[node] = _copied(graph, node, taken, f"n{len(made)}")
+        return made[node]
+
+    for node in nodes:
+        made[node] = _copied(graph, node, taken, f"n{len(made)}")
+    graph.output(tuple(made[node] for node in outputs))
+    gm = GraphModule(torch.nn.Module(), graph)
+    gm.meta = {}
+    return gm
+
+
+def _copied(graph: Graph, node: Node, taken: Callable[[Node], Node], name: str) -> Node:
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), taken)  # type: ignore[misc, unused-ignore]
+    copy = graph.create_node(node.op, node.target, args, kwargs, name=name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def with_calls(plan: RegionPlan, regions: Sequence[Region], calls: Mapping[int, Any]) -> GraphModule:
+    """The whole graph with a call in place of each region in `calls`, by number; other regions stay as they were.
+
+    Inputs and outputs keep their places and names. The order is that of the regions, each call outside before the
+    first region that may need it.
+    """
+    graph, made = Graph(), dict[Node, Node]()
+
+    def taken(node: Node) -> Node:
+        if node not in made:
+            made[node] = _copied(graph, node, taken, node.name)
+        return made[node]
+
+    for node in plan.nodes:
+        if plan.kind[node] == "input":
+            made[node] = _copied(graph, node, taken, node.name)
+    for unit in _units(plan, regions):
+        if isinstance(unit, Region) and unit.number in calls:
+            _call(graph, unit, calls[unit.number], made)
+        else:
+            for node in unit.nodes if isinstance(unit, Region) else (unit,):
+                taken(node)
+    output = plan.gm.graph.output_node()
+    copy = graph.output(torch.fx.map_arg(output.args[0], taken))
+    copy.meta = dict(output.meta)
+    gm = GraphModule(plan.gm, graph)
+    gm.meta = dict(plan.gm.meta)
+    return gm
+
+
+def _units(plan: RegionPlan, regions: Sequence[Region]) -> list[Region | Node]:
+    """Regions and calls outside, in an order in which each comes behind all that it needs.
+
+    A call outside comes right before the first region that may need it.
+    """
+    keyed: list[tuple[tuple[float, ...], Region | Node]] = []
+    of_wait: dict[tuple[float, float], list[tuple[float, int]]] = {}
+    for region in regions:
+        waits, behind, _ = plan.order[region.nodes[0]]
+        last = max(plan.order[node][2] for node in region.nodes)
+        of_wait.setdefault((waits, behind), []).append((last, region.number))
+        keyed.append(((waits, behind, region.number, 1), region))
+    for node in plan.nodes:
+        if plan.kind[node] == "single":
+            waits, behind, leads = plan.order[node]
+            later = [number for last, number in of_wait.get((waits, behind), ()) if last >= leads]
+            keyed.append(((waits, behind, min(later, default=len(regions)), 0, plan.place[node]), node))
+    keyed.sort(key=lambda entry: entry[0])
+    return [unit for _, unit in keyed]
+
+
+def _call(graph: Graph, region: Region, call: Any, made: dict[Node, Node]) -> None:
+    values = tuple(node.meta["val"] for node in region.outputs)
+    name = region.outputs[0].name if len(values) == 1 else f"{call.__name__}_results"
+    node = graph.create_node("call_function", call, tuple(made[n] for n in region.inputs), name=name)
+    if len(values) == 1:
+        node.meta["val"] = values[0]
+        made[region.outputs[0]] = node
+        return
+    node.meta["val"] = values
+    for place, output in enumerate(region.outputs):
+        part = graph.create_node("call_function", operator.getitem, (node, place), name=output.name)
+        part.meta["val"] = values[place]
+        made[output] = part

@@ -1,0 +1,146 @@
+"""Have another compiler make the compute of a graph: cut it at collectives, and put what was made in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.codegen.lower import all_aten
+from dcompile.codegen.lower.handed_over import can_hand_over
+from dcompile.codegen.lower.regions import Region, RegionPlan, with_calls
+from dcompile.codegen.schedule.order.cost_model import fused_seconds
+from dcompile.collectives.contract import Request
+from dcompile.collectives.region_cuts import region_cuts
+from dcompile.compat.sizes import guard_count
+from dcompile.config import Config
+from dcompile.kernel_backends.compile_region import Compiled, compile_region
+from dcompile.kernel_backends.names import KernelBackend
+from dcompile.kernel_backends.region_call import Layout, RegionCall, region_name
+from dcompile.logs import log
+from dcompile.runtime.cache.key import NotCacheable, graph_text
+
+
+@dataclass(frozen=True, slots=True)
+class RegionResult:
+    """A graph with calls in place of its regions, and why other regions stay as they were."""
+
+    gm: Any
+    calls: Mapping[int, RegionCall]
+    refused: Mapping[str, int]
+    """Reason -> how many regions."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Nodes that stand for regions, which the program gets as constants."""
+        return tuple(call.__name__ for call in self.calls.values())
+
+
+class RegionCompiler:
+    """Cuts graphs and hands their regions over. Equal regions, as those of equal layers, share what is made of one."""
+
+    def __init__(self, config: Config, backend: KernelBackend) -> None:
+        self.config, self.backend = config, backend
+        self._made: dict[str, Compiled | str] = {}
+        self.guards = 0
+        """How many guards on sizes the compiler has added, in all: a program from the cache has it add them again."""
+
+    def compile(self, gm: Any, request: Request) -> RegionResult:
+        """The graph with what the compiler has made of it."""
+        plan, regions = self._cut(gm, request)
+        calls: dict[int, RegionCall] = {}
+        refused: dict[str, list[Region]] = {}
+        for region in regions:
+            cost_us = _estimate_us(region, request)  # first: a compiler may change the graph that it gets
+            found = self._made_of(region, request)
+            if isinstance(found, str):
+                refused.setdefault(found, []).append(region)
+            else:
+                calls[region.number] = self._call(region, request, found, cost_us)
+        text = f"{request.name}: {len(calls)} of {len(regions)} regions by {self.backend}"
+        log(self.config, "kernels", logging.INFO, text)
+        notes = tuple(self._refusal_note(left, request, reason) for reason, left in refused.items())
+        counts = {reason: len(left) for reason, left in refused.items()}
+        return RegionResult(with_calls(plan, regions, calls), calls, counts, notes)
+
+    def load(self, gm: Any, request: Request, names: Collection[str]) -> dict[str, RegionCall] | None:
+        """The calls that a program from the cache has, made anew; None where the compiler refuses one by now."""
+        _, regions = self._cut(gm, request)
+        found: dict[str, RegionCall] = {}
+        for region in regions:
+            if region_name(region.number) in names:
+                made = self._made_of(region, request)
+                if isinstance(made, str):
+                    return None
+                found[region_name(region.number)] = self._call(region, request, made)
+        return found if found.keys() == set(names) else None
+
+    def _cut(self, gm: Any, request: Request) -> tuple[RegionPlan, list[Region]]:
+        row = self.backend.row
+        plan = RegionPlan(gm, lambda node: can_hand_over(node, row.custom_ops))
+        places = plan.places()
+        cuts = region_cuts(request, places.first_use, places.ready)
+        return plan, [region for region in plan.regions((cuts.gathers, cuts.reductions)) if region.outputs]
+
+    def _made_of(self, region: Region, request: Request) -> Compiled | str:
+        """What the compiler has made of a region, or why it refuses it; asked once for all equal ones."""
+        trains = request.kind != "inference"
+        key = _text_of(region.graph)
+        if key is None:
+            return self._ask(region, request)
+        key = hashlib.sha256(f"{trains}\n{key}".encode()).hexdigest()
+        if key not in self._made:
+            self._made[key] = self._ask(region, request)
+        return self._made[key]
+
+    def _ask(self, region: Region, request: Request) -> Compiled | str:
+        before = guard_count(region.graph)
+        made = compile_region(self.backend, region.graph, request.kind != "inference")
+        added = guard_count(region.graph) - before
+        self.guards += added
+        if added and request.kind == "backward":  # a forward has run by now, and nobody will look at them
+            return "it asks for guards on symbolic sizes"
+        return made
+
+    def _call(self, region: Region, request: Request, made: Compiled, cost_us: float = 0.0) -> RegionCall:
+        what = f"region {region.number} of {request.name}, {len(region.nodes)} operations, by {self.backend.name}"
+        layouts = [_layout(node.meta["val"]) for node in region.outputs]
+        return RegionCall(region.number, self.backend.name, made, layouts, what, cost_us)
+
+    def _refusal_note(self, left: Sequence[Region], request: Request, reason: str) -> str:
+        which = ", ".join(str(region.number) for region in left)
+        count = sum(len(region.nodes) for region in left)
+        where = f"{request.name}: {count} operations (region {which}) run on dcompile's own kernels"
+        return f"{where}: {self.backend.name} refuses them: {reason}"
+
+
+def _estimate_us(region: Region, request: Request) -> float:
+    """What a region takes by the cost model, in microseconds."""
+    program, _ = all_aten.lower(region.graph, f"region{region.number}")
+    return round(fused_seconds(program, request.figures) * 1e6, 3)
+
+
+def _layout(value: torch.Tensor) -> Layout | None:
+    """What a result has to be; None where that depends on the call."""
+    if not compat.sizes.is_fixed(value):
+        return None
+    return tuple(value.shape), tuple(value.stride()), value.dtype
+
+
+def _text_of(gm: Any) -> str | None:
+    """Text that equal regions share; None where something in it has none.
+
+    None with symbolic sizes as well: what a compiler asks of those becomes guards of the one graph.
+    """
+    if compat.sizes.symbols_of(node.meta.get("val") for node in gm.graph.nodes):
+        return None
+    try:
+        return "\n".join(graph_text(gm))
+    except NotCacheable:
+        return None

@@ -1,0 +1,162 @@
+"""Which compilers option `kernels` can name, what each needs installed, and what names a callable. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+from dcompile.errors import OptionError
+
+OWN = ("auto", "aten")
+"""Values of option `kernels` that name no other compiler."""
+REPLAYED = "cudagraphs"
+"""ATen's kernels, replayed as CUDA graphs: a setting of ours, no compiler that regions are handed to."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBackend:
+    """One row: what has to be installed, and which regions the compiler takes."""
+
+    modules: tuple[str, ...]
+    """Modules that must be there; the first one's distribution gives the version."""
+    install: str
+    """The command that installs it."""
+    trains: bool = True
+    """Whether it takes regions of training graphs."""
+    symbolic: bool = False
+    """Whether it takes regions whose sizes are symbols."""
+    custom_ops: bool = False
+    """Whether it takes operators that are registered by others than torch."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes that it takes; all, where empty."""
+    records: bool = False
+    """Whether what it makes may be recorded in a CUDA graph."""
+    registers: str = ""
+    """Module that registers it with torch when imported, for `torch._dynamo`'s table of backends."""
+
+
+_NUMERIC = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+NAMED: Mapping[str, NamedBackend] = {
+    "inductor": NamedBackend(("torch",), "pip install torch", symbolic=True, custom_ops=True, records=True),
+    "onnxruntime": NamedBackend(
+        ("onnxruntime", "onnxscript"), "pip install onnxruntime onnxscript", trains=False, dtypes=_NUMERIC
+    ),
+    "openvino": NamedBackend(("openvino",), "pip install openvino", trains=False, dtypes=_NUMERIC),
+    "tensorrt": NamedBackend(
+        ("torch_tensorrt",), "pip install torch-tensorrt", trains=False, registers="torch_tensorrt"
+    ),
+    "tvm": NamedBackend(("tvm",), "pip install apache-tvm", trains=False),
+    "ipex": NamedBackend(
+        ("intel_extension_for_pytorch",),
+        "pip install intel-extension-for-pytorch",
+        registers="intel_extension_for_pytorch",
+    ),
+    "openxla": NamedBackend(("torch_xla",), "pip install torch_xla", registers="torch_xla"),
+}
+"""Compilers that regions are handed to, by the name that option `kernels` gives them."""
+
+
+@dataclass(frozen=True)
+class KernelBackend:
+    """A compiler that was asked for: a row of `NAMED`, or a callable with torch's contract for backends.
+
+    Its text, name and version, is what stands for it in cache keys and in what ranks compare.
+    """
+
+    name: str
+    version: str
+    row: NamedBackend
+    function: Callable[..., Any] | None = field(default=None, compare=False)
+    """`fn(gm, example_inputs)`; None for a named one."""
+    is_stable: bool = True
+    """Whether name and version tell it from all others: without, nothing that it makes is cached."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+def valid_names() -> tuple[str, ...]:
+    """What option `kernels` takes, beside callables."""
+    return (*OWN, REPLAYED, *NAMED)
+
+
+def find_backend(asked: Any) -> str | KernelBackend:
+    """What option `kernels` means: a name of `OWN` or `REPLAYED` itself, or the compiler.
+
+    Raises OptionError for an unknown name, and for a compiler that is not installed, with the line that installs it.
+    """
+    if isinstance(asked, KernelBackend) or asked in (*OWN, REPLAYED):
+        return asked  # type: ignore[no-any-return]
+    if callable(asked):
+        return _of_callable(asked)
+    if asked not in NAMED:
+        near = difflib.get_close_matches(str(asked), valid_names(), n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise OptionError(
+            f"dcompile: kernels={asked!r} is not one of: {', '.join(valid_names())}{hint}; "
+            "or give a callable with torch's contract for backends, fn(gm, example_inputs)"
+        )
+    row = NAMED[asked]
+    missing = [module for module in row.modules if not _is_installed(module)]
+    if missing:
+        raise OptionError(
+            f"dcompile: kernels={asked!r} needs {', '.join(missing)}, which is not installed: {row.install}"
+        )
+    return KernelBackend(asked, _version_of(row.modules[0]), row)
+
+
+def _is_installed(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version_of(module: str) -> str:
+    """The version of the distribution that has a module; the module's own word where there is none."""
+    found = getattr(sys.modules.get(module), "__version__", None)
+    if isinstance(found, str):
+        return str(found)
+    try:
+        return version(packages_distributions().get(module, [module])[0])
+    except PackageNotFoundError:
+        return ""
+
+
+def _of_callable(function: Callable[..., Any]) -> KernelBackend:
+    """A callable by its module and qualified name, with the version of its package or a digest of its file."""
+    row = NamedBackend((), "", symbolic=True, custom_ops=True)
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(name, str)):
+        return KernelBackend(f"{type(function).__module__}.{type(function).__qualname__}", "", row, function, False)
+    found = _version_of(module.partition(".")[0]) or _digest_of(function)
+    is_stable = bool(found) and "<" not in name and module != "__main__" and _is_there(module, name, function)
+    return KernelBackend(f"{module}.{name}", found, row, function, is_stable)
+
+
+def _is_there(module: str, name: str, function: Any) -> bool:
+    """Whether the name leads to this callable: a decorated or bound one may carry another's."""
+    found: Any = sys.modules.get(module)
+    for piece in name.split("."):
+        found = getattr(found, piece, None)
+    return found is function
+
+
+def _digest_of(function: Any) -> str:
+    """A digest of the file that a function is written in; empty where that cannot be read."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+        return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return ""

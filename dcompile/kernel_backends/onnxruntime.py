@@ -1,0 +1,71 @@
+"""Regions as ONNX Runtime sessions, by way of torch.onnx's exporter: a bridge of our own.
+
+torch's own backend `onnxrt` went out of use with its old exporter. Inputs are read, and results written, where torch
+has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.kernel_backends.exported import converting, export_region
+
+TYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+"""dtypes that NumPy has, by its names for them: what ONNX Runtime's bindings are told."""
+
+
+def compile_region(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., list[torch.Tensor]]:
+    """A function of the region's inputs that runs it in one session. Raises where the exporter has no translation."""
+    import numpy as np
+    import onnxruntime as ort  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    program = export_region(gm, example_inputs)
+    with converting(), contextlib.redirect_stdout(io.StringIO()):
+        exported = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert exported is not None, "torch.onnx returns a program where it is given no file"
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    kinds = {value.device.type for value in example_inputs}
+    wanted = ["CUDAExecutionProvider", "CPUExecutionProvider"] if "cuda" in kinds else ["CPUExecutionProvider"]
+    if wanted[0] not in ort.get_available_providers():
+        raise RuntimeError(f"this build of ONNX Runtime has no {wanted[0]}")
+    session = ort.InferenceSession(exported.model_proto.SerializeToString(), options, providers=wanted)
+    names, outs = [value.name for value in session.get_inputs()], [value.name for value in session.get_outputs()]
+    fakes = [node.meta["val"] for node in gm.graph.output_node().args[0]]
+    if len(names) != len(example_inputs) or len(outs) != len(fakes):
+        raise RuntimeError(f"the exporter kept {len(names)} of {len(example_inputs)} inputs, {len(outs)} outputs")
+    layouts = [(tuple(fake.shape), fake.dtype, fake.device) for fake in fakes]
+    element = {dtype: getattr(np, name if name != "bool" else "bool_") for dtype, name in TYPES.items()}
+
+    def place(tensor: torch.Tensor) -> tuple[str, int, Any, list[int], int]:
+        device = tensor.device
+        return device.type, device.index or 0, element[tensor.dtype], list(tensor.shape), tensor.data_ptr()
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        binding = session.io_binding()
+        held = [value.contiguous() for value in values]
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in layouts]
+        for name, value in zip(names, held, strict=True):
+            binding.bind_input(name, *place(value))
+        for name, result in zip(outs, results, strict=True):
+            binding.bind_output(name, *place(result))
+        session.run_with_iobinding(binding)
+        return results
+
+    return run

@@ -1,0 +1,45 @@
+"""Regions as OpenVINO models on the CPU, converted from torch.export's program.
+
+OpenVINO's own backend for torch.compile runs what it cannot convert in torch and says nothing. Here it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.kernel_backends.exported import converting, export_region
+
+
+def compile_region(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., list[torch.Tensor]]:
+    """A function of the region's inputs that runs it in one request. Raises where an operation has no conversion."""
+    import openvino as ov  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    devices = {value.device.type for value in example_inputs}
+    if devices - {"cpu"}:
+        raise RuntimeError(f"tensors are on {', '.join(sorted(devices))}, and OpenVINO's are given on the CPU")
+    program = export_region(gm, example_inputs)
+    with converting():
+        model = ov.convert_model(program)
+    fakes = [node.meta["val"] for node in gm.graph.output_node().args[0]]
+    if len(model.inputs) != len(example_inputs) or len(model.outputs) != len(fakes):
+        raise RuntimeError(f"the converter kept {len(model.inputs)} of {len(example_inputs)} inputs")
+    # float32 stays float32: by default, processors with bfloat16 units compute in that
+    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = ov.Core().compile_model(model, "CPU", hints)
+    layouts = [(tuple(fake.shape), fake.dtype) for fake in fakes]
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        request = compiled.create_infer_request()
+        held = [value.detach().contiguous() for value in values]
+        results = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in layouts]
+        for place, value in enumerate(held):
+            request.set_input_tensor(place, ov.Tensor(value.numpy(), shared_memory=True))
+        for place, result in enumerate(results):
+            request.set_output_tensor(place, ov.Tensor(result.numpy(), shared_memory=True))
+        request.infer()
+        return results
+
+    return run

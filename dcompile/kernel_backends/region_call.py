@@ -1,0 +1,131 @@
+"""A region of a graph as one function: what another compiler made, with checks on what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dcompile.errors import DcompileError
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""(shape, strides, dtype) of a result."""
+
+
+def region_name(number: int) -> str:
+    """What a region's call is named in graphs and programs."""
+    return f"dcompile_region{number}"
+
+
+class RegionCall:
+    """One region, called with a list of its inputs, tensors and numbers: a tensor, or a tuple of several.
+
+    Results are memory of their own, with the strides that tracing gave them. Raises DcompileError where the other
+    compiler returns another shape or dtype, in the first call.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        backend: str,
+        function: Callable[[list[Any]], Any],
+        layouts: Sequence[Layout | None],
+        what: str,
+        cost_us: float = 0.0,
+    ) -> None:
+        self.number, self.backend, self.function, self.what = number, backend, function, what
+        self.layouts = layouts
+        """Of each result; None where sizes are symbols."""
+        self.cost_us = cost_us
+        """What a call takes by estimate, in microseconds."""
+        self._checked = False
+        self.__name__ = region_name(number)
+
+    def __call__(self, values: list[Any]) -> Any:
+        """Run; `values` is emptied, so that inputs which nobody else holds are freed on the way."""
+        if not self._checked:
+            return self._first(values)
+        return self._returned([*self.function(values)])
+
+    def _first(self, values: list[Any]) -> Any:
+        """The first call: check what the other compiler returns, and have copied what must not share memory."""
+        inputs = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
+        found = self.function(values)
+        if isinstance(found, torch.Tensor):
+            self.function, found = _in_list(self.function), [found]
+        results = [*found]
+        self._check(results)
+        self._separate(results, inputs)
+        self._checked = True
+        return self._returned(results)
+
+    def _returned(self, results: list[Any]) -> Any:
+        for place, layout in enumerate(self.layouts):
+            if layout is not None and results[place].stride() != layout[1]:
+                results[place] = _laid_out(results[place], layout)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _check(self, results: Sequence[Any]) -> None:
+        if len(results) != len(self.layouts):
+            self._refuse(f"{len(results)} results", f"{len(self.layouts)}")
+        for place, (result, layout) in enumerate(zip(results, self.layouts, strict=True)):
+            if layout is None:
+                continue
+            shape, _, dtype = layout
+            if not isinstance(result, torch.Tensor) or (tuple(result.shape), result.dtype) != (shape, dtype):
+                found = f"{tuple(result.shape)}, {result.dtype}" if isinstance(result, torch.Tensor) else type(result)
+                self._refuse(f"{found} as result {place}", f"{shape}, {dtype}")
+
+    def _refuse(self, found: str, wanted: str) -> None:
+        raise DcompileError(
+            f"dcompile: {self.backend} returned {found}, where the graph says {wanted}, for {self.what}; "
+            'options={"kernels": "auto"} runs it on kernels of dcompile'
+        )
+
+    def _separate(self, results: list[Any], inputs: set[int]) -> None:
+        """From the first call on, copy results that share memory with an input or with each other."""
+        seen = inputs - {0}
+        shared: list[int] = []
+        for place, result in enumerate(results):
+            if _memory(result) in seen:
+                shared.append(place)
+                results[place] = result.clone()
+            seen |= {_memory(result)} - {0}
+        if shared:
+            self.function = _copying(self.function, shared)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor's storage begins; 0 where it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A copy with the strides that are wanted, which may repeat elements; raises where sizes are others."""
+    shape, strides, dtype = layout
+    once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+    made = torch.empty_strided(once, strides, dtype=dtype, device=tensor.device)
+    made.copy_(tensor[tuple(slice(0, size) for size in once)])
+    return made.expand(shape) if once != shape else made
+
+
+def _in_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], list[Any]]:
+    """A function that returns its one result as others return several."""
+
+    def call(values: list[Any]) -> list[Any]:
+        return [function(values)]
+
+    return call
+
+
+def _copying(function: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
+    """The function with these results copied."""
+
+    def call(values: list[Any]) -> list[Any]:
+        results = [*function(values)]
+        for place in places:
+            results[place] = results[place].clone()
+        return results
+
+    return call

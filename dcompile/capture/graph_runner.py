@@ -19,6 +19,7 @@ from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_sync_token
+from dcompile.capture.opaque_objects import remove_opaque_objects, without_opaque_objects
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.capture.passes.joint.absent_gradients import (
     absent_results,
@@ -140,6 +141,7 @@ class GraphPrograms:
         backward, self._parted = self._parted, None
         if backward is None or self.adapter.carries_sync or self.adapter.communicators():
             return None
+        backward = without_opaque_objects(backward)
         likely = without(backward, unlikely(backward) if self._may_lack else (), self._exchanged)
         return likely, self._request(likely, "backward", **self._reduces())
 
@@ -195,7 +197,8 @@ class GraphPrograms:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
-        return_input_views(gm, compat.aot.looks_at_inputs())
+        opaque = remove_opaque_objects(gm)
+        return_input_views(gm, opaque.views(compat.aot.looks_at_inputs()))
         steps = plan_outputs(self._output_steps, gm, OutputRequest(len(gm.graph.output_node().args[0])), "inference")
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
@@ -209,6 +212,8 @@ class GraphPrograms:
                 step(results, plan)
             return results
 
+        if opaque.inputs:
+            return opaque.around(inference)
         asks = gathering is not run or steps
         return compat.lean_wrappers.marked_direct(inference, None if asks else getattr(run, "direct", None))
 
@@ -217,13 +222,15 @@ class GraphPrograms:
         return self.model.services.compiler.graph_passes().outputs
 
     def _forward(self, gm: Any) -> Boxed:
-        position = take_sync_token(gm)
-        return_input_views(gm, compat.aot.looks_at_inputs())
+        opaque = remove_opaque_objects(gm)
+        position, shown = take_sync_token(gm), opaque.result_place(self._cut.results)
+        return_input_views(gm, opaque.views(compat.aot.looks_at_inputs()))
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
-        request = OutputRequest(self._cut.results, compat.aot.take_views(), compat.aot.constant_results())
+        views, constant = compat.aot.take_views(), compat.aot.constant_results()
+        request = OutputRequest(shown, opaque.result_places(views), opaque.result_places(constant))
         steps = plan_outputs(self._output_steps, gm, request, "forward")
-        run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
+        run = self._build(gm, "forward", foreseen=self._foreseen, results=shown)
         model = self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
 
@@ -238,10 +245,12 @@ class GraphPrograms:
                 results.insert(position, token)
             return results
 
-        return forward
+        return opaque.around(forward)
 
     def _backward(self, gm: Any) -> Boxed:
         """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
+        opaque = remove_opaque_objects(gm)
+        self.grads = tuple((opaque.result_place(place), number) for place, number in self.grads)
         position = take_sync_token(gm)
         given = tangents(gm)
         places = given if self._may_lack else ()
@@ -283,7 +292,7 @@ class GraphPrograms:
                 results[place] = None
             return results
 
-        return backward
+        return opaque.around(backward)
 
     def _syncs(self, token: int) -> bool:
         """Whether a backward is to reduce gradients, by what its forward has left (see `Invocation.token`)."""

@@ -27,8 +27,9 @@ from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
 from dcompile.config import Config
 from dcompile.ir.diagram import dot, render
+from dcompile.ir.functional_collectives import is_own_collective
 from dcompile.ir.gemm import Chosen
-from dcompile.ir.nodes import Extern, Loop, Program, Tile
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
@@ -113,7 +114,7 @@ class Pipeline:
             request, "emit", lambda: select_target.emit_all(program, request.kind, self._own_products())
         )
         report = _report(program, kernels)
-        if program.buckets:
+        if any(isinstance(step, Collective) for step in program.steps):
             foreseen = predict_schedule(program, request.figures, dict(request.groups))
             report.schedule, report.predicted_us, report.exposed_us = foreseen
         if reason and self.config.kernels != "aten":
@@ -364,6 +365,6 @@ def _report(program: Program, kernels: Kernels) -> ProgramReport:
         kernel_calls=len(loops) + len(kernels.products),
         library_calls=sum(not step.fallback for step in externs) - len(kernels.products),
         fallbacks=fallbacks,
-        collectives=len(program.buckets),
+        collectives=len(program.buckets) + sum(map(is_own_collective, program.steps)),
         bytes_copied=copied_bytes(program),
     )

@@ -78,7 +78,9 @@ def remove_opaque_objects(gm: Any) -> OpaqueObjects:
         return OpaqueObjects()
     places = {node: place for place, node in enumerate(found)}
     results = list(output.args[0])
-    returned = [(at, places[node]) for at, node in enumerate(results) if isinstance(node, torch.fx.Node) and node in found]
+    returned = [
+        (at, places[node]) for at, node in enumerate(results) if isinstance(node, torch.fx.Node) and node in found
+    ]
     removed = {at for at, _ in returned}
     output.args = (tuple(node for at, node in enumerate(results) if at not in removed),)
     if "desc" in output.meta:

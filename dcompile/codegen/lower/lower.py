@@ -70,7 +70,10 @@ def lower(
         walk.low.own_rows, walk.low.deterministic = own_rows, deterministic
         return walk.run(grads)
     except (Unsupported, Inexpressible) as reason:
-        return Lowered(*all_aten.lower(gm, name, grads, because=str(reason)))
+        because = str(reason).removeprefix("dcompile: ")
+        return Lowered(
+            *all_aten.lower(gm, name, grads, because=str(reason)), declined=(f"every operation is ATen's: {because}",)
+        )
 
 
 def kind_of(node: Node) -> Kind:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
@@ -51,7 +51,8 @@ def lower_collective(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
         sent = [low.exact(replace(tensor, strides=contiguous(tensor.shape))) for tensor in tensors]
     given: Arg = sent[0] if isinstance(value, torch.Tensor) else tuple(sent)
     buffers = tuple(view.buffer for view in views)
-    call = Extern(op, (given, *map(low.argument, args[1:])), (), buffers, "mutate" if kind in IN_PLACE else "out", origin=low.origin)
+    mode: Literal["mutate", "out"] = "mutate" if kind in IN_PLACE else "out"
+    call = Extern(op, (given, *map(low.argument, args[1:])), (), buffers, mode, origin=low.origin)
     start = Collective(kind, buffers[0], low.groups.get(args[-1], args[-1]), buffers, call)
     low.steps.append(start)
     low.in_flight |= dict.fromkeys(buffers, start)

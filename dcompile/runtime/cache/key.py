@@ -88,7 +88,9 @@ def group_names(gm: GraphModule) -> dict[str, str]:
 def _collective_schema(node: Node) -> Any:
     """The schema of a call of torch's functional collectives; None of other nodes."""
     schema = getattr(node.target, "_schema", None)
-    return schema if schema is not None and schema.name.partition("::")[0] in compat.groups.COLLECTIVE_NAMESPACES else None
+    return (
+        schema if schema is not None and schema.name.partition("::")[0] in compat.groups.COLLECTIVE_NAMESPACES else None
+    )
 
 
 def gpus(gm: GraphModule) -> set[str]:

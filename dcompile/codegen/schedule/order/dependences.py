@@ -25,8 +25,9 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
 
     Read after write, write after read and write after write, a collective and its wait counting as both on their
     buffers; sizes that a library call tells, before what uses them; besides, collectives start in one order (each rank
-    must start the same ones), those that are library calls among them, and so run library calls with effects. Edges implied by others through one buffer are
-    left out. Without `ordered_starts`, the caller sees to the order of collectives.
+    must start the same ones), those that are library calls among them, and so run library calls with effects. Edges
+    implied by others through one buffer are left out. Without `ordered_starts`, the caller sees to the order of
+    collectives.
     """
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = defaultdict(list)

@@ -65,8 +65,8 @@ def objections(ddp: Any, module: torch.nn.Module) -> list[str]:
 def makes_parameters_anew(module: torch.nn.Module) -> bool:
     """Whether DDP has taken DTensor parameters apart: each forward makes them anew, and takes them apart again.
 
-    `DistributedDataParallel(model, device_mesh=...)` does so. Dynamo traces the DTensors as the parameters that they are
-    no more behind the first forward; with any backend the second backward raises, in torch 2.11 to 2.13.
+    `DistributedDataParallel(model, device_mesh=...)` does so. Behind the first forward, Dynamo finds tensors where it
+    has traced parameters; with any backend the second backward raises, in torch 2.13.
     """
     return any(hasattr(parameter, "_st_info") for parameter in module.parameters())
 

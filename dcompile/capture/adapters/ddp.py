@@ -18,7 +18,6 @@ from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
-
 PARAMETERS_ANEW = (
     "DDP with device_mesh makes the parameters of tensor parallelism anew in each forward, which cannot be traced; "
     "fully_shard(model, mesh=mesh['dp']) on the same mesh is taken over"

@@ -71,8 +71,6 @@ class Lowering:
         """Name of each process group that the graph names -> what plans call it."""
         self.in_flight: dict[str, Collective] = {}
         """Results of collectives that are not waited for yet -> what starts them."""
-        self.exchanged: set[str] = set()
-        """Results of all collectives that are steps."""
         self._stored: dict[int, tuple[LazyTensor, LazyTensor]] = {}
         self._exact: dict[int, tuple[LazyTensor, View]] = {}
         self._numbers: dict[Real, View] = {}

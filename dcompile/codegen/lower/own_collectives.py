@@ -56,7 +56,6 @@ def lower_collective(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
     start = Collective(kind, buffers[0], low.groups.get(args[-1], args[-1]), buffers, call)
     low.steps.append(start)
     low.in_flight |= dict.fromkeys(buffers, start)
-    low.exchanged.update(buffers)
     if not _waits(node):
         _land(low, start)  # every rank takes part, whether or not somebody looks at the result
     results = [from_view(view, dtype_name(fake.dtype)) for view, fake in zip(views, values, strict=True)]
@@ -108,12 +107,19 @@ def _buffer(low: Lowering, fake: torch.Tensor, name: str) -> View:
 
 
 def _wait(low: Lowering, tensor: Any) -> Any:
-    """The result of a wait, if it is for a step; the first one of several for the same is the one that counts."""
-    if not isinstance(tensor, LazyTensor) or tensor.view is None or tensor.view.buffer not in low.exchanged:
+    """The result of a wait: of a step, of which the first one of several counts, or for what is no collective's result.
+
+    None where a library call has made the tensor, or the caller: either may be in flight.
+    """
+    if not isinstance(tensor, LazyTensor):
         return None
-    start = low.in_flight.get(tensor.view.buffer)
-    if start is not None:
-        _land(low, start)
+    if tensor.view is not None:
+        name = tensor.view.buffer
+        called = (step for step in low.steps if isinstance(step, Extern) and step.mode != "out")
+        if name in low.inputs or any(name in step.writes for step in called):
+            return None
+        if (start := low.in_flight.get(name)) is not None:
+            _land(low, start)
     return tensor
 
 
